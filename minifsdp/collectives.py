@@ -1,0 +1,131 @@
+"""What ranks say to each other. The only file that calls ``torch.distributed`` collectives.
+
+Two conversations carry all of FSDP::
+
+    all-gather        rank 0: A . .      A B C        every rank has a chunk,
+                      rank 1: . B .  ->  A B C        afterwards every rank has them all
+                      rank 2: . . C      A B C
+
+    reduce-scatter    rank 0: a b c      sum(a) .  .  every rank has a full tensor,
+                      rank 1: a b c  ->  . sum(b)  .  afterwards each has the sum of
+                      rank 2: a b c      .  . sum(c)  its own chunk over all ranks
+
+and an all-reduce is the second followed by the first.
+
+Each function *starts* its collective and returns ``finish``, which waits for it (see streams.py).
+
+**On CPU** gloo's own versions waste half of what they move: its reduce-scatter is a copy, a full
+all-reduce (twice the bytes) and a slice, its all-gather goes through a temporary of full size. So
+ranks exchange point to point, straight out of and into views of the flat buffers, and each adds up
+what it receives, in gloo's own order, so that sums are equal to torch's bit for bit.
+``MINIFSDP_COLLECTIVES=native`` selects torch's versions instead, for comparison.
+
+**On CUDA** NCCL does all this well; its collectives are called as they are.
+"""
+
+import os
+
+import torch.distributed as dist
+from torch import Tensor
+
+from minifsdp.streams import Finish
+
+_CHOICE = os.environ.get("MINIFSDP_COLLECTIVES", "")
+if _CHOICE not in ("", "native"):
+    raise ValueError(f"MINIFSDP_COLLECTIVES is 'native' or unset, not {_CHOICE!r}")
+NATIVE = _CHOICE == "native"
+
+Group = dist.ProcessGroup
+# torch 2.13 renamed these two, and warns about the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather(full: Tensor, chunk: Tensor, group: Group, tag: int) -> Finish:
+    """Fill ``full`` with the chunks of all ranks, in rank order.
+
+    Args:
+        full: ``[world_size * n]``, written.
+        chunk: ``[n]``, this rank's part; same dtype and device as ``full``.
+        group: the ranks that take part.
+        tag: tells apart the conversations of different units, which may overlap. Should two ranks
+            ever disagree on whose turn it is, they then wait for each other until the group's
+            timeout instead of taking one unit's parameters for another's.
+    """
+    if _native(full):
+        # Async: on CUDA only so that one code path serves all; waiting there orders streams.
+        return _waiter(_all_gather(full, chunk, group=group, async_op=True))
+    rank, world_size = group.rank(), group.size()
+    parts = full.chunk(world_size)
+    works = []
+    for distance in range(1, world_size):
+        to, source = (rank + distance) % world_size, (rank - distance) % world_size
+        works.append(dist.isend(chunk, group=group, group_dst=to, tag=tag))
+        works.append(dist.irecv(parts[source], group=group, group_src=source, tag=tag))
+    parts[rank].copy_(chunk)  # while the others are under way
+
+    def finish() -> None:
+        for work in works:
+            work.wait()
+
+    return finish
+
+
+def reduce_scatter(flat: Tensor, group: Group, scale: float, tag: int) -> tuple[Tensor, Finish]:
+    """Add up ``scale * flat`` over all ranks and keep this rank's chunk of the sum.
+
+    Each contribution is scaled before it is added, as DistributedDataParallel does: sums of
+    gradients in half precision would overflow where their mean does not.
+
+    Args:
+        flat: ``[world_size * n]``; may be overwritten; must stay alive until the end.
+        group: the ranks that take part.
+        scale: ``1 / world_size`` for a mean.
+        tag: as in :func:`all_gather`.
+
+    Returns:
+        The sum, ``[n]``, valid once ``finish`` has run; and ``finish``.
+    """
+    rank, world_size = group.rank(), group.size()
+    own = flat.chunk(world_size)[rank]
+    if _native(flat):
+        total = flat.new_empty(own.shape)
+        flat.mul_(scale)
+        return total, _waiter(_reduce_scatter(total, flat, group=group, async_op=True))
+    chunks, received, works = flat.chunk(world_size), [], []
+    for distance in range(1, world_size):
+        to, source = (rank + distance) % world_size, (rank - distance) % world_size
+        received.append(flat.new_empty(own.shape))
+        works.append(dist.isend(chunks[to], group=group, group_dst=to, tag=tag))
+        works.append(dist.irecv(received[-1], group=group, group_src=source, tag=tag))
+    # gloo's ring adds rank r-1, then r-2, ..., own last. Addition of floats is not associative:
+    # in any other order the result would differ from torch's in the last bit.
+    addends = [*received, own]
+    total = addends[0] if received else own.clone()
+
+    def finish() -> None:
+        for work in works:
+            work.wait()
+        total.mul_(scale)
+        for addend in addends[1:]:
+            total.add_(addend, alpha=scale)
+
+    return total, finish
+
+
+def all_reduce(flat: Tensor, group: Group, scale: float) -> Finish:
+    """Add up ``scale * flat`` over all ranks, in place, on every rank. ``flat``: any shape."""
+    flat.mul_(scale)
+    return _waiter(dist.all_reduce(flat, group=group, async_op=True))
+
+
+def _native(tensor: Tensor) -> bool:
+    return NATIVE or tensor.device.type != "cpu"
+
+
+def _waiter(work: dist.Work | None) -> Finish:
+    def finish() -> None:
+        if work is not None:
+            work.wait()
+
+    return finish

@@ -1,0 +1,115 @@
+"""What the units of one root share: streams, limiter, prefetcher, counts; and the verbs with them.
+
+Each verb (unshard.py, reshard.py, reduce.py) knows one unit and one stream. Here they meet the
+limiter and the books. The hooks call these methods and nothing below them.
+"""
+
+from torch import Tensor
+
+from minifsdp.api import Stats
+from minifsdp.limiter import Limiter
+from minifsdp.prefetch import Prefetcher
+from minifsdp.reduce import Reduction, reduce_gradient, store_gradient
+from minifsdp.reshard import reshard
+from minifsdp.streams import Streams
+from minifsdp.unit import Memory, Phase, Unit
+from minifsdp.unshard import unshard
+
+
+class Engine:
+    """All units below one root.
+
+    Args:
+        units: the root's first, then in the order of ``named_modules()``.
+    """
+
+    def __init__(self, units: list[Unit], limiter: Limiter, prefetcher: Prefetcher) -> None:
+        self.units, self.root = units, units[0]
+        self.limiter, self.prefetcher, self.stats = limiter, prefetcher, Stats()
+        self._streams: Streams | None = None
+        self._reductions: list[Reduction] = []  # of this backward, in the order of their start
+
+    @property
+    def streams(self) -> Streams:
+        """Streams on the device where the shards are; new ones when the model has moved."""
+        device = next((unit for unit in self.units if unit.numel), self.root).shard.device
+        if self._streams is None or self._streams.device != device:
+            self._streams = Streams.on(device)
+        return self._streams
+
+    def start(self) -> None:
+        """Be ready for a forward: nothing left from the last one, everything as the user wants it.
+
+        Raises:
+            ValueError: a shard was replaced by one of another size.
+        """
+        self.reset()
+        for unit in self.units:
+            unit.refresh()
+        # The gathers to come must send what the optimizer has just written.
+        self.streams.unshard.wait_event(self.streams.compute.record_event())
+
+    def reset(self) -> None:
+        """Drop what a failed forward or backward has left, and what a forward without one keeps."""
+        reductions, self._reductions = self._reductions, []
+        for reduction in reductions:
+            reduction.event.wait()
+        for unit in self.units:
+            self.free(unit)
+            unit.phase = Phase.IDLE
+            if unit.full is not None:
+                unit.full.grad = None
+
+    # ----------------------------------------------------------------------------- the three verbs
+
+    def gather(self, unit: Unit) -> None:
+        """Start to unshard a unit that is needed now, unless a prefetch has done it."""
+        if unit.sharded and unit.memory is Memory.SHARDED:
+            self.limiter.admit(unit, needed=True)
+            self._unshard(unit)
+
+    def prefetch(self, target: Unit | None) -> None:
+        """Start to unshard a unit that will be needed next, if that is so and there is room."""
+        if target is None or not target.sharded:
+            return
+        if not self.prefetcher.is_sound(target):
+            return
+        if self.limiter.admit(target, needed=False):
+            self.prefetcher.issued(target)
+            self._unshard(target)
+        else:
+            self.stats.declined_prefetches += 1
+
+    def free(self, unit: Unit) -> None:
+        """Reshard a unit, unless it is sharded already."""
+        if unit.memory is not Memory.SHARDED:
+            self.limiter.freed(unit, reshard(unit, self.streams))
+            self.stats.unsharded_units -= 1
+            self.stats.unsharded_bytes -= unit.full_bytes
+
+    def reduce(self, unit: Unit, grad: Tensor) -> None:
+        """Start to reduce the gradient of ``unit.full``."""
+        if self._reductions:
+            # One at a time: else a network slower than the computation would pile up the gradients
+            # of the whole model, all waiting to be sent.
+            self._reductions[-1].event.wait()
+            self._reductions[-1].sent = None
+        self._reductions.append(reduce_gradient(unit, grad, self.streams))
+        self.stats.reductions += 1
+
+    def finish_reductions(self) -> None:
+        """Wait for all gradients and hand them to the optimizer: all of a backward's, or none."""
+        for reduction in self._reductions:
+            reduction.event.wait()
+        for reduction in self._reductions:
+            store_gradient(reduction)
+        self._reductions.clear()
+
+    def _unshard(self, unit: Unit) -> None:
+        unshard(unit, self.streams)
+        stats = self.stats
+        stats.all_gathers += 1
+        stats.unsharded_units += 1
+        stats.unsharded_bytes += unit.full_bytes
+        stats.peak_unsharded_units = max(stats.peak_unsharded_units, stats.unsharded_units)
+        stats.peak_unsharded_bytes = max(stats.peak_unsharded_bytes, stats.unsharded_bytes)

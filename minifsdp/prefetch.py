@@ -1,0 +1,137 @@
+"""What next: which unit to gather before it is asked for.
+
+A gather that starts when its unit is needed is a gather that the computation waits for. Models do
+the same thing every step, so the order of one step foretells the next. Three orders are recorded::
+
+    pre-forward    units in the order in which their forwards begin     root a  a.x  b
+    post-forward   ... in which their forwards end                      a.x  a  b  root
+    pre-backward   ... in which their backwards begin                   root b  a  a.x
+
+and each hook looks up the unit that followed the current one the last time:
+
+==========================  ==================  =====================================
+``ForwardPrefetch``         FORWARD_PRE         pre-forward order, before computing
+                            FORWARD_POST        post-forward order, after freeing
+``BackwardPrefetch``        BACKWARD_PRE        pre-backward order, before computing
+                            BACKWARD_POST       pre-backward order, after freeing
+==========================  ==================  =====================================
+
+In the first backward there is no pre-backward order yet. The reverse of the post-forward order is a
+good guess, and the one that PyTorch keeps guessing for ever.
+
+Guesses fail: post-forward order knows nothing of the units around the next one, and models change
+course. A prefetch can find its target in three wrong states. None of them changes a result, because
+a prefetch only gathers early what a hook would gather anyway; they cost memory or time:
+
+- ``already unsharded``: nothing to do;
+- ``not needed yet``: another unit is needed first, and has to queue behind the wrong gather;
+- ``already resharded``: its turn in this backward is over; gathering it again would be pure waste.
+"""
+
+from minifsdp.api import BackwardPrefetch, ForwardPrefetch
+from minifsdp.unit import Memory, Phase, Unit
+
+
+class Order:
+    """The order of one kind of event: recorded in this pass, looked up in the last."""
+
+    def __init__(self) -> None:
+        self.last: list[Unit] = []
+        self.current: list[Unit] = []
+        self._position = 0
+
+    def start(self) -> None:
+        """A new pass begins."""
+        if self.current:
+            self.last, self.current = self.current, []
+        self._position = 0
+
+    def forget(self) -> None:
+        """The pass broke off; half an order is worse than the one before."""
+        self.current = []
+
+    def visit(self, unit: Unit) -> Unit | None:
+        """Record ``unit``; the unit that came after it in the last pass, if there was one."""
+        self.current.append(unit)
+        # From where we stand, and only then from the start: a unit may come several times in a pass.
+        rest = self.last[self._position :]
+        if unit in rest:
+            self._position += rest.index(unit) + 1
+        elif unit in self.last:
+            self._position = self.last.index(unit) + 1
+        else:
+            return None
+        return self.last[self._position] if self._position < len(self.last) else None
+
+
+class Prefetcher:
+    """Names the unit to gather next, at each of the four places where there is a choice."""
+
+    def __init__(
+        self, backward: BackwardPrefetch | None, forward: ForwardPrefetch | None
+    ) -> None:
+        self.backward, self.forward = backward, forward
+        self.pre_forward_order = Order()
+        self.post_forward_order = Order()
+        self.pre_backward_order = Order()
+        self.prefetches = 0
+        self.mistargets = dict.fromkeys(
+            ("already unsharded", "not needed yet", "already resharded"), 0
+        )
+        self._after: dict[Unit, Unit | None] = {}  # this backward's guesses, for BACKWARD_POST
+        self._pending: Unit | None = None  # prefetched, and not used yet
+
+    def start_forward(self) -> None:
+        self.pre_forward_order.start()
+        self.post_forward_order.start()
+        self._pending = None
+
+    def start_backward(self) -> None:
+        order = self.pre_backward_order
+        order.start()
+        if not order.last:
+            order.last = list(reversed(self.post_forward_order.current))
+        self._after.clear()
+        self._pending = None
+
+    def forget(self) -> None:
+        for order in (self.pre_forward_order, self.post_forward_order, self.pre_backward_order):
+            order.forget()
+
+    def pre_forward(self, unit: Unit) -> Unit | None:
+        target = self.pre_forward_order.visit(unit)
+        return target if self.forward is ForwardPrefetch.FORWARD_PRE else None
+
+    def post_forward(self, unit: Unit) -> Unit | None:
+        target = self.post_forward_order.visit(unit)
+        return target if self.forward is ForwardPrefetch.FORWARD_POST else None
+
+    def pre_backward(self, unit: Unit) -> Unit | None:
+        target = self._after[unit] = self.pre_backward_order.visit(unit)
+        return target if self.backward is BackwardPrefetch.BACKWARD_PRE else None
+
+    def post_backward(self, unit: Unit) -> Unit | None:
+        target = self._after.get(unit)
+        return target if self.backward is BackwardPrefetch.BACKWARD_POST else None
+
+    def is_sound(self, target: Unit) -> bool:
+        """Whether gathering ``target`` now makes sense; if not, it is counted and left alone."""
+        if target.memory is not Memory.SHARDED:
+            if target.reshard_after_forward:  # others are meant to be there already
+                self.mistargets["already unsharded"] += 1
+        elif target.phase is Phase.DONE:
+            self.mistargets["already resharded"] += 1
+        else:
+            return True
+        return False
+
+    def issued(self, target: Unit) -> None:
+        """``target`` is being gathered ahead of its time."""
+        self.prefetches += 1
+        self._pending = target
+
+    def needed(self, unit: Unit) -> None:
+        """``unit`` is used now. If another one was prefetched in its place, that is counted."""
+        pending, self._pending = self._pending, None
+        if pending is not None and pending is not unit and pending.memory is not Memory.SHARDED:
+            self.mistargets["not needed yet"] += 1

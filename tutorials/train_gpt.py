@@ -1,0 +1,272 @@
+"""Train a small GPT under minifsdp, then again under DistributedDataParallel, and compare.
+
+    python tutorials/train_gpt.py                          # 2 ranks on the CPU, or all GPUs
+    python tutorials/train_gpt.py --ranks 4 --layers 8     # see --help
+    torchrun --nproc-per-node 2 tutorials/train_gpt.py     # or launch it yourself
+
+The text is Python's own standard library, which every machine that runs this has. Tokens are bytes.
+Everything that has to do with sharding is in `shard()` below; the rest is an ordinary training loop.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from minifsdp import BackwardPrefetch, ModuleWrapPolicy, ShardingStrategy
+from minifsdp import FullyShardedDataParallel as FSDP
+
+CONTEXT = 128  # tokens a prediction may look back on
+BATCH = 8  # sequences per rank and step
+HEAD = 32  # width of one attention head
+
+
+# ------------------------------------------------------------------------------------- the model
+
+
+class Block(nn.Module):
+    """Attention, then a two-layer network; each added to what came in."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, time, 3, width // HEAD, HEAD)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).reshape(batch, time, width))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """A decoder over `vocab` tokens; maps `[batch, time]` tokens to `[batch, time, vocab]` logits."""
+
+    def __init__(self, layers: int, width: int, vocab: int = 256, context: int = CONTEXT) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(vocab, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
+        for param in self.parameters():
+            if param.dim() == 2:
+                nn.init.normal_(param, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.head(self.norm(self.blocks(self.token(tokens) + self.place(places))))
+
+
+# ---------------------------------------------------------------------------------- the training
+
+
+def shard(model: GPT, args: argparse.Namespace) -> FSDP:
+    """All it takes: each block becomes a unit, what is left (embeddings, head) the root's."""
+    return FSDP(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=args.strategy,
+        backward_prefetch=args.prefetch,
+        forward_prefetch=args.prefetch is not None,
+        limit_all_gathers=args.limit,
+    )
+
+
+def train(model: nn.Module, text: Tensor, args: argparse.Namespace, name: str) -> list[Tensor]:
+    """Some steps of AdamW, on other data on each rank. Returns this rank's losses."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    sampler = torch.Generator().manual_seed(dist.get_rank())
+    losses, start, shown = [], time.perf_counter(), 0
+    for step in range(1, args.steps + 1):
+        at = torch.randint(len(text) - CONTEXT - 1, (BATCH,), generator=sampler)
+        rows = torch.stack([text[i : i + CONTEXT + 1] for i in at.tolist()])
+        rows = rows.to(args.torch_device, torch.long)
+        logits = model(rows[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if step == 1 or step % 20 == 0 or step == args.steps:
+            mean = loss.detach().clone()
+            dist.all_reduce(mean, dist.ReduceOp.SUM)
+            seconds, steps = time.perf_counter() - start, step - shown
+            rate = steps * BATCH * CONTEXT * dist.get_world_size() / seconds
+            say(f"{name:>4}  step {step:4}  loss {mean / dist.get_world_size():.4f}  {rate:7,.0f} tokens/s")
+            start, shown = time.perf_counter(), step
+    return losses
+
+
+@torch.no_grad()
+def sample(model: nn.Module, args: argparse.Namespace, start: str, length: int) -> str:
+    """Let the sharded model write. Every rank takes part in the gathers, and draws the same bytes."""
+    torch.manual_seed(0)
+    tokens = torch.tensor([list(start.encode())], device=args.torch_device)
+    for _ in range(length):
+        logits = model(tokens[:, -CONTEXT:])[0, -1] / 0.7
+        tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1)[None]], dim=1)
+    return bytes(tokens[0].tolist()).decode(errors="replace")
+
+
+def compare(fsdp: FSDP, ddp: DDP, losses: list[Tensor], reference: list[Tensor]) -> None:
+    """Print how equal the two runs are: losses of all ranks, and every parameter."""
+    same = sum(torch.equal(a, b) for a, b in zip(losses, reference, strict=True))
+    worst = max((a - b).abs().max() for a, b in zip(losses, reference, strict=True))
+    counts = torch.tensor([same, len(losses)], device=worst.device)
+    dist.all_reduce(counts)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    expected = dict(ddp.module.named_parameters())
+    with FSDP.summon_full_params(fsdp, writeback=False):
+        found = dict(fsdp.named_parameters())
+        assert found.keys() == expected.keys()
+        equal = sum(torch.equal(found[name], expected[name]) for name in expected)
+        gap = max((found[name] - expected[name]).abs().max().item() for name in expected)
+    say("minifsdp against DistributedDataParallel, from the same seed and on the same data:")
+    say(f"  losses      {counts[0]} of {counts[1]} bit-equal   largest difference {worst.item():.3g}")
+    say(f"  parameters  {equal} of {len(expected)} bit-equal   largest difference {gap:.3g}")
+
+
+# -------------------------------------------------------------------------------------- the rest
+
+
+def say(line: str = "") -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def read(path: str | None) -> bytes:
+    if path is not None:
+        return Path(path).read_bytes()
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return b"\n".join(file.read_bytes() for file in files)
+
+
+def main(args: argparse.Namespace) -> None:
+    if args.torch_device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.ranks))
+    dist.init_process_group("nccl" if args.torch_device.type == "cuda" else "gloo")
+    text = torch.frombuffer(bytearray(read(args.text)), dtype=torch.uint8)
+
+    torch.manual_seed(0)
+    model = shard(GPT(args.layers, args.width).to(args.torch_device), args)
+    units = model.engine.units
+    total = sum(unit.numel * 4 for unit in units)
+    held = sum(unit.shard.numel() * 4 for unit in units)
+    say(
+        f"GPT: {args.layers} layers, width {args.width}, {total / 4e6:.2f} M parameters "
+        f"({total / 1e6:.2f} MB) in {len(units)} units over {dist.get_world_size()} ranks; "
+        f"text: {len(text) / 1e6:.1f} MB"
+    )
+    losses = train(model, text, args, "fsdp")
+    peak = model.engine.stats.peak_unsharded_bytes
+    say(
+        f"parameters per rank: {held:,} bytes held sharded, at most {peak:,} bytes unsharded at a "
+        f"time (DDP: {total:,} always)\n"
+    )
+
+    torch.manual_seed(0)
+    ddp = DDP(GPT(args.layers, args.width).to(args.torch_device))
+    reference = train(ddp, text, args, "ddp")
+    say()
+    compare(model, ddp, losses, reference)
+    written = sample(model, args, "def ", 240)
+    say("\nWritten by the sharded model:\n\n    " + written.replace("\n", "\n    "))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], add_help=True)
+    chatty = os.environ.get("RANK", "0") == "0"
+
+    def one_line(message: str) -> NoReturn:
+        sys.exit(f"train_gpt.py: {message} (see --help)" if chatty else 2)
+
+    parser.error = one_line  # type: ignore[method-assign]
+    cuda = torch.cuda.device_count()
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--strategy", default="full_shard", help="full_shard, shard_grad_op, no_shard")
+    parser.add_argument("--prefetch", default="pre", help="pre, post or none")
+    parser.add_argument("--limit", default="2", help="units alive at once: a number, or none")
+    parser.add_argument("--ranks", type=int, help="default: 2 on the CPU, all GPUs on CUDA")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu", help="cpu or cuda")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128, help=f"a multiple of {HEAD}")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--text", metavar="PATH", help="a file to train on; default: Python's library")
+    args = parser.parse_args(argv)
+
+    def pick(option: str, value: str, choices: dict[str, object]) -> object:
+        if value not in choices:
+            parser.error(f"{option} {value}: choose from {', '.join(choices)}")
+        return choices[value]
+
+    strategies = (s for s in ShardingStrategy if "HYBRID" not in s.name)
+    args.strategy = pick("--strategy", args.strategy, {s.name.lower(): s for s in strategies})
+    modes = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST}
+    args.prefetch = pick("--prefetch", args.prefetch, {**modes, "none": None})
+    pick("--device", args.device, {"cpu": 1, "cuda": 1})
+    if args.device == "cuda" and not cuda:
+        parser.error("--device cuda: torch sees no GPU here")
+    args.torch_device = torch.device(args.device)
+    args.ranks = int(os.environ.get("WORLD_SIZE", args.ranks or (cuda if args.device == "cuda" else 2)))
+    if args.device == "cuda" and args.ranks > cuda:
+        parser.error(f"--ranks {args.ranks}: there are {cuda} GPUs, and each rank needs its own")
+    for name in ("steps", "ranks", "layers"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: has to be at least 1")
+    if args.width < HEAD or args.width % HEAD:
+        parser.error(f"--width {args.width}: has to be a multiple of {HEAD}, the width of a head")
+    if args.limit != "none" and not (args.limit.isdigit() and int(args.limit) >= 1):
+        parser.error(f"--limit {args.limit}: has to be a number from 1, or none")
+    args.limit = False if args.limit == "none" else int(args.limit)
+    try:
+        size = len(read(args.text))
+    except OSError as error:
+        parser.error(f"--text {args.text}: {error.strerror}")
+    if size < 2 * CONTEXT:
+        parser.error(f"--text {args.text}: {size} bytes are too few; at least {2 * CONTEXT} are needed")
+    return args
+
+
+def launch(args: argparse.Namespace, argv: list[str]) -> None:
+    """Run this file again under torchrun, one process a rank."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # ranks speak for themselves
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        torchrun(["--standalone", "--nproc-per-node", str(args.ranks), __file__, *argv])
+    except (KeyboardInterrupt, SignalException):
+        sys.exit("\nstopped; all ranks have ended")
+    except ChildFailedError as failure:
+        sys.exit(failure.get_first_failure()[1].exitcode)
+
+
+if __name__ == "__main__":
+    arguments = parse(sys.argv[1:])
+    if "RANK" in os.environ:
+        try:
+            main(arguments)
+        except KeyboardInterrupt:
+            os._exit(130)  # silently: the launcher says it once for all ranks
+    else:
+        launch(arguments, sys.argv[1:])
