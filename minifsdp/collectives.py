@@ -60,8 +60,7 @@ def all_gather(full: Tensor, chunk: Tensor, group: Group, tag: int) -> Finish:
     works = []
     for distance in range(1, world_size):
         to, source = (rank + distance) % world_size, (rank - distance) % world_size
-        works.append(dist.isend(chunk, group=group, group_dst=to, tag=tag))
-        works.append(dist.irecv(parts[source], group=group, group_src=source, tag=tag))
+        works += _exchange(chunk, to, parts[source], source, group, tag)
     parts[rank].copy_(chunk)  # while the others are under way
 
     def finish() -> None:
@@ -87,17 +86,17 @@ def reduce_scatter(flat: Tensor, group: Group, scale: float, tag: int) -> tuple[
         The sum, ``[n]``, valid once ``finish`` has run; and ``finish``.
     """
     rank, world_size = group.rank(), group.size()
-    own = flat.chunk(world_size)[rank]
+    chunks = flat.chunk(world_size)
+    own = chunks[rank]
     if _native(flat):
         total = flat.new_empty(own.shape)
         flat.mul_(scale)
         return total, _waiter(_reduce_scatter(total, flat, group=group, async_op=True))
-    chunks, received, works = flat.chunk(world_size), [], []
+    received, works = [], []
     for distance in range(1, world_size):
         to, source = (rank + distance) % world_size, (rank - distance) % world_size
         received.append(flat.new_empty(own.shape))
-        works.append(dist.isend(chunks[to], group=group, group_dst=to, tag=tag))
-        works.append(dist.irecv(received[-1], group=group, group_src=source, tag=tag))
+        works += _exchange(chunks[to], to, received[-1], source, group, tag)
     # gloo's ring adds rank r-1, then r-2, ..., own last. Addition of floats is not associative:
     # in any other order the result would differ from torch's in the last bit.
     addends = [*received, own]
@@ -117,6 +116,13 @@ def all_reduce(flat: Tensor, group: Group, scale: float) -> Finish:
     """Add up ``scale * flat`` over all ranks, in place, on every rank. ``flat``: any shape."""
     flat.mul_(scale)
     return _waiter(dist.all_reduce(flat, group=group, async_op=True))
+
+
+def _exchange(
+    sent: Tensor, to: int, received: Tensor, source: int, group: Group, tag: int
+) -> tuple[dist.Work, dist.Work]:
+    # What dist.isend and dist.irecv do after their checks, which take longer than a small message.
+    return group.send([sent], to, tag), group.recv([received], source, tag)
 
 
 def _native(tensor: Tensor) -> bool:

@@ -4,6 +4,7 @@ Each verb (unshard.py, reshard.py, reduce.py) knows one unit and one stream. Her
 limiter and the books. The hooks call these methods and nothing below them.
 """
 
+import torch
 from torch import Tensor
 
 from minifsdp.api import Stats
@@ -26,26 +27,25 @@ class Engine:
     def __init__(self, units: list[Unit], limiter: Limiter, prefetcher: Prefetcher) -> None:
         self.units, self.root = units, units[0]
         self.limiter, self.prefetcher, self.stats = limiter, prefetcher, Stats()
-        self._streams: Streams | None = None
+        self.streams = Streams.on(torch.device("cpu"))  # till the first forward
         self._reductions: list[Reduction] = []  # of this backward, in the order of their start
-
-    @property
-    def streams(self) -> Streams:
-        """Streams on the device where the shards are; new ones when the model has moved."""
-        device = next((unit for unit in self.units if unit.numel), self.root).shard.device
-        if self._streams is None or self._streams.device != device:
-            self._streams = Streams.on(device)
-        return self._streams
 
     def start(self) -> None:
         """Be ready for a forward: nothing left from the last one, everything as the user wants it.
 
         Raises:
-            ValueError: a shard was replaced by one of another size.
+            ValueError: a shard was replaced by one of another size, or units are on several devices.
         """
         self.reset()
         for unit in self.units:
             unit.refresh()
+        by_device = {unit.shard.device: unit.label for unit in self.units if unit.numel}
+        if len(by_device) > 1:
+            found = "; ".join(f"{device}: {label}, ..." for device, label in by_device.items())
+            raise ValueError(f"all units have to be on one device. Found {found}.")
+        for device in by_device:
+            if device != self.streams.device:
+                self.streams = Streams.on(device)
         # The gathers to come must send what the optimizer has just written.
         self.streams.unshard.wait_event(self.streams.compute.record_event())
 

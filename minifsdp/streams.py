@@ -111,8 +111,7 @@ class CpuStream:
     """Work that the network library's threads do beside the calling thread."""
 
     def submit(self, launch: Launch) -> Event:
-        with torch.no_grad():
-            return CpuEvent(launch())
+        return CpuEvent(launch())
 
     def record_event(self) -> Event:
         return CpuEvent()  # the calling thread has done all that it was told to do
@@ -144,7 +143,7 @@ class CudaStream:
         return self._own if self._own is not None else torch.cuda.current_stream(self._device)
 
     def submit(self, launch: Launch) -> Event:
-        with torch.no_grad(), torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):
             launch()()
             return self.record_event()
 

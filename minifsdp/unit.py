@@ -131,12 +131,18 @@ class Unit:
         self.on_gradient: Callable[[Unit], None] = lambda unit: None  # set by the root; see hooks
 
         flat = flatten(params) if params else torch.empty(0)
+        self.rank = shard_group.rank() if shard_group is not None else 0
+        self.ranks = shard_group.size() if shard_group is not None else 1  # that share the parameters
         self.numel = flat.numel()
-        self.chunk = shard(flat, self.rank, self.ranks)
-        trainable = bool(params) and params[0].requires_grad
-        self.shard = FlatParameter(self.chunk[: self.real_numel], requires_grad=trainable)
+        self.full_numel = chunk_numel(self.numel, self.ranks) * self.ranks
+        self.sharded = shard_group is not None and self.numel > 0  # is there anything to gather?
+
+        self.chunk = shard(flat, self.rank, self.ranks)  # the shard's memory, and padding after it
+        real = self.chunk[: real_numel(self.numel, self.rank, self.ranks)]
+        self.shard = FlatParameter(real, requires_grad=bool(params) and params[0].requires_grad)
         self.full: Tensor | None = None  # made at the first forward: the module may move till then
-        self.buffer = self.chunk
+        self.buffer = self.chunk  # the memory of `full`
+        self.full_bytes = self.full_numel * self.chunk.element_size()
         self.views: list[Tensor] = []
         self._sharded = [Sharded(self, slot) for slot in slots]
         for slot in slots:
@@ -144,35 +150,10 @@ class Unit:
                 delattr(module, attribute)
         self.hide()
 
-    # ------------------------------------------------------------------------------ its numbers
-
     @property
     def label(self) -> str:
         """The unit's name as a message should say it."""
         return repr(self.name) if self.name else "<root>"
-
-    @property
-    def rank(self) -> int:
-        return self.shard_group.rank() if self.shard_group is not None else 0
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks share the parameters."""
-        return self.shard_group.size() if self.shard_group is not None else 1
-
-    @property
-    def real_numel(self) -> int:
-        """Elements of ``shard``; ``chunk`` is the same memory with the padding after it."""
-        return real_numel(self.numel, self.rank, self.ranks)
-
-    @property
-    def sharded(self) -> bool:
-        """Whether there is anything to gather and to free."""
-        return self.shard_group is not None and self.numel > 0
-
-    @property
-    def full_bytes(self) -> int:
-        return chunk_numel(self.numel, self.ranks) * self.ranks * self.chunk.element_size()
 
     # -------------------------------------------------------------------------- its two tensors
 
@@ -183,17 +164,19 @@ class Unit:
             ValueError: ``shard`` was replaced by one of another size.
         """
         shard, stale = self.shard, self.full is None
-        if shard.numel() != self.real_numel:
+        real = real_numel(self.numel, self.rank, self.ranks)
+        if shard.numel() != real:
             raise ValueError(
                 f"the flat parameter of unit {self.label} has {shard.numel()} elements; this rank's "
-                f"chunk has {self.real_numel}. Assign a tensor of the same size to its .data."
+                f"chunk has {real}. Assign a tensor of that size to its .data."
             )
         # Compared by address: module.to() and `param.data = ...` put new memory under the parameter.
         moved = shard.device != self.chunk.device or shard.dtype != self.chunk.dtype
-        if moved or (self.real_numel and shard.data_ptr() != self.chunk.data_ptr()):
-            self.chunk = shard.data.new_zeros(chunk_numel(self.numel, self.ranks))
-            self.chunk[: self.real_numel] = shard.data
-            shard.data = self.chunk[: self.real_numel]
+        if moved or (real and shard.data_ptr() != self.chunk.data_ptr()):
+            self.chunk = shard.data.new_zeros(self.chunk.numel())
+            self.chunk[:real] = shard.data
+            shard.data = self.chunk[:real]
+            self.full_bytes = self.full_numel * self.chunk.element_size()
             stale = True
         if stale or self.full is None or self.full.requires_grad != shard.requires_grad:
             self._make_full()
@@ -202,7 +185,7 @@ class Unit:
         if self.shard_group is None:
             full = self.chunk.data  # nothing to gather: compute with the chunk itself
         else:
-            full = self.chunk.new_empty(self.chunk.numel() * self.ranks)
+            full = self.chunk.new_empty(self.full_numel)
         self.full = full.requires_grad_(self.shard.requires_grad)
         if self.full.requires_grad:
             unit = weakref.ref(self)  # autograd owns the hook; a strong reference would be a leak
@@ -219,9 +202,9 @@ class Unit:
         if self.sharded:
             self.resize_storage(0)
 
-    def resize_storage(self, numel: int) -> None:
-        """Give the storage of ``full`` room for ``numel`` elements; 0 frees it."""
-        self.buffer.untyped_storage().resize_(numel * self.buffer.element_size())
+    def resize_storage(self, size: int) -> None:
+        """Give the storage of ``full`` room for ``size`` bytes: ``full_bytes``, or 0 to free it."""
+        self.buffer.untyped_storage().resize_(size)
 
     # ------------------------------------------------------------- what its modules see of them
 

@@ -27,7 +27,7 @@ def unshard(unit: Unit, streams: Streams) -> None:
     def launch() -> Finish:
         # Inside, so that on CUDA the memory is taken from the unshard stream's pool: the gather may
         # write to it at once, without waiting for whatever the compute stream is still doing.
-        unit.resize_storage(unit.chunk.numel() * unit.ranks)
+        unit.resize_storage(unit.full_bytes)
         return all_gather(unit.buffer, unit.chunk, group, unit.tag)
 
     unit.gathered = streams.unshard.submit(launch)
