@@ -1,0 +1,195 @@
+"""Ranks for tests: processes that are started once and handed one function after another.
+
+    @on_ranks(2)
+    def test_something():       # the body runs on both ranks at once, in one process group
+        ...
+
+Starting processes for each test is what makes suites like this one slow (importing torch alone takes
+a second). Here each world size has its own processes, forked from a server that has torch imported
+already, with their own rendezvous file and no port. A failure on any rank is reported with what
+*every* rank was doing, then that world's processes are killed and the next test gets new ones.
+
+On a machine with GPUs a world runs on NCCL if there are enough of them for it; pytest-xdist's workers
+take disjoint ones.
+"""
+
+import atexit
+import faulthandler
+import functools
+import gc
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = 60.0  # seconds for one test's function, if it does not say otherwise
+GRACE = 3.0  # seconds for the other ranks to report, once one has failed
+
+_worlds: dict[int, "World"] = {}
+
+
+class RankFailure(AssertionError):  # noqa: N818
+    """Some rank failed; the message tells of all of them."""
+
+
+def on_ranks(world_size: int, timeout: float = TIMEOUT) -> Callable[[Callable], Callable]:
+    """Run the decorated function of a test module on every rank of a world."""
+
+    def decorate(body: Callable) -> Callable:
+        @functools.wraps(body)
+        def test(*args: Any, **kwargs: Any) -> None:
+            run(test, world_size, *args, timeout=timeout, **kwargs)
+
+        test.body = body  # what a rank runs, found under the test's own name
+        return test
+
+    return decorate
+
+
+def run(
+    function: Callable, world_size: int, *args: Any, timeout: float = TIMEOUT, **kwargs: Any
+) -> list[Any]:
+    """Call `function(*args, **kwargs)` on each rank; the results, by rank.
+
+    `function` has to be importable by its name. Raises RankFailure.
+    """
+    world = _worlds.get(world_size)
+    if world is None:
+        world = _worlds[world_size] = World(world_size)
+    try:
+        return world.call(function, args, kwargs, timeout)
+    except BaseException:
+        world.kill()
+        del _worlds[world_size]
+        raise
+
+
+def device() -> torch.device:
+    """In a rank: where its tensors belong."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def first_gpu(world_size: int) -> int | None:
+    """The first of the GPUs that this pytest worker's world takes, or None: it runs on the CPU."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    share = torch.cuda.device_count() // workers
+    return worker * share if share >= world_size else None
+
+
+class World:
+    """The ranks of one world size."""
+
+    def __init__(self, world_size: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "minifsdp", "tests.models"])
+        self.folder = tempfile.TemporaryDirectory(prefix="minifsdp-")
+        self.processes, self.connections = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(theirs, rank, world_size, first_gpu(world_size), self.folder.name),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.connections.append(ours)
+
+    def call(self, function: Callable, args: tuple, kwargs: dict, timeout: float) -> list[Any]:
+        for connection in self.connections:
+            connection.send((function, args, kwargs))
+        reports: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while len(reports) < len(self.connections) and time.monotonic() < deadline:
+            waiting = [c for r, c in enumerate(self.connections) if r not in reports]
+            for connection in wait(waiting, max(0.0, deadline - time.monotonic())):
+                rank = self.connections.index(connection)
+                reports[rank] = self._receive(rank)
+                if not reports[rank][0]:  # the others may now wait for it for ever
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        if len(reports) == len(self.connections) and all(ok for ok, _ in reports.values()):
+            return [reports[rank][1] for rank in range(len(reports))]
+        raise RankFailure(self._describe(reports, timeout))
+
+    def _receive(self, rank: int) -> tuple[bool, Any]:
+        try:
+            return self.connections[rank].recv()
+        except EOFError:
+            self.processes[rank].join(1)
+            return False, f"died with exit code {self.processes[rank].exitcode}"
+
+    def _describe(self, reports: dict[int, tuple[bool, Any]], timeout: float) -> str:
+        silent = [rank for rank in range(len(self.processes)) if rank not in reports]
+        for rank in silent:
+            os.kill(self.processes[rank].pid, signal.SIGUSR1)  # faulthandler writes its stack
+        time.sleep(0.3 if silent else 0)
+        lines = []
+        for rank in range(len(self.processes)):
+            if rank in silent:
+                stack = Path(self.folder.name, f"stack{rank}").read_text()
+                lines.append(f"rank {rank} did not finish (limit {timeout:g} s); it was here:\n{stack}")
+            elif reports[rank][0]:
+                lines.append(f"rank {rank} finished")
+            else:
+                lines.append(f"rank {rank} failed:\n{reports[rank][1]}")
+        return "\n\n".join(lines)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for connection in self.connections:
+            connection.close()
+        self.folder.cleanup()
+
+
+def _serve(
+    connection: Connection, rank: int, world_size: int, gpu: int | None, folder: str
+) -> None:
+    """What a rank does all its life."""
+    faulthandler.register(signal.SIGUSR1, open(f"{folder}/stack{rank}", "w"), all_threads=False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which ends us
+    torch.set_num_threads(1)
+    if gpu is not None:
+        torch.cuda.set_device(gpu + rank)
+    dist.init_process_group(
+        "gloo" if gpu is None else "nccl",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(minutes=5),
+    )
+    warnings.simplefilter("error", FutureWarning)  # of functions that torch renames
+    for calls in range(10**9):
+        try:
+            function, args, kwargs = connection.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            torch.manual_seed(0)
+            report = (True, getattr(function, "body", function)(*args, **kwargs))
+        except BaseException:
+            report = (False, traceback.format_exc())
+        connection.send(report)
+        if calls % 100 == 99:
+            gc.collect()
+
+
+@atexit.register
+def _end_all() -> None:
+    for world in _worlds.values():
+        world.kill()
