@@ -43,8 +43,8 @@ def full_params(hooks: Hooks, units: list[Unit], writeback: bool) -> Iterator[No
             for unit in units:
                 engine.gather(unit)
             for unit in units:
-                unit.make_views()
                 wait_for_unshard(unit)
+                unit.make_views()
                 _register(unit)
         yield
         if writeback:

@@ -75,8 +75,9 @@ class Hooks:
         self.engine.gather(unit)
         if not self.in_backward:  # there, it is activation checkpointing that runs a forward again
             self.engine.prefetch(self.prefetcher.pre_forward(unit))
-        unit.make_views()
         wait_for_unshard(unit)
+        unit.make_views()
+        unit.expose()
         if torch.is_grad_enabled() and not unit.shard.requires_grad:
             self._free_when_inputs_have_gradients(unit, args, kwargs)
 
@@ -161,6 +162,7 @@ class Hooks:
         self.engine.prefetch(self.prefetcher.pre_backward(unit))
         for needed in [*around, unit]:
             wait_for_unshard(needed)
+            needed.expose()  # activation checkpointing runs parts of a forward again in here
 
     def post_backward(self, unit: Unit) -> None:
         """The gradient of ``unit.full`` is complete: the backward has gone through every use."""
@@ -175,7 +177,7 @@ class Hooks:
             )
         unit.phase = Phase.DONE
         self.engine.free(unit)
-        self.engine.prefetch(self.prefetcher.post_backward(unit))
+        self.engine.prefetch(self.prefetcher.post_backward())
         if unit.numel:
             self.engine.reduce(unit, grad)
 

@@ -61,6 +61,10 @@ class Order:
             self._position = self.last.index(unit) + 1
         else:
             return None
+        return self.upcoming()
+
+    def upcoming(self) -> Unit | None:
+        """The unit that came next in the last pass, from where we stand."""
         return self.last[self._position] if self._position < len(self.last) else None
 
 
@@ -78,7 +82,6 @@ class Prefetcher:
         self.mistargets = dict.fromkeys(
             ("already unsharded", "not needed yet", "already resharded"), 0
         )
-        self._after: dict[Unit, Unit | None] = {}  # this backward's guesses, for BACKWARD_POST
         self._pending: Unit | None = None  # prefetched, and not used yet
 
     def start_forward(self) -> None:
@@ -91,7 +94,6 @@ class Prefetcher:
         order.start()
         if not order.last:
             order.last = list(reversed(self.post_forward_order.current))
-        self._after.clear()
         self._pending = None
 
     def forget(self) -> None:
@@ -99,25 +101,27 @@ class Prefetcher:
             order.forget()
 
     def pre_forward(self, unit: Unit) -> Unit | None:
-        target = self.pre_forward_order.visit(unit)
+        target = _next(self.pre_forward_order, unit)
         return target if self.forward is ForwardPrefetch.FORWARD_PRE else None
 
     def post_forward(self, unit: Unit) -> Unit | None:
-        target = self.post_forward_order.visit(unit)
+        target = _next(self.post_forward_order, unit)
         return target if self.forward is ForwardPrefetch.FORWARD_POST else None
 
     def pre_backward(self, unit: Unit) -> Unit | None:
-        target = self._after[unit] = self.pre_backward_order.visit(unit)
+        target = _next(self.pre_backward_order, unit)
         return target if self.backward is BackwardPrefetch.BACKWARD_PRE else None
 
-    def post_backward(self, unit: Unit) -> Unit | None:
-        target = self._after.get(unit)
+    def post_backward(self) -> Unit | None:
+        # What follows the unit whose backward began last, which need not be the one that ends now:
+        # units in units end after others have begun.
+        target = self.pre_backward_order.upcoming()
         return target if self.backward is BackwardPrefetch.BACKWARD_POST else None
 
     def is_sound(self, target: Unit) -> bool:
         """Whether gathering ``target`` now makes sense; if not, it is counted and left alone."""
         if target.memory is not Memory.SHARDED:
-            if target.reshard_after_forward:  # others are meant to be there already
+            if target.reshard_after_forward and target is not self._pending:
                 self.mistargets["already unsharded"] += 1
         elif target.phase is Phase.DONE:
             self.mistargets["already resharded"] += 1
@@ -132,6 +136,14 @@ class Prefetcher:
 
     def needed(self, unit: Unit) -> None:
         """``unit`` is used now. If another one was prefetched in its place, that is counted."""
-        pending, self._pending = self._pending, None
-        if pending is not None and pending is not unit and pending.memory is not Memory.SHARDED:
-            self.mistargets["not needed yet"] += 1
+        pending = self._pending
+        if unit is pending:
+            self._pending = None
+        elif pending is not None and unit.sharded and unit.memory is Memory.SHARDED:
+            self._pending = None  # count it once
+            self.mistargets["not needed yet"] += pending.memory is not Memory.SHARDED
+
+
+def _next(order: Order, unit: Unit) -> Unit | None:
+    # The root is where a pass begins, and never a target: it is unsharded all the while.
+    return order.visit(unit) if unit.enclosing else order.upcoming()

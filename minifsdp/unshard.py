@@ -35,10 +35,9 @@ def unshard(unit: Unit, streams: Streams) -> None:
 
 
 def wait_for_unshard(unit: Unit) -> None:
-    """Make the compute stream wait for the gathered parameters, and let the modules use them."""
+    """Make the compute stream wait for the parameters; nothing, if they are there already."""
     if unit.memory is Memory.GATHERING:
         assert unit.gathered is not None
         # Without this wait the layers would compute with whatever was in that memory before.
         unit.gathered.wait()
         unit.gathered, unit.memory = None, Memory.UNSHARDED
-    unit.expose()

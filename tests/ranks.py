@@ -25,11 +25,13 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -37,6 +39,13 @@ TIMEOUT = 60.0  # seconds for one test's function, if it does not say otherwise
 GRACE = 3.0  # seconds for the other ranks to report, once one has failed
 
 _worlds: dict[int, "World"] = {}
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """What a rank returns that has called `pytest.skip`, as all of them do then."""
+
+    reason: str
 
 
 class RankFailure(AssertionError):  # noqa: N818
@@ -69,6 +78,8 @@ def run(
         world = _worlds[world_size] = World(world_size)
     try:
         return world.call(function, args, kwargs, timeout)
+    except pytest.skip.Exception:
+        raise
     except BaseException:
         world.kill()
         del _worlds[world_size]
@@ -121,7 +132,10 @@ class World:
                 if not reports[rank][0]:  # the others may now wait for it for ever
                     deadline = min(deadline, time.monotonic() + GRACE)
         if len(reports) == len(self.connections) and all(ok for ok, _ in reports.values()):
-            return [reports[rank][1] for rank in range(len(reports))]
+            results = [reports[rank][1] for rank in range(len(reports))]
+            if isinstance(results[0], Skipped):
+                pytest.skip(results[0].reason)
+            return results
         raise RankFailure(self._describe(reports, timeout))
 
     def _receive(self, rank: int) -> tuple[bool, Any]:
@@ -182,6 +196,8 @@ def _serve(
         try:
             torch.manual_seed(0)
             report = (True, getattr(function, "body", function)(*args, **kwargs))
+        except pytest.skip.Exception as skip:
+            report = (True, Skipped(str(skip)))
         except BaseException:
             report = (False, traceback.format_exc())
         connection.send(report)

@@ -1,0 +1,105 @@
+"""A small sharded model that tests of one concept take apart, and ways to watch it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import minifsdp.engine
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import ModuleWrapPolicy
+from minifsdp.unit import Unit
+from tests.ranks import device
+
+
+class Block(nn.Sequential):
+    """A unit of its own."""
+
+
+def layers(blocks: int = 4, width: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    parts = [Block(nn.Linear(width, width), nn.Tanh()) for _ in range(blocks)]
+    return nn.Sequential(nn.Linear(width, width), *parts).to(device())
+
+
+def stack(blocks: int = 4, width: int = 6, **settings) -> FSDP:
+    """A root with one layer of its own and `blocks` units named '1', '2', ..."""
+    return FSDP(layers(blocks, width), auto_wrap_policy=ModuleWrapPolicy({Block}), **settings)
+
+
+def batch(width: int = 6, step: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return torch.randn(3, width, generator=generator).to(device())
+
+
+def step(model: nn.Module, at: int = 0) -> Tensor:
+    loss = model(batch(step=at)).pow(2).sum()
+    loss.backward()
+    return loss
+
+
+def mean_gradients(model: nn.Module, *losses: Tensor) -> dict[str, Tensor]:
+    """What DDP would leave in a plain `model`'s gradients: computed, then averaged by hand."""
+    for param in model.parameters():
+        param.grad = None
+    sum(losses).backward()
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.div_(dist.get_world_size())
+            dist.all_reduce(param.grad)
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gathered_gradients(model: FSDP) -> dict[str, Tensor]:
+    """The gradients that minifsdp has left, put together and under their original names."""
+    found = {}
+    for unit in model.engine.units:
+        grad = unit.shard.grad
+        if grad is None or not unit.numel:
+            continue
+        padded = grad.new_zeros(unit.chunk.numel())
+        padded[: grad.numel()] = grad
+        chunks = [padded]
+        if unit.shard_group is not None:
+            chunks = [torch.empty_like(padded) for _ in range(unit.ranks)]
+            dist.all_gather(chunks, padded)
+        flat, start = torch.cat(chunks), 0
+        for slot in unit.slots:
+            name = f"{unit.name}.{slot.name}" if unit.name else slot.name
+            found[name] = flat[start : start + slot.shape.numel()].view(slot.shape)
+            start += slot.shape.numel()
+    return found
+
+
+def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
+
+
+def storage(unit: Unit) -> int:
+    """Bytes that the unit's full parameters take now."""
+    return 0 if unit.full is None else unit.full.untyped_storage().size()
+
+
+@contextmanager
+def watch(model: FSDP) -> Iterator[list[str]]:
+    """A log of what the engine does to units: '+name' for an unshard, '-name' for a reshard."""
+    log: list[str] = []
+    unshard, reshard = minifsdp.engine.unshard, minifsdp.engine.reshard
+
+    def noted(sign, verb):
+        def wrapper(unit, streams):
+            log.append(sign + (unit.name or "root"))
+            return verb(unit, streams)
+
+        return wrapper
+
+    with (
+        patch.object(minifsdp.engine, "unshard", noted("+", unshard)),
+        patch.object(minifsdp.engine, "reshard", noted("-", reshard)),
+    ):
+        yield log

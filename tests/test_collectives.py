@@ -1,0 +1,180 @@
+"""collectives.py: what ranks say to each other."""
+
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minifsdp import collectives
+from tests.bench import bytes_sent
+from tests.ranks import device, on_ranks, run
+
+WORLDS = (1, 2, 3, 4)
+
+
+def mine(numel, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed + 100 * dist.get_rank())
+    return torch.randn(numel, generator=generator).to(device(), dtype)
+
+
+def world():
+    return dist.group.WORLD
+
+
+def check_all_gather(numel):
+    chunk = mine(numel)
+    full = torch.full((numel * dist.get_world_size(),), float("nan"), device=device())
+    collectives.all_gather(full, chunk, world(), tag=7)()
+    expected = [torch.empty_like(chunk) for _ in range(dist.get_world_size())]
+    dist.all_gather(expected, chunk)
+    assert torch.equal(full, torch.cat(expected))
+    assert torch.equal(chunk, mine(numel))
+
+
+def check_reduce_scatter(numel, scale):
+    """Against torch's own, bit for bit: gloo adds in ring order, and so must we."""
+    flat = mine(numel * dist.get_world_size())
+    expected = torch.empty(numel, device=device())
+    collectives._reduce_scatter(expected, flat * scale)
+    total, finish = collectives.reduce_scatter(flat, world(), scale, tag=7)
+    finish()
+    assert torch.equal(total, expected)
+    assert total.untyped_storage().size() == 4 * numel  # not a view that keeps `flat` alive
+
+
+def check_all_reduce():
+    flat = mine(10)
+    expected = flat / dist.get_world_size()
+    dist.all_reduce(expected)
+    collectives.all_reduce(flat, world(), 1 / dist.get_world_size())()
+    torch.testing.assert_close(flat, expected)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("numel", [1, 6, 1000])
+def test_all_gather_is_torchs(world_size, numel):
+    run(check_all_gather, world_size, numel)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("numel", [2, 6, 1000])
+def test_reduce_scatter_is_torchs_bit_for_bit(world_size, numel):
+    run(check_reduce_scatter, world_size, numel, 1.0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_reduce_scatter_scales_before_it_adds(world_size):
+    run(check_reduce_scatter, world_size, 6, 1 / world_size)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_all_reduce_is_torchs(world_size):
+    run(check_all_reduce, world_size)
+
+
+@on_ranks(2)
+def test_a_mean_in_half_precision_does_not_overflow_on_the_way():
+    flat = torch.full((4,), 60000.0, dtype=torch.float16, device=device())
+    total, finish = collectives.reduce_scatter(flat, world(), 0.5, tag=7)
+    finish()
+    assert (total == 60000).all()
+
+
+@on_ranks(3)
+def test_conversations_with_different_tags_may_be_started_in_any_order():
+    if device().type == "cuda":
+        pytest.skip("NCCL has no tags: there the order has to be the same, and is")
+    chunks, fulls = {tag: mine(4, tag) for tag in (1, 2)}, {}
+    finishes = []
+    for tag in (1, 2) if dist.get_rank() == 0 else (2, 1):
+        fulls[tag] = torch.empty(12)
+        finishes.append(collectives.all_gather(fulls[tag], chunks[tag], world(), tag))
+    for finish in finishes:
+        finish()
+    for tag in (1, 2):
+        expected = [torch.empty(4) for _ in range(3)]
+        dist.all_gather(expected, chunks[tag])
+        assert torch.equal(fulls[tag], torch.cat(expected))
+
+
+def sent_by(action):
+    dist.barrier()
+    before = bytes_sent()
+    action()
+    dist.barrier()
+    return bytes_sent() - before
+
+
+def measure(native, numel=1 << 18):
+    """Bytes sent for one all-gather and one reduce-scatter, in sizes of the full tensor."""
+    full, chunk = torch.zeros(numel), torch.zeros(numel // dist.get_world_size())
+    with patch.object(collectives, "NATIVE", native):
+        gather = sent_by(collectives.all_gather(full, chunk, world(), 7))
+        scatter = sent_by(lambda: collectives.reduce_scatter(full, world(), 1.0, 7)[1]())
+    return gather / full.nbytes, scatter / full.nbytes
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="bytes sent are read from Linux's /proc")
+@pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="gloo's traffic; this world is on NCCL")
+def test_a_reduce_scatter_sends_half_of_what_gloos_does():
+    for gather, scatter in run(measure, 2, native=False):
+        assert gather < 0.55 and scatter < 0.55  # (W - 1) / W of the full tensor
+    for _, scatter in run(measure, 2, native=True):
+        assert scatter > 0.95
+
+
+@on_ranks(2)
+def test_native_collectives_give_the_same():
+    with patch.object(collectives, "NATIVE", True):
+        check_all_gather(6)
+        check_reduce_scatter(6, 0.5)
+
+
+@on_ranks(2)
+def test_bytes_arrive_while_the_host_computes():
+    """Nobody waits for the gather; its data comes all the same, beside the computation."""
+    if device().type == "cuda":
+        pytest.skip("the progress of gloo's threads; on CUDA streams do it")
+    full = torch.full((2000,), float("nan"))
+    finish = collectives.all_gather(full, torch.ones(1000), world(), tag=7)
+    products, deadline = 0, time.monotonic() + 30
+    while full.isnan().any() and time.monotonic() < deadline:
+        torch.ones(50, 50) @ torch.ones(50, 50)
+        products += 1
+    assert not full.isnan().any(), f"nothing arrived during {products} products"
+    finish()
+
+
+@on_ranks(2)
+def test_starting_a_gather_does_not_wait_for_the_others():
+    """Rank 1 joins only after rank 0, its gather still open, has computed and said so."""
+    store = dist.distributed_c10d._get_default_store()
+    key = f"computed {torch.initial_seed()} {time.monotonic_ns() if dist.get_rank() == 0 else ''}"
+    keys = [key]
+    dist.broadcast_object_list(keys, src=0)
+    chunk, full = mine(100), torch.empty(200, device=device())
+    if dist.get_rank() == 0:
+        finish = collectives.all_gather(full, chunk, world(), tag=7)
+        torch.ones(50, 50) @ torch.ones(50, 50)
+        store.set(keys[0], "yes")
+    else:
+        store.wait([keys[0]], timedelta(seconds=20))
+        finish = collectives.all_gather(full, chunk, world(), tag=7)
+    finish()
+
+
+def test_an_unknown_choice_of_collectives_is_refused():
+    result = subprocess.run(
+        [sys.executable, "-c", "import minifsdp"],
+        env={**os.environ, "MINIFSDP_COLLECTIVES": "nativ"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode != 0
+    assert "MINIFSDP_COLLECTIVES is 'native' or unset, not 'nativ'" in result.stderr

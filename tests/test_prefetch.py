@@ -1,0 +1,239 @@
+"""prefetch.py: which unit to gather before it is asked for."""
+
+import pytest
+import torch
+from torch import nn
+
+from minifsdp import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.prefetch import Order
+from tests.ranks import device, on_ranks
+from tests.small import batch, layers, stack, step, watch
+
+
+def linear():
+    return FSDP(nn.Linear(6, 6).to(device()))
+
+
+def recorded(model, at=0):
+    """What happened in one step: forward, backward."""
+    with watch(model) as log:
+        loss = model(batch(step=at)).sum()
+        forward = list(log)
+        log.clear()
+        loss.backward()
+    return " ".join(forward), " ".join(log)
+
+
+class TestOrder:
+    def test_the_next_is_what_came_next_in_the_last_pass(self):
+        order = Order()
+        assert [order.visit(unit) for unit in "abc"] == [None, None, None]
+        order.start()
+        assert [order.visit(unit) for unit in "abc"] == ["b", "c", None]
+
+    def test_a_unit_may_come_several_times(self):
+        order = Order()
+        for unit in "abac":
+            order.visit(unit)
+        order.start()
+        assert [order.visit(unit) for unit in "abac"] == ["b", "a", "c", None]
+
+    def test_after_a_detour_it_finds_its_way_back(self):
+        order = Order()
+        for unit in "abcd":
+            order.visit(unit)
+        order.start()
+        assert [order.visit(unit) for unit in "axcd"] == ["b", None, "d", None]
+
+    def test_a_pass_that_broke_off_is_not_taken_for_an_order(self):
+        order = Order()
+        for unit in "abc":
+            order.visit(unit)
+        order.start()
+        order.visit("a")
+        order.forget()
+        order.start()
+        assert [order.visit(unit) for unit in "ab"] == ["b", "c"]
+
+
+@on_ranks(2)
+def test_backward_pre_gathers_the_next_before_the_current_computes():
+    model = stack(3)
+    for at in range(3):  # by a guess in the first step, by what was recorded from the second
+        _, backward = recorded(model, at)
+        assert backward == "+3 +2 -3 +1 -2 -1 -root"
+
+
+@on_ranks(2)
+def test_backward_post_gathers_the_next_after_the_current_is_freed():
+    model = stack(3, backward_prefetch=BackwardPrefetch.BACKWARD_POST)
+    for at in range(3):
+        _, backward = recorded(model, at)
+        assert backward == "+3 -3 +2 -2 +1 -1 -root"
+    assert model.engine.prefetcher.prefetches == 6, model.engine.prefetcher.prefetches
+    assert not mistargets(model)
+
+
+@on_ranks(2)
+def test_without_prefetch_each_unit_is_gathered_when_needed():
+    model = stack(3, backward_prefetch=None)
+    for at in range(3):
+        assert recorded(model, at) == ("+root +1 -1 +2 -2 +3 -3", "+3 -3 +2 -2 +1 -1 -root")
+    assert model.engine.prefetcher.prefetches == 0
+
+
+@pytest.mark.parametrize("forward", [True, ForwardPrefetch.FORWARD_PRE])
+@on_ranks(2)
+def test_forward_pre_gathers_the_next_before_the_current_computes(forward):
+    model = stack(3, forward_prefetch=forward)
+    assert recorded(model)[0] == "+root +1 -1 +2 -2 +3 -3"  # nothing is known yet
+    for at in range(2):
+        assert recorded(model, at)[0] == "+root +1 +2 -1 +3 -2 -3"
+
+
+@on_ranks(2)
+def test_forward_post_gathers_the_next_after_the_current_is_freed():
+    model = stack(3, forward_prefetch=ForwardPrefetch.FORWARD_POST)
+    recorded(model)
+    for at in range(2):
+        assert recorded(model, at)[0] == "+root +1 -1 +2 -2 +3 -3"
+    assert model.engine.prefetcher.prefetches == 3 * 2 + 2 * 2  # 2 a backward, 2 a later forward
+
+
+class Branches(nn.Module):
+    """Forward in one order, and not in the reverse of it backward: `b` hangs on the loss last."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = linear(), linear(), linear()
+        self.swap = False
+
+    def forward(self, x):
+        first, second = (self.b, self.a) if self.swap else (self.a, self.b)
+        x = first(x) + second(x)
+        return self.c(x)
+
+
+class Detour(nn.Module):
+    """`skip` is ready early in the forward and needed early in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.skip, self.a, self.b = linear(), linear(), linear()
+
+    def forward(self, x):
+        aside = self.skip(x)
+        return torch.cat([self.b(self.a(x)), aside])
+
+
+@on_ranks(2)
+def test_from_the_second_step_on_the_backward_follows_its_own_order():
+    model = FSDP(Detour())
+    orders = []
+    for at in range(3):
+        step(model, at)
+        orders.append([unit.name for unit in model.engine.prefetcher.pre_backward_order.current])
+    assert orders[0] == orders[1] == orders[2]
+    model.engine.prefetcher.mistargets = dict.fromkeys(model.engine.prefetcher.mistargets, 0)
+    step(model)
+    assert not any(model.engine.prefetcher.mistargets.values())
+
+
+def mistargets(model):
+    return {kind: n for kind, n in model.engine.prefetcher.mistargets.items() if n}
+
+
+@on_ranks(2)
+def test_mistarget_not_needed_yet():
+    """The forward changes its order: `b` is gathered for what turns out to be `a`'s turn, or so."""
+    model = FSDP(Branches(), forward_prefetch=True)
+    plain_step_log = []
+    for swap in (False, False, True):
+        model.module.swap = swap
+        with watch(model) as log:
+            model(batch())
+        plain_step_log.append(log)
+        model(batch()).sum().backward()
+    assert mistargets(model)["not needed yet"] >= 1
+
+
+@on_ranks(2)
+def test_mistarget_already_unsharded():
+    """In post-forward order a unit is followed by the one around it, which is in use."""
+    inner = FSDP(nn.Sequential(layers(0), linear()))
+    model = FSDP(nn.Sequential(inner, linear()), forward_prefetch=ForwardPrefetch.FORWARD_POST)
+    for at in range(3):
+        before = mistargets(model).get("already unsharded", 0)
+        with torch.no_grad():
+            model(batch(step=at))
+        assert mistargets(model).get("already unsharded", 0) - before == (at > 0)
+
+
+class Twofold(nn.Module):
+    """The unit used last and first: by its second turn in the recorded order it is done."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = linear(), linear(), linear()
+        self.order = "abc"
+
+    def forward(self, x):
+        for name in self.order:
+            x = getattr(self, name)(x).tanh()
+        return x
+
+
+@on_ranks(2)
+def test_mistarget_already_resharded():
+    """Recorded: c, b, a. Then the backward goes a, c, b: after b the recorded next is a, over."""
+    model = FSDP(Twofold())
+    for order in ("abc", "bca"):
+        model.module.order = order
+        step(model)
+    assert mistargets(model)["already resharded"] == 1
+
+
+@pytest.mark.parametrize("backward", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST])
+@pytest.mark.parametrize("forward", [False, *ForwardPrefetch])
+@on_ranks(2)
+def test_mistargets_never_change_results(backward, forward):
+    def losses(**settings):
+        torch.manual_seed(0)
+        model = FSDP(Twofold(), **settings)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for order in ("abc", "bca", "cab", "bac", "abc", "ab", "cba"):
+            model.module.order = order
+            found.append(step(model).item())
+            assert model.engine.stats.unsharded_units == 0
+            optimizer.step()
+            optimizer.zero_grad()
+        return found, model
+
+    expected, _ = losses(sharding_strategy=ShardingStrategy.NO_SHARD)
+    found, model = losses(backward_prefetch=backward, forward_prefetch=forward)
+    assert found == expected
+    assert mistargets(model)
+
+
+@on_ranks(2)
+def test_a_unit_gathered_for_a_forward_that_did_not_come_is_freed_when_it_ends():
+    model = FSDP(Twofold(), forward_prefetch=True)
+    for order in ("abc", "abc", "ab"):
+        model.module.order = order
+        loss = model(batch()).sum()
+    units = {unit.name: unit for unit in model.engine.units}
+    assert units["c"].full.untyped_storage().size() == 0
+    loss.backward()
+
+
+@on_ranks(2)
+def test_evaluation_in_between_does_not_confuse_it():
+    model = stack(3, forward_prefetch=True)
+    for at in range(2):
+        step(model, at)
+    with torch.no_grad():
+        model(batch())
+    assert recorded(model) == ("+root +1 +2 -1 +3 -2 -3", "+3 +2 -3 +1 -2 -1 -root")
+    assert not mistargets(model), mistargets(model)

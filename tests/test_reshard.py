@@ -1,0 +1,98 @@
+"""reshard.py: let a unit's full parameters go."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minifsdp import BackwardPrefetch, ShardingStrategy
+from minifsdp.reshard import reshard
+from minifsdp.unit import Memory
+from minifsdp.unshard import unshard, wait_for_unshard
+from tests.ranks import on_ranks
+from tests.small import batch, stack, step, storage
+
+
+@on_ranks(2)
+def test_the_storage_is_really_gone():
+    model = stack()
+    model.engine.start()
+    unit, streams = model.engine.units[1], model.engine.streams
+    unshard(unit, streams)
+    wait_for_unshard(unit)
+    unit.make_views()
+    unit.expose()
+    view = unit.views[0]
+    assert view.untyped_storage().size() == unit.full_bytes
+    reshard(unit, streams)
+    assert view.untyped_storage().size() == 0 and unit.memory is Memory.SHARDED
+    with pytest.raises(RuntimeError, match="sharded"):
+        torch.add(unit.slots[0].owners[0][0].weight, 1)
+
+
+@on_ranks(2)
+def test_gathering_again_revives_what_autograd_has_saved():
+    model = stack()
+    model.engine.start()
+    unit, streams = model.engine.units[1], model.engine.streams
+    unshard(unit, streams)
+    wait_for_unshard(unit)
+    unit.make_views()
+    unit.expose()
+    saved, expected = unit.views[0], unit.views[0].detach().clone()
+    reshard(unit, streams)
+    unshard(unit, streams)
+    wait_for_unshard(unit)
+    assert torch.equal(saved, expected)
+
+
+@on_ranks(2)
+def test_a_gather_that_nobody_waited_for_is_over_before_its_memory_goes():
+    model = stack()
+    model.engine.start()
+    unit = model.engine.units[1]
+    unshard(unit, model.engine.streams)
+    event = unit.gathered
+    reshard(unit, model.engine.streams)
+    assert event.query() and unit.gathered is None and storage(unit) == 0
+    dist.barrier()
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@on_ranks(2)
+def test_what_is_alive_between_forward_and_backward_is_what_the_strategy_says(strategy):
+    model = stack(sharding_strategy=ShardingStrategy[strategy])
+    loss = model(batch()).sum()
+    alive = [storage(unit) > 0 for unit in model.engine.units]
+    kept = strategy == "SHARD_GRAD_OP"
+    assert alive == [True, kept, kept, kept, kept]  # the root's backward comes next
+    loss.backward()
+    assert not any(storage(unit) for unit in model.engine.units)
+
+
+@pytest.mark.parametrize("prefetch, units", [("pre", 2), ("post", 2), (None, 1)])
+@on_ranks(2)
+def test_the_peak_is_a_few_units_and_not_the_model(prefetch, units):
+    modes = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST}
+    model = stack(blocks=12, backward_prefetch=modes.get(prefetch))
+    peak = 0
+
+    def measure(*_):
+        nonlocal peak
+        peak = max(peak, sum(storage(unit) for unit in model.engine.units))
+
+    for block in model.module[1:]:
+        block.module[0].register_forward_hook(measure)
+        block.module[0].register_full_backward_hook(measure)
+    for at in range(3):
+        step(model, at)
+    each = model.engine.units[1].full_bytes
+    assert peak <= (1 + units) * each  # the root, and `units` blocks
+    assert model.engine.stats.peak_unsharded_bytes <= (1 + units) * each
+
+
+@on_ranks(2)
+def test_without_gradients_nothing_is_kept():
+    model = stack(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    with torch.no_grad():
+        model(batch())
+    assert not any(storage(unit) for unit in model.engine.units)

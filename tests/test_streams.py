@@ -1,0 +1,151 @@
+"""streams.py: where work runs."""
+
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from minifsdp.streams import CpuStream, CudaStream, Streams
+
+CPU = torch.device("cpu")
+
+
+def test_a_launch_starts_at_once_and_finishes_when_somebody_waits():
+    log = []
+
+    def launch():
+        log.append("started")
+        return lambda: log.append("finished")
+
+    event = CpuStream().submit(launch)
+    assert log == ["started"] and not event.query()
+    event.wait()
+    assert log == ["started", "finished"] and event.query()
+
+
+def test_two_may_wait_and_it_finishes_once():
+    log = []
+    event = CpuStream().submit(lambda: lambda: log.append("finished"))
+    event.synchronize()
+    event.wait()
+    assert log == ["finished"]
+
+
+def test_one_stream_waits_for_another():
+    log = []
+    event = CpuStream().submit(lambda: lambda: log.append("first"))
+    second = CpuStream()
+    second.wait_event(event)
+    second.submit(lambda: log.append("second"))
+    assert log == ["first", "second"]
+
+
+def test_whoever_waits_gets_the_exception_and_nobody_waits_for_it_twice():
+    def launch():
+        def finish():
+            raise ConnectionError("rank 1 is gone")
+
+        return finish
+
+    event = CpuStream().submit(launch)
+    with pytest.raises(ConnectionError, match="rank 1 is gone"):
+        event.wait()
+    event.wait()
+
+
+def test_the_host_has_always_passed_its_own_marks():
+    assert CpuStream().record_event().query()
+
+
+def test_an_unknown_kind_of_device_is_refused_by_name():
+    with pytest.raises(NotImplementedError, match="on cpu and cuda; the parameters are on 'meta'"):
+        Streams.on(torch.device("meta"))
+
+
+class FakeCudaStream:
+    """Writes down what it is asked."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def record_event(self):
+        self.log.append("record")
+        return "event"
+
+    def wait_event(self, event):
+        self.log.append(f"wait for {event}")
+
+
+def test_on_cuda_launch_and_finish_are_both_queued_before_the_event():
+    """What can be said of the CUDA path without a GPU: the order in which it queues its work."""
+    log = []
+
+    @contextmanager
+    def current(stream):
+        log.append("enter")
+        yield
+        log.append("leave")
+
+    def launch():
+        log.append("launch")
+        return lambda: log.append("finish")
+
+    stream = CudaStream(torch.device("cuda"), FakeCudaStream(log))
+    with patch("torch.cuda.stream", current):
+        assert stream.submit(launch) == "event"
+    stream.wait_event("another")
+    assert log == ["enter", "launch", "finish", "record", "leave", "wait for another"]
+
+
+def test_on_cuda_the_allocator_is_told_who_uses_a_tensor():
+    log = []
+    stream = FakeCudaStream(log)
+
+    class Tensor:
+        def record_stream(self, stream):
+            log.append(stream)
+
+    CudaStream(torch.device("cuda"), stream).record_use(Tensor())
+    assert log == [stream]
+
+
+@pytest.mark.gpus(1)
+def test_on_a_gpu_the_host_runs_ahead_and_an_event_orders_two_streams():
+    streams = Streams.on(torch.device("cuda", 0))
+    x = torch.zeros(1000, device="cuda")
+
+    def launch():
+        torch.cuda._sleep(100_000_000)
+        x.add_(1)
+        return lambda: None
+
+    event = streams.unshard.submit(launch)
+    assert not event.query()
+    event.wait()
+    y = x * 2
+    assert (y == 2).all()
+
+
+@pytest.mark.gpus(1)
+def test_on_a_gpu_memory_in_use_on_another_stream_is_not_handed_out():
+    streams = Streams.on(torch.device("cuda", 0))
+    kept = []
+
+    def launch():
+        kept.append(torch.ones(1 << 20, device="cuda"))
+        return lambda: None
+
+    streams.unshard.submit(launch).wait()
+    torch.cuda._sleep(100_000_000)
+    total = kept[0].sum()  # on the compute stream, after the sleep
+    streams.compute.record_use(kept[0])
+    address = kept.pop().data_ptr()
+
+    def again():
+        kept.append(torch.zeros(1 << 20, device="cuda"))
+        return lambda: None
+
+    streams.unshard.submit(again)
+    assert kept[0].data_ptr() != address
+    assert total == 1 << 20
