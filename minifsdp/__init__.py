@@ -27,16 +27,17 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_NOT_YET = (  # torch.distributed.fsdp has these, and minifsdp will
-    "CPUOffload CustomPolicy FullOptimStateDictConfig FullStateDictConfig LocalOptimStateDictConfig "
-    "LocalStateDictConfig MixedPrecision OptimStateDictConfig OptimStateKeyType "
-    "ShardedOptimStateDictConfig ShardedStateDictConfig StateDictConfig StateDictSettings "
-    "StateDictType always_wrap_policy enable_wrap lambda_auto_wrap_policy "
-    "size_based_auto_wrap_policy transformer_auto_wrap_policy wrap_policy fully_shard"
-).split()
+# torch.distributed.fsdp has these, and minifsdp will.
+_NOT_YET = """
+    CPUOffload CustomPolicy FullOptimStateDictConfig FullStateDictConfig fully_shard
+    LocalOptimStateDictConfig LocalStateDictConfig MixedPrecision OptimStateDictConfig
+    OptimStateKeyType ShardedOptimStateDictConfig ShardedStateDictConfig StateDictConfig
+    StateDictSettings StateDictType always_wrap_policy enable_wrap lambda_auto_wrap_policy
+    size_based_auto_wrap_policy transformer_auto_wrap_policy wrap
+"""
 
 
 def __getattr__(name: str) -> NoReturn:
-    if name in _NOT_YET:
+    if name in _NOT_YET.split():
         raise NotImplementedError(f"minifsdp.{name} is not there yet")
     raise AttributeError(f"module 'minifsdp' has no attribute {name!r}")

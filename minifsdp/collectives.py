@@ -57,7 +57,7 @@ def all_gather(full: Tensor, chunk: Tensor, group: Group, tag: int) -> Finish:
         return _waiter(_all_gather(full, chunk, group=group, async_op=True))
     rank, world_size = group.rank(), group.size()
     parts = full.chunk(world_size)
-    works = []
+    works: list[dist.Work] = []
     for distance in range(1, world_size):
         to, source = (rank + distance) % world_size, (rank - distance) % world_size
         works += _exchange(chunk, to, parts[source], source, group, tag)
@@ -92,7 +92,8 @@ def reduce_scatter(flat: Tensor, group: Group, scale: float, tag: int) -> tuple[
         total = flat.new_empty(own.shape)
         flat.mul_(scale)
         return total, _waiter(_reduce_scatter(total, flat, group=group, async_op=True))
-    received, works = [], []
+    received: list[Tensor] = []
+    works: list[dist.Work] = []
     for distance in range(1, world_size):
         to, source = (rank + distance) % world_size, (rank - distance) % world_size
         received.append(flat.new_empty(own.shape))

@@ -34,7 +34,8 @@ class Engine:
         """Be ready for a forward: nothing left from the last one, everything as the user wants it.
 
         Raises:
-            ValueError: a shard was replaced by one of another size, or units are on several devices.
+            ValueError: a shard was replaced by one of another size, or units are on several
+            devices.
         """
         self.reset()
         for unit in self.units:
@@ -106,10 +107,10 @@ class Engine:
         self._reductions.clear()
 
     def _unshard(self, unit: Unit) -> None:
-        unshard(unit, self.streams)
         stats = self.stats
         stats.all_gathers += 1
         stats.unsharded_units += 1
         stats.unsharded_bytes += unit.full_bytes
         stats.peak_unsharded_units = max(stats.peak_unsharded_units, stats.unsharded_units)
         stats.peak_unsharded_bytes = max(stats.peak_unsharded_bytes, stats.unsharded_bytes)
+        unshard(unit, self.streams)

@@ -61,5 +61,5 @@ def unflatten(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
         shapes: of the views; 0-d and empty ones are ordinary.
     """
     numels = [math.prod(shape) for shape in shapes]
-    pieces = flat.split([*numels, flat.numel() - sum(numels)])
+    pieces = torch.split(flat, [*numels, flat.numel() - sum(numels)])
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=False)]

@@ -1,7 +1,7 @@
 """Reading and changing whole parameters between steps.
 
-Outside of its forward and backward a unit is a flat chunk without names. To look at ``layer.weight``,
-or to set it, all ranks gather it together::
+Outside of its forward and backward a unit is a flat chunk without names. To look at
+``layer.weight``, or to set it, all ranks gather it together::
 
     with FSDP.summon_full_params(model):
         print(model.layer.weight)       # the whole parameter, on every rank

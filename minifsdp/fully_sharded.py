@@ -5,6 +5,7 @@ hooks around ``forward``. The outermost wrapper is the *root*: streams, limiter 
 its own, for all units below it.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
@@ -33,7 +34,10 @@ from minifsdp.wrap import (
     wrap_inside,
 )
 
-_tags = count(0x4D46_0000)  # far from the small numbers that users give to messages of their own
+# A tag for each unit of a group, the same on all its ranks, since they make its units in the same
+# order. By group: a rank may be in several, and make units that others have no part in. The numbers
+# are far from the small ones that users give to messages of their own.
+_tags: defaultdict[str, Iterator[int]] = defaultdict(lambda: count(0x4D46_0000))
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -54,8 +58,8 @@ class FullyShardedDataParallel(nn.Module):
     Prefetching and limit are the root's, for all its units. The other arguments are those of
     ``torch.distributed.fsdp``, in its order; they are not there yet and refused.
 
-    Build the optimizer *after* wrapping, from this module's ``parameters()``: one 1-D chunk for each
-    unit. ``backward()`` leaves in their ``grad`` the mean over all ranks.
+    Build the optimizer *after* wrapping, from this module's ``parameters()``: one 1-D chunk for
+    each unit. ``backward()`` leaves in their ``grad`` the mean over all ranks.
 
     Raises:
         ValueError: parameters that cannot share a unit, or that two units would share; a module
@@ -162,7 +166,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def __getitem__(self, key: int) -> Any:
         """For a wrapped ``nn.Sequential``."""
-        return self._fsdp_wrapped_module.__getitem__(key)
+        return self.module[key]  # type: ignore[index]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Flat parameters, or inside :meth:`summon_full_params` the original ones; names as they
@@ -200,7 +204,8 @@ class FullyShardedDataParallel(nn.Module):
 
         Raises:
             RuntimeError: inside of a forward or backward.
-            NotImplementedError: ``rank0_only``, ``offload_to_cpu`` and ``with_grads``, not there yet.
+            NotImplementedError: ``rank0_only``, ``offload_to_cpu`` and ``with_grads``, not there
+            yet.
         """
         _refuse_what_is_not_there(
             rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads
@@ -245,7 +250,7 @@ def _make_unit(module: nn.Module, group: Any, strategy: ShardingStrategy) -> Uni
     if strategy not in groups:
         raise NotImplementedError(f"minifsdp: {strategy} is not there yet")
     slots, params = collect(module)
-    unit = Unit(slots, params, *groups[strategy], tag=next(_tags))
+    unit = Unit(slots, params, *groups[strategy], tag=next(_tags[group.group_name]))
     mark_taken(unit, params)
     originals = {slot.name: ref(param) for slot, param in zip(slots, params, strict=True)}
     params.clear()  # the last references here; who else has one should not

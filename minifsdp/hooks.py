@@ -1,7 +1,7 @@
 """When: the moments of a training step at which the engine acts.
 
-A step of plain PyTorch is two calls, ``model(x)`` and ``loss.backward()``. FSDP has to get a word in
-between the layers of both, and there are five places for it::
+A step of plain PyTorch is two calls, ``model(x)`` and ``loss.backward()``. FSDP has to get a word
+in between the layers of both, and there are five places for it::
 
     pre-forward     before a unit's module runs           gather its parameters
     post-forward    after it                              free them
@@ -15,9 +15,9 @@ between the layers of both, and there are five places for it::
 This file says only *when*. What is done is told in unshard.py, reshard.py and reduce.py, what next
 in prefetch.py, how many at once in limiter.py.
 
-What the hooks cannot see: a tensor that leaves a unit by another door than its module's return value
-(an attribute set on the side) and goes into the loss. If its gradient comes before that of the
-unit's outputs, the unit is not gathered in time. Return such tensors.
+What the hooks cannot see: a tensor that leaves a unit by another door than its module's return
+value (an attribute set on the side) and goes into the loss. If its gradient comes before that of
+the unit's outputs, the unit is not gathered in time. Return such tensors.
 """
 
 import weakref
@@ -99,7 +99,9 @@ class Hooks:
     def forward_failed(self, unit: Unit) -> None:
         """The module raised. Leave everything so that the next forward finds it in order."""
         self._depth -= 1
-        if self.idle and not self.summoned:
+        if self.summoned:
+            return  # refused above: nothing was touched, and nothing may be
+        if self.idle:
             self.engine.reset()
             self.prefetcher.forget()
         elif unit.phase is not Phase.BACKWARD:
@@ -125,7 +127,7 @@ class Hooks:
                         f"use it inside the module."
                     )
             elif tensor.grad_fn is not None:  # a leaf needs no parameters to get its gradient
-                tensor.register_hook(hook)
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _free_when_inputs_have_gradients(self, unit: Unit, args: object, kwargs: object) -> None:
         # A frozen unit gets no gradient, so no post-backward. It is done with when its inputs have
@@ -142,13 +144,14 @@ class Hooks:
     # ----------------------------------------------------------------------------------- backward
 
     def pre_backward(self, unit: Unit, version: int, grad: Tensor) -> None:
-        """A gradient has reached an output of ``unit``. ``version``: of its shard at the forward."""
+        """A gradient has reached an output of ``unit``. ``version``: of its shard at the
+        forward."""
         self._ensure_backward()
         if unit.phase is Phase.BACKWARD:
             return  # by another output
         if unit.shard._version != version:
             raise RuntimeError(
-                f"the parameters of unit {unit.label} were changed in place (by an optimizer's step?) "
+                f"the parameters of unit {unit.label} were changed in place (by an optimizer?) "
                 f"between a forward and its backward, so its gradients would be wrong. Call "
                 f"backward() for every forward before you step."
             )

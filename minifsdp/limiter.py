@@ -6,8 +6,8 @@ parameters. Memory that a stream may still read cannot be given to another one, 
 a *fresh* block, and the memory of half the model is reserved though only one unit is in use. Two
 teams met this, and each found a cure:
 
-- fairscale (PR 972, July 2022): let the host wait for the GPU after every free. Reserved memory fell
-  from 95 % to 47 % of the device, and at first nobody could say why.
+- fairscale (PR 972, July 2022): let the host wait for the GPU after every free. Reserved memory
+  fell from 95 % to 47 % of the device, and at first nobody could say why.
 - PyTorch (PR 83666, August 2022): record an *event* when a unit is freed, and before gathering
   another one wait for the event of the unit before the last. The host stays ahead by one unit
   instead of by none. On by default since 2023 (PR 104900), with a limit of two.

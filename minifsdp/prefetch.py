@@ -53,7 +53,8 @@ class Order:
     def visit(self, unit: Unit) -> Unit | None:
         """Record ``unit``; the unit that came after it in the last pass, if there was one."""
         self.current.append(unit)
-        # From where we stand, and only then from the start: a unit may come several times in a pass.
+        # From where we stand, and only then from the start: a unit may come several times in a
+        # pass.
         rest = self.last[self._position :]
         if unit in rest:
             self._position += rest.index(unit) + 1
@@ -71,9 +72,7 @@ class Order:
 class Prefetcher:
     """Names the unit to gather next, at each of the four places where there is a choice."""
 
-    def __init__(
-        self, backward: BackwardPrefetch | None, forward: ForwardPrefetch | None
-    ) -> None:
+    def __init__(self, backward: BackwardPrefetch | None, forward: ForwardPrefetch | None) -> None:
         self.backward, self.forward = backward, forward
         self.pre_forward_order = Order()
         self.post_forward_order = Order()

@@ -152,7 +152,7 @@ class CudaStream:
         return event
 
     def wait_event(self, event: Event) -> None:
-        self._stream.wait_event(event)
+        self._stream.wait_event(event)  # type: ignore[arg-type]  # events here are CUDA's
 
     def record_use(self, tensor: Tensor) -> None:
         # Without this line the allocator hands the block to the next all-gather as soon as the host
@@ -162,7 +162,8 @@ class CudaStream:
 
 def _cuda(device: torch.device) -> Streams:
     # High priority: a collective that is ready must not queue behind the kernels it runs beside.
-    unshard, reduce = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
+    unshard = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    reduce = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     return Streams(
         device, CudaStream(device), CudaStream(device, unshard), CudaStream(device, reduce)
     )

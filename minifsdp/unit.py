@@ -67,7 +67,8 @@ class Sharded:
     """
 
     def __init__(self, unit: "Unit", slot: Slot) -> None:
-        self._unit, self._name, self.shape = weakref.proxy(unit), slot.name, slot.shape
+        self._unit: Unit = weakref.proxy(unit)
+        self._name, self.shape = slot.name, slot.shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -132,7 +133,9 @@ class Unit:
 
         flat = flatten(params) if params else torch.empty(0)
         self.rank = shard_group.rank() if shard_group is not None else 0
-        self.ranks = shard_group.size() if shard_group is not None else 1  # that share the parameters
+        self.ranks = (
+            shard_group.size() if shard_group is not None else 1
+        )  # that share the parameters
         self.numel = flat.numel()
         self.full_numel = chunk_numel(self.numel, self.ranks) * self.ranks
         self.sharded = shard_group is not None and self.numel > 0  # is there anything to gather?
@@ -167,10 +170,11 @@ class Unit:
         real = real_numel(self.numel, self.rank, self.ranks)
         if shard.numel() != real:
             raise ValueError(
-                f"the flat parameter of unit {self.label} has {shard.numel()} elements; this rank's "
-                f"chunk has {real}. Assign a tensor of that size to its .data."
+                f"the flat parameter of unit {self.label} has {shard.numel()} elements; this "
+                f"rank's chunk has {real}. Assign a tensor of that size to its .data."
             )
-        # Compared by address: module.to() and `param.data = ...` put new memory under the parameter.
+        # Compared by address: module.to() and `param.data = ...` put new memory under the
+        # parameter.
         moved = shard.device != self.chunk.device or shard.dtype != self.chunk.dtype
         if moved or (real and shard.data_ptr() != self.chunk.data_ptr()):
             self.chunk = shard.data.new_zeros(self.chunk.numel())
@@ -195,7 +199,8 @@ class Unit:
                 if alive is not None:
                     alive.on_gradient(alive)
 
-            self.full.register_post_accumulate_grad_hook(gradient_is_complete)
+            register = self.full.register_post_accumulate_grad_hook
+            register(gradient_is_complete)  # type: ignore[no-untyped-call]
         # The same memory with a version counter of its own. Collectives write here: written through
         # `full`, they would look to autograd like a modification of what the forward has saved.
         self.buffer = self.full.data

@@ -30,8 +30,8 @@ def unshard(unit: Unit, streams: Streams) -> None:
         unit.resize_storage(unit.full_bytes)
         return all_gather(unit.buffer, unit.chunk, group, unit.tag)
 
+    unit.memory = Memory.GATHERING  # even if the launch fails: there may be memory to free
     unit.gathered = streams.unshard.submit(launch)
-    unit.memory = Memory.GATHERING
 
 
 def wait_for_unshard(unit: Unit) -> None:

@@ -17,9 +17,9 @@ from minifsdp.unit import FlatParameter, Slot, Unit
 WRAPPER_PREFIX = "_fsdp_wrapped_module."  # the name that torch gives it, in every state dict since
 
 Policy = Callable[..., bool]
-"""``policy(module=, recurse=, nonwrapped_numel=) -> bool``, as in torch: with ``recurse`` whether to
-look inside ``module``, without whether to wrap it; ``nonwrapped_numel`` counts its elements that no
-unit inside has taken."""
+"""``policy(module=, recurse=, nonwrapped_numel=) -> bool``, as in torch: with ``recurse`` whether
+to look inside ``module``, without whether to wrap it; ``nonwrapped_numel`` counts its elements that
+no unit inside has taken."""
 
 
 class ModuleWrapPolicy:
@@ -36,9 +36,7 @@ class ModuleWrapPolicy:
                 raise TypeError(f"ModuleWrapPolicy takes classes of nn.Module, not {cls!r}")
         self.module_classes = classes
 
-    def __call__(
-        self, module: nn.Module, recurse: bool = False, nonwrapped_numel: int = 0
-    ) -> bool:
+    def __call__(self, module: nn.Module, recurse: bool = False, nonwrapped_numel: int = 0) -> bool:
         return recurse or isinstance(module, self.module_classes)
 
 
@@ -66,7 +64,8 @@ def select(root: nn.Module, policy: Policy) -> list[nn.Module]:
 def _select(
     module: nn.Module, policy: Policy, selected: list[nn.Module], seen: set[nn.Module]
 ) -> int:
-    """Extend ``selected`` and ``seen``; the number of elements that no selected module has taken."""
+    """Extend ``selected`` and ``seen``; the number of elements that no selected module has
+    taken."""
     if module in seen or unit_of(module) is not None:
         return 0
     seen.add(module)
@@ -104,7 +103,9 @@ def _check_sharing(
     prefix = f"{name}." if name else ""
     for attribute, param in module._parameters.items():
         if param is not None:
-            owner, owner_name, other = owners.setdefault(param, (unit, unit_name, prefix + attribute))
+            owner, owner_name, other = owners.setdefault(
+                param, (unit, unit_name, prefix + attribute)
+            )
             if owner is not unit:
                 raise _shared(other, owner_name, prefix + attribute, unit_name)
     for attribute, child in module._modules.items():
@@ -168,13 +169,15 @@ def check_optimizers(originals: Mapping[str, "ref[nn.Parameter]"]) -> None:
         return
     for candidate in gc.get_objects():  # a long walk; only when somebody does hold an original
         if issubclass(type(candidate), Optimizer):  # isinstance would wake up lazy proxies
-            held = [alive[id(p)] for g in candidate.param_groups for p in g["params"] if id(p) in alive]
+            held = [
+                alive[id(p)] for g in candidate.param_groups for p in g["params"] if id(p) in alive
+            ]
             if held:
                 raise RuntimeError(
-                    f"an optimizer ({type(candidate).__name__}) was built before wrapping. It holds "
-                    f"{', '.join(held)}, which wrapping has replaced by a sharded flat parameter, so "
-                    f"its steps would change nothing. Build it after wrapping, from "
-                    f"the wrapped model's parameters()."
+                    f"an optimizer ({type(candidate).__name__}) was built before wrapping. It "
+                    f"holds {', '.join(held)}, which wrapping has replaced by a sharded flat "
+                    f"parameter, so its steps would change nothing. Build it after wrapping, "
+                    f"from the wrapped model's parameters()."
                 )
 
 

@@ -5,8 +5,9 @@ disturbs both alike. Only the ratios mean anything.
 
 - **step**: a communication-heavy GPT (34 M parameters, 32 tokens a rank), 2 ranks, one thread each.
 - **bytes**: what each rank's sockets have sent during a step, as the kernel counts it (Linux).
-- **host**: time the engine itself takes for each unit and step: 100 nested units of one small layer,
-  in a process group of 2 ranks without a second rank: all collectives are replaced by nothing.
+- **host**: time the engine itself takes for each unit and step: 100 nested units of one small
+  layer, in a process group of 2 ranks without a second rank: all collectives are replaced by
+  nothing.
 """
 
 import argparse
@@ -109,7 +110,9 @@ def bench_steps(rank: int, ranks: int, rounds: int, rendezvous: str) -> None:
         print(f"a step, {ranks} ranks, one thread each, medians of {rounds} rounds:")
         for name in steps:
             milliseconds = statistics.median(times[name]) * 1e3
-            print(f"  {name:26} {milliseconds:7.0f} ms  {sent[name] / rounds / 2**20:6.1f} MiB sent")
+            print(
+                f"  {name:26} {milliseconds:7.0f} ms  {sent[name] / rounds / 2**20:6.1f} MiB sent"
+            )
         for a, b in zip(list(steps)[::2], list(steps)[1::2], strict=True):
             ratios = [x / y for x, y in zip(times[a], times[b], strict=True)]
             print(
@@ -153,7 +156,9 @@ def bench_host(rounds: int, units: int = 100) -> None:
         print(f"  {name:26} {statistics.median(times[name]) - plain:7.0f} us over a plain module's")
     ratios = [
         (a - p) / (b - p)
-        for a, b, p in zip(times["minifsdp"], times["torch FSDP1"], times["plain module"], strict=True)
+        for a, b, p in zip(
+            times["minifsdp"], times["torch FSDP1"], times["plain module"], strict=True
+        )
     ]
     print(f"  minifsdp / torch FSDP1: {statistics.median(ratios):.2f}")
     dist.destroy_process_group()

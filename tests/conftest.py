@@ -7,7 +7,7 @@ import torch
 
 SEVERAL_RANKS = (
     "NCCL with several ranks: {} (those tests ran on gloo, on the CPU)",
-    "the CUDA stream path and NCCL: this machine has no GPU (tests of ranks ran on gloo, on the CPU)",
+    "the CUDA stream path and NCCL: this machine has no GPU (ranks ran on gloo, on the CPU)",
 )
 
 
@@ -26,7 +26,9 @@ def pytest_terminal_summary(terminalreporter, config):
     elif gpus < 4:
         lines.append(SEVERAL_RANKS[0].format(f"worlds of more than {gpus}"))
     skipped = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
-    lines += [f"{count} tests: {reason.removeprefix('Skipped: ')}" for reason, count in skipped.items()]
+    lines += [
+        f"{count} tests: {reason.removeprefix('Skipped: ')}" for reason, count in skipped.items()
+    ]
     deselected = len(terminalreporter.stats.get("deselected", []))
     if deselected:
         lines.append(f"{deselected} tests: left out by -m {config.option.markexpr!r}")

@@ -1,9 +1,9 @@
 """A device that lags behind its host, as a GPU does, and does so in a way that can be counted.
 
-Collectives and kernels give their results at once, so that training is right; but the *marks* that the
-host leaves in the compute stream count as passed only once the host waits for one of them. It is the
-slowest GPU there could be: it never gets ahead unless it is made to. What a limiter allows to be alive
-on it is the worst case on any device.
+Collectives and kernels give their results at once, so that training is right; but the *marks* that
+the host leaves in the compute stream count as passed only once the host waits for one of them. It
+is the slowest GPU there could be: it never gets ahead unless it is made to. What a limiter allows
+to be alive on it is the worst case on any device.
 """
 
 from collections.abc import Iterator

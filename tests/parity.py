@@ -25,7 +25,8 @@ BOUND = 2e-6
 """Largest difference from DDP with more than two ranks, relative to the largest element of a tensor
 (at least 1). Both add up the same W gradients, in different orders: W - 1 additions, each off by
 at most half of 2**-23 of the sum. At W = 4 that is 2e-7 a step, and there are three steps. The rest
-is for what the network makes of a perturbed parameter. With two ranks the sums are the same sums."""
+is for what the network makes of a perturbed parameter. With two ranks the sums are the same
+sums."""
 
 
 def train(model: nn.Module, case: Case, steps: int = STEPS) -> list[Tensor]:

@@ -4,13 +4,13 @@
     def test_something():       # the body runs on both ranks at once, in one process group
         ...
 
-Starting processes for each test is what makes suites like this one slow (importing torch alone takes
-a second). Here each world size has its own processes, forked from a server that has torch imported
-already, with their own rendezvous file and no port. A failure on any rank is reported with what
-*every* rank was doing, then that world's processes are killed and the next test gets new ones.
+Starting processes for each test is what makes suites like this one slow (importing torch alone
+takes a second). Here each world size has its own processes, forked from a server that has torch
+imported already, with their own rendezvous file and no port. A failure on any rank is reported with
+what *every* rank was doing, then that world's processes are killed and the next test gets new ones.
 
-On a machine with GPUs a world runs on NCCL if there are enough of them for it; pytest-xdist's workers
-take disjoint ones.
+On a machine with GPUs a world runs on NCCL if there are enough of them for it; pytest-xdist's
+workers take disjoint ones.
 """
 
 import atexit
@@ -154,7 +154,9 @@ class World:
         for rank in range(len(self.processes)):
             if rank in silent:
                 stack = Path(self.folder.name, f"stack{rank}").read_text()
-                lines.append(f"rank {rank} did not finish (limit {timeout:g} s); it was here:\n{stack}")
+                lines.append(
+                    f"rank {rank} did not finish (limit {timeout:g} s); it was here:\n{stack}"
+                )
             elif reports[rank][0]:
                 lines.append(f"rank {rank} finished")
             else:
@@ -175,7 +177,8 @@ def _serve(
     connection: Connection, rank: int, world_size: int, gpu: int | None, folder: str
 ) -> None:
     """What a rank does all its life."""
-    faulthandler.register(signal.SIGUSR1, open(f"{folder}/stack{rank}", "w"), all_threads=False)
+    stack = open(f"{folder}/stack{rank}", "w")  # noqa: SIM115  # for as long as the rank lives
+    faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which ends us
     torch.set_num_threads(1)
     if gpu is not None:

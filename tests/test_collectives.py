@@ -120,7 +120,9 @@ def measure(native, numel=1 << 18):
     return gather / full.nbytes, scatter / full.nbytes
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="bytes sent are read from Linux's /proc")
+@pytest.mark.skipif(
+    not os.path.isdir("/proc/self/fd"), reason="bytes sent are read from Linux's /proc"
+)
 @pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="gloo's traffic; this world is on NCCL")
 def test_a_reduce_scatter_sends_half_of_what_gloos_does():
     for gather, scatter in run(measure, 2, native=False):

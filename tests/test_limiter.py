@@ -9,7 +9,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.limiter import make_limiter
 from tests.lagging import count_alive, lagging_device
 from tests.ranks import on_ranks
-from tests.small import Block, batch, layers, stack, step, watch
+from tests.small import layers, stack, step, watch
 
 MODES = (BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None)
 
@@ -82,7 +82,8 @@ def test_units_that_stay_are_not_counted_but_their_frees_are():
     peaks, engine = alive_per_step(
         3, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, forward_prefetch=True
     )
-    # All eight are alive by their strategy; of the step before, at most one is still on its way out.
+    # All eight are alive by their strategy; of the step before, at most one is still on its way
+    # out.
     assert peaks[0] == 8 and max(peaks) <= 9
     assert engine.stats.declined_prefetches == 0
 
@@ -137,10 +138,3 @@ def test_what_the_argument_means():
 def test_a_limit_that_admits_nothing_is_refused(limit):
     with pytest.raises(ValueError, match=f"limit_all_gathers={limit}: at least 1 unit"):
         make_limiter(limit)
-
-
-@on_ranks(1)
-def test_blocks_are_what_these_tests_count():
-    model = stack(8)
-    assert sum(isinstance(m, Block) for m in model.modules()) == 8
-    assert batch().shape == (3, 6)

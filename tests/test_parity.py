@@ -13,7 +13,11 @@ from tests.parity import check_parity, delays, reference
 from tests.ranks import on_ranks, run
 
 STRATEGIES = {s.name: s for s in ShardingStrategy if "HYBRID" not in s.name}
-BACKWARD = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
+BACKWARD = {
+    "pre": BackwardPrefetch.BACKWARD_PRE,
+    "post": BackwardPrefetch.BACKWARD_POST,
+    "none": None,
+}
 FORWARD = {"pre": ForwardPrefetch.FORWARD_PRE, "post": ForwardPrefetch.FORWARD_POST, "none": False}
 LIMITS = {"2": True, "1": 1, "none": False, "sync": SynchronizeAfterFree()}
 WORLDS = (1, 2, 3, 4)

@@ -194,7 +194,9 @@ def test_mistarget_already_resharded():
     assert mistargets(model)["already resharded"] == 1
 
 
-@pytest.mark.parametrize("backward", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST])
+@pytest.mark.parametrize(
+    "backward", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST]
+)
 @pytest.mark.parametrize("forward", [False, *ForwardPrefetch])
 @on_ranks(2)
 def test_mistargets_never_change_results(backward, forward):

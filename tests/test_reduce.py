@@ -89,7 +89,8 @@ def test_at_most_one_reduction_is_under_way():
 
 @on_ranks(2)
 def test_a_reduction_goes_on_while_the_backward_does():
-    """Counted, not timed: when unit 4's gradient is on its way, unit 3's backward still computes."""
+    """Counted, not timed: when unit 4's gradient is on its way, unit 3's backward still
+    computes."""
     model, open_when = stack(), []
 
     def note(*_):

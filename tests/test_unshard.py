@@ -44,7 +44,7 @@ def test_it_comes_in_two_halves():
 @on_ranks(2)
 def test_the_first_half_does_not_wait_for_the_other_rank():
     """Rank 0's gather stays open until rank 0, which computes meanwhile, lets rank 1 join in."""
-    model, unit, streams = prepared()
+    _, unit, streams = prepared()
     if dist.get_rank() == 0:
         unshard(unit, streams)
         products = [batch() @ batch().t() for _ in range(10)]

@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 2 tutorials/train_gpt.py     # or launch it yourself
 
 The text is Python's own standard library, which every machine that runs this has. Tokens are bytes.
-Everything that has to do with sharding is in `shard()` below; the rest is an ordinary training loop.
+Everything that has to do with sharding is in `shard()` below; the rest is an ordinary training
+loop.
 """
 
 import argparse
@@ -55,7 +56,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder over `vocab` tokens; maps `[batch, time]` tokens to `[batch, time, vocab]` logits."""
+    """A decoder over `vocab` tokens; maps `[batch, time]` tokens to `[batch, time, vocab]`
+    logits."""
 
     def __init__(self, layers: int, width: int, vocab: int = 256, context: int = CONTEXT) -> None:
         super().__init__()
@@ -106,14 +108,16 @@ def train(model: nn.Module, text: Tensor, args: argparse.Namespace, name: str) -
             dist.all_reduce(mean, dist.ReduceOp.SUM)
             seconds, steps = time.perf_counter() - start, step - shown
             rate = steps * BATCH * CONTEXT * dist.get_world_size() / seconds
-            say(f"{name:>4}  step {step:4}  loss {mean / dist.get_world_size():.4f}  {rate:7,.0f} tokens/s")
+            mean /= dist.get_world_size()
+            say(f"{name:>4}  step {step:4}  loss {mean:.4f}  {rate:7,.0f} tokens/s")
             start, shown = time.perf_counter(), step
     return losses
 
 
 @torch.no_grad()
 def sample(model: nn.Module, args: argparse.Namespace, start: str, length: int) -> str:
-    """Let the sharded model write. Every rank takes part in the gathers, and draws the same bytes."""
+    """Let the sharded model write. Every rank takes part in the gathers, and draws the same
+    bytes."""
     torch.manual_seed(0)
     tokens = torch.tensor([list(start.encode())], device=args.torch_device)
     for _ in range(length):
@@ -136,7 +140,7 @@ def compare(fsdp: FSDP, ddp: DDP, losses: list[Tensor], reference: list[Tensor])
         equal = sum(torch.equal(found[name], expected[name]) for name in expected)
         gap = max((found[name] - expected[name]).abs().max().item() for name in expected)
     say("minifsdp against DistributedDataParallel, from the same seed and on the same data:")
-    say(f"  losses      {counts[0]} of {counts[1]} bit-equal   largest difference {worst.item():.3g}")
+    say(f"  losses      {counts[0]} of {counts[1]} bit-equal   largest difference {worst:.3g}")
     say(f"  parameters  {equal} of {len(expected)} bit-equal   largest difference {gap:.3g}")
 
 
@@ -201,7 +205,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.error = one_line  # type: ignore[method-assign]
     cuda = torch.cuda.device_count()
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--strategy", default="full_shard", help="full_shard, shard_grad_op, no_shard")
+    parser.add_argument(
+        "--strategy", default="full_shard", help="full_shard, shard_grad_op, no_shard"
+    )
     parser.add_argument("--prefetch", default="pre", help="pre, post or none")
     parser.add_argument("--limit", default="2", help="units alive at once: a number, or none")
     parser.add_argument("--ranks", type=int, help="default: 2 on the CPU, all GPUs on CUDA")
@@ -209,7 +215,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128, help=f"a multiple of {HEAD}")
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--text", metavar="PATH", help="a file to train on; default: Python's library")
+    parser.add_argument(
+        "--text", metavar="PATH", help="a file to train on; default: Python's library"
+    )
     args = parser.parse_args(argv)
 
     def pick(option: str, value: str, choices: dict[str, object]) -> object:
@@ -225,7 +233,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.device == "cuda" and not cuda:
         parser.error("--device cuda: torch sees no GPU here")
     args.torch_device = torch.device(args.device)
-    args.ranks = int(os.environ.get("WORLD_SIZE", args.ranks or (cuda if args.device == "cuda" else 2)))
+    args.ranks = int(
+        os.environ.get("WORLD_SIZE", args.ranks or (cuda if args.device == "cuda" else 2))
+    )
     if args.device == "cuda" and args.ranks > cuda:
         parser.error(f"--ranks {args.ranks}: there are {cuda} GPUs, and each rank needs its own")
     for name in ("steps", "ranks", "layers"):
@@ -241,7 +251,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     except OSError as error:
         parser.error(f"--text {args.text}: {error.strerror}")
     if size < 2 * CONTEXT:
-        parser.error(f"--text {args.text}: {size} bytes are too few; at least {2 * CONTEXT} are needed")
+        parser.error(
+            f"--text {args.text}: {size} bytes are too few; at least {2 * CONTEXT} are needed"
+        )
     return args
 
 
@@ -251,7 +263,7 @@ def launch(args: argparse.Namespace, argv: list[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # ranks speak for themselves
+    logging.disable()  # torchrun's; the ranks speak for themselves
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         torchrun(["--standalone", "--nproc-per-node", str(args.ranks), __file__, *argv])

@@ -1,0 +1,47 @@
+# `make help` says what there is. Everything runs in .venv, which the first target makes.
+#
+#   PY=python3        use this interpreter as it is, and install nothing
+#   ARGS="..."        passed on: make demo ARGS="--steps 50 --strategy shard_grad_op"
+
+PYTHON ?= python3
+PY ?= .venv/bin/python
+INSTALLED := $(if $(filter .venv/%,$(PY)),.venv/installed)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-fast lint mutants bench wheel clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 12
+
+demo: $(INSTALLED)  ## train a small GPT, sharded; compare it with DDP (see ARGS="--help")
+	@$(PY) tutorials/train_gpt.py $(ARGS)
+
+test: $(INSTALLED)  ## every test that this machine can run
+	@$(PY) -m pytest $(ARGS)
+
+test-fast: $(INSTALLED)  ## without the matrix: under 90 seconds
+	@$(PY) -m pytest -m "not slow" $(ARGS)
+
+lint: $(INSTALLED)  ## ruff, and mypy --strict on the package
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+mutants: $(INSTALLED)  ## break each concept on purpose; its tests have to notice
+	@$(PY) -m tests.mutants $(ARGS)
+
+bench: $(INSTALLED)  ## against torch's FSDP1 and DDP, as ratios
+	@$(PY) -m tests.bench $(ARGS)
+
+wheel: $(INSTALLED)  ## dist/minifsdp-*.whl
+	@$(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean:  ## remove what the other targets made
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "minifsdp needs Python 3.10 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -m venv .venv || { echo "could not make .venv; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@echo "installing into .venv (torch is a few hundred MB) ..."
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,lint]"
+	@touch $@

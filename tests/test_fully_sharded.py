@@ -1,0 +1,232 @@
+"""fully_sharded.py: the module that users hold, and the names that they import."""
+
+import inspect
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as theirs
+from torch import nn
+
+import minifsdp
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import ShardingStrategy
+from tests.parity import check_at_rest
+from tests.ranks import device, on_ranks
+from tests.small import (
+    assert_same_gradients,
+    batch,
+    gathered_gradients,
+    layers,
+    mean_gradients,
+    stack,
+    step,
+)
+
+
+def test_arguments_are_torchs_in_torchs_order():
+    ours = inspect.signature(FSDP).parameters
+    expected = inspect.signature(theirs.FullyShardedDataParallel).parameters
+    assert list(ours) == list(expected)
+    for name in expected:
+        if name not in ("backward_prefetch", "param_init_fn"):
+            assert ours[name].default == expected[name].default, name
+    assert ours["backward_prefetch"].default.name == expected["backward_prefetch"].default.name
+
+
+@pytest.mark.parametrize("name", theirs.__all__)
+def test_every_name_of_torchs_is_there_or_says_that_it_is_not(name):
+    try:
+        getattr(minifsdp, name)
+    except NotImplementedError as error:
+        assert f"minifsdp.{name} is not there yet" in str(error)
+    except AttributeError:
+        assert name in NEW_IN_FSDP2, name
+
+
+NEW_IN_FSDP2 = {
+    "CPUOffloadPolicy", "DataParallelMeshDims", "FSDPMeshInfo", "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy", "UnshardHandle", "fully_shard", "register_fsdp_forward_method",
+    "get_cls_to_fsdp_cls", "disable_fsdp_module_new_init", "share_comm_ctx", "ShardPlacementResult",
+}  # fmt: skip
+
+
+def test_other_names_are_just_not_there():
+    with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
+        _ = minifsdp.Nonsense
+
+
+@pytest.mark.parametrize("argument, value", [
+    ("cpu_offload", object()), ("mixed_precision", object()), ("ignored_modules", []),
+    ("param_init_fn", print), ("device_id", 0), ("sync_module_states", True),
+    ("use_orig_params", True), ("ignored_states", []), ("device_mesh", object()),
+    ("sharding_strategy", ShardingStrategy.HYBRID_SHARD),
+])  # fmt: skip
+@on_ranks(1)
+def test_what_is_not_there_yet_says_so(argument, value):
+    name = "HYBRID_SHARD" if argument == "sharding_strategy" else argument
+    with pytest.raises(NotImplementedError, match=f"{name}.* is not there yet"):
+        FSDP(nn.Linear(2, 2), **{argument: value})
+
+
+@on_ranks(1)
+def test_methods_that_are_not_there_yet_say_what_to_do_instead():
+    model = stack()
+    for call in (model.state_dict, lambda: model.load_state_dict({})):
+        with pytest.raises(NotImplementedError, match="summon_full_params"):
+            call()
+
+
+def test_without_a_process_group_it_says_how_to_get_one():
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        FSDP(nn.Linear(2, 2))
+
+
+@on_ranks(2)
+def test_attributes_and_items_are_the_wrapped_modules():
+    model = stack()
+    model.module.answer = 42
+    assert model.answer == 42 and model[1] is model.module[1]
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = model.nonsense
+
+
+@on_ranks(2)
+def test_names_are_as_before_wrapping():
+    inner = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).to(device())
+    model = FSDP(nn.Sequential(FSDP(inner)))
+    assert [name for name, _ in model.named_parameters()] == ["0._flat_param"]
+    assert [name for name, _ in model.named_buffers()] == [
+        "0.1.running_mean", "0.1.running_var", "0.1.num_batches_tracked",
+    ]  # fmt: skip
+
+
+@on_ranks(2)
+def test_fsdp_modules_are_listed_outer_first():
+    model = stack(2)
+    assert FSDP.fsdp_modules(model) == [model, model[1], model[2]]
+    assert FSDP.fsdp_modules(nn.Linear(1, 1)) == []
+
+
+@on_ranks(3)
+def test_it_shards_over_the_group_it_is_given():
+    pair = dist.new_group([0, 2])
+    if dist.get_rank() != 1:
+        model = FSDP(layers(), process_group=pair)
+        assert model._unit.ranks == 2 and model._unit.rank == dist.get_rank() // 2
+        step(model)
+        check_at_rest(model)
+    step(FSDP(layers()))  # with all ranks again, of which one has made a model less
+
+
+@on_ranks(2)
+def test_units_of_one_model_may_differ_in_strategy():
+    plain = layers(3)
+    model = layers(3)
+    strategies = [
+        ShardingStrategy.NO_SHARD,
+        ShardingStrategy.SHARD_GRAD_OP,
+        ShardingStrategy.FULL_SHARD,
+    ]
+    for place, strategy in enumerate(strategies, start=1):
+        model[place] = FSDP(model[place], sharding_strategy=strategy)
+    model = FSDP(model)
+    step(model)
+    assert_same_gradients(
+        gathered_gradients(model), mean_gradients(plain, plain(batch()).pow(2).sum())
+    )
+    check_at_rest(model)
+
+
+@on_ranks(1)
+def test_one_rank_is_an_ordinary_case():
+    model, plain = stack(), layers()
+    assert torch.equal(step(model), plain(batch()).pow(2).sum())
+    assert model.engine.stats.all_gathers == 9 and model.engine.stats.reductions == 5
+    check_at_rest(model)
+
+
+@on_ranks(2)
+def test_evaluation_and_inference_give_what_the_plain_model_gives():
+    model, plain = stack(), layers()
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert torch.equal(model.eval()(batch()), plain.eval()(batch()))
+        check_at_rest(model)
+    assert torch.equal(step(model.train()), plain(batch()).pow(2).sum())
+
+
+@pytest.mark.parametrize(
+    "strategy, gathers", [("FULL_SHARD", 9), ("SHARD_GRAD_OP", 5), ("NO_SHARD", 0)]
+)
+@on_ranks(2)
+def test_collectives_of_a_step_are_as_many_as_the_strategy_says(strategy, gathers):
+    """n units and the root: 2n + 1 gathers and n + 1 reductions under FULL_SHARD."""
+    model = stack(4, sharding_strategy=ShardingStrategy[strategy])
+    step(model)
+    assert model.engine.stats.all_gathers == gathers
+    assert model.engine.stats.reductions == 5
+
+
+@on_ranks(2)
+def test_a_model_used_alone_may_become_part_of_a_larger_one():
+    inner = stack(2)
+    step(inner)
+    inner(batch())  # leaves its root unsharded
+    model = FSDP(nn.Sequential(inner, nn.Linear(6, 6).to(device())))
+    model.zero_grad()
+    step(model)
+    assert [unit.name for unit in model.engine.units] == ["", "0", "0.1", "0.2"]
+    check_at_rest(model)
+
+
+@on_ranks(2)
+def test_two_models_side_by_side_do_not_disturb_each_other():
+    a, b, plain = stack(2), stack(3), layers(2)
+    loss = a(batch()).pow(2).sum()
+    other = b(batch()).pow(2).sum()
+    (loss + other).backward()
+    assert_same_gradients(gathered_gradients(a), mean_gradients(plain, plain(batch()).pow(2).sum()))
+    check_at_rest(a)
+    check_at_rest(b)
+
+
+@on_ranks(2)
+def test_units_on_several_devices_are_refused():
+    model = stack()
+    model.engine.units[2].shard = nn.Parameter(torch.empty(21, device="meta"))
+    with pytest.raises(ValueError, match=r"all units have to be on one device.*meta: '2'"):
+        model(batch())
+
+
+@on_ranks(2)
+def test_autograd_hooks_do_not_pile_up_on_leaves():
+    """A unit that hands its input through must not leave a hook on it in every step."""
+
+    class Through(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), x
+
+    model, x = FSDP(Through(6, 6).to(device())), batch().requires_grad_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        y, through = model(x)
+        (y.sum() + through.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not x._backward_hooks
+
+
+@on_ranks(2)
+def test_a_failing_gather_reaches_the_caller_and_leaves_nothing():
+    model, plain = stack(), layers()
+    with (
+        patch("minifsdp.unshard.all_gather", side_effect=ConnectionError("rank 1 is gone")),
+        pytest.raises(ConnectionError, match="rank 1 is gone"),
+    ):
+        model(batch())
+    check_at_rest(model)
+    assert torch.equal(step(model), plain(batch()).pow(2).sum())
+    assert model.engine.stats.declined_prefetches == 0  # the limiter knows that it is gone

@@ -1,0 +1,570 @@
+"""hooks.py: the moments of a training step, and everything that may happen instead of one."""
+
+from collections import OrderedDict, namedtuple
+from contextlib import suppress
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import ModuleWrapPolicy, ShardingStrategy
+from minifsdp.hooks import tensors_in
+from minifsdp.unit import Phase
+from tests.parity import check_at_rest
+from tests.ranks import device, on_ranks
+from tests.small import (
+    Block,
+    assert_same_gradients,
+    batch,
+    gathered_gradients,
+    layers,
+    mean_gradients,
+    stack,
+    step,
+    storage,
+)
+
+STRATEGIES = [s for s in ShardingStrategy if "HYBRID" not in s.name]
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+def wrap(model, **settings):
+    return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **settings)
+
+
+def check_gradients(make, run, **settings):
+    """`run(model)` gives the losses of a step; its gradients under minifsdp and without."""
+    torch.manual_seed(0)
+    plain = make().to(device())
+    torch.manual_seed(0)
+    model = wrap(make().to(device()), **settings)
+    for _ in range(2):  # a second step finds what the first has left behind
+        for param in model.parameters():
+            param.grad = None
+        losses = run(model)
+        sum(losses).backward()
+        expected = mean_gradients(plain, *run(plain))
+        found = gathered_gradients(model)
+        for name in set(found) - set(expected):  # a flat gradient covers what was not used, too
+            assert not found.pop(name).any()
+        assert_same_gradients(found, expected)
+        check_at_rest(model)
+
+
+# ----------------------------------------------------------------------------- kinds of outputs
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclass
+class Record:
+    value: torch.Tensor
+    more: list
+
+
+class Plain:
+    def __init__(self, value):
+        self.value = value
+
+
+SHAPES = {
+    "tensor": (lambda t: t, lambda o: o),
+    "tuple": (lambda t: (1, t), lambda o: o[1]),
+    "list of dicts": (lambda t: [{"a": None, "b": t}], lambda o: o[0]["b"]),
+    "ordered dict": (lambda t: OrderedDict(x=(t,)), lambda o: o["x"][0]),
+    "named tuple": (lambda t: Pair("text", [t]), lambda o: o.second[0]),
+    "dataclass": (lambda t: Record(t.detach(), [t]), lambda o: o.more[0]),
+    "plain object": (lambda t: Plain({"deep": Plain(t)}), lambda o: o.value["deep"].value),
+}
+
+
+class Shaped(Block):
+    shape = "tensor"
+
+    def forward(self, x):
+        return SHAPES[self.shape][0](super().forward(x))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@on_ranks(2)
+def test_outputs_of_any_shape_bring_their_unit_back(shape):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Shaped(nn.Linear(6, 6), nn.LayerNorm(6))
+            self.block.shape = shape
+
+        def forward(self, x):
+            return SHAPES[shape][0](SHAPES[shape][1](self.block(x)) * 2)
+
+    torch.manual_seed(0)
+    plain = Model().to(device())
+    torch.manual_seed(0)
+    model = FSDP(Model().to(device()), auto_wrap_policy=ModuleWrapPolicy({Shaped}))
+    out = SHAPES[shape][1]
+    out(model(batch())).pow(2).sum().backward()
+    expected = mean_gradients(plain, out(plain(batch())).pow(2).sum())
+    assert_same_gradients(gathered_gradients(model), expected)
+
+
+def test_all_tensors_are_found_once_and_circles_end():
+    a, b, c = torch.zeros(1), torch.ones(1), torch.ones(2)
+    circle = Plain([a])
+    circle.value.append(circle)
+    found = list(
+        tensors_in(((circle, {"b": b}), {"k": Record(c, [])}, 3, "x", None, nn.Linear(1, 1)))
+    )
+    assert sorted(map(id, found)) == sorted(map(id, (a, b, c)))
+
+
+# ------------------------------------------------------------------------- unusual steps, all right
+
+
+@every_strategy
+@on_ranks(2)
+def test_two_forwards_then_one_backward(strategy):
+    check_gradients(
+        layers,
+        lambda m: [m(batch(step=i)).pow(2).sum() for i in range(2)],
+        sharding_strategy=strategy,
+    )
+
+
+@every_strategy
+@on_ranks(2)
+def test_two_forwards_then_two_backwards(strategy):
+    model, plain = stack(sharding_strategy=strategy), layers()
+    for order in ((0, 1), (1, 0)):
+        model.zero_grad()
+        losses = [model(batch(step=i)).pow(2).sum() for i in range(2)]
+        for i in order:
+            losses[i].backward()
+            check_at_rest(model)
+        expected = mean_gradients(plain, *[plain(batch(step=i)).pow(2).sum() for i in range(2)])
+        assert_same_gradients(gathered_gradients(model), expected)
+
+
+@every_strategy
+@on_ranks(2)
+def test_a_backward_twice_through_one_graph(strategy):
+    model, plain = stack(sharding_strategy=strategy), layers()
+    loss = model(batch()).pow(2).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    expected = mean_gradients(plain, 2 * plain(batch()).pow(2).sum())
+    assert_same_gradients(gathered_gradients(model), expected)
+
+
+class Aside(nn.Module):
+    """Keeps what a unit inside has returned; its own output may not need a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+        self.stage = Block(nn.Linear(6, 6), nn.LayerNorm(6), Block(nn.Linear(6, 6)))
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x):
+        self.kept = self.stage(self.norm(self.first(x)))
+        return self.last(self.kept).detach()
+
+
+@every_strategy
+@on_ranks(2)
+def test_a_loss_from_a_childs_output_alone(strategy):
+    def run(model):
+        model(batch())
+        return [model.kept.pow(2).sum()]
+
+    check_gradients(Aside, run, sharding_strategy=strategy)
+
+
+@on_ranks(2)
+def test_a_loss_from_the_middle_of_a_unit_in_a_unit():
+    """The outer unit's own output is not part of the graph, but its first layers are."""
+
+    class Stage(Block):
+        def forward(self, x):
+            self.kept = self[2](self[1](self[0](x)))
+            return self.kept.detach()
+
+    def make():
+        return nn.Sequential(
+            nn.Linear(6, 6), Stage(nn.Linear(6, 6), nn.LayerNorm(6), Block(nn.Linear(6, 6)))
+        )
+
+    def run(model):
+        model(batch())
+        return [model[1].kept.pow(2).sum()]
+
+    torch.manual_seed(0)
+    plain = make().to(device())
+    torch.manual_seed(0)
+    model = FSDP(make().to(device()), auto_wrap_policy=ModuleWrapPolicy({Stage, Block}))
+    run(model)[0].backward()
+    assert_same_gradients(gathered_gradients(model), mean_gradients(plain, *run(plain)))
+    check_at_rest(model)
+
+
+@on_ranks(2)
+def test_a_childs_output_then_an_ordinary_step():
+    """torch's FSDP1 gets the second step wrong, without a word."""
+    torch.manual_seed(0)
+    plain = Aside().to(device())
+    torch.manual_seed(0)
+    model = wrap(Aside().to(device()))
+    model(batch())
+    model.kept.sum().backward()
+    model.zero_grad()
+
+    for m in (model.module, plain):
+        m.forward = lambda x, m=m: m.last(m.stage(m.norm(m.first(x))))
+    step(model)
+    assert_same_gradients(
+        gathered_gradients(model), mean_gradients(plain, plain(batch()).pow(2).sum())
+    )
+
+
+@on_ranks(2)
+def test_a_child_called_before_and_without_its_root():
+    model, plain = stack(), layers()
+    with torch.no_grad():
+        model.module[1](batch())
+    loss = model.module[2](batch()).pow(2).sum()
+    loss.backward()
+    found = gathered_gradients(model)
+    expected = mean_gradients(plain, plain[2](batch()).pow(2).sum())
+    assert_same_gradients(found, expected)
+    model.zero_grad()
+    step(model)
+    assert_same_gradients(
+        gathered_gradients(model), mean_gradients(plain, plain(batch()).pow(2).sum())
+    )
+
+
+class Skipping(nn.Module):
+    """Returns two tensors; the first unit's parameters matter for one of them only."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (
+            Block(nn.Linear(6, 6), nn.LayerNorm(6)),
+            Block(nn.Linear(6, 6), nn.LayerNorm(6)),
+        )
+
+    def forward(self, x):
+        return self.a(x), self.b(x)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+@on_ranks(2)
+def test_an_output_that_the_loss_does_not_use(used):
+    check_gradients(Skipping, lambda m: [m(batch())[used].pow(2).sum()])
+
+
+@on_ranks(2)
+def test_inputs_with_gradients_get_them():
+    model, plain, x = stack(), layers(), batch().requires_grad_()
+    model(x).pow(2).sum().backward()
+    found, x.grad = x.grad, None
+    plain(x).pow(2).sum().backward()
+    assert torch.equal(found, x.grad)  # not averaged: each rank's inputs are its own
+
+
+@on_ranks(2)
+def test_gradients_of_inputs_alone_leave_nothing_behind():
+    model, plain, x = stack(), layers(), batch().requires_grad_()
+    (found,) = torch.autograd.grad(model(x).pow(2).sum(), x)
+    (expected,) = torch.autograd.grad(plain(x).pow(2).sum(), x)
+    assert torch.equal(found, expected)
+    check_at_rest(model)
+    step(model)
+    assert_same_gradients(
+        gathered_gradients(model), mean_gradients(plain, plain(batch()).pow(2).sum())
+    )
+
+
+@on_ranks(2)
+def test_a_frozen_unit_is_freed_when_its_backward_is_over():
+    frozen = layers(3)
+    for block in frozen[1:]:
+        block.requires_grad_(False)
+    model = wrap(frozen)
+    seen = []
+
+    def note(*_):
+        seen.append([unit.name for unit in model.engine.units if storage(unit)])
+
+    model.module[1].module[0].register_full_backward_hook(note)
+    step(model)
+    # Unit 1's backward runs: 2 and 3, frozen and done with, are gone.
+    assert seen == [["", "1"]]
+    check_at_rest(model)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+@every_strategy
+@on_ranks(2)
+def test_activation_checkpointing(strategy, inside, reentrant):
+    class Recomputed(Block):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            kind = Recomputed if inside else Block
+            self.first = nn.Linear(6, 6)
+            self.blocks = nn.ModuleList(
+                kind(nn.Linear(6, 6), nn.Tanh(), nn.LayerNorm(6)) for _ in range(3)
+            )
+
+        def forward(self, x):
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x) if inside else checkpoint(block, x, use_reentrant=reentrant)
+            return x
+
+    torch.manual_seed(0)
+    plain = Model().to(device())
+    torch.manual_seed(0)
+    policy = ModuleWrapPolicy({Block})
+    model = FSDP(Model().to(device()), auto_wrap_policy=policy, sharding_strategy=strategy)
+    for _ in range(2):
+        model.zero_grad()
+        step(model)
+        assert_same_gradients(
+            gathered_gradients(model), mean_gradients(plain, plain(batch()).pow(2).sum())
+        )
+        check_at_rest(model)
+
+
+@on_ranks(2)
+def test_one_checkpoint_around_several_units():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(6, 6)
+            self.pair = nn.Sequential(
+                Block(nn.Linear(6, 6), nn.LayerNorm(6)), Block(nn.Linear(6, 6))
+            )
+
+        def forward(self, x):
+            return checkpoint(self.pair, self.first(x), use_reentrant=False)
+
+    check_gradients(Model, lambda m: [m(batch()).pow(2).sum()])
+
+
+# --------------------------------------------------------------------------- exceptions, and after
+
+
+class Boom(torch.autograd.Function):
+    armed = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Boom.armed:
+            raise ValueError("boom in backward")
+        return grad
+
+
+class Fragile(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.fails = nn.Linear(6, 6), False
+        self.a, self.b = Block(nn.Linear(6, 6), nn.LayerNorm(6)), Block(nn.Linear(6, 6))
+        self.inner = Block(Boundary())
+
+    def forward(self, x):
+        x = self.a(self.first(x))
+        x = Boom.apply(self.inner(x))
+        return self.b(x)
+
+
+class Boundary(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 6)
+        self.fails = False
+
+    def forward(self, x):
+        if self.fails:
+            raise ValueError("boom in forward")
+        return super().forward(x)
+
+
+def fragile(strategy):
+    torch.manual_seed(0)
+    plain = Fragile().to(device())
+    torch.manual_seed(0)
+    return wrap(Fragile().to(device()), sharding_strategy=strategy, forward_prefetch=True), plain
+
+
+def check_training_goes_on(model, plain, steps=3):
+    pair = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, plain)]
+    for at in range(steps):
+        for optimizer in pair:
+            optimizer.zero_grad()
+        step(model, at)
+        expected = mean_gradients(plain, plain(batch(step=at)).pow(2).sum())
+        assert_same_gradients(gathered_gradients(model), expected)
+        check_at_rest(model)
+        for optimizer in pair:
+            optimizer.step()
+
+
+@every_strategy
+@on_ranks(2)
+def test_an_exception_in_forward_then_training_goes_on(strategy):
+    model, plain = fragile(strategy)
+    boundary = model.inner.module[0]
+    step(model)
+    boundary.fails = True
+    with pytest.raises(ValueError, match="boom in forward"):
+        model(batch())
+    check_at_rest(model)
+    boundary.fails = False
+    check_training_goes_on(model, plain)
+
+
+@every_strategy
+@on_ranks(2)
+def test_an_exception_in_backward_then_training_goes_on(strategy):
+    """torch's FSDP1 trains on, wrongly and without a word."""
+    model, plain = fragile(strategy)
+    step(model)
+    model.zero_grad()
+    Boom.armed = True
+    try:
+        with pytest.raises(ValueError, match="boom in backward"):
+            step(model)
+    finally:
+        Boom.armed = False
+    assert all(param.grad is None for param in model.parameters())  # all of a backward, or nothing
+    check_training_goes_on(model, plain)
+
+
+@on_ranks(2)
+def test_an_exception_in_backward_then_another_backward_at_once():
+    model, plain = fragile(ShardingStrategy.FULL_SHARD)
+    doomed, other = model(batch()).pow(2).sum(), model(batch(step=1)).pow(2).sum()
+    Boom.armed = True
+    try:
+        with pytest.raises(ValueError, match="boom in backward"):
+            doomed.backward()
+    finally:
+        Boom.armed = False
+    other.backward()
+    expected = mean_gradients(plain, plain(batch(step=1)).pow(2).sum())
+    assert_same_gradients(gathered_gradients(model), expected)
+    check_at_rest(model)
+
+
+@on_ranks(2)
+def test_a_child_that_fails_may_be_left_out_by_its_parent():
+    class Tolerant(Fragile):
+        def forward(self, x):
+            x = self.a(self.first(x))
+            with suppress(ValueError):
+                x = self.inner(x)
+            return self.b(x)
+
+    torch.manual_seed(0)
+    plain = Tolerant().to(device())
+    torch.manual_seed(0)
+    model = wrap(Tolerant().to(device()))
+    for m in (model, plain):
+        next(b for b in m.modules() if isinstance(b, Boundary)).fails = True
+    step(model)
+    assert_same_gradients(
+        gathered_gradients(model), mean_gradients(plain, plain(batch()).pow(2).sum())
+    )
+    check_at_rest(model)
+
+
+# --------------------------------------------------------------------- refused, and how it is said
+
+
+@on_ranks(2)
+def test_gradients_of_gradients_are_refused_by_name():
+    model = stack()
+    with pytest.raises(RuntimeError, match="unit '4': gradients of gradients"):
+        model(batch()).pow(2).sum().backward(create_graph=True)
+    model.zero_grad()
+    step(model)
+    check_at_rest(model)
+
+
+@on_ranks(2)
+def test_gradients_asked_of_autograd_directly_are_not_silently_none():
+    model = stack()
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(model(batch()).sum(), list(model.parameters()))
+    model.zero_grad()
+    step(model)
+    check_at_rest(model)
+
+
+@every_strategy
+@on_ranks(2)
+def test_a_step_between_a_forward_and_its_backward_is_refused(strategy):
+    model = stack(sharding_strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first, second = model(batch()).sum(), model(batch(step=1)).sum()
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="unit '4' were changed in place"):
+        second.backward()
+
+
+@on_ranks(2)
+def test_a_unit_that_returns_its_own_parameter_is_refused():
+    class Leaky(Block):
+        def forward(self, x):
+            return self[0](x), self[0].weight
+
+    model = FSDP(nn.Sequential(Leaky(nn.Linear(6, 6))), auto_wrap_policy=ModuleWrapPolicy({Leaky}))
+    with pytest.raises(RuntimeError, match="unit '0' returns one of its own parameters"):
+        model(batch())
+
+
+@on_ranks(2)
+def test_the_root_may_return_a_parameter():
+    class Penalized(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), self.weight
+
+    torch.manual_seed(0)
+    plain = Penalized(6, 6).to(device())
+    torch.manual_seed(0)
+    model = FSDP(Penalized(6, 6).to(device()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for at in range(3):
+        model.zero_grad()
+        sum(out.pow(2).sum() for out in model(batch(step=at))).backward()
+        expected = mean_gradients(plain, *[out.pow(2).sum() for out in plain(batch(step=at))])
+        assert_same_gradients(gathered_gradients(model), expected)
+        optimizer.step()
+        reference.step()
+
+
+@on_ranks(2)
+def test_phases_come_in_order():
+    model = stack(2)
+    unit = model.engine.units[1]
+    assert unit.phase is Phase.IDLE
+    loss = model(batch()).sum()
+    assert unit.phase is Phase.FORWARD
+    seen = []
+    model.module[1].module[0].register_full_backward_hook(lambda *_: seen.append(unit.phase))
+    loss = model(batch()).sum()
+    loss.backward()
+    assert seen == [Phase.BACKWARD] and unit.phase is Phase.FORWARD

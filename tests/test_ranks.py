@@ -1,0 +1,97 @@
+"""ranks.py: the harness itself. A test that cannot fail is worth nothing; one that hangs, less."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RankFailure, on_ranks, run
+
+
+def succeed(value):
+    return dist.get_rank(), dist.get_world_size(), os.getpid(), value
+
+
+def fail_on(rank):
+    if dist.get_rank() == rank:
+        raise ValueError(f"wrong on rank {rank}")
+
+
+def fail_and_leave_the_others_waiting():
+    if dist.get_rank() == 0:
+        raise ValueError("wrong on rank 0")
+    dist.all_reduce(torch.zeros(1))
+
+
+def hang_on(rank):
+    while dist.get_rank() == rank:
+        time.sleep(0.01)
+
+
+def die_on(rank):
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_rank_runs_it_and_the_results_come_by_rank(world_size):
+    results = run(succeed, world_size, "x")
+    assert [result[:2] for result in results] == [(rank, world_size) for rank in range(world_size)]
+    assert {result[3] for result in results} == {"x"}
+
+
+def test_processes_are_used_again():
+    first, second = run(succeed, 2, 1), run(succeed, 2, 2)
+    assert [result[2] for result in first] == [result[2] for result in second]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failure_on_any_rank_fails_and_tells_of_all(rank):
+    with pytest.raises(RankFailure) as error:
+        run(fail_on, 2, rank)
+    assert f"rank {rank} failed:\nTraceback" in str(error.value)
+    assert f"ValueError: wrong on rank {rank}" in str(error.value)
+    assert f"rank {1 - rank} finished" in str(error.value)
+    run(succeed, 2, "afterwards")
+
+
+def test_those_left_waiting_say_where():
+    start = time.monotonic()
+    with pytest.raises(RankFailure) as error:
+        run(fail_and_leave_the_others_waiting, 2)
+    assert time.monotonic() - start < 30
+    assert "rank 1 did not finish" in str(error.value)
+    assert "in fail_and_leave_the_others_waiting" in str(error.value)
+    run(succeed, 2, "afterwards")
+
+
+def test_a_hang_ends_at_the_limit_with_its_stack():
+    with pytest.raises(RankFailure) as error:
+        run(hang_on, 2, 1, timeout=1.0)
+    assert "rank 1 did not finish (limit 1 s)" in str(error.value)
+    assert "in hang_on" in str(error.value) and "rank 0 finished" in str(error.value)
+    run(succeed, 2, "afterwards")
+
+
+def test_a_killed_rank_fails_its_test_and_the_next_one_runs():
+    with pytest.raises(RankFailure, match="rank 1 failed:\ndied with exit code -9"):
+        run(die_on, 2, 1)
+    run(succeed, 2, "afterwards")
+
+
+@on_ranks(2)
+def test_the_decorator_runs_the_body_in_a_group():
+    assert dist.get_world_size() == 2
+
+
+def skip():
+    pytest.skip("because")
+
+
+def test_skipping_reaches_pytest():
+    with pytest.raises(pytest.skip.Exception, match="because"):
+        run(skip, 2)

@@ -1,0 +1,91 @@
+"""tutorials/train_gpt.py: the demonstration, used as a user would."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "tutorials" / "train_gpt.py"
+TINY = ["--steps", "2", "--layers", "2", "--width", "32", "--device", "cpu"]
+
+
+def demo(*arguments, **settings):
+    return subprocess.run(
+        [sys.executable, SCRIPT, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("arguments", [
+    [], ["--strategy", "shard_grad_op", "--prefetch", "post", "--limit", "none"],
+    ["--strategy", "no_shard", "--prefetch", "none", "--limit", "1"],
+])  # fmt: skip
+def test_it_trains_compares_and_writes(arguments, tmp_path):
+    text = tmp_path / "text"
+    text.write_text("def f(x):\n    return x\n" * 50)
+    result = demo(*TINY, "--text", str(text), *arguments)
+    assert result.returncode == 0, result.stderr
+    for part in ("in 3 units over 2 ranks", "fsdp  step    2", " ddp  step    2", "tokens/s",
+                 "held sharded", "losses      4 of 4 bit-equal   largest difference 0\n",
+                 "parameters  29 of 29 bit-equal   largest difference 0\n",
+                 "Written by the sharded model"):  # fmt: skip
+        assert part in result.stdout, result.stdout
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("arguments, complaint", [
+    (["--steps", "0"], "--steps 0: has to be at least 1"),
+    (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
+    (["--strategy", "half"], "--strategy half: choose from full_shard, shard_grad_op, no_shard"),
+    (["--prefetch", "soon"], "--prefetch soon: choose from pre, post, none"),
+    (["--limit", "0"], "--limit 0: has to be a number from 1, or none"),
+    (["--ranks", "-1"], "--ranks -1: has to be at least 1"),
+    (["--device", "tpu"], "--device tpu: choose from cpu, cuda"),
+    (["--layers", "0"], "--layers 0: has to be at least 1"),
+    (["--width", "100"], "--width 100: has to be a multiple of 32"),
+    (["--text", "/nowhere"], "--text /nowhere: No such file or directory"),
+    (["--text", os.devnull], f"--text {os.devnull}: 0 bytes are too few"),
+    (["--colour", "red"], "unrecognized arguments: --colour red"),
+])  # fmt: skip
+def test_a_bad_value_gets_one_clear_line(arguments, complaint):
+    result = demo(*arguments)
+    assert result.returncode != 0 and result.stdout == ""
+    assert complaint in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_interrupting_it_ends_all_ranks():
+    process = subprocess.Popen(
+        [sys.executable, "-u", SCRIPT, "--steps", "100000", *TINY[2:]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        for line in process.stdout:
+            if "step   20" in line:
+                break
+        os.killpg(process.pid, signal.SIGINT)  # what Ctrl-C does in a terminal
+        _, errors = process.communicate(timeout=60)
+        assert errors.strip() == "stopped; all ranks have ended", errors
+        assert process.returncode != 0
+        deadline = time.monotonic() + 10
+        while alive(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not alive(process.pid)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def alive(session):
+    """Processes of `session` that still run the script."""
+    found = subprocess.run(["ps", "-eo", "sess,args"], capture_output=True, text=True).stdout
+    return [line for line in found.splitlines() if line.split()[0] == str(session)]
