@@ -136,13 +136,17 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, with its parameters gathered for as long as it runs."""
+        hooks, unit = self._hooks, self._unit
+        hooks.depth += 1
         try:
-            self._hooks.pre_forward(self._unit, args, kwargs)
+            hooks.pre_forward(unit, args, kwargs)
             output = self._fsdp_wrapped_module(*args, **kwargs)
-            self._hooks.post_forward(self._unit, output)
+            hooks.post_forward(unit, output)
         except BaseException:
-            self._hooks.forward_failed(self._unit)
+            hooks.forward_failed(unit)
             raise
+        finally:
+            hooks.depth -= 1
         return output
 
     @property

@@ -21,16 +21,15 @@ the unit's outputs, the unit is not gathered in time. Return such tensors.
 """
 
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 
 from minifsdp.engine import Engine
+from minifsdp.nest import tensors_in
 from minifsdp.unit import Phase, Unit
 from minifsdp.unshard import wait_for_unshard
 
@@ -41,7 +40,7 @@ class Hooks:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.prefetcher = engine.prefetcher
-        self._depth = 0  # of forwards within forwards
+        self.depth = 0  # of forwards within forwards
         self.summoned = False  # full parameters are out, between steps (full_params.py)
         self._backward: weakref.ref[_EndOfBackward] | None = None
         for unit in engine.units:
@@ -55,19 +54,23 @@ class Hooks:
 
     @property
     def idle(self) -> bool:
-        return self._depth == 0 and not self.in_backward
+        """Between steps."""
+        return self.depth == 0 and not self.in_backward
+
+    @property
+    def _outermost(self) -> bool:
+        """In a forward that is not part of another, nor of a backward."""
+        return self.depth == 1 and not self.in_backward
 
     # ------------------------------------------------------------------------------------ forward
 
     def pre_forward(self, unit: Unit, args: object, kwargs: object) -> None:
-        outermost = self.idle
-        self._depth += 1
         if self.summoned:
             raise RuntimeError(
                 "the model was called inside summon_full_params, which holds its parameters. "
                 "Leave the block first; forward gathers by itself."
             )
-        if outermost:
+        if self._outermost:
             self._forget_dead_backward()
             self.engine.start()
             self.prefetcher.start_forward()
@@ -82,7 +85,6 @@ class Hooks:
             self._free_when_inputs_have_gradients(unit, args, kwargs)
 
     def post_forward(self, unit: Unit, output: object) -> None:
-        self._depth -= 1
         if torch.is_grad_enabled():
             if unit.phase is not Phase.BACKWARD:
                 unit.phase = Phase.FORWARD
@@ -91,17 +93,16 @@ class Hooks:
             self.engine.free(unit)
         if not self.in_backward:
             self.engine.prefetch(self.prefetcher.post_forward(unit))
-        if self.idle:
+        if self._outermost:
             for other in self.engine.units:  # prefetched for a forward that did not come
                 if not self._stays(other):
                     self.engine.free(other)
 
     def forward_failed(self, unit: Unit) -> None:
         """The module raised. Leave everything so that the next forward finds it in order."""
-        self._depth -= 1
         if self.summoned:
             return  # refused above: nothing was touched, and nothing may be
-        if self.idle:
+        if self._outermost:
             self.engine.reset()
             self.prefetcher.forget()
         elif unit.phase is not Phase.BACKWARD:
@@ -223,24 +224,3 @@ class _EndOfBackward:
 
     def __call__(self) -> None:
         self._hooks.end_of_backward()
-
-
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """All tensors in a nest of tuples, lists, dicts, dataclasses and other plain objects."""
-    stack, seen = [value], set[int]()
-    while stack:
-        item = stack.pop()
-        if isinstance(item, Tensor):
-            yield item
-        elif item is None or isinstance(item, (str, bytes, int, float, type, nn.Module)):
-            continue
-        elif id(item) not in seen:
-            seen.add(id(item))
-            if isinstance(item, Mapping):
-                stack.extend(item.values())
-            elif isinstance(item, (list, tuple, set, frozenset)):
-                stack.extend(item)
-            elif is_dataclass(item):
-                stack.extend(getattr(item, field.name) for field in fields(item))
-            elif hasattr(item, "__dict__"):
-                stack.extend(vars(item).values())

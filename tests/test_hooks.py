@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, ShardingStrategy
-from minifsdp.hooks import tensors_in
+from minifsdp.nest import tensors_in
 from minifsdp.unit import Phase
 from tests.parity import check_at_rest
 from tests.ranks import device, on_ranks
@@ -531,8 +531,11 @@ def test_a_unit_that_returns_its_own_parameter_is_refused():
             return self[0](x), self[0].weight
 
     model = FSDP(nn.Sequential(Leaky(nn.Linear(6, 6))), auto_wrap_policy=ModuleWrapPolicy({Leaky}))
-    with pytest.raises(RuntimeError, match="unit '0' returns one of its own parameters"):
-        model(batch())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="unit '0' returns one of its own parameters"):
+            model(batch())
+        check_at_rest(model)
+        assert model._hooks.idle
 
 
 @on_ranks(2)
