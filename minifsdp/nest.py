@@ -1,7 +1,7 @@
 """The tensors in whatever a module takes or returns.
 
-A unit's backward begins when a gradient reaches one of its outputs, so every output has to be found,
-wherever it hides. One that is missed would find its unit's parameters freed.
+A unit's backward begins when a gradient reaches one of its outputs, so every output has to be
+found, wherever it hides. One that is missed would find its unit's parameters freed.
 """
 
 from collections.abc import Iterator, Mapping

@@ -4,6 +4,7 @@ from itertools import product
 from unittest import TestCase
 
 import pytest
+import torch
 import torch.distributed as dist
 from parameterized import parameterized
 
@@ -65,6 +66,6 @@ def test_delays_change_nothing(strategy, where):
 @on_ranks(2)
 def test_ranks_really_see_different_data():
     losses, _ = reference("mlp_some")
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, losses[0].item())
+    gathered = [torch.empty_like(losses[0]) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, losses[0])
     assert gathered[0] != gathered[1]

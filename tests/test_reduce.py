@@ -1,12 +1,9 @@
 """reduce.py: turn a unit's gradient into this rank's share of the mean over ranks."""
 
-from unittest.mock import patch
-
 import pytest
 import torch
 import torch.distributed as dist
 
-import minifsdp.engine
 from minifsdp import ShardingStrategy
 from minifsdp.reduce import reduce_gradient, store_gradient
 from tests.ranks import device, on_ranks
@@ -71,20 +68,6 @@ def test_a_result_is_stored_without_copying_it():
     reduction.event.wait()
     store_gradient(reduction)
     assert unit.shard.grad.data_ptr() == reduction.result.data_ptr()
-
-
-@on_ranks(2)
-def test_at_most_one_reduction_is_under_way():
-    model, open_at_once = stack(), []
-
-    def counted(unit, grad, streams):
-        open_at_once.append(sum(not r.event.query() for r in model.engine._reductions))
-        return reduce_gradient(unit, grad, streams)
-
-    with patch.object(minifsdp.engine, "reduce_gradient", counted):
-        step(model)
-    assert open_at_once == [0] * 5
-    assert not model.engine._reductions
 
 
 @on_ranks(2)

@@ -1,5 +1,7 @@
 """unshard.py: gather a unit's parameters."""
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
@@ -45,13 +47,15 @@ def test_it_comes_in_two_halves():
 def test_the_first_half_does_not_wait_for_the_other_rank():
     """Rank 0's gather stays open until rank 0, which computes meanwhile, lets rank 1 join in."""
     _, unit, streams = prepared()
+    store, key = dist.distributed_c10d._get_default_store(), "rank 0 has computed, not waited"
+    store.delete_key(key)
+    dist.barrier()
     if dist.get_rank() == 0:
         unshard(unit, streams)
         products = [batch() @ batch().t() for _ in range(10)]
-        dist.barrier()
-        assert len(products) == 10
+        store.set(key, str(len(products)))
     else:
-        dist.barrier()
+        store.wait([key], timedelta(seconds=20))
         unshard(unit, streams)
     wait_for_unshard(unit)
 

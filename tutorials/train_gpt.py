@@ -15,8 +15,11 @@ import os
 import sys
 import sysconfig
 import time
+import warnings
 from pathlib import Path
 from typing import NoReturn
+
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's, and not needed here
 
 import torch
 import torch.distributed as dist

@@ -1,0 +1,115 @@
+"""engine.py: what the units of one root share, and the verbs with it."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+import minifsdp.engine
+from minifsdp import ShardingStrategy
+from minifsdp.reduce import reduce_gradient
+from minifsdp.streams import CpuEvent, CpuStream, Streams
+from tests.parity import check_at_rest
+from tests.ranks import device, on_ranks
+from tests.small import batch, layers, stack, step, storage
+
+
+@on_ranks(1)
+def test_gathers_wait_for_what_the_optimizer_writes():
+    model, log = stack(), []
+
+    class Noted(CpuStream):
+        def record_event(self):
+            log.append("mark")
+            return CpuEvent()
+
+        def wait_event(self, event):
+            log.append("wait")
+
+        def submit(self, launch):
+            log.append("gather")
+            return super().submit(launch)
+
+    if device().type == "cuda":
+        pytest.skip("of the order of calls; the streams are stand-ins")
+    stream = Noted()
+    model.engine.streams = Streams(device(), stream, stream, CpuStream())
+    model.engine.start()
+    model.engine.gather(model.engine.units[1])
+    assert log == ["mark", "wait", "gather"]
+
+
+@on_ranks(2)
+def test_gathering_and_freeing_twice_is_gathering_and_freeing_once():
+    model = stack()
+    engine, unit = model.engine, model.engine.units[1]
+    engine.start()
+    engine.gather(unit)
+    engine.gather(unit)
+    assert engine.stats.all_gathers == engine.stats.unsharded_units == 1
+    assert engine.stats.unsharded_bytes == unit.full_bytes == storage(unit)
+    engine.free(unit)
+    engine.free(unit)
+    assert engine.stats.unsharded_units == engine.stats.unsharded_bytes == 0
+    assert engine.stats.peak_unsharded_bytes == unit.full_bytes
+
+
+@on_ranks(2)
+def test_gradients_are_handed_over_all_or_none():
+    model = stack()
+    engine = model.engine
+    engine.start()
+    for unit in engine.units[:2]:
+        engine.reduce(unit, torch.ones(42, device=device()))
+    first, second = engine._reductions
+    second.event.wait()
+    second.event = CpuEvent(lambda: (_ for _ in ()).throw(ConnectionError("gone")).__next__())
+    with pytest.raises(ConnectionError):
+        engine.finish_reductions()
+    assert first.unit.shard.grad is None and second.unit.shard.grad is None
+
+
+@on_ranks(2)
+def test_at_most_one_reduction_is_under_way():
+    model, open_at_once = stack(), []
+
+    def counted(unit, grad, streams):
+        open_at_once.append(sum(not r.event.query() for r in model.engine._reductions))
+        return reduce_gradient(unit, grad, streams)
+
+    with patch.object(minifsdp.engine, "reduce_gradient", counted):
+        step(model)
+    assert open_at_once == [0] * 5
+    assert not model.engine._reductions
+
+
+@on_ranks(2)
+def test_units_on_several_devices_are_refused():
+    model = stack()
+    model.engine.units[2].shard = nn.Parameter(torch.empty(21, device="meta"))
+    with pytest.raises(ValueError, match=r"all units have to be on one device.*meta: '2'"):
+        model(batch())
+
+
+)
+@on_ranks(2)
+def test_collectives_of_a_step_are_as_many_as_the_strategy_says(strategy, gathers):
+    """n units and the root: 2n + 1 gathers and n + 1 reductions under FULL_SHARD."""
+    model = stack(4, sharding_strategy=ShardingStrategy[strategy])
+    step(model)
+    assert model.engine.stats.all_gathers == gathers
+    assert model.engine.stats.reductions == 5
+
+
+@on_ranks(2)
+def test_a_failing_gather_reaches_the_caller_and_leaves_nothing():
+    model, plain = stack(), layers()
+    with (
+        patch("minifsdp.unshard.all_gather", side_effect=ConnectionError("rank 1 is gone")),
+        pytest.raises(ConnectionError, match="rank 1 is gone"),
+    ):
+        model(batch())
+    check_at_rest(model)
+    assert torch.equal(step(model), plain(batch()).pow(2).sum())
+    assert model.engine.stats.declined_prefetches == 0  # the limiter knows that it is gone
