@@ -92,6 +92,8 @@ def test_units_on_several_devices_are_refused():
         model(batch())
 
 
+@pytest.mark.parametrize(
+    "strategy, gathers", [("FULL_SHARD", 9), ("SHARD_GRAD_OP", 5), ("NO_SHARD", 0)]
 )
 @on_ranks(2)
 def test_collectives_of_a_step_are_as_many_as_the_strategy_says(strategy, gathers):

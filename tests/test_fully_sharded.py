@@ -1,7 +1,6 @@
 """fully_sharded.py: the module that users hold, and the names that they import."""
 
 import inspect
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -158,8 +157,6 @@ def test_evaluation_and_inference_give_what_the_plain_model_gives():
     assert torch.equal(step(model.train()), plain(batch()).pow(2).sum())
 
 
-@pytest.mark.parametrize(
-    "strategy, gathers", [("FULL_SHARD", 9), ("SHARD_GRAD_OP", 5), ("NO_SHARD", 0)]
 @on_ranks(2)
 def test_a_model_used_alone_may_become_part_of_a_larger_one():
     inner = stack(2)
