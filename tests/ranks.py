@@ -35,7 +35,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-TIMEOUT = 60.0  # seconds for one test's function, if it does not say otherwise
+TIMEOUT = float(os.environ.get("RANKS_TIMEOUT", 60))  # seconds for one test's function
 GRACE = 3.0  # seconds for the other ranks to report, once one has failed
 
 _worlds: dict[int, "World"] = {}
