@@ -34,8 +34,7 @@ class Engine:
         """Be ready for a forward: nothing left from the last one, everything as the user wants it.
 
         Raises:
-            ValueError: a shard was replaced by one of another size, or units are on several
-            devices.
+            ValueError: a shard was replaced by one of another size; units on several devices.
         """
         self.reset()
         for unit in self.units:

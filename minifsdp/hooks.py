@@ -145,8 +145,7 @@ class Hooks:
     # ----------------------------------------------------------------------------------- backward
 
     def pre_backward(self, unit: Unit, version: int, grad: Tensor) -> None:
-        """A gradient has reached an output of ``unit``. ``version``: of its shard at the
-        forward."""
+        """A gradient has reached an output of ``unit``, whose shard had this version then."""
         self._ensure_backward()
         if unit.phase is Phase.BACKWARD:
             return  # by another output

@@ -53,8 +53,7 @@ class Order:
     def visit(self, unit: Unit) -> Unit | None:
         """Record ``unit``; the unit that came after it in the last pass, if there was one."""
         self.current.append(unit)
-        # From where we stand, and only then from the start: a unit may come several times in a
-        # pass.
+        # From where we stand, and only then from the start: a unit may come several times.
         rest = self.last[self._position :]
         if unit in rest:
             self._position += rest.index(unit) + 1

@@ -23,8 +23,7 @@ def chunk_numel(numel: int, world_size: int) -> int:
 
 
 def real_numel(numel: int, rank: int, world_size: int) -> int:
-    """Elements in the chunk of ``rank`` that are data and not padding; 0 for a rank past the
-    end."""
+    """Elements in the chunk of ``rank`` that are data and not padding; 0 past the end."""
     chunk = chunk_numel(numel, world_size)
     return min(max(numel - rank * chunk, 0), chunk)
 

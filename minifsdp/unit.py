@@ -60,8 +60,8 @@ class Slot:
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)  # several: it is shared
 
 
-class Sharded:
-    """Stands where a parameter was while its unit is sharded. Has its shape, refuses to compute.
+class StandIn:
+    """Stands where a parameter was while its unit is sharded: has its shape, refuses to compute.
 
     Without it a layer called at the wrong time would read freed memory, which on a CPU is a crash.
     """
@@ -92,8 +92,8 @@ class Sharded:
     def __torch_function__(
         cls, func: object, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> NoReturn:
-        sharded = [a for a in [*args, *(kwargs or {}).values()] if isinstance(a, cls)]
-        raise RuntimeError(sharded[0]._message() if sharded else "a parameter is sharded now")
+        found = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, cls)]
+        raise RuntimeError(found[0]._message() if found else "a parameter is sharded now")
 
 
 class Unit:
@@ -133,9 +133,7 @@ class Unit:
 
         flat = flatten(params) if params else torch.empty(0)
         self.rank = shard_group.rank() if shard_group is not None else 0
-        self.ranks = (
-            shard_group.size() if shard_group is not None else 1
-        )  # that share the parameters
+        self.ranks = shard_group.size() if shard_group is not None else 1  # that share it
         self.numel = flat.numel()
         self.full_numel = chunk_numel(self.numel, self.ranks) * self.ranks
         self.sharded = shard_group is not None and self.numel > 0  # is there anything to gather?
@@ -147,7 +145,7 @@ class Unit:
         self.buffer = self.chunk  # the memory of `full`
         self.full_bytes = self.full_numel * self.chunk.element_size()
         self.views: list[Tensor] = []
-        self._sharded = [Sharded(self, slot) for slot in slots]
+        self._stand_ins = [StandIn(self, slot) for slot in slots]
         for slot in slots:
             for module, attribute in slot.owners:
                 delattr(module, attribute)
@@ -230,7 +228,7 @@ class Unit:
 
     def hide(self) -> None:
         """Put stand-ins where the views were, which say what is wrong when they are used."""
-        for slot, stand_in in zip(self.slots, self._sharded, strict=True):
+        for slot, stand_in in zip(self.slots, self._stand_ins, strict=True):
             _set(slot, stand_in)
 
 

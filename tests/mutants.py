@@ -3,9 +3,9 @@
     python -m tests.mutants                # all of them, a few minutes
     python -m tests.mutants limiter hooks  # those of some files
 
-A test that no wrong implementation can fail is a defect. Each mutant here is one plausible mistake, as
-a piece of source text and what to put in its place; it counts as noticed when `tests/test_<concept>.py`
-fails on a copy of the repository with the mistake in it.
+A test that no wrong implementation can fail is a defect. Each mutant here is one plausible mistake,
+as a piece of source text and what to put in its place; it counts as noticed when
+`tests/test_<concept>.py` fails on a copy of the repository with the mistake in it.
 """
 
 import os

@@ -37,11 +37,16 @@ def train(model: nn.Module, case: Case, steps: int = STEPS) -> list[Tensor]:
         torch.manual_seed(1000 * step + dist.get_rank())  # for dropout, too
         inputs = [tensor.to(device()) for tensor in case.inputs()]
         loss = case.loss(model(*inputs), *inputs)
+        after_loss()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
     return losses
+
+
+def after_loss() -> None:
+    """Nothing, unless :func:`delays` puts a pause here."""
 
 
 def build(case: Case) -> nn.Module:
@@ -128,6 +133,7 @@ def delays(where: str) -> Iterator[None]:
     patches = {
         "reduction": patch.object(minifsdp.reduce, "reduce_scatter", slow_to_finish(reduce)),
         "gather": patch.object(minifsdp.unshard, "all_gather", slow_to_finish(gather)),
+        "loss": patch(f"{__name__}.after_loss", pause),
         "free": patch.object(minifsdp.engine, "reshard", slowly(minifsdp.engine.reshard)),
     }
     with patches[where]:

@@ -103,6 +103,16 @@ def test_names_are_as_before_wrapping():
 
 
 @on_ranks(2)
+def test_units_know_their_names_and_those_around_them():
+    inner = FSDP(nn.Linear(2, 2).to(device()))
+    assert inner._unit.label == "<root>"
+    middle = FSDP(nn.Sequential(inner, nn.Linear(2, 2).to(device())))
+    outer = FSDP(nn.Sequential(middle))
+    assert [unit.name for unit in outer.engine.units] == ["", "0", "0.0"]
+    assert inner._unit.enclosing == [outer._unit, middle._unit]
+
+
+@on_ranks(2)
 def test_fsdp_modules_are_listed_outer_first():
     model = stack(2)
     assert FSDP.fsdp_modules(model) == [model, model[1], model[2]]

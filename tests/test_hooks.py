@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, ShardingStrategy
@@ -330,6 +330,21 @@ def test_activation_checkpointing(strategy, inside, reentrant):
             gathered_gradients(model), mean_gradients(plain, plain(batch()).pow(2).sum())
         )
         check_at_rest(model)
+
+
+@on_ranks(2)
+def test_a_recomputation_that_goes_to_the_end_does_not_free_its_unit():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(6, 6)
+            self.block = Block(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6))
+
+        def forward(self, x):
+            with set_checkpoint_early_stop(False):
+                return checkpoint(self.block, self.first(x), use_reentrant=False)
+
+    check_gradients(Model, lambda m: [m(batch()).pow(2).sum()])
 
 
 @on_ranks(2)

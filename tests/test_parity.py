@@ -54,7 +54,7 @@ def test_the_defaults_are_bit_equal_to_ddp(name):
     check_parity(name)
 
 
-@pytest.mark.parametrize("where", ["reduction", "gather", "free"])
+@pytest.mark.parametrize("where", ["loss", "reduction", "gather", "free"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_delays_change_nothing(strategy, where):

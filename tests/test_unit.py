@@ -132,16 +132,6 @@ def test_freezing_after_wrapping_is_followed():
 
 
 @on_ranks(2)
-def test_units_know_their_names_and_those_around_them():
-    inner = FSDP(nn.Linear(2, 2).to(device()))
-    assert inner._unit.label == "<root>"
-    middle = FSDP(nn.Sequential(inner, nn.Linear(2, 2).to(device())))
-    outer = FSDP(nn.Sequential(middle))
-    assert [unit.name for unit in outer.engine.units] == ["", "0", "0.0"]
-    assert inner._unit.enclosing == [outer._unit, middle._unit]
-
-
-@on_ranks(2)
 def test_a_unit_without_parameters_gathers_nothing():
     model = FSDP(nn.Sequential(FSDP(nn.Tanh()), FSDP(nn.Linear(6, 6).to(device()))))
     step(model)
