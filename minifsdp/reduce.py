@@ -53,7 +53,7 @@ def reduce_gradient(unit: Unit, grad: Tensor, streams: Streams) -> Reduction:
 
 
 def store_gradient(reduction: Reduction) -> None:
-    """Put a finished reduction where the optimizer looks, in ``shard.grad``: add it to what is there.
+    """Put a finished reduction where the optimizer looks: add it to ``shard.grad``.
 
     Called for all units at the end of a backward, so that a backward that failed leaves nothing.
     """

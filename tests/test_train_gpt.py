@@ -70,7 +70,7 @@ def test_interrupting_it_ends_all_ranks():
     )
     try:
         for line in process.stdout:
-            if "step   20" in line:
+            if "step   50" in line:
                 break
         os.killpg(process.pid, signal.SIGINT)  # what Ctrl-C does in a terminal
         _, errors = process.communicate(timeout=60)

@@ -30,8 +30,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from minifsdp import BackwardPrefetch, ModuleWrapPolicy, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 
-CONTEXT = 128  # tokens a prediction may look back on
-BATCH = 8  # sequences per rank and step
+CONTEXT = 64  # tokens a prediction may look back on
+BATCH = 16  # sequences per rank and step
 HEAD = 32  # width of one attention head
 
 
@@ -93,7 +93,10 @@ def shard(model: GPT, args: argparse.Namespace) -> FSDP:
 
 def train(model: nn.Module, text: Tensor, args: argparse.Namespace, name: str) -> list[Tensor]:
     """Some steps of AdamW, on other data on each rank. Returns this rank's losses."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    optimizer = torch.optim.AdamW(model.parameters())  # after wrapping: it gets the shards
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, args.lr, total_steps=args.steps + 1, pct_start=0.1, cycle_momentum=False
+    )
     sampler = torch.Generator().manual_seed(dist.get_rank())
     losses, start, shown = [], time.perf_counter(), 0
     for step in range(1, args.steps + 1):
@@ -104,9 +107,10 @@ def train(model: nn.Module, text: Tensor, args: argparse.Namespace, name: str) -
         loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-        if step == 1 or step % 20 == 0 or step == args.steps:
+        if step == 1 or step % 50 == 0 or step == args.steps:
             mean = loss.detach().clone()
             dist.all_reduce(mean, dist.ReduceOp.SUM)
             seconds, steps = time.perf_counter() - start, step - shown
@@ -207,7 +211,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
     parser.error = one_line  # type: ignore[method-assign]
     cuda = torch.cuda.device_count()
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument(
         "--strategy", default="full_shard", help="full_shard, shard_grad_op, no_shard"
     )
