@@ -17,7 +17,9 @@ in prefetch.py, how many at once in limiter.py.
 
 What the hooks cannot see: a tensor that leaves a unit by another door than its module's return
 value (an attribute set on the side) and goes into the loss. If its gradient comes before that of
-the unit's outputs, the unit is not gathered in time. Return such tensors.
+the unit's outputs, the unit is not gathered in time. Return such tensors. And *reentrant* activation
+checkpointing runs backwards within the backward: a unit with several such checkpoints inside gets
+its gradient in parts, and is freed after the first. ``use_reentrant=False`` has no such trouble.
 """
 
 import weakref

@@ -82,7 +82,8 @@ class StandIn:
         return (
             f"parameter {self._name!r} of unit {self._unit.label} is sharded now, so it has no "
             f"values here. It has them during the forward and backward of its unit: call that "
-            f"unit's module (or one around it), or read it inside FSDP.summon_full_params(model)."
+            f"unit's module (or one around it), or read it inside FSDP.summon_full_params(model). "
+            f"In activation checkpointing, use_reentrant=False keeps them long enough."
         )
 
     def __getattr__(self, attribute: str) -> NoReturn:
