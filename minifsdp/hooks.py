@@ -15,11 +15,11 @@ in between the layers of both, and there are five places for it::
 This file says only *when*. What is done is told in unshard.py, reshard.py and reduce.py, what next
 in prefetch.py, how many at once in limiter.py.
 
-Two things the hooks cannot see. A tensor that leaves a unit by another door than its module's return
-value (an attribute set on the side): if its gradient comes before that of the unit's outputs, the
-unit is not gathered in time; return such tensors. And *reentrant* activation checkpointing, which
-runs backwards within the backward: a unit with several such checkpoints inside gets its gradient in
-parts, and is freed after the first; ``use_reentrant=False`` has no such trouble.
+Two things the hooks cannot see. A tensor that leaves a unit by another door than its module's
+return value (an attribute set on the side): if its gradient comes before that of the unit's
+outputs, the unit is not gathered in time; return such tensors. And *reentrant* activation
+checkpointing, which runs backwards within the backward: a unit with several such checkpoints inside
+gets its gradient in parts, and is freed after the first; ``use_reentrant=False`` avoids that.
 """
 
 import weakref
