@@ -6,7 +6,7 @@ its own, for all units below it.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any, NoReturn
@@ -149,6 +149,10 @@ class FullyShardedDataParallel(nn.Module):
             hooks.depth -= 1
         return output
 
+    def check_is_root(self) -> bool:
+        """Whether no other wrapper is around this one."""
+        return self.engine.root is self._unit
+
     @property
     def module(self) -> nn.Module:
         """The wrapped module."""
@@ -230,17 +234,29 @@ class FullyShardedDataParallel(nn.Module):
                         stack.callback(wrapper.register_parameter, "_flat_param", flat)
             yield
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+
+# Methods of torch's. If they were just missing, nn.Module's own state_dict would give nameless chunks
+# and nn.Module's own apply would meet stand-ins.
+_NOT_THERE = """
+    apply clip_grad_norm_ flatten_sharded_optim_state_dict full_optim_state_dict
+    get_state_dict_type load_state_dict no_sync optim_state_dict optim_state_dict_to_load
+    register_comm_hook rekey_optim_state_dict scatter_full_optim_state_dict set_state_dict_type
+    shard_full_optim_state_dict sharded_optim_state_dict state_dict state_dict_type
+"""
+
+
+def _not_there(name: str) -> Callable[..., NoReturn]:
+    def method(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
-            "minifsdp: state_dict is not there yet. Inside FSDP.summon_full_params(model), "
-            "named_parameters() gives whole parameters under their own names."
+            f"minifsdp: {name} is not there yet. FSDP.summon_full_params(model) gives access to "
+            f"whole parameters under their own names."
         )
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            "minifsdp: load_state_dict is not there yet. Load before wrapping, or copy into the "
-            "parameters inside FSDP.summon_full_params(model)."
-        )
+    return method
+
+
+for _name in _NOT_THERE.split():
+    setattr(FullyShardedDataParallel, _name, _not_there(_name))
 
 
 def _make_unit(module: nn.Module, group: Any, strategy: ShardingStrategy) -> Unit:

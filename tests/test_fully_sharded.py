@@ -70,12 +70,24 @@ def test_what_is_not_there_yet_says_so(argument, value):
         FSDP(nn.Linear(2, 2), **{argument: value})
 
 
+METHODS = [name for name in vars(theirs.FullyShardedDataParallel) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("name", METHODS)
 @on_ranks(1)
-def test_methods_that_are_not_there_yet_say_what_to_do_instead():
+def test_every_method_of_torchs_is_there_or_says_that_it_is_not(name):
     model = stack()
-    for call in (model.state_dict, lambda: model.load_state_dict({})):
-        with pytest.raises(NotImplementedError, match="summon_full_params"):
-            call()
+    assert name in vars(FSDP), name
+    if getattr(vars(FSDP)[name], "__qualname__", "").startswith("_not_there"):
+        for owner in (model, FSDP):
+            with pytest.raises(NotImplementedError, match=f"{name} is not there yet"):
+                getattr(owner, name)()
+
+
+@on_ranks(1)
+def test_the_outermost_wrapper_is_the_root():
+    model = stack(1)
+    assert model.check_is_root() and not model[1].check_is_root()
 
 
 def test_without_a_process_group_it_says_how_to_get_one():

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, ShardingStrategy
 from minifsdp.unit import Phase
-from tests.parity import check_at_rest
+from tests.parity import check_at_rest, full_parameters
 from tests.ranks import device, on_ranks
 from tests.small import (
     Block,
@@ -434,6 +434,8 @@ def test_an_exception_in_forward_then_training_goes_on(strategy):
     with pytest.raises(ValueError, match="boom in forward"):
         model(batch())
     check_at_rest(model)
+    found = full_parameters(model)
+    assert all(torch.equal(found[name], param) for name, param in plain.named_parameters())
     boundary.fails = False
     check_training_goes_on(model, plain)
 

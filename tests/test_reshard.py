@@ -12,8 +12,7 @@ from tests.ranks import on_ranks
 from tests.small import batch, stack, step, storage
 
 
-@on_ranks(2)
-def test_the_storage_is_really_gone():
+def unsharded_unit():
     model = stack()
     model.engine.start()
     unit, streams = model.engine.units[1], model.engine.streams
@@ -21,6 +20,12 @@ def test_the_storage_is_really_gone():
     wait_for_unshard(unit)
     unit.make_views()
     unit.expose()
+    return unit, streams
+
+
+@on_ranks(2)
+def test_the_storage_is_really_gone():
+    unit, streams = unsharded_unit()
     view = unit.views[0]
     assert view.untyped_storage().size() == unit.full_bytes
     reshard(unit, streams)
@@ -31,13 +36,7 @@ def test_the_storage_is_really_gone():
 
 @on_ranks(2)
 def test_gathering_again_revives_what_autograd_has_saved():
-    model = stack()
-    model.engine.start()
-    unit, streams = model.engine.units[1], model.engine.streams
-    unshard(unit, streams)
-    wait_for_unshard(unit)
-    unit.make_views()
-    unit.expose()
+    unit, streams = unsharded_unit()
     saved, expected = unit.views[0], unit.views[0].detach().clone()
     reshard(unit, streams)
     unshard(unit, streams)
