@@ -235,8 +235,8 @@ class FullyShardedDataParallel(nn.Module):
             yield
 
 
-# Methods of torch's. If they were just missing, nn.Module's own state_dict would give nameless chunks
-# and nn.Module's own apply would meet stand-ins.
+# Methods of torch's. If they were just missing, nn.Module's own state_dict would give nameless
+# chunks, and its apply would meet stand-ins.
 _NOT_THERE = """
     apply clip_grad_norm_ flatten_sharded_optim_state_dict full_optim_state_dict
     get_state_dict_type load_state_dict no_sync optim_state_dict optim_state_dict_to_load

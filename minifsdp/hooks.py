@@ -23,6 +23,7 @@ gets its gradient in parts, and is freed after the first; ``use_reentrant=False`
 """
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -44,7 +45,7 @@ class Hooks:
         self.prefetcher = engine.prefetcher
         self.depth = 0  # of forwards within forwards
         self.summoned = False  # full parameters are out, between steps (full_params.py)
-        self._backward: weakref.ref[_EndOfBackward] | None = None
+        self._backward: weakref.ref[Callable[[], None]] | None = None
         for unit in engine.units:
             unit.on_gradient = self.post_backward
 
@@ -201,9 +202,9 @@ class Hooks:
         if self.in_backward:
             return
         self._forget_dead_backward()
-        callback = _EndOfBackward(self)
+        callback = self.end_of_backward
         Variable._execution_engine.queue_callback(callback)
-        self._backward = weakref.ref(callback)
+        self._backward = weakref.ref(callback)  # to this bound method, which autograd holds
         self.prefetcher.start_backward()
 
     def _forget_dead_backward(self) -> None:
@@ -215,13 +216,3 @@ class Hooks:
         self.prefetcher.forget()
         for unit in ran:  # another graph through them may be next
             unit.phase = Phase.FORWARD
-
-
-class _EndOfBackward:
-    """What autograd calls, and lets go of, when a backward ends; if it fails it only lets go."""
-
-    def __init__(self, hooks: Hooks) -> None:
-        self._hooks = hooks
-
-    def __call__(self) -> None:
-        self._hooks.end_of_backward()
