@@ -34,7 +34,7 @@ T = torch.zeros(1)
 @pytest.mark.parametrize("nest", [
     T, (1, T), [[T]], {"a": {"b": T}}, OrderedDict(x=(T,)), UserDict(x=T), Pair(None, [T]), {T},
     Record([T], "text"), Compact({"k": T}), Plain(Plain([T])), ((), {}, 0, None, "x", (T,)),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_a_tensor_is_found_wherever_it_is(nest):
     assert [id(tensor) for tensor in tensors_in(nest)] == [id(T)]
 

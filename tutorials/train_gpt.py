@@ -12,6 +12,7 @@ loop.
 import argparse
 import logging
 import os
+import signal
 import sys
 import sysconfig
 import time
@@ -283,9 +284,12 @@ def launch(args: argparse.Namespace, argv: list[str]) -> None:
 if __name__ == "__main__":
     arguments = parse(sys.argv[1:])
     if "RANK" in os.environ:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: os._exit(130))  # the launcher says it for all ranks
         try:
             main(arguments)
-        except KeyboardInterrupt:
-            os._exit(130)  # silently: the launcher says it once for all ranks
+        except RuntimeError:
+            time.sleep(2)  # Has another rank been interrupted? Then our own signal is on its way.
+            raise
     else:
         launch(arguments, sys.argv[1:])
