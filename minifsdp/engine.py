@@ -63,7 +63,8 @@ class Engine:
     # ----------------------------------------------------------------------------- the three verbs
 
     def gather(self, unit: Unit) -> None:
-        """Start to unshard a unit that is needed now, unless a prefetch has done it."""
+        """Start to unshard a unit that is needed now, unless a prefetch has done it. The host may
+        have to wait for the limiter; for the data it is the computation that waits, later."""
         if unit.sharded and unit.memory is Memory.SHARDED:
             self.limiter.admit(unit, needed=True)
             self._unshard(unit)
@@ -81,14 +82,14 @@ class Engine:
             self.stats.declined_prefetches += 1
 
     def free(self, unit: Unit) -> None:
-        """Reshard a unit, unless it is sharded already."""
+        """Reshard a unit, unless it is sharded already. Whoever is unsure may call it."""
         if unit.memory is not Memory.SHARDED:
             self.limiter.freed(unit, reshard(unit, self.streams))
             self.stats.unsharded_units -= 1
             self.stats.unsharded_bytes -= unit.full_bytes
 
     def reduce(self, unit: Unit, grad: Tensor) -> None:
-        """Start to reduce the gradient of ``unit.full``."""
+        """Start to reduce the gradient of ``unit.full``, ``[n * ranks]``; nobody else has it now."""
         if self._reductions:
             # One at a time: else a network slower than the computation would pile up the gradients
             # of the whole model, all waiting to be sent.

@@ -67,6 +67,7 @@ def _register(unit: Unit) -> None:
 
 
 def _unregister(unit: Unit) -> None:
+    """Undo :func:`_register`, whatever the caller has put in the parameters' places."""
     for slot in unit.slots:
         for module, attribute in slot.owners:
             module._parameters.pop(attribute, None)
@@ -74,6 +75,11 @@ def _unregister(unit: Unit) -> None:
 
 
 def _write_back(unit: Unit) -> None:
+    """Store this rank's chunk of what the parameters are now.
+
+    Raises:
+        ValueError: a parameter was replaced by a tensor of another shape.
+    """
     if not unit.sharded:
         return  # its parameters *are* the shard
     size = unit.chunk.numel()

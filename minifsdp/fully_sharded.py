@@ -279,6 +279,7 @@ def _make_unit(module: nn.Module, group: Any, strategy: ShardingStrategy) -> Uni
 
 
 def _check_wrappable(module: nn.Module) -> None:
+    """Refuse a wrapper, and containers that are only looked into."""
     if unit_of(module) is not None:
         raise ValueError("the module is a FullyShardedDataParallel already. Wrap a module once.")
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
@@ -298,6 +299,7 @@ def _default_group() -> Any:
 
 
 def _refuse_what_is_not_there(**arguments: Any) -> None:
+    """Better no sharding than another one than was asked for."""
     for name, value in arguments.items():
         if value is not None and value is not False:
             raise NotImplementedError(f"minifsdp: {name}={value!r} is not there yet")

@@ -68,6 +68,11 @@ class Hooks:
     # ------------------------------------------------------------------------------------ forward
 
     def pre_forward(self, unit: Unit, args: object, kwargs: object) -> None:
+        """The module is about to run: its parameters have to be there, as views that autograd knows.
+
+        Raises:
+            RuntimeError: the model was called inside ``summon_full_params``.
+        """
         if self.summoned:
             raise RuntimeError(
                 "the model was called inside summon_full_params, which holds its parameters. "
@@ -88,6 +93,11 @@ class Hooks:
             self._free_when_inputs_have_gradients(unit, args, kwargs)
 
     def post_forward(self, unit: Unit, output: object) -> None:
+        """The module has run. Free its parameters, and see to it that the backward finds them again.
+
+        Raises:
+            RuntimeError: the output is one of those parameters.
+        """
         if torch.is_grad_enabled():
             if unit.phase is not Phase.BACKWARD:
                 unit.phase = Phase.FORWARD
@@ -148,7 +158,11 @@ class Hooks:
     # ----------------------------------------------------------------------------------- backward
 
     def pre_backward(self, unit: Unit, version: int, grad: Tensor) -> None:
-        """A gradient has reached an output of ``unit``, whose shard had this version then."""
+        """A gradient has reached an output of ``unit``, whose shard had this version then.
+
+        Raises:
+            RuntimeError: the shard has been changed since; a step came between.
+        """
         self._ensure_backward()
         if unit.phase is Phase.BACKWARD:
             return  # by another output
@@ -208,6 +222,7 @@ class Hooks:
         self.prefetcher.start_backward()
 
     def _forget_dead_backward(self) -> None:
+        """The last backward died of an exception: start as if it had never been."""
         if self._backward is None:
             return
         self._backward = None

@@ -1,12 +1,15 @@
 """streams.py: where work runs."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from minifsdp import ShardingStrategy, collectives, streams
 from minifsdp.streams import CpuStream, CudaStream, Streams
+from tests.parity import check_parity
+from tests.ranks import on_ranks
 
 CPU = torch.device("cpu")
 
@@ -110,9 +113,48 @@ def test_on_cuda_the_allocator_is_told_who_uses_a_tensor():
     assert log == [stream]
 
 
+class PassedEvent:
+    def wait(self):
+        """Everything has happened already."""
+
+    synchronize = wait
+
+    def query(self):
+        return True
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@on_ranks(2)
+def test_the_cuda_path_trains_on_stand_ins_for_cudas_streams(strategy):
+    """All that runs on CUDA but CUDA: its streams' code, torch's own collectives, the engine."""
+
+    class Stream:
+        def __init__(self, device, priority=0):
+            self.device = device
+
+        def record_event(self):
+            return PassedEvent()
+
+        def wait_event(self, event):
+            assert isinstance(event, PassedEvent)
+
+    used = []
+    with (
+        patch("torch.cuda.Stream", Stream),
+        patch("torch.cuda.current_stream", Stream),
+        patch("torch.cuda.stream", nullcontext),
+        patch("torch.Tensor.record_stream", lambda tensor, stream: used.append(stream)),
+        patch.dict(streams.BACKENDS, cpu=streams._cuda),
+        patch.object(collectives, "NATIVE", True),
+    ):
+        for name in ("transformer", "mlp_nested", "odd"):
+            check_parity(name, sharding_strategy=ShardingStrategy[strategy], forward_prefetch=True)
+    assert bool(used) == (strategy != "NO_SHARD")
+
+
 @pytest.mark.gpus(1)
 def test_on_a_gpu_the_host_runs_ahead_and_an_event_orders_two_streams():
-    streams = Streams.on(torch.device("cuda", 0))
+    on_gpu = Streams.on(torch.device("cuda", 0))
     x = torch.zeros(1000, device="cuda")
 
     def launch():
@@ -120,7 +162,7 @@ def test_on_a_gpu_the_host_runs_ahead_and_an_event_orders_two_streams():
         x.add_(1)
         return lambda: None
 
-    event = streams.unshard.submit(launch)
+    event = on_gpu.unshard.submit(launch)
     assert not event.query()
     event.wait()
     y = x * 2
@@ -129,23 +171,23 @@ def test_on_a_gpu_the_host_runs_ahead_and_an_event_orders_two_streams():
 
 @pytest.mark.gpus(1)
 def test_on_a_gpu_memory_in_use_on_another_stream_is_not_handed_out():
-    streams = Streams.on(torch.device("cuda", 0))
+    on_gpu = Streams.on(torch.device("cuda", 0))
     kept = []
 
     def launch():
         kept.append(torch.ones(1 << 20, device="cuda"))
         return lambda: None
 
-    streams.unshard.submit(launch).wait()
+    on_gpu.unshard.submit(launch).wait()
     torch.cuda._sleep(100_000_000)
     total = kept[0].sum()  # on the compute stream, after the sleep
-    streams.compute.record_use(kept[0])
+    on_gpu.compute.record_use(kept[0])
     address = kept.pop().data_ptr()
 
     def again():
         kept.append(torch.zeros(1 << 20, device="cuda"))
         return lambda: None
 
-    streams.unshard.submit(again)
+    on_gpu.unshard.submit(again)
     assert kept[0].data_ptr() != address
     assert total == 1 << 20
