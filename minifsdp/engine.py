@@ -89,7 +89,8 @@ class Engine:
             self.stats.unsharded_bytes -= unit.full_bytes
 
     def reduce(self, unit: Unit, grad: Tensor) -> None:
-        """Start to reduce the gradient of ``unit.full``, ``[n * ranks]``; nobody else has it now."""
+        """Start to reduce the gradient of ``unit.full``, ``[n * ranks]``; nobody else may hold it.
+        It is handed over by :meth:`finish_reductions`."""
         if self._reductions:
             # One at a time: else a network slower than the computation would pile up the gradients
             # of the whole model, all waiting to be sent.

@@ -68,7 +68,7 @@ class Hooks:
     # ------------------------------------------------------------------------------------ forward
 
     def pre_forward(self, unit: Unit, args: object, kwargs: object) -> None:
-        """The module is about to run: its parameters have to be there, as views that autograd knows.
+        """The module is about to run. Its parameters have to be there, as views known to autograd.
 
         Raises:
             RuntimeError: the model was called inside ``summon_full_params``.
@@ -93,7 +93,7 @@ class Hooks:
             self._free_when_inputs_have_gradients(unit, args, kwargs)
 
     def post_forward(self, unit: Unit, output: object) -> None:
-        """The module has run. Free its parameters, and see to it that the backward finds them again.
+        """The module has run. Free its parameters, and see that the backward finds them again.
 
         Raises:
             RuntimeError: the output is one of those parameters.
