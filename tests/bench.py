@@ -41,15 +41,15 @@ Step = Callable[[], None]
 
 
 def bytes_sent() -> int:
-    """By this process, over all its TCP connections: `tcpi_bytes_acked` of each."""
+    """By this process, over all its TCP connections: `tcpi_bytes_sent` of each."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as connection:
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
-            total += struct.unpack_from("Q", info, 120)[0]
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            total += struct.unpack_from("Q", info, 200)[0]
         except OSError:
             continue  # closed meanwhile, or not TCP
     return total
