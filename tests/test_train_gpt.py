@@ -45,7 +45,7 @@ def test_it_trains_compares_and_writes(arguments, tmp_path):
     (["--strategy", "half"], "--strategy half: choose from full_shard, shard_grad_op, no_shard"),
     (["--prefetch", "soon"], "--prefetch soon: choose from pre, post, none"),
     (["--limit", "0"], "--limit 0: has to be a number from 1, or none"),
-    (["--ranks", "-1"], "--ranks -1: has to be at least 1"),
+    (["--ranks", "0"], "--ranks 0: has to be at least 1"),
     (["--device", "tpu"], "--device tpu: choose from cpu, cuda"),
     (["--layers", "0"], "--layers 0: has to be at least 1"),
     (["--width", "100"], "--width 100: has to be a multiple of 32"),

@@ -150,6 +150,10 @@ def compare(fsdp: FSDP, ddp: DDP, losses: list[Tensor], reference: list[Tensor])
     say("minifsdp against DistributedDataParallel, from the same seed and on the same data:")
     say(f"  losses      {counts[0]} of {counts[1]} bit-equal   largest difference {worst:.3g}")
     say(f"  parameters  {equal} of {len(expected)} bit-equal   largest difference {gap:.3g}")
+    if dist.get_world_size() > 2:
+        say(
+            "  (sums of three or more depend on their order in the last bits, and the orders differ)"
+        )
 
 
 # -------------------------------------------------------------------------------------- the rest
@@ -241,10 +245,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.device == "cuda" and not cuda:
         parser.error("--device cuda: torch sees no GPU here")
     args.torch_device = torch.device(args.device)
-    args.ranks = int(
-        os.environ.get("WORLD_SIZE", args.ranks or (cuda if args.device == "cuda" else 2))
-    )
-    if args.device == "cuda" and args.ranks > cuda:
+    launched = "WORLD_SIZE" in os.environ  # by torchrun, perhaps on several machines
+    if launched:
+        args.ranks = int(os.environ["WORLD_SIZE"])
+    elif args.ranks is None:
+        args.ranks = cuda if args.device == "cuda" else 2
+    if args.device == "cuda" and not launched and args.ranks > cuda:
         parser.error(f"--ranks {args.ranks}: there are {cuda} GPUs, and each rank needs its own")
     for name in ("steps", "ranks", "layers"):
         if getattr(args, name) < 1:
