@@ -151,9 +151,7 @@ def compare(fsdp: FSDP, ddp: DDP, losses: list[Tensor], reference: list[Tensor])
     say(f"  losses      {counts[0]} of {counts[1]} bit-equal   largest difference {worst:.3g}")
     say(f"  parameters  {equal} of {len(expected)} bit-equal   largest difference {gap:.3g}")
     if dist.get_world_size() > 2:
-        say(
-            "  (sums of three or more depend on their order in the last bits, and the orders differ)"
-        )
+        say("  (the last bits of a sum of three or more depend on its order, and orders differ)")
 
 
 # -------------------------------------------------------------------------------------- the rest
