@@ -1,7 +1,6 @@
 """minifsdp: fully sharded data parallel training, small enough to read in an afternoon.
 
-Reading order: flatten, shard, unit, unshard, reshard, reduce; then streams, collectives; then
-limiter, prefetch, engine, hooks; wrap, full_params and fully_sharded last.
+The README has the map of the files, in the order in which to read them.
 """
 
 from typing import NoReturn

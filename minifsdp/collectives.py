@@ -24,6 +24,7 @@ what it receives, in gloo's own order, so that sums are equal to torch's bit for
 """
 
 import os
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -53,21 +54,13 @@ def all_gather(full: Tensor, chunk: Tensor, group: Group, tag: int) -> Finish:
             timeout instead of taking one unit's parameters for another's.
     """
     if _native(full):
-        # Async: on CUDA only so that one code path serves all; waiting there orders streams.
-        return _waiter(_all_gather(full, chunk, group=group, async_op=True))
-    rank, world_size = group.rank(), group.size()
-    parts = full.chunk(world_size)
-    works: list[dist.Work] = []
-    for distance in range(1, world_size):
-        to, source = (rank + distance) % world_size, (rank - distance) % world_size
+        return _wait_for([_all_gather(full, chunk, group=group, async_op=True)])
+    parts, rank = full.chunk(group.size()), group.rank()
+    works = []
+    for to, source in _turns(group):
         works += _exchange(chunk, to, parts[source], source, group, tag)
     parts[rank].copy_(chunk)  # while the others are under way
-
-    def finish() -> None:
-        for work in works:
-            work.wait()
-
-    return finish
+    return _wait_for(works)
 
 
 def reduce_scatter(flat: Tensor, group: Group, scale: float, tag: int) -> tuple[Tensor, Finish]:
@@ -85,17 +78,14 @@ def reduce_scatter(flat: Tensor, group: Group, scale: float, tag: int) -> tuple[
     Returns:
         The sum, ``[n]``, valid once ``finish`` has run; and ``finish``.
     """
-    rank, world_size = group.rank(), group.size()
-    chunks = flat.chunk(world_size)
-    own = chunks[rank]
+    chunks = flat.chunk(group.size())
+    own = chunks[group.rank()]
     if _native(flat):
         total = flat.new_empty(own.shape)
         flat.mul_(scale)
-        return total, _waiter(_reduce_scatter(total, flat, group=group, async_op=True))
-    received: list[Tensor] = []
-    works: list[dist.Work] = []
-    for distance in range(1, world_size):
-        to, source = (rank + distance) % world_size, (rank - distance) % world_size
+        return total, _wait_for([_reduce_scatter(total, flat, group=group, async_op=True)])
+    received, works = [], []
+    for to, source in _turns(group):
         received.append(flat.new_empty(own.shape))
         works += _exchange(chunks[to], to, received[-1], source, group, tag)
     # gloo's ring adds rank r-1, then r-2, ..., own last. Addition of floats is not associative:
@@ -103,9 +93,10 @@ def reduce_scatter(flat: Tensor, group: Group, scale: float, tag: int) -> tuple[
     addends = [*received, own]
     total = addends[0] if received else own.clone()
 
+    arrive = _wait_for(works)
+
     def finish() -> None:
-        for work in works:
-            work.wait()
+        arrive()
         total.mul_(scale)
         for addend in addends[1:]:
             total.add_(addend, alpha=scale)
@@ -116,23 +107,32 @@ def reduce_scatter(flat: Tensor, group: Group, scale: float, tag: int) -> tuple[
 def all_reduce(flat: Tensor, group: Group, scale: float) -> Finish:
     """Add up ``scale * flat`` over all ranks, in place, on every rank. ``flat``: any shape."""
     flat.mul_(scale)
-    return _waiter(dist.all_reduce(flat, group=group, async_op=True))
+    return _wait_for([dist.all_reduce(flat, group=group, async_op=True)])
+
+
+def _turns(group: Group) -> Iterator[tuple[int, int]]:
+    """Whom to send to and whom to receive from, turn by turn; in each, every rank has one of both.
+    The sources come in the order rank - 1, rank - 2, ..."""
+    rank, world_size = group.rank(), group.size()
+    for distance in range(1, world_size):
+        yield (rank + distance) % world_size, (rank - distance) % world_size
 
 
 def _exchange(
     sent: Tensor, to: int, received: Tensor, source: int, group: Group, tag: int
-) -> tuple[dist.Work, dist.Work]:
+) -> list[dist.Work]:
     # What dist.isend and dist.irecv do after their checks, which take longer than a small message.
-    return group.send([sent], to, tag), group.recv([received], source, tag)
+    return [group.send([sent], to, tag), group.recv([received], source, tag)]
 
 
 def _native(tensor: Tensor) -> bool:
     return NATIVE or tensor.device.type != "cpu"
 
 
-def _waiter(work: dist.Work | None) -> Finish:
+def _wait_for(works: Sequence[dist.Work | None]) -> Finish:
     def finish() -> None:
-        if work is not None:
-            work.wait()
+        for work in works:
+            if work is not None:  # a rank outside of the group has none
+                work.wait()
 
     return finish

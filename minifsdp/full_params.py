@@ -80,18 +80,17 @@ def _write_back(unit: Unit) -> None:
     Raises:
         ValueError: a parameter was replaced by a tensor of another shape.
     """
-    if not unit.sharded:
-        return  # its parameters *are* the shard
-    size = unit.chunk.numel()
     for slot, view in zip(unit.slots, unit.views, strict=True):
-        module, attribute = slot.owners[0]
-        param = module._parameters[attribute]
-        if param is None or param.shape != slot.shape:
-            raise ValueError(
-                f"parameter {slot.name!r} of unit {unit.label} was replaced inside "
-                f"summon_full_params by {None if param is None else list(param.shape)}; it has to "
-                f"stay a tensor of shape {list(slot.shape)}."
-            )
-        if param.data_ptr() != view.data_ptr():
-            view.data.copy_(param.data)  # replaced, not changed in place: `layer.weight.data = ...`
-    unit.chunk.copy_(unit.buffer[unit.rank * size : (unit.rank + 1) * size])
+        for module, attribute in slot.owners:
+            param = module._parameters[attribute]
+            if param is None or param.shape != slot.shape:
+                raise ValueError(
+                    f"parameter {slot.name!r} of unit {unit.label} was replaced inside "
+                    f"summon_full_params by {None if param is None else list(param.shape)}; it has "
+                    f"to stay a tensor of shape {list(slot.shape)}."
+                )
+            if param.data_ptr() != view.data_ptr():
+                view.data.copy_(param.data)  # replaced, not changed in place: `weight.data = ...`
+    if unit.sharded:  # otherwise the views are of the shard itself
+        size = unit.chunk.numel()
+        unit.chunk.copy_(unit.buffer[unit.rank * size : (unit.rank + 1) * size])

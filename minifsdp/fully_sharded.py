@@ -227,11 +227,11 @@ class FullyShardedDataParallel(nn.Module):
         with ExitStack() as stack:
             for hooks, units in by_root.items():
                 stack.enter_context(full_params(hooks, units, writeback))
-                for wrapper in wrappers:
-                    # The flat ones leave the stage meanwhile: no element may be listed twice.
-                    flat = wrapper._parameters.pop("_flat_param", None)
-                    if flat is not None:
-                        stack.callback(wrapper.register_parameter, "_flat_param", flat)
+            for wrapper in wrappers:
+                # The flat ones leave the stage meanwhile: no element may be listed twice.
+                flat = wrapper._parameters.pop("_flat_param", None)
+                if flat is not None:
+                    stack.callback(wrapper.register_parameter, "_flat_param", flat)
             yield
 
 

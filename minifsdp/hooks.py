@@ -89,7 +89,7 @@ class Hooks:
         wait_for_unshard(unit)
         unit.make_views()
         unit.expose()
-        if torch.is_grad_enabled() and not unit.shard.requires_grad:
+        if unit.sharded and not unit.shard.requires_grad and torch.is_grad_enabled():
             self._free_when_inputs_have_gradients(unit, args, kwargs)
 
     def post_forward(self, unit: Unit, output: object) -> None:
@@ -152,7 +152,7 @@ class Hooks:
             unit.phase = Phase.DONE
             self.engine.free(unit)
 
-        if inputs and unit.sharded:
+        if inputs:
             register_multi_grad_hook(inputs, free)
 
     # ----------------------------------------------------------------------------------- backward

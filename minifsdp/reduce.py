@@ -6,12 +6,11 @@ needed is their mean, and of that only the part that belongs to this rank's shar
     rank 0   [a0 b0]                      rank 0   mean(a0, a1)
     rank 1   [a1 b1]   reduce-scatter ->  rank 1   mean(b0, b1)
 
-Where the parameters are replicated, over all ranks (NO_SHARD) or over groups of them, the replicas
-then all-reduce what they hold.
+A rank that holds all parameters (NO_SHARD) needs all of the mean: an all-reduce.
 
 A reduction holds three pieces of memory until it is over: the gradient that is being sent, what
-arrives, and the result. The engine waits for one before it starts the next (see hooks.py), so there
-is never more than one such set besides the gradient being computed.
+arrives, and the result. The engine waits for one before it starts the next (see engine.py), so
+there is never more than one such set besides the gradient being computed.
 """
 
 from dataclasses import dataclass
@@ -37,15 +36,15 @@ def reduce_gradient(unit: Unit, grad: Tensor, streams: Streams) -> Reduction:
     """Start reducing ``grad``, the gradient of ``unit.full`` (same shape), on the reduce stream."""
     # Without this wait the reduction would send what the backward has yet to write.
     streams.reduce.wait_event(streams.compute.record_event())
-    ranks = unit.ranks * (unit.replicate_group.size() if unit.replicate_group is not None else 1)
-    result = grad
+    result, shards, replicas = grad, unit.shard_group, unit.replicate_group
+    assert (shards is None) != (replicas is None), "both at once would be hybrid sharding"
 
     def launch() -> Finish:
         nonlocal result
-        if unit.shard_group is None:
-            assert unit.replicate_group is not None
-            return all_reduce(grad, unit.replicate_group, 1 / ranks)
-        result, finish = reduce_scatter(grad, unit.shard_group, 1 / ranks, unit.tag)
+        if replicas is not None:
+            return all_reduce(grad, replicas, 1 / replicas.size())
+        assert shards is not None
+        result, finish = reduce_scatter(grad, shards, 1 / shards.size(), unit.tag)
         return finish
 
     event = streams.reduce.submit(launch)

@@ -172,8 +172,7 @@ class Unit:
                 f"the flat parameter of unit {self.label} has {shard.numel()} elements; this "
                 f"rank's chunk has {real}. Assign a tensor of that size to its .data."
             )
-        # Compared by address: module.to() and `param.data = ...` put new memory under the
-        # parameter.
+        # Compared by address: module.to() and `param.data = ...` put new memory under it.
         moved = shard.device != self.chunk.device or shard.dtype != self.chunk.dtype
         if moved or (real and shard.data_ptr() != self.chunk.data_ptr()):
             self.chunk = shard.data.new_zeros(self.chunk.numel())

@@ -64,8 +64,7 @@ def select(root: nn.Module, policy: Policy) -> list[nn.Module]:
 def _select(
     module: nn.Module, policy: Policy, selected: list[nn.Module], seen: set[nn.Module]
 ) -> int:
-    """Extend ``selected`` and ``seen``; the number of elements that no selected module has
-    taken."""
+    """Extend ``selected`` and ``seen``; the number of elements that no selected module took."""
     if module in seen or unit_of(module) is not None:
         return 0
     seen.add(module)

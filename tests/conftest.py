@@ -5,11 +5,6 @@ from collections import Counter
 import pytest
 import torch
 
-SEVERAL_RANKS = (
-    "NCCL with several ranks: {} (those tests ran on gloo, on the CPU)",
-    "the CUDA stream path and NCCL: this machine has no GPU (ranks ran on gloo, on the CPU)",
-)
-
 
 def pytest_runtest_setup(item):
     for marker in item.iter_markers("gpus"):
@@ -22,9 +17,9 @@ def pytest_terminal_summary(terminalreporter, config):
     gpus = torch.cuda.device_count()
     lines = []
     if gpus == 0:
-        lines.append(SEVERAL_RANKS[1])
+        lines.append("the CUDA stream path and NCCL: no GPU here (ranks ran on gloo, on the CPU)")
     elif gpus < 4:
-        lines.append(SEVERAL_RANKS[0].format(f"worlds of more than {gpus}"))
+        lines.append(f"NCCL with more than {gpus} ranks (those worlds ran on gloo, on the CPU)")
     skipped = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
     lines += [
         f"{count} tests: {reason.removeprefix('Skipped: ')}" for reason, count in skipped.items()

@@ -6,6 +6,7 @@ from torch import nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy
+from tests.models import SharedTransformer
 from tests.parity import check_at_rest
 from tests.ranks import device, on_ranks
 from tests.small import batch, layers, stack, step
@@ -37,13 +38,24 @@ def test_changes_are_kept(strategy, assign):
         weight = model.module[1].module[0].weight
         if assign == "in place":
             weight.mul_(3)
-        elif assign == "data" and strategy is not ShardingStrategy.NO_SHARD:
+        elif assign == "data":
             weight.data = weight.data * 3
         else:
             weight.copy_(weight * 3)
     with torch.no_grad():
         plain[1][0].weight.mul_(3)
     assert torch.equal(model(x), plain(x))
+
+
+@every_strategy
+@on_ranks(2)
+def test_a_shared_parameter_may_be_replaced_by_either_name(strategy):
+    model = FSDP(SharedTransformer().to(device()), sharding_strategy=strategy)
+    with FSDP.summon_full_params(model):
+        assert model.module.output.weight is model.module.embed.weight
+        model.module.output.weight = nn.Parameter(torch.full((23, 16), 3.0, device=device()))
+    with FSDP.summon_full_params(model):
+        assert (model.module.embed.weight == 3).all()
 
 
 @on_ranks(2)

@@ -5,8 +5,7 @@
     torchrun --nproc-per-node 2 tutorials/train_gpt.py     # or launch it yourself
 
 The text is Python's own standard library, which every machine that runs this has. Tokens are bytes.
-Everything that has to do with sharding is in `shard()` below; the rest is an ordinary training
-loop.
+Everything that has to do with sharding is in `shard()`; the rest is an ordinary training loop.
 """
 
 import argparse
@@ -60,8 +59,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder over `vocab` tokens; maps `[batch, time]` tokens to `[batch, time, vocab]`
-    logits."""
+    """A decoder: from tokens `[batch, time]` to logits `[batch, time, vocab]`."""
 
     def __init__(self, layers: int, width: int, vocab: int = 256, context: int = CONTEXT) -> None:
         super().__init__()
@@ -124,8 +122,7 @@ def train(model: nn.Module, text: Tensor, args: argparse.Namespace, name: str) -
 
 @torch.no_grad()
 def sample(model: nn.Module, args: argparse.Namespace, start: str, length: int) -> str:
-    """Let the sharded model write. Every rank takes part in the gathers, and draws the same
-    bytes."""
+    """Let the sharded model write. All ranks take part in the gathers and draw the same bytes."""
     torch.manual_seed(0)
     tokens = torch.tensor([list(start.encode())], device=args.torch_device)
     for _ in range(length):
@@ -175,7 +172,7 @@ def main(args: argparse.Namespace) -> None:
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.ranks))
     dist.init_process_group("nccl" if args.torch_device.type == "cuda" else "gloo")
-    text = torch.frombuffer(bytearray(read(args.text)), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(args.data), dtype=torch.uint8)
 
     torch.manual_seed(0)
     model = shard(GPT(args.layers, args.width).to(args.torch_device), args)
@@ -259,13 +256,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--limit {args.limit}: has to be a number from 1, or none")
     args.limit = False if args.limit == "none" else int(args.limit)
     try:
-        size = len(read(args.text))
+        args.data = read(args.text)
     except OSError as error:
         parser.error(f"--text {args.text}: {error.strerror}")
-    if size < 2 * CONTEXT:
-        parser.error(
-            f"--text {args.text}: {size} bytes are too few; at least {2 * CONTEXT} are needed"
-        )
+    if len(args.data) < 2 * CONTEXT:
+        parser.error(f"--text {args.text}: {len(args.data)} bytes are too few; take a longer text")
     return args
 
 
