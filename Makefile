@@ -8,7 +8,7 @@ PY ?= .venv/bin/python
 INSTALLED := $(if $(filter .venv/%,$(PY)),.venv/installed)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint mutants bench wheel clean
+.PHONY: help demo test test-fast lint matrix fuzz mutants bench wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 12
@@ -27,8 +27,15 @@ lint: $(INSTALLED)  ## ruff, and mypy --strict on the package
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 
+matrix: $(INSTALLED)  ## how far every combination of settings is from DDP, as a table
+	@$(PY) -m tests.matrix $(ARGS)
+
 mutants: $(INSTALLED)  ## break each concept on purpose; its tests have to notice
 	@$(PY) -m tests.mutants $(ARGS)
+
+N ?= 1000
+fuzz: $(INSTALLED)  ## N=10000: that many random models with random settings, against plain ones
+	@$(PY) -m tests.fuzz $(N) $(ARGS)
 
 bench: $(INSTALLED)  ## against torch's FSDP1 and DDP, as ratios
 	@$(PY) -m tests.bench $(ARGS)

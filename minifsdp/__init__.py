@@ -5,34 +5,55 @@ The README has the map of the files, in the order in which to read them.
 
 from typing import NoReturn
 
-from minifsdp.api import BackwardPrefetch, ForwardPrefetch, ShardingStrategy, Stats
+from minifsdp.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    ForwardPrefetch,
+    MixedPrecision,
+    ShardingStrategy,
+    Stats,
+)
 from minifsdp.fully_sharded import FullyShardedDataParallel
 from minifsdp.limiter import EventQueue, Limiter, NoLimit, SynchronizeAfterFree
-from minifsdp.unit import FlatParameter
-from minifsdp.wrap import ModuleWrapPolicy
+from minifsdp.shard import FlatParameter
+from minifsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    enable_wrap,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 
 __all__ = [
     "BackwardPrefetch",
+    "CPUOffload",
+    "CustomPolicy",
     "EventQueue",
     "FlatParameter",
     "ForwardPrefetch",
     "FullyShardedDataParallel",
     "Limiter",
+    "MixedPrecision",
     "ModuleWrapPolicy",
     "NoLimit",
     "ShardingStrategy",
     "Stats",
     "SynchronizeAfterFree",
+    "always_wrap_policy",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
 ]
 __version__ = "0.1.0"
 
 # torch.distributed.fsdp has these, and minifsdp will.
 _NOT_YET = """
-    CPUOffload CustomPolicy FullOptimStateDictConfig FullStateDictConfig fully_shard
-    LocalOptimStateDictConfig LocalStateDictConfig MixedPrecision OptimStateDictConfig
-    OptimStateKeyType ShardedOptimStateDictConfig ShardedStateDictConfig StateDictConfig
-    StateDictSettings StateDictType always_wrap_policy enable_wrap lambda_auto_wrap_policy
-    size_based_auto_wrap_policy transformer_auto_wrap_policy wrap
+    FullOptimStateDictConfig FullStateDictConfig fully_shard LocalOptimStateDictConfig
+    LocalStateDictConfig OptimStateDictConfig OptimStateKeyType ShardedOptimStateDictConfig
+    ShardedStateDictConfig StateDictConfig StateDictSettings StateDictType
 """
 
 

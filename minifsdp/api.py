@@ -4,8 +4,13 @@ Names and meanings are those of ``torch.distributed.fsdp``, so that code moves b
 changing one import. What each word *does* is told in the file of its concept.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class ShardingStrategy(Enum):
@@ -23,10 +28,11 @@ class ShardingStrategy(Enum):
     """Nothing is sharded; gradients are all-reduced, as DistributedDataParallel does."""
 
     HYBRID_SHARD = auto()
-    """FULL_SHARD inside a group of ranks, replicated across groups. Not implemented yet."""
+    """FULL_SHARD inside a group of ranks (those of one host, say, with a fast network), replicated
+    across groups: gathers stay inside, only chunks of gradients travel between."""
 
     _HYBRID_SHARD_ZERO2 = auto()
-    """SHARD_GRAD_OP inside a group of ranks, replicated across groups. Not implemented yet."""
+    """SHARD_GRAD_OP inside a group of ranks, replicated across groups."""
 
 
 class BackwardPrefetch(Enum):
@@ -47,6 +53,48 @@ class ForwardPrefetch(Enum):
 
     FORWARD_POST = auto()
     """After the current unit is freed, by the recorded post-forward order (fairscale PR 1052)."""
+
+
+@dataclass(frozen=True)
+class CPUOffload:
+    """Where parameters, gradients and optimizer state live between uses; see offload.py."""
+
+    offload_params: bool = False
+    """In the host's memory; so the optimizer steps there. Gathers upload, reductions download."""
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """Which dtypes are computed and sent with; see precision.py. None: that of the parameters."""
+
+    param_dtype: torch.dtype | None = None
+    """Of the gathered parameters, and so of the computation and of its gradients. The shards, which
+    the optimizer steps, keep theirs."""
+
+    reduce_dtype: torch.dtype | None = None
+    """Of gradients while they are added up over ranks. None: ``param_dtype``."""
+
+    buffer_dtype: torch.dtype | None = None
+    """Of floating-point buffers. Integer buffers are left alone."""
+
+    keep_low_precision_grads: bool = False
+    """Leave gradients in ``param_dtype`` for the optimizer, instead of the shards' dtype."""
+
+    cast_forward_inputs: bool = False
+    """Cast the floating-point inputs of this unit's module to ``param_dtype``. Where that is None,
+    the unit is an island of full precision: its inputs are cast to the shards' dtype, and its
+    outputs back to the one that the inputs had."""
+
+    cast_root_forward_inputs: bool = True
+    """The same, for the inputs of the root."""
+
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
+    """Modules that become units and islands of full precision, in every model that is auto-wrapped:
+    running statistics do not survive in 8 bits of mantissa."""
+
+    full_precision_in_eval: bool = False
+    """Compute in the shards' dtype while the root is in ``eval()``. (torch has an environment
+    variable for this, FSDP_USE_FULL_PREC_IN_EVAL.)"""
 
 
 @dataclass

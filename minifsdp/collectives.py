@@ -24,8 +24,11 @@ what it receives, in gloo's own order, so that sums are equal to torch's bit for
 """
 
 import os
+import pickle
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -108,6 +111,39 @@ def all_reduce(flat: Tensor, group: Group, scale: float) -> Finish:
     """Add up ``scale * flat`` over all ranks, in place, on every rank. ``flat``: any shape."""
     flat.mul_(scale)
     return _wait_for([dist.all_reduce(flat, group=group, async_op=True)])
+
+
+def add_up(number: Tensor, group: Group, largest: bool = False) -> None:
+    """The sum of ``number`` over all ranks, or the largest, in place, now."""
+    dist.all_reduce(number, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+
+
+def broadcast(tensor: Tensor, group: Group) -> None:
+    """Give every rank what the group's first rank has, in place, now."""
+    # Whose data it is must not depend on its layout: gloo and NCCL send memory as it lies.
+    sent = tensor.contiguous()
+    dist.broadcast(sent, group=group, group_src=0)
+    if sent is not tensor:
+        tensor.copy_(sent)
+
+
+def gather_objects(mine: object, group: Group) -> list[Any]:
+    """What each rank of the group says, by rank. Slow: for what is said once.
+
+    (``dist.all_gather_object`` needs NumPy, which torch does not bring along.)
+    """
+    device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+    text = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8).to(device)
+    lengths = [torch.empty(1, dtype=torch.long, device=device) for _ in range(group.size())]
+    dist.all_gather(lengths, torch.tensor([len(text)], device=device), group=group)
+    padded = text.new_zeros(max(int(length) for length in lengths))
+    padded[: len(text)] = text
+    texts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(texts, padded, group=group)
+    return [
+        pickle.loads(bytes(text[: int(length)].tolist()))
+        for text, length in zip(texts, lengths, strict=True)
+    ]
 
 
 def _turns(group: Group) -> Iterator[tuple[int, int]]:

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from minifsdp.api import Stats
 from minifsdp.limiter import Limiter
+from minifsdp.lockstep import Lockstep
 from minifsdp.prefetch import Prefetcher
-from minifsdp.reduce import Reduction, reduce_gradient, store_gradient
+from minifsdp.reduce import Reduction, let_arrive, reduce_gradient, store_gradient, wait_for
 from minifsdp.reshard import reshard
 from minifsdp.streams import Streams
 from minifsdp.unit import Memory, Phase, Unit
 from minifsdp.unshard import unshard
+from minifsdp.unsynced import check_waiting_gradient, store_unreduced
 
 
 class Engine:
@@ -28,30 +30,41 @@ class Engine:
         self.units, self.root = units, units[0]
         self.limiter, self.prefetcher, self.stats = limiter, prefetcher, Stats()
         self.streams = Streams.on(torch.device("cpu"))  # till the first forward
+        self.lockstep = Lockstep(units)
         self._reductions: list[Reduction] = []  # of this backward, in the order of their start
+        self._kept: dict[Unit, Tensor] = {}  # gradients of this backward that are not reduced yet
 
-    def start(self) -> None:
+    def start(self, training: bool) -> None:
         """Be ready for a forward: nothing left from the last one, everything as the user wants it.
 
+        Args:
+            training: the mode of the outermost module.
+
         Raises:
-            ValueError: a shard was replaced by one of another size; units on several devices.
+            ValueError: a shard was replaced by one of another size; units on several devices; ranks
+                with different units.
+            RuntimeError: parameters were moved, or stepped, when they should not have been.
         """
         self.reset()
         for unit in self.units:
-            unit.refresh()
-        by_device = {unit.shard.device: unit.label for unit in self.units if unit.numel}
+            unit.refresh(training)
+            check_waiting_gradient(unit)
+        by_device = {unit.device: unit.label for unit in self.units if unit.numel}
         if len(by_device) > 1:
             found = "; ".join(f"{device}: {label}, ..." for device, label in by_device.items())
             raise ValueError(f"all units have to be on one device. Found {found}.")
         for device in by_device:
             if device != self.streams.device:
                 self.streams = Streams.on(device)
+        self.lockstep.start()
         # The gathers to come must send what the optimizer has just written.
         self.streams.unshard.wait_event(self.streams.compute.record_event())
 
     def reset(self) -> None:
         """Drop what a failed forward or backward has left, and what a forward without one keeps."""
         reductions, self._reductions = self._reductions, []
+        self._kept.clear()
+        self.lockstep.contested.clear()
         for reduction in reductions:
             reduction.event.wait()
         for unit in self.units:
@@ -65,13 +78,13 @@ class Engine:
     def gather(self, unit: Unit) -> None:
         """Start to unshard a unit that is needed now, unless a prefetch has done it. The host may
         have to wait for the limiter; for the data it is the computation that waits, later."""
-        if unit.sharded and unit.memory is Memory.SHARDED:
+        if unit.transient and unit.memory is Memory.SHARDED:
             self.limiter.admit(unit, needed=True)
             self._unshard(unit)
 
     def prefetch(self, target: Unit | None) -> None:
         """Start to unshard a unit that will be needed next, if that is so and there is room."""
-        if target is None or not target.sharded:
+        if target is None or not target.transient:
             return
         if not self.prefetcher.is_sound(target):
             return
@@ -89,23 +102,40 @@ class Engine:
             self.stats.unsharded_bytes -= unit.full_bytes
 
     def reduce(self, unit: Unit, grad: Tensor) -> None:
-        """Start to reduce the gradient of ``unit.full``, ``[n * ranks]``; nobody else may hold it.
-        It is handed over by :meth:`finish_reductions`."""
+        """Start to reduce the gradient of ``unit.full``, ``[n * ranks]``, with what no_sync has
+        left; nobody else may hold it. It is handed over by :meth:`finish_gradients`."""
+        if unit.waiting is not None:
+            grad.add_(unit.waiting.grad)  # a copy of it stays, until this backward has succeeded
         if self._reductions:
             # One at a time: else a network slower than the computation would pile up the gradients
             # of the whole model, all waiting to be sent.
-            self._reductions[-1].event.wait()
-            self._reductions[-1].sent = None
+            let_arrive(self._reductions[-1], self.streams)
         self._reductions.append(reduce_gradient(unit, grad, self.streams))
         self.stats.reductions += 1
 
-    def finish_reductions(self) -> None:
+    def keep(self, unit: Unit, grad: Tensor) -> None:
+        """Hold a gradient that is not to be reduced now."""
+        self._kept[unit] = grad
+
+    def reduce_kept(self, unit: Unit) -> None:
+        """Reduce what was kept, or nothing: then this rank's part of the sum is zero."""
+        grad = self._kept.pop(unit, None)
+        if grad is None:
+            grad = torch.zeros(unit.full_numel, dtype=unit.dtype, device=unit.device)
+        self.reduce(unit, grad)
+
+    def finish_gradients(self) -> None:
         """Wait for all gradients and hand them to the optimizer: all of a backward's, or none."""
+        if self._reductions:
+            let_arrive(self._reductions[-1], self.streams)
         for reduction in self._reductions:
-            reduction.event.wait()
+            wait_for(reduction)
         for reduction in self._reductions:
             store_gradient(reduction)
+        for unit, grad in self._kept.items():
+            store_unreduced(unit, grad)
         self._reductions.clear()
+        self._kept.clear()
 
     def _unshard(self, unit: Unit) -> None:
         stats = self.stats

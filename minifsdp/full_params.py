@@ -6,61 +6,185 @@ Outside of its forward and backward a unit is a flat chunk without names. To loo
     with FSDP.summon_full_params(model):
         print(model.layer.weight)       # the whole parameter, on every rank
         model.layer.weight.zero_()      # kept, in the shards, when the block ends
+
+They come in the shards' own dtype, whatever is computed with.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from minifsdp.collectives import all_gather
+from minifsdp.flatten import unflatten
 from minifsdp.hooks import Hooks
-from minifsdp.unit import Unit
+from minifsdp.lockstep import Moment
+from minifsdp.offload import HOST
+from minifsdp.unit import Phase, Unit
 from minifsdp.unshard import wait_for_unshard
 
 
+@dataclass(frozen=True)
+class Options:
+    """As in :meth:`FullyShardedDataParallel.summon_full_params`."""
+
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+    with_grads: bool = False
+
+
+@dataclass
+class Whole:
+    """One unit's parameters while they are out, and their gradients, if they are."""
+
+    unit: Unit
+    flat: Tensor
+    grad: Tensor | None
+
+    @property
+    def views(self) -> list[Tensor]:
+        return unflatten(self.flat, [slot.shape for slot in self.unit.slots])
+
+    @property
+    def grads(self) -> list[Tensor] | None:
+        shapes = [slot.shape for slot in self.unit.slots]
+        return None if self.grad is None else unflatten(self.grad, shapes)
+
+
+class Wrapper(Protocol):
+    """What is needed of a ``FullyShardedDataParallel``."""
+
+    _unit: Unit
+    _hooks: Hooks
+    _parameters: dict[str, nn.Parameter | None]
+
+
 @contextmanager
-def full_params(hooks: Hooks, units: list[Unit], writeback: bool) -> Iterator[None]:
+def summon(wrappers: Sequence[Wrapper], options: Options) -> Iterator[None]:
+    """Hold the full parameters of the wrappers' own units, which may have several roots."""
+    by_root: dict[Hooks, list[Wrapper]] = {}
+    for wrapper in wrappers:
+        by_root.setdefault(wrapper._hooks, []).append(wrapper)
+    with ExitStack() as stack:
+        for hooks, below in by_root.items():
+            units = [wrapper._unit for wrapper in below]
+            if stack.enter_context(full_params(hooks, units, options)):
+                for wrapper in below:
+                    # The flat one leaves the stage meanwhile: no element may be listed twice.
+                    flat = wrapper._parameters.pop("_flat_param", None)
+                    if flat is not None:
+                        stack.callback(wrapper._parameters.__setitem__, "_flat_param", flat)
+        yield
+
+
+@contextmanager
+def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[bool]:
     """Hold the full parameters of ``units``, under their own names, as ordinary parameters.
+
+    Units that are out already, in a block around this one, are left to that.
 
     Args:
         hooks: of the root that the units belong to.
-        writeback: on leaving, each rank stores its own chunk of what the parameters are then.
+
+    Yields:
+        Whether they are to be seen on this rank.
 
     Raises:
         RuntimeError: called in a forward or backward, which gather and free by themselves.
+        ValueError: ``writeback`` and ``rank0_only``: the other ranks would have nothing to write.
     """
-    if not hooks.idle or hooks.summoned:
+    if not hooks.idle:
         raise RuntimeError(
-            "summon_full_params was called in a forward, in a backward or in another "
-            "summon_full_params of this model. Call it between steps, once."
+            "summon_full_params was called in a forward or in a backward of this model (as "
+            "state_dict, load_state_dict and apply do, too). Call it between steps."
+        )
+    if options.writeback and options.rank0_only:
+        raise ValueError(
+            "summon_full_params(rank0_only=True) needs writeback=False: each rank writes back its "
+            "own chunk, and only rank 0 would have the parameters."
         )
     engine = hooks.engine
-    engine.start()
-    hooks.summoned = True
+    if not hooks.summoned:
+        ran = [unit for unit in engine.units if unit.phase is not Phase.IDLE]
+        engine.start(training=True)
+        for unit in ran:  # their backward may be yet to come
+            unit.phase = Phase.FORWARD
+    engine.lockstep.at(Moment.SUMMON_FULL_PARAMS_OF, engine.root)
+    units = [unit for unit in units if unit not in hooks.summoned]
+    shown = not options.rank0_only or all(_is_first(unit) for unit in units)
+    hooks.summoned.update(units)
+    out: list[Whole] = []
     try:
-        with torch.no_grad():  # only while gathering: what the caller computes is his to decide
-            for unit in units:
-                engine.gather(unit)
-            for unit in units:
-                wait_for_unshard(unit)
-                unit.make_views()
-                _register(unit)
-        yield
-        if writeback:
-            for unit in units:
-                _write_back(unit)
-    finally:
-        hooks.summoned = False
         for unit in units:
-            _unregister(unit)
+            whole = _take_out(hooks, unit, options, shown)
+            if shown:
+                _register(whole)
+                out.append(whole)
+        yield shown
+        if options.writeback:
+            for whole in out:  # all, or none
+                _check_shapes(whole.unit)
+            for whole in out:
+                _write_back(whole)
+    finally:
+        for whole in out:
+            _unregister(whole.unit)
+        for unit in units:
+            hooks.summoned.discard(unit)
             engine.free(unit)
 
 
-def _register(unit: Unit) -> None:
+def _take_out(hooks: Hooks, unit: Unit, options: Options, shown: bool) -> Whole:
+    unit.compute_in(unit.chunk.dtype)
+    with torch.no_grad():  # only while gathering: what the caller computes is his to decide
+        hooks.engine.gather(unit)
+        wait_for_unshard(unit)
+        grad = _whole_grad(unit) if options.with_grads else None
+        whole = Whole(unit, unit.buffer, grad)
+        if not shown:
+            hooks.engine.free(unit)  # it was only needed to take part
+        elif options.offload_to_cpu:
+            # Copied even from one place in the host's memory to another: the gathered one is freed
+            # now, and whoever reads a view of freed memory on a CPU is killed.
+            whole.flat = torch.empty_like(unit.buffer, device=HOST).copy_(unit.buffer)
+            whole.grad = None if grad is None else grad.to(HOST)
+            hooks.engine.free(unit)
+    return whole
+
+
+def _whole_grad(unit: Unit) -> Tensor | None:
+    """The gathered gradient of a unit, ``[n * ranks]``, in the dtype of its shard.
+
+    Raises:
+        RuntimeError: some of it has not been reduced.
+    """
+    if unit.waiting is not None:
+        raise RuntimeError(
+            f"unit {unit.label} has gradients from no_sync() that have not been reduced yet. Run "
+            f"the last backward outside of no_sync() before you look at them."
+        )
+    grad = unit.shard.grad
+    if grad is None or not unit.numel:
+        return None
+    chunk = torch.zeros(unit.chunk.shape, dtype=unit.chunk.dtype, device=unit.device)
+    chunk[: grad.numel()] = grad
+    if unit.shard_group is None:
+        return chunk
+    whole = chunk.new_empty(unit.full_numel)
+    all_gather(whole, chunk, unit.shard_group, unit.tag)()
+    return whole
+
+
+def _register(whole: Whole) -> None:
     """Turn the views into parameters, so that torch finds them under their names."""
-    for slot, view in zip(unit.slots, unit.views, strict=True):
+    unit, grads = whole.unit, whole.grads
+    for place, (slot, view) in enumerate(zip(unit.slots, whole.views, strict=True)):
         param = nn.Parameter(view.detach(), requires_grad=unit.shard.requires_grad)
+        param.grad = None if grads is None else grads[place]
         for module, attribute in slot.owners:
             module.__dict__.pop(attribute, None)
             module.register_parameter(attribute, param)
@@ -74,23 +198,45 @@ def _unregister(unit: Unit) -> None:
     unit.hide()
 
 
-def _write_back(unit: Unit) -> None:
-    """Store this rank's chunk of what the parameters are now.
+def _check_shapes(unit: Unit) -> None:
+    """Refuse what cannot be written back.
 
     Raises:
-        ValueError: a parameter was replaced by a tensor of another shape.
+        ValueError: a parameter was removed, or replaced by one of another shape.
     """
-    for slot, view in zip(unit.slots, unit.views, strict=True):
+    for slot in unit.slots:
         for module, attribute in slot.owners:
-            param = module._parameters[attribute]
+            param = module._parameters.get(attribute)
             if param is None or param.shape != slot.shape:
                 raise ValueError(
                     f"parameter {slot.name!r} of unit {unit.label} was replaced inside "
                     f"summon_full_params by {None if param is None else list(param.shape)}; it has "
                     f"to stay a tensor of shape {list(slot.shape)}."
                 )
-            if param.data_ptr() != view.data_ptr():
-                view.data.copy_(param.data)  # replaced, not changed in place: `weight.data = ...`
-    if unit.sharded:  # otherwise the views are of the shard itself
-        size = unit.chunk.numel()
-        unit.chunk.copy_(unit.buffer[unit.rank * size : (unit.rank + 1) * size])
+
+
+def _write_back(whole: Whole) -> None:
+    """Store this rank's chunk of what the parameters, and their gradients, are now."""
+    unit, grads = whole.unit, whole.grads
+    for place, (slot, view) in enumerate(zip(unit.slots, whole.views, strict=True)):
+        for module, attribute in slot.owners:
+            param = module._parameters[attribute]
+            assert param is not None
+            _keep(param.data, view)
+            if grads is not None:
+                none = grads[place].new_zeros(())
+                _keep(none if param.grad is None else param.grad, grads[place])
+    own = slice(unit.rank * unit.chunk.numel(), (unit.rank + 1) * unit.chunk.numel())
+    if whole.flat.data_ptr() != unit.chunk.data_ptr():
+        unit.chunk.copy_(whole.flat[own])
+    if whole.grad is not None and unit.shard.grad is not None:
+        unit.shard.grad.copy_(whole.grad[own][: unit.shard.numel()])
+
+
+def _keep(value: Tensor, view: Tensor) -> None:
+    if value.data_ptr() != view.data_ptr():  # replaced, not changed in place: `weight.data = ...`
+        view.data.copy_(value)
+
+
+def _is_first(unit: Unit) -> bool:
+    return all(g is None or g.rank() == 0 for g in (unit.shard_group, unit.replicate_group))

@@ -5,65 +5,69 @@ hooks around ``forward``. The outermost wrapper is the *root*: streams, limiter 
 its own, for all units below it.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from itertools import count
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
-from weakref import ref
 
-import torch.distributed as dist
+import torch
 from torch import Tensor, nn
 
-from minifsdp.api import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
+from minifsdp.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    ForwardPrefetch,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from minifsdp.borders import check_wrappable, clean, unit_of
+from minifsdp.build import Settings, as_device, build_unit, wrap_below
+from minifsdp.clip_grad import clip_grad_norm
 from minifsdp.engine import Engine
-from minifsdp.full_params import full_params
+from minifsdp.full_params import Options, summon
+from minifsdp.groups import place
 from minifsdp.hooks import Hooks
 from minifsdp.limiter import Limiter, make_limiter
+from minifsdp.precision import output_cast
 from minifsdp.prefetch import Prefetcher
-from minifsdp.unit import Unit
-from minifsdp.wrap import (
-    Policy,
-    check_optimizers,
-    check_sharing,
-    clean,
-    collect,
-    mark_taken,
-    select,
-    unit_of,
-    wrap_inside,
-)
-
-# A tag for each unit of a group, the same on all its ranks, since they make its units in the same
-# order. By group: a rank may be in several, and make units that others have no part in. The numbers
-# are far from the small ones that users give to messages of their own.
-_tags: defaultdict[str, Iterator[int]] = defaultdict(lambda: count(0x4D46_0000))
+from minifsdp.state_dict import register_hooks
+from minifsdp.wrap import Policy
 
 
 class FullyShardedDataParallel(nn.Module):
     """Shard a module's parameters, gradients and optimizer state over the ranks of a group.
 
     Args:
-        module: parameters of one dtype on one device, with the same values on every rank.
-        process_group: the ranks to shard over; the default group if None.
-        sharding_strategy: of this unit and of those that ``auto_wrap_policy`` makes. FULL_SHARD if
-            None. Units of one model may differ.
+        module: parameters of one dtype on one device, with the same values on every rank (or see
+            ``sync_module_states``).
+        process_group: the ranks to shard over; the default group if None. For hybrid strategies a
+            pair (shard group, replicate group); if None, the ranks of each host shard.
+        sharding_strategy: FULL_SHARD if None.
+        cpu_offload: see offload.py.
         auto_wrap_policy: which modules inside become units of their own, such as a
             :class:`~minifsdp.wrap.ModuleWrapPolicy`. None: only what is wrapped by hand.
         backward_prefetch: see prefetch.py; None is none.
+        mixed_precision: see precision.py.
+        param_init_fn: called with each module that has something on the meta device, to give it
+            values; if None, its ``reset_parameters()`` is. See materialize.py.
+        device_id: move the module there first, unit by unit.
+        sync_module_states: give every rank the parameters and buffers that the first one has.
         forward_prefetch: see prefetch.py; True is ``ForwardPrefetch.FORWARD_PRE``.
         limit_all_gathers: how many units may be alive at once: True is 2, False is no limit; or a
             :class:`~minifsdp.limiter.Limiter`.
+        device_mesh: instead of ``process_group``; with two dimensions, (replicate, shard), for
+            hybrid strategies.
 
-    Prefetching and limit are the root's, for all its units. The other arguments are those of
-    ``torch.distributed.fsdp``, in its order; they are not there yet and refused.
+    Prefetching and limit are the root's, for all its units. The rest is of each unit; those that
+    ``auto_wrap_policy`` makes get it from here, and may differ. ``ignored_modules``,
+    ``ignored_states`` and ``use_orig_params`` are not there yet and refused.
 
     Build the optimizer *after* wrapping, from this module's ``parameters()``: one 1-D chunk for
     each unit. ``backward()`` leaves in their ``grad`` the mean over all ranks.
 
     Raises:
         ValueError: parameters that cannot share a unit, or that two units would share; a module
-            that is wrapped already, or that has no forward.
+            that is wrapped already, or that has no forward; groups that do not fit the strategy.
+        TypeError: a strategy, policy or prefetch that is none of minifsdp's.
         RuntimeError: there is no process group, or an optimizer was built before.
         NotImplementedError: an argument that minifsdp does not have yet.
 
@@ -76,13 +80,13 @@ class FullyShardedDataParallel(nn.Module):
         module: nn.Module,
         process_group: Any = None,
         sharding_strategy: ShardingStrategy | None = None,
-        cpu_offload: Any = None,
+        cpu_offload: CPUOffload | None = None,
         auto_wrap_policy: Policy | None = None,
         backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
-        mixed_precision: Any = None,
+        mixed_precision: MixedPrecision | None = None,
         ignored_modules: Any = None,
-        param_init_fn: Any = None,
-        device_id: Any = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | str | torch.device | None = None,
         sync_module_states: bool = False,
         forward_prefetch: bool | ForwardPrefetch = False,
         limit_all_gathers: bool | int | Limiter = True,
@@ -91,31 +95,42 @@ class FullyShardedDataParallel(nn.Module):
         device_mesh: Any = None,
     ) -> None:
         _refuse_what_is_not_there(
-            cpu_offload=cpu_offload,
-            mixed_precision=mixed_precision,
             ignored_modules=ignored_modules,
-            param_init_fn=param_init_fn,
-            device_id=device_id,
-            sync_module_states=sync_module_states,
-            use_orig_params=use_orig_params,
             ignored_states=ignored_states,
-            device_mesh=device_mesh,
+            use_orig_params=use_orig_params,
         )
         super().__init__()
-        _check_wrappable(module)
-        strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
-        group = process_group if process_group is not None else _default_group()
+        check_wrappable(module)
+        settings = Settings(
+            placement=place(
+                sharding_strategy or ShardingStrategy.FULL_SHARD, process_group, device_mesh
+            ),
+            precision=mixed_precision or MixedPrecision(),
+            offload=cpu_offload is not None and cpu_offload.offload_params,
+            device=as_device(device_id),
+            init_fn=param_init_fn,
+            synchronize=sync_module_states,
+        )
         limiter = make_limiter(limit_all_gathers)
         forward = ForwardPrefetch.FORWARD_PRE if forward_prefetch is True else forward_prefetch
         prefetcher = Prefetcher(backward_prefetch, forward or None)
         if auto_wrap_policy is not None:
-            borders = select(module, auto_wrap_policy)
-            check_sharing(module, borders)
-            wrap_inside(module, borders, lambda m: FullyShardedDataParallel(m, group, strategy))
-        self._unit = _make_unit(module, group, strategy)
+            given = dict(
+                process_group=process_group, sharding_strategy=sharding_strategy,
+                cpu_offload=cpu_offload, mixed_precision=mixed_precision,
+                param_init_fn=param_init_fn, device_id=device_id,
+                sync_module_states=sync_module_states, device_mesh=device_mesh,
+            )  # fmt: skip
+            wrap_below(
+                module, auto_wrap_policy, settings.precision,
+                lambda inner, **own: FullyShardedDataParallel(inner, **{**given, **own}),
+            )  # fmt: skip
+        self._unit = build_unit(module, settings)
         self._fsdp_wrapped_module = module
         if self._unit.slots:
             self._flat_param = self._unit.shard
+        self._walk: list[AbstractContextManager[None]] = []
+        register_hooks(self)
         self._become_root(prefetcher, limiter)
 
     def _become_root(self, prefetcher: Prefetcher, limiter: Limiter) -> None:
@@ -139,14 +154,18 @@ class FullyShardedDataParallel(nn.Module):
         hooks, unit = self._hooks, self._unit
         hooks.depth += 1
         try:
-            hooks.pre_forward(unit, args, kwargs)
+            as_given = output_cast(unit, args, kwargs)
+            args, kwargs = hooks.pre_forward(unit, self.training, args, kwargs)
             output = self._fsdp_wrapped_module(*args, **kwargs)
+            if as_given is not None:
+                output = as_given(output)
             hooks.post_forward(unit, output)
         except BaseException:
             hooks.forward_failed(unit)
             raise
         finally:
             hooks.depth -= 1
+            del hooks.calls[hooks.depth :]
         return output
 
     def check_is_root(self) -> bool:
@@ -188,9 +207,65 @@ class FullyShardedDataParallel(nn.Module):
             yield clean(name), buffer
 
     @staticmethod
-    def fsdp_modules(module: nn.Module) -> "list[FullyShardedDataParallel]":
-        """All wrappers at and below ``module``, outer ones first."""
-        return [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+    def fsdp_modules(
+        module: nn.Module, root_only: bool = False
+    ) -> "list[FullyShardedDataParallel]":
+        """All wrappers at and below ``module``, outer ones first; or only those that are roots."""
+        wrappers = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        return [w for w in wrappers if not root_only or w.check_is_root()]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backwards leave whole gradients on this rank, and the first one after it reduces
+        them with its own; see unsynced.py.
+
+        Raises:
+            RuntimeError: this is not the root, or a forward or backward is under way.
+        """
+        self._check_root_and_idle("no_sync")
+        before, self._hooks.synchronizes = self._hooks.synchronizes, False
+        try:
+            yield
+        finally:
+            self._hooks.synchronizes = before
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
+        Every rank has to call it. Returns the norm before that, the same on all; see clip_grad.py.
+
+        Raises:
+            ValueError: ``norm_type`` is not positive.
+            RuntimeError: this is not the root; a forward or backward is under way; gradients of
+                ``no_sync`` wait to be reduced.
+        """
+        self._check_root_and_idle("clip_grad_norm_")
+        return clip_grad_norm(self.engine.units, float(max_norm), float(norm_type))
+
+    def _check_root_and_idle(self, method: str) -> None:
+        if not self.check_is_root():
+            raise RuntimeError(
+                f"{method} was called on unit {self._unit.label}, which is inside of another. Call "
+                f"it on the outermost FullyShardedDataParallel: it concerns all units together."
+            )
+        if not self._hooks.idle:
+            raise RuntimeError(f"{method} was called in a forward or backward; call it between.")
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
+        """Call ``fn`` on every module, inner ones first, each while the whole parameters of its
+        unit are there; what it changes is kept. Every rank has to call it, and change alike."""
+        with self.summon_full_params(self, recurse=False):
+            return super().apply(fn)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load whole parameters, under their original names; see state_dict.py.
+
+        Raises:
+            RuntimeError: names or shapes do not match, as in any module.
+        """
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except RuntimeError as error:
+            raise RuntimeError(clean(str(error))) from None
 
     @staticmethod
     @contextmanager
@@ -209,39 +284,45 @@ class FullyShardedDataParallel(nn.Module):
             recurse: also the units below ``module``'s own.
             writeback: keep changes. Each rank keeps those to its own chunk, so make the same ones
                 on all ranks.
+            rank0_only: show them on the first rank only. Needs ``writeback=False``.
+            offload_to_cpu: in the host's memory; the device holds one unit at a time.
+            with_grads: their gradients as well, in ``grad``.
 
         Raises:
-            RuntimeError: inside of a forward or backward.
-            NotImplementedError: ``rank0_only``, ``offload_to_cpu`` and ``with_grads``, not there
-            yet.
+            RuntimeError: inside of a forward or backward; ``with_grads`` where ``no_sync`` has left
+                gradients that are not reduced.
+            ValueError: ``rank0_only`` with ``writeback``.
         """
-        _refuse_what_is_not_there(
-            rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads
-        )
         wrappers = FullyShardedDataParallel.fsdp_modules(module)
         if not recurse:
             wrappers = [wrapper for wrapper in wrappers if wrapper is module]
-        by_root: dict[Hooks, list[Unit]] = {}
-        for wrapper in wrappers:
-            by_root.setdefault(wrapper._hooks, []).append(wrapper._unit)
-        with ExitStack() as stack:
-            for hooks, units in by_root.items():
-                stack.enter_context(full_params(hooks, units, writeback))
-            for wrapper in wrappers:
-                # The flat ones leave the stage meanwhile: no element may be listed twice.
-                flat = wrapper._parameters.pop("_flat_param", None)
-                if flat is not None:
-                    stack.callback(wrapper.register_parameter, "_flat_param", flat)
+        with summon(wrappers, Options(writeback, rank0_only, offload_to_cpu, with_grads)):
             yield
 
+    def _apply(
+        self, fn: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> "FullyShardedDataParallel":
+        """Of ``to()``, ``cuda()``, ``half()``: torch may put a new parameter in our one's place."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        found = self._parameters.get("_flat_param")
+        if found is not None and found is not self._unit.shard:
+            self._flat_param = self._unit.replace_shard(found)
+        return self
 
-# Methods of torch's. If they were just missing, nn.Module's own state_dict would give nameless
-# chunks, and its apply would meet stand-ins.
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a FullyShardedDataParallel cannot be copied or pickled: it is one part of something "
+            "that is spread over processes. Save state_dict(), or build a second model and let it "
+            "load_state_dict() of this one's."
+        )
+
+
+# Methods of torch's.
 _NOT_THERE = """
-    apply clip_grad_norm_ flatten_sharded_optim_state_dict full_optim_state_dict
-    get_state_dict_type load_state_dict no_sync optim_state_dict optim_state_dict_to_load
-    register_comm_hook rekey_optim_state_dict scatter_full_optim_state_dict set_state_dict_type
-    shard_full_optim_state_dict sharded_optim_state_dict state_dict state_dict_type
+    flatten_sharded_optim_state_dict full_optim_state_dict get_state_dict_type optim_state_dict
+    optim_state_dict_to_load register_comm_hook rekey_optim_state_dict
+    scatter_full_optim_state_dict set_state_dict_type shard_full_optim_state_dict
+    sharded_optim_state_dict state_dict_type
 """
 
 
@@ -257,45 +338,6 @@ def _not_there(name: str) -> Callable[..., NoReturn]:
 
 for _name in _NOT_THERE.split():
     setattr(FullyShardedDataParallel, _name, _not_there(_name))
-
-
-def _make_unit(module: nn.Module, group: Any, strategy: ShardingStrategy) -> Unit:
-    """A strategy is two groups and a bit: who shares the parameters, who holds copies of the same
-    chunk, and whether to free between forward and backward."""
-    groups = {
-        ShardingStrategy.FULL_SHARD: (group, None, True),
-        ShardingStrategy.SHARD_GRAD_OP: (group, None, False),
-        ShardingStrategy.NO_SHARD: (None, group, False),
-    }
-    if strategy not in groups:
-        raise NotImplementedError(f"minifsdp: {strategy} is not there yet")
-    slots, params = collect(module)
-    unit = Unit(slots, params, *groups[strategy], tag=next(_tags[group.group_name]))
-    mark_taken(unit, params)
-    originals = {slot.name: ref(param) for slot, param in zip(slots, params, strict=True)}
-    params.clear()  # the last references here; who else has one should not
-    check_optimizers(originals)
-    return unit
-
-
-def _check_wrappable(module: nn.Module) -> None:
-    """Refuse a wrapper, and containers that are only looked into."""
-    if unit_of(module) is not None:
-        raise ValueError("the module is a FullyShardedDataParallel already. Wrap a module once.")
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        raise ValueError(
-            f"{type(module).__name__} has no forward, so there is no moment to gather its unit. "
-            f"Wrap the modules in it, or the one that holds it."
-        )
-
-
-def _default_group() -> Any:
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "FullyShardedDataParallel needs a process group. Start the program with torchrun and "
-            "call torch.distributed.init_process_group() first."
-        )
-    return dist.group.WORLD
 
 
 def _refuse_what_is_not_there(**arguments: Any) -> None:

@@ -13,7 +13,7 @@ in between the layers of both, and there are five places for it::
     backward        whole backward                        give the optimizer its gradients
 
 This file says only *when*. What is done is told in unshard.py, reshard.py and reduce.py, what next
-in prefetch.py, how many at once in limiter.py.
+in prefetch.py, how many at once in limiter.py, whether all ranks do the same in lockstep.py.
 
 Two things the hooks cannot see. A tensor that leaves a unit by another door than its module's
 return value (an attribute set on the side): if its gradient comes before that of the unit's
@@ -25,6 +25,7 @@ gets its gradient in parts, and is freed after the first; ``use_reentrant=False`
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,9 +33,21 @@ from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 
 from minifsdp.engine import Engine
+from minifsdp.lockstep import Moment, Use
 from minifsdp.nest import tensors_in
+from minifsdp.precision import prepare_inputs
 from minifsdp.unit import Phase, Unit
 from minifsdp.unshard import wait_for_unshard
+from minifsdp.unsynced import check_waiting_gradient
+
+
+class Call(NamedTuple):
+    """One forward of a unit, and what its backward has to find again."""
+
+    unit: Unit
+    full: Tensor
+    views: list[Tensor]
+    version: int  # of the shard
 
 
 class Hooks:
@@ -42,9 +55,11 @@ class Hooks:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.prefetcher = engine.prefetcher
+        self.prefetcher, self.lockstep = engine.prefetcher, engine.lockstep
         self.depth = 0  # of forwards within forwards
-        self.summoned = False  # full parameters are out, between steps (full_params.py)
+        self.calls: list[Call] = []  # those forwards, outermost first
+        self.summoned: set[Unit] = set()  # their parameters are out, between steps (full_params.py)
+        self.synchronizes = True  # gradients are reduced; not so inside no_sync
         self._backward: weakref.ref[Callable[[], None]] | None = None
         for unit in engine.units:
             unit.on_gradient = self.post_backward
@@ -67,8 +82,16 @@ class Hooks:
 
     # ------------------------------------------------------------------------------------ forward
 
-    def pre_forward(self, unit: Unit, args: object, kwargs: object) -> None:
+    def pre_forward(
+        self, unit: Unit, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The module is about to run. Its parameters have to be there, as views known to autograd.
+
+        Args:
+            training: the module's mode; the outermost one's counts.
+
+        Returns:
+            What the module should be called with.
 
         Raises:
             RuntimeError: the model was called inside ``summon_full_params``.
@@ -80,8 +103,9 @@ class Hooks:
             )
         if self._outermost:
             self._forget_dead_backward()
-            self.engine.start()
+            self.engine.start(training)
             self.prefetcher.start_forward()
+        self.lockstep.at(Moment.FORWARD_OF, unit)
         self.prefetcher.needed(unit)
         self.engine.gather(unit)
         if not self.in_backward:  # there, it is activation checkpointing that runs a forward again
@@ -89,8 +113,13 @@ class Hooks:
         wait_for_unshard(unit)
         unit.make_views()
         unit.expose()
-        if unit.sharded and not unit.shard.requires_grad and torch.is_grad_enabled():
+        assert unit.full is not None
+        self.calls.append(Call(unit, unit.full, unit.views, unit.shard._version))
+        if unit.transient and not unit.shard.requires_grad and torch.is_grad_enabled():
             self._free_when_inputs_have_gradients(unit, args, kwargs)
+        # Also where a checkpoint around the root runs it again, which is then not the outermost.
+        is_root = unit is self.engine.root or self._outermost
+        return prepare_inputs(unit, is_root, args, kwargs)
 
     def post_forward(self, unit: Unit, output: object) -> None:
         """The module has run. Free its parameters, and see that the backward finds them again.
@@ -107,6 +136,7 @@ class Hooks:
         if not self.in_backward:
             self.engine.prefetch(self.prefetcher.post_forward(unit))
         if self._outermost:
+            self.lockstep.at(Moment.END_OF_FORWARD_OF, unit)
             for other in self.engine.units:  # prefetched for a forward that did not come
                 if not self._stays(other):
                     self.engine.free(other)
@@ -131,7 +161,7 @@ class Hooks:
         return unit.phase is Phase.BACKWARD  # checkpointing: its backward is waiting for this
 
     def _hook_outputs(self, unit: Unit, output: object) -> None:
-        hook = partial(self.pre_backward, unit, unit.shard._version)
+        hook = partial(self.pre_backward, list(self.calls))
         for tensor in tensors_in(output):
             if tensor._base is not None and tensor._base is unit.full:
                 if not self._stays(unit):
@@ -141,7 +171,9 @@ class Hooks:
                         f"use it inside the module."
                     )
             elif tensor.grad_fn is not None:  # a leaf needs no parameters to get its gradient
-                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+                # Not the tensor's own hook. If it goes into the same unit once more, and the unit
+                # is frozen, that call frees when the tensor has its gradient; this must come after.
+                tensor.grad_fn.register_prehook(hook)
 
     def _free_when_inputs_have_gradients(self, unit: Unit, args: object, kwargs: object) -> None:
         # A frozen unit gets no gradient, so no post-backward. It is done with when its inputs have
@@ -157,32 +189,42 @@ class Hooks:
 
     # ----------------------------------------------------------------------------------- backward
 
-    def pre_backward(self, unit: Unit, version: int, grad: Tensor) -> None:
-        """A gradient has reached an output of ``unit``, whose shard had this version then.
+    def pre_backward(self, calls: list[Call], grads: object) -> None:
+        """A gradient has reached an output of a unit, which was computed in the last of ``calls``,
+        inside of the others.
 
         Raises:
             RuntimeError: the shard has been changed since; a step came between.
         """
         self._ensure_backward()
+        unit = calls[-1].unit
         if unit.phase is Phase.BACKWARD:
             return  # by another output
-        if unit.shard._version != version:
+        if unit.shard._version != calls[-1].version:
             raise RuntimeError(
                 f"the parameters of unit {unit.label} were changed in place (by an optimizer?) "
                 f"between a forward and its backward, so its gradients would be wrong. Call "
                 f"backward() for every forward before you step."
             )
+        self.lockstep.at(Moment.BACKWARD_OF, unit)
         self.prefetcher.needed(unit)
         # The loss may come from this unit alone, with no gradient for the outputs of those around
         # it. What they computed before it is part of the graph all the same.
-        around = [other for other in unit.enclosing if other.phase is Phase.FORWARD]
-        for needed in [*around, unit]:
-            self.engine.gather(needed)
+        around = [c for c in calls[:-1] if c.unit.phase not in (Phase.BACKWARD, Phase.DONE)]
+        needed = [*around, calls[-1]]
+        for call in needed:
+            if call.unit.full is not call.full:
+                self.engine.free(call.unit)  # gathered for a forward in another precision
+                call.unit.compute_with(call.full)
+            self.engine.gather(call.unit)
         unit.phase = Phase.BACKWARD
-        self.engine.prefetch(self.prefetcher.pre_backward(unit))
-        for needed in [*around, unit]:
-            wait_for_unshard(needed)
-            needed.expose()  # activation checkpointing runs parts of a forward again in here
+        self._prefetch_in_backward(self.prefetcher.pre_backward(unit))
+        for call in needed:
+            wait_for_unshard(call.unit)
+            # Activation checkpointing runs parts of a forward again in here. Not the latest views:
+            # those may come from a forward without gradients.
+            call.unit.views = call.views
+            call.unit.expose()
 
     def post_backward(self, unit: Unit) -> None:
         """The gradient of ``unit.full`` is complete: the backward has gone through every use."""
@@ -197,13 +239,23 @@ class Hooks:
             )
         unit.phase = Phase.DONE
         self.engine.free(unit)
-        self.engine.prefetch(self.prefetcher.post_backward())
-        if unit.numel:
+        self._prefetch_in_backward(self.prefetcher.post_backward())
+        if not unit.numel:
+            return
+        if self.synchronizes and unit not in self.lockstep.contested:
             self.engine.reduce(unit, grad)
+        else:
+            self.engine.keep(unit, grad)
 
     def end_of_backward(self) -> None:
         """Every unit is sharded again, every gradient where the optimizer looks for it."""
-        self.engine.finish_reductions()
+        self.lockstep.at(Moment.END_OF_A_BACKWARD_BELOW, self.engine.root)
+        for unit in self.lockstep.late:
+            self.engine.reduce_kept(unit)
+        self.engine.finish_gradients()
+        if self.lockstep.contested:
+            self.prefetcher.pre_backward_order.forget()  # every rank has seen another one
+            self.lockstep.contested.clear()
         self._backward = None
         for unit in self.engine.units:
             self.engine.free(unit)  # its outputs, or some of them, were not part of this backward
@@ -220,6 +272,17 @@ class Hooks:
         Variable._execution_engine.queue_callback(callback)
         self._backward = weakref.ref(callback)  # to this bound method, which autograd holds
         self.prefetcher.start_backward()
+        self.lockstep.at(Moment.START_OF_A_BACKWARD_BELOW, self.engine.root)
+        for unit in self.engine.units:
+            check_waiting_gradient(unit)
+        self.lockstep.agree(_use, self.synchronizes)
+        for unit in self.lockstep.contested:
+            for needed in (*unit.enclosing, unit):  # see pre_backward: they may be needed with it
+                self.engine.gather(needed)
+
+    def _prefetch_in_backward(self, target: Unit | None) -> None:
+        if not self.lockstep.contested:  # otherwise ranks go different ways now
+            self.engine.prefetch(target)
 
     def _forget_dead_backward(self) -> None:
         """The last backward died of an exception: start as if it had never been."""
@@ -231,3 +294,11 @@ class Hooks:
         self.prefetcher.forget()
         for unit in ran:  # another graph through them may be next
             unit.phase = Phase.FORWARD
+
+
+def _use(unit: Unit) -> Use:
+    """What the backward that has just begun will have for a unit, on this rank."""
+    # torch's own multi-grad hooks ask the engine the same question.
+    if any(torch._C._will_engine_execute_node(node) for node in unit.accumulators):
+        return Use.GRADIENT
+    return Use.WAITING if unit.waiting is not None else Use.NONE

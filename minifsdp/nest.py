@@ -4,10 +4,13 @@ A unit's backward begins when a gradient reaches one of its outputs, so every ou
 found, wherever it hides. One that is missed would find its unit's parameters freed.
 """
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -30,3 +33,41 @@ def tensors_in(value: object) -> Iterator[Tensor]:
                 stack.extend(getattr(item, field.name) for field in fields(item))
             elif hasattr(item, "__dict__"):
                 stack.extend(vars(item).values())
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """``value`` with each tensor in its tuples, lists, dicts and dataclasses replaced. Nothing that
+    the caller holds is changed; what has no such tensor in it is the same object as before. Where
+    something is inside of itself, that stays as it is."""
+    return _map(function, value, ())
+
+
+def _map(function: Callable[[Tensor], Tensor], value: Any, around: tuple[int, ...]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if id(value) in around:
+        return value
+    around = (*around, id(value))
+    if isinstance(value, (list, tuple)):
+        items = [_map(function, item, around) for item in value]
+        if isinstance(value, PackedSequence):
+            items[1] = value.batch_sizes  # on the CPU, and an RNN wants it there
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    if isinstance(value, dict):
+        parts = dict(value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+    else:
+        return value
+    changed = {key: _map(function, part, around) for key, part in parts.items()}
+    if all(changed[key] is part for key, part in parts.items()):
+        return value
+    result = copy.copy(value)
+    for key, part in changed.items():
+        if isinstance(result, dict):
+            result[key] = part  # not update(), which some refuse, as transformers' ModelOutput
+        else:
+            object.__setattr__(result, key, part)  # the dataclass may be frozen
+    return result

@@ -72,6 +72,9 @@ class Prefetcher:
     """Names the unit to gather next, at each of the four places where there is a choice."""
 
     def __init__(self, backward: BackwardPrefetch | None, forward: ForwardPrefetch | None) -> None:
+        for given, kind in ((backward, BackwardPrefetch), (forward, ForwardPrefetch)):
+            if given is not None and not isinstance(given, kind):
+                raise TypeError(f"{given!r} is not one of minifsdp.{kind.__name__}'s, nor None")
         self.backward, self.forward = backward, forward
         self.pre_forward_order = Order()
         self.post_forward_order = Order()
@@ -137,7 +140,7 @@ class Prefetcher:
         pending = self._pending
         if unit is pending:
             self._pending = None
-        elif pending is not None and unit.sharded and unit.memory is Memory.SHARDED:
+        elif pending is not None and unit.transient and unit.memory is Memory.SHARDED:
             self._pending = None  # count it once
             self.mistargets["not needed yet"] += pending.memory is not Memory.SHARDED
 

@@ -6,10 +6,12 @@ needed is their mean, and of that only the part that belongs to this rank's shar
     rank 0   [a0 b0]                      rank 0   mean(a0, a1)
     rank 1   [a1 b1]   reduce-scatter ->  rank 1   mean(b0, b1)
 
-A rank that holds all parameters (NO_SHARD) needs all of the mean: an all-reduce.
+A rank that holds all parameters (NO_SHARD) needs all of the mean: an all-reduce. With hybrid
+sharding there are both, one after the other: a reduce-scatter in the group that shares the
+parameters, then an all-reduce, of a chunk only, over those that have the same chunk.
 
 A reduction holds three pieces of memory until it is over: the gradient that is being sent, what
-arrives, and the result. The engine waits for one before it starts the next (see engine.py), so
+arrives, and the result. The engine lets one arrive before it starts the next (see engine.py), so
 there is never more than one such set besides the gradient being computed.
 """
 
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from minifsdp.collectives import all_reduce, reduce_scatter
+from minifsdp.offload import download
 from minifsdp.streams import Event, Finish, Streams
 from minifsdp.unit import Unit
 
@@ -29,26 +32,52 @@ class Reduction:
     unit: Unit
     result: Tensor
     event: Event
-    sent: Tensor | None  # kept: until the event, the reduce stream reads it
+    sent: tuple[Tensor, ...] = ()  # kept: until it has arrived, the reduce stream reads it
 
 
 def reduce_gradient(unit: Unit, grad: Tensor, streams: Streams) -> Reduction:
     """Start reducing ``grad``, the gradient of ``unit.full`` (same shape), on the reduce stream."""
     # Without this wait the reduction would send what the backward has yet to write.
-    streams.reduce.wait_event(streams.compute.record_event())
-    result, shards, replicas = grad, unit.shard_group, unit.replicate_group
-    assert (shards is None) != (replicas is None), "both at once would be hybrid sharding"
+    written = streams.compute.record_event()
+    streams.reduce.wait_event(written)
+    shards, replicas = unit.shard_group, unit.replicate_group
+    reduction = Reduction(unit, grad, written)
 
     def launch() -> Finish:
-        nonlocal result
-        if replicas is not None:
-            return all_reduce(grad, replicas, 1 / replicas.size())
-        assert shards is not None
-        result, finish = reduce_scatter(grad, shards, 1 / shards.size(), unit.tag)
+        dtype = unit.precision.reduce_dtype
+        low = grad if dtype is None else grad.to(dtype)
+        reduction.result, reduction.sent = low, (grad, low)
+        if shards is None:
+            assert replicas is not None
+            return all_reduce(low, replicas, 1 / replicas.size())
+        reduction.result, finish = reduce_scatter(low, shards, 1 / shards.size(), unit.tag)
         return finish
 
-    event = streams.reduce.submit(launch)
-    return Reduction(unit, result, event, grad)
+    reduction.event = streams.reduce.submit(launch)
+    return reduction
+
+
+def let_arrive(reduction: Reduction, streams: Streams) -> None:
+    """Wait for the first half of a reduction, and start the rest: over replicas, to the host."""
+    reduction.event.wait()
+    reduction.sent = ()
+    unit, result = reduction.unit, reduction.result
+    if unit.shard_group is not None and unit.replicate_group is not None:
+        replicas = unit.replicate_group
+        streams.replicate.wait_event(reduction.event)
+        reduction.event = streams.replicate.submit(
+            lambda: all_reduce(result, replicas, 1 / replicas.size())
+        )
+    if unit.offload_from is not None:
+        reduction.result, reduction.event = download(result, reduction.event, streams)
+
+
+def wait_for(reduction: Reduction) -> None:
+    """Wait for the end of a reduction, in the place where it will be added to others."""
+    if reduction.unit.offload_from is not None:
+        reduction.event.synchronize()  # it is the host that adds
+    else:
+        reduction.event.wait()
 
 
 def store_gradient(reduction: Reduction) -> None:
@@ -56,9 +85,11 @@ def store_gradient(reduction: Reduction) -> None:
 
     Called for all units at the end of a backward, so that a backward that failed leaves nothing.
     """
-    shard = reduction.unit.shard
-    grad = reduction.result[: shard.numel()]
-    if shard.grad is None:
+    unit, shard = reduction.unit, reduction.unit.shard
+    # Its own dtype or, with keep_low_precision_grads, a lower one; whatever was computed with.
+    grad, before = reduction.result[: shard.numel()].to(shard.grad_dtype), shard.grad
+    unit.waiting = None  # it was part of the sum
+    if before is None:
         shard.grad = grad
     else:
-        shard.grad.add_(grad)
+        before.add_(grad)

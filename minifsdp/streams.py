@@ -2,11 +2,15 @@
 
 A *stream* is a queue. What is submitted to one stream happens in order; two streams run beside
 each other unless one is told to wait. An *event* is a mark in a stream that others can wait for.
-FSDP uses three streams::
+FSDP uses three streams, and three more where models need them::
 
-    compute   | layer 1 fwd | layer 2 fwd | ...     forward, backward, optimizer
-    unshard   | gather 2 | gather 3 | ...           parameters, ahead of the computation
-    reduce    |  ...            reduce 2 |          gradients, behind the computation
+    compute     | layer 1 fwd | layer 2 fwd | ...   forward, backward, optimizer
+    unshard     | gather 2 | gather 3 | ...         parameters, ahead of the computation
+    reduce      |  ...            reduce 2 |        gradients, behind the computation
+
+    replicate   behind reduce: the all-reduce of hybrid sharding
+    upload      ahead of unshard: parameters that live in the host's memory
+    download    behind reduce: gradients on their way there
 
 The engine submits a function, ``launch``, that *starts* a collective and returns another,
 ``finish``, that waits for it and does what must come after it (see collectives.py). This is all
@@ -64,12 +68,15 @@ class Stream(Protocol):
 
 @dataclass(frozen=True)
 class Streams:
-    """The three streams of one root, on one device."""
+    """The streams of one root, on one device."""
 
     device: torch.device
     compute: Stream
     unshard: Stream
     reduce: Stream
+    replicate: Stream
+    upload: Stream
+    download: Stream
 
     @staticmethod
     def on(device: torch.device) -> "Streams":
@@ -124,7 +131,7 @@ class CpuStream:
 
 
 def _cpu(device: torch.device) -> Streams:
-    return Streams(device, CpuStream(), CpuStream(), CpuStream())
+    return Streams(device, *(CpuStream() for _ in range(6)))
 
 
 # ---------------------------------------------------------------------------------------- CUDA
@@ -161,12 +168,12 @@ class CudaStream:
 
 
 def _cuda(device: torch.device) -> Streams:
-    # High priority: a collective that is ready must not queue behind the kernels it runs beside.
-    unshard = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-    reduce = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-    return Streams(
-        device, CudaStream(device), CudaStream(device, unshard), CudaStream(device, reduce)
-    )
+    def new() -> CudaStream:
+        # High priority: a collective that is ready must not queue behind kernels it runs beside.
+        own = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        return CudaStream(device, own)
+
+    return Streams(device, CudaStream(device), *(new() for _ in range(5)))
 
 
 BACKENDS: dict[str, Callable[[torch.device], Streams]] = {"cpu": _cpu, "cuda": _cuda}

@@ -17,16 +17,20 @@ Two small state machines say where a unit stands::
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
-from minifsdp.collectives import Group
+from minifsdp.api import MixedPrecision
+from minifsdp.buffers import Buffers
 from minifsdp.flatten import check_flattenable, flatten, unflatten
-from minifsdp.shard import chunk_numel, real_numel, shard
+from minifsdp.groups import Placement
+from minifsdp.offload import HOST, host_copy
+from minifsdp.shard import FlatParameter, chunk_numel, real_numel, shard
+from minifsdp.slots import Slot, StandIn
 from minifsdp.streams import Event
 
 
@@ -47,54 +51,22 @@ class Phase(Enum):
     DONE = auto()  # its gradient is complete
 
 
-class FlatParameter(nn.Parameter):
-    """The parameter the optimizer sees. A type of its own, so that outer units leave it alone."""
+class Full(NamedTuple):
+    """Room for a unit's whole parameters, in one dtype."""
+
+    leaf: Tensor  # what autograd knows; views of it are what the layers compute with
+    buffer: Tensor  # the same memory, for collectives to write to
+    transient: bool  # its storage comes and goes; otherwise it is the chunk's own
+    accumulator: Node | None  # where autograd puts its gradient, if it gets one
 
 
-@dataclass
-class Slot:
-    """One original parameter: its place in the flat tensor is its place in ``Unit.slots``."""
+class Waiting(NamedTuple):
+    """A gradient that no_sync has left; see unsynced.py."""
 
-    name: str  # fully qualified, below the unit's module
-    shape: torch.Size
-    owners: list[tuple[nn.Module, str]] = field(default_factory=list)  # several: it is shared
-
-
-class StandIn:
-    """Stands where a parameter was while its unit is sharded: has its shape, refuses to compute.
-
-    Without it a layer called at the wrong time would read freed memory, which on a CPU is a crash.
-    """
-
-    def __init__(self, unit: "Unit", slot: Slot) -> None:
-        self._unit: Unit = weakref.proxy(unit)
-        self._name, self.shape = slot.name, slot.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._unit.shard.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._unit.shard.device
-
-    def _message(self) -> str:
-        return (
-            f"parameter {self._name!r} of unit {self._unit.label} is sharded now, so it has no "
-            f"values here. It has them during the forward and backward of its unit: call that "
-            f"unit's module (or one around it), or read it inside FSDP.summon_full_params(model). "
-            f"In activation checkpointing, use_reentrant=False keeps them long enough."
-        )
-
-    def __getattr__(self, attribute: str) -> NoReturn:
-        raise AttributeError(self._message())
-
-    @classmethod
-    def __torch_function__(
-        cls, func: object, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> NoReturn:
-        found = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, cls)]
-        raise RuntimeError(found[0]._message() if found else "a parameter is sharded now")
+    grad: Tensor  # of ``full``, not reduced
+    mark: Tensor  # what was in ``shard.grad`` then
+    mark_version: int
+    shard_version: int
 
 
 class Unit:
@@ -103,9 +75,10 @@ class Unit:
     Args:
         slots: where the parameters are; those of nested units excluded. May be empty.
         params: the parameters themselves, in the same order. They are copied, and let go.
-        shard_group: ranks that share the parameters, a chunk each; None: each rank has them whole.
-        replicate_group: ranks that hold the same chunk and all-reduce its gradient, or None.
-        reshard_after_forward: free ``full`` between forward and backward.
+        buffers: those of the same modules.
+        placement: who shares them (see groups.py).
+        precision: what to compute and to reduce in (see precision.py).
+        offload_from: the device to compute on, if the shard is to live on the host (offload.py).
         tag: a number that no other unit of the group has, the same on all ranks.
 
     Raises:
@@ -116,16 +89,17 @@ class Unit:
         self,
         slots: list[Slot],
         params: list[nn.Parameter],
-        shard_group: Group | None,
-        replicate_group: Group | None,
-        reshard_after_forward: bool,
+        buffers: Buffers,
+        placement: Placement,
+        precision: MixedPrecision,
+        offload_from: torch.device | None,
         tag: int,
     ) -> None:
         check_flattenable({s.name: p for s, p in zip(slots, params, strict=True)})
         self.name = ""  # the wrapper's place in the root; the root itself keeps ""
-        self.slots = slots
-        self.shard_group, self.replicate_group = shard_group, replicate_group
-        self.reshard_after_forward = reshard_after_forward
+        self.slots, self.buffers = slots, buffers
+        self.shard_group, self.replicate_group, self.reshard_after_forward = placement
+        self.precision, self.offload_from = precision, offload_from
         self.tag = tag
         self.enclosing: list[Unit] = []  # units around this one, outermost first
         self.memory, self.phase = Memory.SHARDED, Phase.IDLE
@@ -133,63 +107,132 @@ class Unit:
         self.on_gradient: Callable[[Unit], None] = lambda unit: None  # set by the root; see hooks
 
         flat = flatten(params) if params else torch.empty(0)
-        self.rank = shard_group.rank() if shard_group is not None else 0
-        self.ranks = shard_group.size() if shard_group is not None else 1  # that share it
+        group = self.shard_group
+        self.rank = group.rank() if group is not None else 0
+        self.ranks = group.size() if group is not None else 1  # that share it
         self.numel = flat.numel()
         self.full_numel = chunk_numel(self.numel, self.ranks) * self.ranks
-        self.sharded = shard_group is not None and self.numel > 0  # is there anything to gather?
 
         self.chunk = shard(flat, self.rank, self.ranks)  # the shard's memory, and padding after it
+        if offload_from is not None:
+            self.chunk = host_copy(self.chunk, offload_from)
         real = self.chunk[: real_numel(self.numel, self.rank, self.ranks)]
-        self.shard = FlatParameter(real, requires_grad=bool(params) and params[0].requires_grad)
-        self.full: Tensor | None = None  # made at the first forward: the module may move till then
-        self.buffer = self.chunk  # the memory of `full`
-        self.full_bytes = self.full_numel * self.chunk.element_size()
+        self.shard = self._new_shard(real, bool(params) and params[0].requires_grad)
+        self.waiting: Waiting | None = None
         self.views: list[Tensor] = []
+        self._fulls: dict[torch.dtype, Full] = {}  # made when used: the module may move till then
+        self.full: Tensor | None = None  # [n * ranks]: the leaf of the one that is used now,
+        self.buffer, self.transient, self.dtype = self.chunk, False, self.chunk.dtype  # its rest,
+        self.full_bytes = 0  # and its size
         self._stand_ins = [StandIn(self, slot) for slot in slots]
         for slot in slots:
             for module, attribute in slot.owners:
                 delattr(module, attribute)
         self.hide()
 
+    def _new_shard(self, data: Tensor, requires_grad: bool) -> FlatParameter:
+        shard = FlatParameter(data, requires_grad=requires_grad)
+        shard.is_chunk = self.ranks > 1
+        if self.precision.keep_low_precision_grads:
+            shard.grad_dtype = self.precision.param_dtype or data.dtype
+        return shard
+
+    def replace_shard(self, found: nn.Parameter) -> FlatParameter:
+        """Take over what torch has put in the shard's place, moved or cast."""
+        self.shard = self._new_shard(found.data, found.requires_grad)
+        return self.shard
+
     @property
     def label(self) -> str:
         """The unit's name as a message should say it."""
         return repr(self.name) if self.name else "<root>"
 
+    @property
+    def device(self) -> torch.device:
+        """Where it is computed with, which with offload is not where the shard is."""
+        return self.offload_from or self.shard.device
+
     # -------------------------------------------------------------------------- its two tensors
 
-    def refresh(self) -> None:
+    @property
+    def accumulators(self) -> list[Node]:
+        """Where autograd would put a gradient of this unit, for each ``full`` there is."""
+        return [full.accumulator for full in self._fulls.values() if full.accumulator is not None]
+
+    @torch.inference_mode(False)  # what is made here outlives the mode that the forward runs in
+    def refresh(self, training: bool) -> None:
         """Follow what the user did to ``shard`` since the last step: moved, cast, froze, replaced.
+
+        Args:
+            training: the mode of the root, on which the precision may depend.
 
         Raises:
             ValueError: ``shard`` was replaced by one of another size.
+            RuntimeError: it was moved away from the host, where it should stay.
         """
-        shard, stale = self.shard, self.full is None
-        real = real_numel(self.numel, self.rank, self.ranks)
+        shard, real = self.shard, real_numel(self.numel, self.rank, self.ranks)
         if shard.numel() != real:
             raise ValueError(
                 f"the flat parameter of unit {self.label} has {shard.numel()} elements; this "
                 f"rank's chunk has {real}. Assign a tensor of that size to its .data."
             )
+        if self.offload_from is not None and shard.device != HOST:
+            raise RuntimeError(
+                f"the parameters of unit {self.label} were moved to {shard.device}, but with "
+                f"CPUOffload they live on the CPU and are uploaded when they are needed. Do not "
+                f"move the model after wrapping; it computes on {self.offload_from} by itself."
+            )
         # Compared by address: module.to() and `param.data = ...` put new memory under it.
         moved = shard.device != self.chunk.device or shard.dtype != self.chunk.dtype
         if moved or (real and shard.data_ptr() != self.chunk.data_ptr()):
-            self.chunk = shard.data.new_zeros(self.chunk.numel())
+            chunk = shard.data.new_zeros(self.chunk.numel())
+            self.chunk = chunk if self.offload_from is None else host_copy(chunk, self.offload_from)
             self.chunk[:real] = shard.data
             shard.data = self.chunk[:real]
-            self.full_bytes = self.full_numel * self.chunk.element_size()
-            stale = True
-        if stale or self.full is None or self.full.requires_grad != shard.requires_grad:
-            self._make_full()
+            self._fulls.clear()
+        full_precision = self.precision.full_precision_in_eval and not training
+        low = None if full_precision else self.precision.param_dtype
+        self.compute_in(low or self.chunk.dtype)
+        self.buffers.place(self.device, full_precision)
 
-    def _make_full(self) -> None:
-        if self.shard_group is None:
-            full = self.chunk.data  # nothing to gather: compute with the chunk itself
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Choose the ``full`` of a dtype. The unit is sharded."""
+        full = self._fulls.get(dtype)
+        if full is None or full.leaf.requires_grad != self.shard.requires_grad:
+            full = self._fulls[dtype] = self._make_full(dtype)
+        self._choose(full)
+
+    def compute_with(self, leaf: Tensor) -> None:
+        """Choose the ``full`` that a graph was made with, which may be an older one.
+
+        Raises:
+            RuntimeError: the parameters were moved or cast since, and it is gone.
+        """
+        for full in self._fulls.values():
+            if full.leaf is leaf:
+                assert self.memory is Memory.SHARDED, self.label
+                self._choose(full)
+                return
+        raise RuntimeError(
+            f"the parameters of unit {self.label} were moved, cast, frozen or replaced between a "
+            f"forward and its backward. Call backward() first."
+        )
+
+    def _choose(self, full: Full) -> None:
+        self.full, self.buffer, self.transient = full.leaf, full.buffer, full.transient
+        self.dtype = full.leaf.dtype
+        self.full_bytes = self.full_numel * self.dtype.itemsize
+
+    def _make_full(self, dtype: torch.dtype) -> Full:
+        whole = self.shard_group is None and self.offload_from is None
+        if whole and dtype is self.chunk.dtype:
+            full, transient = self.chunk.data, False  # computed with as it is
         else:
-            full = self.chunk.new_empty(self.full_numel)
-        self.full = full.requires_grad_(self.shard.requires_grad)
-        if self.full.requires_grad:
+            full = torch.empty(self.full_numel, dtype=dtype, device=self.device)
+            transient = self.numel > 0
+        full.requires_grad_(self.shard.requires_grad)
+        accumulator = None
+        if full.requires_grad:
             unit = weakref.ref(self)  # autograd owns the hook; a strong reference would be a leak
 
             def gradient_is_complete(_: Tensor) -> None:
@@ -197,13 +240,15 @@ class Unit:
                 if alive is not None:
                     alive.on_gradient(alive)
 
-            register = self.full.register_post_accumulate_grad_hook
+            register = full.register_post_accumulate_grad_hook
             register(gradient_is_complete)  # type: ignore[no-untyped-call]
+            accumulator = get_gradient_edge(full).node
         # The same memory with a version counter of its own. Collectives write here: written through
         # `full`, they would look to autograd like a modification of what the forward has saved.
-        self.buffer = self.full.data
-        if self.sharded:
-            self.resize_storage(0)
+        buffer = full.data
+        if transient:
+            buffer.untyped_storage().resize_(0)
+        return Full(full, buffer, transient, accumulator)
 
     def resize_storage(self, size: int) -> None:
         """Give the storage of ``full`` room for ``size`` bytes: ``full_bytes``, or 0 to free it."""
@@ -219,22 +264,17 @@ class Unit:
         complete before its end, and all units would be unsharded at once.
         """
         assert self.full is not None
-        self.views = unflatten(self.full, [slot.shape for slot in self.slots])
+        with torch.enable_grad():  # a recomputation may meet what an evaluation has left here
+            self.views = unflatten(self.full, [slot.shape for slot in self.slots])
 
     def expose(self) -> None:
         """Let the modules compute with the views."""
+        if self.views and self.views[0]._base is not self.full:
+            self.make_views()  # the last forward was in another precision
         for slot, view in zip(self.slots, self.views, strict=True):
-            _set(slot, view)
+            slot.put(view)
 
     def hide(self) -> None:
         """Put stand-ins where the views were, which say what is wrong when they are used."""
         for slot, stand_in in zip(self.slots, self._stand_ins, strict=True):
-            _set(slot, stand_in)
-
-
-def _set(slot: Slot, value: object) -> None:
-    for module, attribute in slot.owners:
-        if type(module).__setattr__ is nn.Module.__setattr__:
-            module.__dict__[attribute] = value  # a tenth of setattr's price, twice a unit and pass
-        else:
-            setattr(module, attribute, value)  # an RNN keeps a list of its weights up to date here
+            slot.put(stand_in)

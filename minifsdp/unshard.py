@@ -8,27 +8,36 @@
 In two halves, because what lies between them is the whole point: :func:`unshard` starts the
 all-gather and returns at once, :func:`wait_for_unshard` makes the computation wait for it. Whatever
 is computed in between hides the time that the network takes.
+
+On its way a chunk may have to be uploaded (offload.py) and cast (precision.py). A unit that is not
+sharded has nothing to gather, but may still need the one or the other.
 """
 
 from minifsdp.collectives import all_gather
+from minifsdp.offload import upload
 from minifsdp.streams import Finish, Streams
 from minifsdp.unit import Memory, Unit
 
 
 def unshard(unit: Unit, streams: Streams) -> None:
-    """Start gathering the parameters of a sharded unit, on the unshard stream.
+    """Start filling ``unit.full``, on the unshard stream.
 
     The caller has made the unshard stream wait for the optimizer's last step; without that wait the
     other ranks would be sent parameters of which some are a step old.
     """
-    assert unit.memory is Memory.SHARDED and unit.shard_group is not None, unit.label
-    group = unit.shard_group
+    assert unit.memory is Memory.SHARDED and unit.transient, unit.label
+    uploaded = upload(unit.chunk, streams) if unit.offload_from is not None else None
 
     def launch() -> Finish:
         # Inside, so that on CUDA the memory is taken from the unshard stream's pool: the gather may
         # write to it at once, without waiting for whatever the compute stream is still doing.
         unit.resize_storage(unit.full_bytes)
-        return all_gather(unit.buffer, unit.chunk, group, unit.tag)
+        chunk = uploaded() if uploaded is not None else unit.chunk
+        if unit.shard_group is not None:
+            sent = chunk if chunk.dtype is unit.dtype else chunk.to(unit.dtype)
+            return all_gather(unit.buffer, sent, unit.shard_group, unit.tag)
+        unit.buffer.copy_(chunk)  # casts as well
+        return lambda: None
 
     unit.memory = Memory.GATHERING  # even if the launch fails: there may be memory to free
     unit.gathered = streams.unshard.submit(launch)

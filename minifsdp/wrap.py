@@ -1,25 +1,27 @@
-"""Where unit borders go.
+"""Which modules become units: the policies.
 
-A unit is gathered as a whole, so borders decide everything: one unit for the whole model saves no
-memory at the peak, one for each layer sends many small messages. A good border is the block that a
-model repeats. This file finds the modules to wrap, and checks that no parameter straddles a border.
+A policy is asked about one module after another. Before looking inside: shall I? If so, then again
+when all inside is done: does this one become a unit? (The root does, unasked.) It may answer the
+second with a dict, of settings that this unit has different from the root. The names and arguments
+are those of ``torch.distributed.fsdp.wrap``.
 """
 
-import gc
-from collections.abc import Callable, Iterable, Mapping
-from weakref import ref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
-from minifsdp.unit import FlatParameter, Slot, Unit
+Answer = bool | dict[str, Any]
+Policy = Callable[..., Answer]
+"""``policy(module=, recurse=, nonwrapped_numel=)``: with ``recurse`` whether to look inside
+``module``, without whether to wrap it; ``nonwrapped_numel`` counts its elements that no unit inside
+has taken."""
 
-WRAPPER_PREFIX = "_fsdp_wrapped_module."  # the name that torch gives it, in every state dict since
 
-Policy = Callable[..., bool]
-"""``policy(module=, recurse=, nonwrapped_numel=) -> bool``, as in torch: with ``recurse`` whether
-to look inside ``module``, without whether to wrap it; ``nonwrapped_numel`` counts its elements that
-no unit inside has taken."""
+def has_forward(module: nn.Module) -> bool:
+    """Containers, such as ``nn.ModuleList``, have none: there is no moment to gather them."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 class ModuleWrapPolicy:
@@ -30,168 +32,130 @@ class ModuleWrapPolicy:
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        classes = tuple(module_classes)
-        for cls in classes:
-            if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-                raise TypeError(f"ModuleWrapPolicy takes classes of nn.Module, not {cls!r}")
-        self.module_classes = classes
+        self.module_classes = _classes(module_classes, "ModuleWrapPolicy")
 
     def __call__(self, module: nn.Module, recurse: bool = False, nonwrapped_numel: int = 0) -> bool:
         return recurse or isinstance(module, self.module_classes)
 
 
-def clean(name: str) -> str:
-    """A fully qualified name as it was before wrapping."""
-    return name.replace(WRAPPER_PREFIX, "")
-
-
-def unit_of(module: nn.Module) -> Unit | None:
-    """The unit of a module that is a wrapper, else None."""
-    unit = module.__dict__.get("_unit")
-    return unit if isinstance(unit, Unit) else None
-
-
-def select(root: nn.Module, policy: Policy) -> list[nn.Module]:
-    """The modules below ``root`` that ``policy`` wants wrapped, inner ones before those around.
-    Modules that are wrapped already, and all inside them, are left alone."""
-    selected: list[nn.Module] = []
-    seen = {root}
-    for child in root.children():
-        _select(child, policy, selected, seen)
-    return selected
-
-
-def _select(
-    module: nn.Module, policy: Policy, selected: list[nn.Module], seen: set[nn.Module]
-) -> int:
-    """Extend ``selected`` and ``seen``; the number of elements that no selected module took."""
-    if module in seen or unit_of(module) is not None:
-        return 0
-    seen.add(module)
-    numel = sum(p.numel() for p in module.parameters() if not isinstance(p, FlatParameter))
-    if policy(module=module, recurse=True, nonwrapped_numel=numel):
-        own = sum(p.numel() for p in module.parameters(recurse=False))
-        numel = own + sum(_select(child, policy, selected, seen) for child in module.children())
-    if not policy(module=module, recurse=False, nonwrapped_numel=numel):
-        return numel
-    selected.append(module)
-    return 0
-
-
-def check_sharing(root: nn.Module, borders: list[nn.Module]) -> None:
-    """Refuse a parameter that two units would own, before anything is changed.
-
-    Raises:
-        ValueError: naming the parameter in both places, and the module to wrap instead.
-    """
-    _check_sharing(root, "", root, "", borders, {})
-
-
-def _check_sharing(
-    module: nn.Module,
-    name: str,
-    unit: nn.Module,
-    unit_name: str,
-    borders: list[nn.Module],
-    owners: dict[nn.Parameter, tuple[nn.Module, str, str]],  # its unit's module and name, its name
-) -> None:
-    if unit_of(module) is not None:
-        return  # wrapped by hand; collect() finds what it shares with others
-    if module in borders:
-        unit, unit_name = module, name
-    prefix = f"{name}." if name else ""
-    for attribute, param in module._parameters.items():
-        if param is not None:
-            owner, owner_name, other = owners.setdefault(
-                param, (unit, unit_name, prefix + attribute)
-            )
-            if owner is not unit:
-                raise _shared(other, owner_name, prefix + attribute, unit_name)
-    for attribute, child in module._modules.items():
-        if child is not None:  # though it was visited under another name: it may be in two units
-            _check_sharing(child, prefix + attribute, unit, unit_name, borders, owners)
-
-
-def wrap_inside(
-    root: nn.Module, borders: list[nn.Module], wrapper: Callable[[nn.Module], nn.Module]
-) -> None:
-    """Put ``wrapper(module)`` in the place, or the places, of each module in ``borders``."""
-    places = [(parent, name, m) for parent in root.modules() for name, m in parent._modules.items()]
-    for module in borders:
-        wrapped = wrapper(module)
-        for parent, name, child in places:
-            if child is module:
-                setattr(parent, name, wrapped)
-
-
-def collect(module: nn.Module) -> tuple[list[Slot], list[nn.Parameter]]:
-    """The parameters below ``module`` that no inner unit has. A shared one has several owners.
-
-    Raises:
-        ValueError: an inner unit has taken one of them, which a module outside it holds as well.
-    """
-    slots: dict[nn.Parameter, Slot] = {}
-    for module_name, owner in module.named_modules():
-        for attribute, param in owner._parameters.items():
-            if param is None or isinstance(param, FlatParameter):
-                continue
-            name = clean(f"{module_name}.{attribute}" if module_name else attribute)
-            taken = getattr(param, "_minifsdp_taken", None)
-            if taken is not None:
-                inner, its_name = taken
-                where = {unit_of(m): clean(n) for n, m in module.named_modules()}.get(inner())
-                if where is None:  # not below this module: a sibling, of which no name is known
-                    raise _shared(its_name, "another unit", name, "this one")
-                raise _shared(f"{where}.{its_name}", where, name, "")
-            slot = slots.setdefault(param, Slot(name, param.shape))
-            slot.owners.append((owner, attribute))
-    return list(slots.values()), list(slots)
-
-
-def mark_taken(unit: Unit, params: list[nn.Parameter]) -> None:
-    """Leave a note on the original parameters, for a module elsewhere that holds one of them."""
-    for slot, param in zip(unit.slots, params, strict=True):
-        param._minifsdp_taken = (ref(unit), slot.name)  # type: ignore[attr-defined]
-
-
-def check_optimizers(originals: Mapping[str, "ref[nn.Parameter]"]) -> None:
-    """Refuse an optimizer that was built before wrapping: it would step tensors nobody uses.
+class CustomPolicy:
+    """Ask a function about every module, on its own.
 
     Args:
-        originals: the parameters as they were, by name. Nobody should still hold them.
+        lambda_fn: ``module -> bool``, or a dict of those settings of ``FullyShardedDataParallel``
+            that this unit has different from the root, as ``{"sharding_strategy": ...}``; an empty
+            dict is False.
 
     Raises:
-        RuntimeError: an optimizer does.
+        TypeError: when asked: the function returned something else.
     """
-    alive = {id(param): name for name, r in originals.items() if (param := r()) is not None}
-    if not alive:
-        return
-    for candidate in gc.get_objects():  # a long walk; only when somebody does hold an original
-        if issubclass(type(candidate), Optimizer):  # isinstance would wake up lazy proxies
-            held = [
-                alive[id(p)] for g in candidate.param_groups for p in g["params"] if id(p) in alive
-            ]
-            if held:
-                raise RuntimeError(
-                    f"an optimizer ({type(candidate).__name__}) was built before wrapping. It "
-                    f"holds {', '.join(held)}, which wrapping has replaced by a sharded flat "
-                    f"parameter, so its steps would change nothing. Build it after wrapping, "
-                    f"from the wrapped model's parameters()."
-                )
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], Answer]) -> None:
+        self.lambda_fn = lambda_fn
+
+    def __call__(
+        self, module: nn.Module, recurse: bool = False, nonwrapped_numel: int = 0
+    ) -> Answer:
+        if recurse:
+            return True
+        answer = self.lambda_fn(module)
+        if not isinstance(answer, (bool, dict)):
+            raise TypeError(
+                f"the function of CustomPolicy has to return a bool or a dict of settings; for "
+                f"{type(module).__name__} it returned {answer!r}"
+            )
+        return answer
 
 
-def _shared(first: str, first_unit: str, second: str, second_unit: str) -> ValueError:
-    a, b = first.split(".")[:-1], second.split(".")[:-1]
-    common = []
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        common.append(x)
-    instead = repr(".".join(common)) if common else "the root"
-    units = " and ".join(repr(unit) if unit else "the root" for unit in (first_unit, second_unit))
-    return ValueError(
-        f"{first!r} and {second!r} are one parameter, but they are in different units ({units}). "
-        f"Units gather and free their parameters each by itself, so the two would part and drift. "
-        f"Let one unit own both: wrap {instead}, the smallest module that holds both, and "
-        f"neither of the two below it."
-    )
+def always_wrap_policy(module: nn.Module, recurse: bool = False, nonwrapped_numel: int = 0) -> bool:
+    """Wrap everything that can be wrapped: containers are only looked into. (torch wraps those too,
+    and never gathers them.)"""
+    return recurse or has_forward(module)
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
+) -> bool:
+    """Ask a function about every module: ``partial(lambda_auto_wrap_policy, lambda_fn=f)``."""
+    return recurse or lambda_fn(module)
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    transformer_layer_cls: Iterable[type[nn.Module]],
+) -> bool:
+    """:class:`ModuleWrapPolicy` as a function, under the name that older programs use.
+
+    Raises:
+        TypeError: something given is not a class of modules.
+    """
+    classes = _classes(transformer_layer_cls, "transformer_auto_wrap_policy")
+    return recurse or isinstance(module, classes)
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = 100_000_000,
+    force_leaf_modules: Iterable[type[nn.Module]] | None = None,
+    exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
+) -> bool:
+    """Wrap whatever has enough elements of its own. It knows nothing of the model's structure, so
+    its borders may fall in odd places; a policy of classes is better where there are blocks.
+
+    Args:
+        min_num_params: elements that a unit should have at least.
+        force_leaf_modules: neither looked into nor wrapped: they are part of whatever is around
+            them; ``nn.MultiheadAttention`` by default, which reads its children's weights without
+            calling them.
+        exclude_wrap_modules: looked into, and never wrapped; containers by default.
+    """
+    if nonwrapped_numel < min_num_params:
+        return False  # nothing inside can be large enough either
+    if recurse:
+        leaves = nn.MultiheadAttention if force_leaf_modules is None else tuple(force_leaf_modules)
+        return not isinstance(module, leaves)
+    if exclude_wrap_modules is None:
+        return has_forward(module)
+    return not isinstance(module, tuple(exclude_wrap_modules))
+
+
+_context: tuple[Callable[..., nn.Module], dict[str, Any]] | None = None
+
+
+@contextmanager
+def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
+    """Inside, :func:`wrap` wraps. For models that know where their borders are, and say so in their
+    ``__init__``, but can be built without sharding too::
+
+        with enable_wrap(wrapper_cls=FSDP, sharding_strategy=...):
+            model = FSDP(Model())       # in there: self.layer = wrap(nn.Linear(8, 8))
+    """
+    global _context
+    outer, _context = _context, (wrapper_cls, wrapper_kwargs)
+    try:
+        yield
+    finally:
+        _context = outer
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """``module``, wrapped with the settings of the :func:`enable_wrap` around this call, and these
+    ones before them; outside of any, ``module`` itself."""
+    if _context is None:
+        return module
+    wrapper_cls, settings = _context
+    return wrapper_cls(module, **{**settings, **wrap_overrides})
+
+
+def _classes(given: Iterable[type[nn.Module]], where: str) -> tuple[type[nn.Module], ...]:
+    if not isinstance(given, Iterable):
+        raise TypeError(f"{where} takes a set of classes, as {{nn.Linear}}, not {given!r}")
+    classes = tuple(given)
+    for cls in classes:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(f"{where} takes classes of nn.Module, not {cls!r}")
+    return classes

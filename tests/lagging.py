@@ -1,18 +1,25 @@
-"""A device that lags behind its host, as a GPU does, and does so in a way that can be counted.
+"""Devices that lag behind their host, as a GPU does, and do so in a way that can be counted on.
 
-Collectives and kernels give their results at once, so that training is right; but the *marks* that
-the host leaves in the compute stream count as passed only once the host waits for one of them. It
-is the slowest GPU there could be: it never gets ahead unless it is made to. What a limiter allows
-to be alive on it is the worst case on any device.
+:func:`lagging_device` is late with its computation. Collectives and kernels give their results at
+once, so that training is right; but the *marks* that the host leaves in the compute stream count as
+passed only once the host waits for one of them. It is the slowest GPU there could be: it never gets
+ahead unless it is made to. What a limiter allows to be alive on it is the worst case on any device.
+
+:func:`deferring_device` is late with everything else: gathers, reductions and copies are not even
+begun before somebody waits for them, and what is to come is NaN till then. Whoever computes with
+it too early, or waits for the wrong thing, gets other numbers than DDP.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 import minifsdp.engine
+import minifsdp.offload
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import streams
 from minifsdp.streams import CpuEvent, CpuStream, Streams
@@ -59,12 +66,74 @@ class PromptStream(CpuStream):
 
 @contextmanager
 def lagging_device() -> Iterator[None]:
-    """Inside, models that have not run yet run on such a device."""
+    """Inside, models that are wrapped there run on such a device."""
 
     def make(device: torch.device) -> Streams:
-        return Streams(device, LateStream(), PromptStream(), PromptStream())
+        return Streams(device, LateStream(), *(PromptStream() for _ in range(5)))
 
     with patch.dict(streams.BACKENDS, cpu=make):
+        yield
+
+
+class DeferredEvent:
+    """Passed once its stream has done this much."""
+
+    def __init__(self, stream: "DeferringStream", mark: int) -> None:
+        self._stream, self._mark = stream, mark
+
+    def synchronize(self) -> None:
+        self._stream.advance(self._mark)
+
+    wait = synchronize  # the computation is the caller's, and needs it now
+
+    def query(self) -> bool:
+        return self._stream.done >= self._mark
+
+
+class DeferringStream(CpuStream):
+    """A stream on which nothing happens until somebody waits for an event of it."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        self._queue: deque[Callable[[], object]] = deque()
+
+    def submit(self, launch) -> DeferredEvent:
+        self._queue.append(lambda: launch()())
+        return self.record_event()
+
+    def record_event(self) -> DeferredEvent:
+        return DeferredEvent(self, self.done + len(self._queue))
+
+    def wait_event(self, event) -> None:
+        self._queue.append(event.synchronize)
+
+    def advance(self, mark: int) -> None:
+        while self.done < mark:
+            self.done += 1  # first, so that what fails is not done twice
+            self._queue.popleft()()
+
+
+@contextmanager
+def deferring_device() -> Iterator[None]:
+    """Inside, models that are wrapped there run on such a device."""
+    unshard, host_memory = minifsdp.engine.unshard, minifsdp.offload._host_memory
+
+    def make(device: torch.device) -> Streams:
+        return Streams(device, CpuStream(), *(DeferringStream() for _ in range(5)))
+
+    def unshard_into_nan(unit, its_streams):
+        unshard(unit, its_streams)
+        unit.resize_storage(unit.full_bytes)  # as on a GPU: taken at once, filled later
+        unit.buffer.fill_(torch.nan)
+
+    def nan_on_host(like: Tensor, device: torch.device) -> Tensor:
+        return host_memory(like, device).fill_(torch.nan)
+
+    with (
+        patch.dict(streams.BACKENDS, cpu=make),
+        patch.object(minifsdp.engine, "unshard", unshard_into_nan),
+        patch.object(minifsdp.offload, "_host_memory", nan_on_host),
+    ):
         yield
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 Inputs = tuple[Tensor, ...]
@@ -22,6 +23,8 @@ class Case:
     units: tuple[type[nn.Module], ...]
     inputs: Callable[[], Inputs]  # random; the caller has set the seed
     loss: Callable[..., Tensor] = field(default=lambda output, *inputs: output.pow(2).mean())
+    experts: tuple[type[nn.Module], ...] = ()  # each rank has its own, in a group of one
+    unused: bool = False  # some parameters get no gradient
 
 
 class Unit(nn.Sequential):
@@ -108,7 +111,8 @@ class Partial(nn.Module):
         self.last = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.unit(x)[:, :3] @ torch.ones(3, 8, device=x.device))
+        x = self.unit(x)[:, :3]
+        return self.last(x @ x.new_ones(3, 8))
 
 
 def frozen() -> nn.Module:
@@ -160,6 +164,21 @@ class Recurrent(nn.Module):
         return self.last(self.rnn(x[None])[0])
 
 
+class Expert(nn.Linear):
+    """A layer that is another one on each rank, and whose gradient nobody else shares."""
+
+    def __init__(self, *sizes: int) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(42 + dist.get_rank())
+            super().__init__(*sizes)
+
+
+def mixture_of_experts() -> nn.Module:
+    return nn.Sequential(
+        Unit(nn.Linear(8, 16), nn.Tanh()), Expert(16, 12), nn.Tanh(), Unit(nn.Linear(12, 8))
+    )
+
+
 TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 CASES = {
     "transformer": Case(SharedTransformer, TRANSFORMER_LAYERS, tokens, cross_entropy),
@@ -168,10 +187,11 @@ CASES = {
     "mlp_always": Case(nested_mlp, (nn.Module,), rows),
     "mlp_root_only": Case(nested_mlp, (), rows),
     "twice": Case(Twice, (Unit,), rows),
-    "unused": Case(Unused, (Unit,), rows),
+    "unused": Case(Unused, (Unit,), rows, unused=True),
     "partial": Case(Partial, (Unit,), rows),
     "frozen": Case(frozen, (Unit,), rows),
     "odd": Case(Odd, (Unit,), rows),
     "conv": Case(conv_net, (Unit,), lambda: (torch.rand(2, 1, 8, 8),)),
     "recurrent": Case(Recurrent, (nn.LSTM,), rows),
+    "experts": Case(mixture_of_experts, (Unit,), rows, experts=(Expert,)),
 }

@@ -65,7 +65,7 @@ def gathered_gradients(model: FSDP) -> dict[str, Tensor]:
         chunks = [padded]
         if unit.shard_group is not None:
             chunks = [torch.empty_like(padded) for _ in range(unit.ranks)]
-            dist.all_gather(chunks, padded)
+            dist.all_gather(chunks, padded, group=unit.shard_group)
         flat, start = torch.cat(chunks), 0
         for slot in unit.slots:
             name = f"{unit.name}.{slot.name}" if unit.name else slot.name

@@ -78,6 +78,93 @@ def test_all_reduce_is_torchs(world_size):
     run(check_all_reduce, world_size)
 
 
+def check_broadcast():
+    group, rank = world(), dist.get_rank()
+    seen = []
+    for tensor in (
+        torch.full((2, 3), float(rank)),
+        torch.full((2, 3), float(rank)).t(),  # sent as it is read, not as it lies in memory
+        torch.full((4, 4), float(rank))[::2, 1:3],
+        torch.tensor(rank),
+        torch.tensor([rank % 2 == 0]),
+        torch.empty(0, 3),
+    ):
+        tensor = tensor.to(device())
+        if rank == 0 and tensor.ndim == 2:
+            tensor.copy_(torch.arange(float(tensor.numel())).view(tensor.shape))
+        collectives.broadcast(tensor, group)
+        seen.append(tensor.tolist())
+    assert seen == [
+        [[0, 1, 2], [3, 4, 5]],
+        [[0, 1], [2, 3], [4, 5]],
+        [[0, 1], [2, 3]],
+        0,
+        [True],
+        [],
+    ]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_broadcast_gives_everybody_what_the_first_rank_has(world_size):
+    run(check_broadcast, world_size)
+
+
+@on_ranks(4)
+def test_the_first_rank_is_that_of_the_group():
+    rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    row = rows[dist.get_rank() // 2]
+    tensor = torch.tensor([dist.get_rank()], device=device())
+    collectives.broadcast(tensor, row)
+    assert int(tensor) == dist.get_rank() // 2 * 2
+    assert collectives.gather_objects(dist.get_rank(), row) == [int(tensor), int(tensor) + 1]
+    number = torch.tensor(float(dist.get_rank()), device=device())
+    collectives.add_up(number, row)
+    assert number == 2 * tensor + 1
+
+
+def check_broadcast_in_rows():
+    """By another layout on each rank."""
+    tensor = torch.zeros(2, 3, device=device())
+    if dist.get_rank():
+        tensor = torch.zeros(3, 2, device=device()).t()
+    else:
+        tensor.copy_(torch.arange(6.0).view(2, 3))
+    collectives.broadcast(tensor, world())
+    assert tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_may_lay_out_a_tensor_differently(world_size):
+    run(check_broadcast_in_rows, world_size)
+
+
+def check_add_up():
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    number = torch.tensor(2.0**rank, device=device())
+    collectives.add_up(number, world())
+    assert number == 2**ranks - 1
+    number = torch.tensor(float(-(rank**2)), device=device())
+    collectives.add_up(number, world(), largest=True)
+    assert number == 0
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_numbers_are_added_up_and_the_largest_is_found(world_size):
+    run(check_add_up, world_size)
+
+
+def check_gather_objects():
+    rank = dist.get_rank()
+    mine = {"rank": rank, "text": "é" * 1000 * rank, "dtype": torch.float32, "none": None}
+    for theirs, said in enumerate(collectives.gather_objects(mine, world())):
+        assert said == {**mine, "rank": theirs, "text": "é" * 1000 * theirs}
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_everybody_hears_what_each_rank_says_however_long(world_size):
+    run(check_gather_objects, world_size)
+
+
 @on_ranks(2)
 def test_a_mean_in_half_precision_does_not_overflow_on_the_way():
     flat = torch.full((4,), 60000.0, dtype=torch.float16, device=device())

@@ -1,16 +1,19 @@
 """engine.py: what the units of one root share, and the verbs with it."""
 
+from dataclasses import replace
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import minifsdp.engine
-from minifsdp import ShardingStrategy
+from minifsdp import CPUOffload, ShardingStrategy
 from minifsdp.reduce import reduce_gradient
 from minifsdp.streams import CpuEvent, CpuStream, Streams
-from tests.parity import check_at_rest
+from tests.parity import check_at_rest, grid
+from tests.races import noting_device
 from tests.ranks import device, on_ranks
 from tests.small import batch, layers, stack, step, storage
 
@@ -34,8 +37,8 @@ def test_gathers_wait_for_what_the_optimizer_writes():
     if device().type == "cuda":
         pytest.skip("of the order of calls; the streams are stand-ins")
     stream = Noted()
-    model.engine.streams = Streams(device(), stream, stream, CpuStream())
-    model.engine.start()
+    model.engine.streams = replace(Streams.on(device()), compute=stream, unshard=stream)
+    model.engine.start(training=True)
     model.engine.gather(model.engine.units[1])
     assert log == ["mark", "wait", "gather"]
 
@@ -44,7 +47,7 @@ def test_gathers_wait_for_what_the_optimizer_writes():
 def test_gathering_and_freeing_twice_is_gathering_and_freeing_once():
     model = stack()
     engine, unit = model.engine, model.engine.units[1]
-    engine.start()
+    engine.start(training=True)
     engine.gather(unit)
     engine.gather(unit)
     assert engine.stats.all_gathers == engine.stats.unsharded_units == 1
@@ -59,15 +62,14 @@ def test_gathering_and_freeing_twice_is_gathering_and_freeing_once():
 def test_gradients_are_handed_over_all_or_none():
     model = stack()
     engine = model.engine
-    engine.start()
-    for unit in engine.units[:2]:
+    engine.start(training=True)
+    for unit in engine.units[:3]:
         engine.reduce(unit, torch.ones(42, device=device()))
-    first, second = engine._reductions
-    second.event.wait()
+    second = engine._reductions[1]
     second.event = CpuEvent(Mock(side_effect=ConnectionError("gone")))
     with pytest.raises(ConnectionError):
-        engine.finish_reductions()
-    assert first.unit.shard.grad is None and second.unit.shard.grad is None
+        engine.finish_gradients()
+    assert all(unit.shard.grad is None for unit in engine.units)
 
 
 @on_ranks(2)
@@ -115,3 +117,39 @@ def test_a_failing_gather_reaches_the_caller_and_leaves_nothing():
     check_at_rest(model)
     assert torch.equal(step(model), plain(batch()).pow(2).sum())
     assert model.engine.stats.declined_prefetches == 0  # the limiter knows that it is gone
+
+
+def interrupt(*_):
+    raise InterruptedError
+
+
+@pytest.mark.parametrize("offload", [None, CPUOffload(True)], ids=["", "offload"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
+@on_ranks(2)
+def test_what_is_still_being_sent_is_not_given_away_after_an_exception(strategy, offload):
+    if device().type == "cuda":
+        pytest.skip("the streams are stand-ins")
+    strategy = ShardingStrategy[strategy]
+    mesh = grid(strategy) if "HYBRID" in strategy.name else None
+    with noting_device() as notes:
+        model = stack(sharding_strategy=strategy, device_mesh=mesh, cpu_offload=offload)
+        handle = model.module[2].register_full_backward_hook(interrupt)
+        with pytest.raises(InterruptedError):
+            step(model)
+        handle.remove()
+        step(model)
+    assert notes.races == []
+
+
+@on_ranks(2)
+def test_the_last_gradient_gets_its_second_half_too():
+    model = stack(
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_mesh=grid(ShardingStrategy.HYBRID_SHARD),
+    )
+    model.engine.start(training=True)
+    for number, unit in enumerate(model.engine.units[:2]):
+        grad = torch.full((42,), float(number + dist.get_rank()), device=device())
+        model.engine.reduce(unit, grad)
+    model.engine.finish_gradients()
+    assert [float(unit.shard.grad[0]) for unit in model.engine.units[:2]] == [0.5, 1.5]

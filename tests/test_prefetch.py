@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch as TorchBackwardPrefetch
 
 from minifsdp import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.prefetch import Order
+from minifsdp.prefetch import Order, Prefetcher
 from tests.ranks import device, on_ranks
 from tests.small import batch, layers, stack, step, watch
 
@@ -239,3 +240,10 @@ def test_evaluation_in_between_does_not_confuse_it():
         model(batch())
     assert recorded(model) == ("+root +1 +2 -1 +3 -2 -3", "+3 +2 -3 +1 -2 -1 -root")
     assert not mistargets(model), mistargets(model)
+
+
+def test_what_is_no_prefetch_of_ours_is_refused():
+    """torch's own enum would be none of these, and silently mean no prefetch at all."""
+    for wrong in ("pre", TorchBackwardPrefetch.BACKWARD_PRE, ForwardPrefetch.FORWARD_PRE):
+        with pytest.raises(TypeError, match=r"is not one of minifsdp.BackwardPrefetch's"):
+            Prefetcher(wrong, None)

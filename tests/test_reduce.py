@@ -4,9 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp import ShardingStrategy
-from minifsdp.reduce import reduce_gradient, store_gradient
-from tests.ranks import device, on_ranks
+from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from minifsdp.groups import HYBRID
+from minifsdp.reduce import let_arrive, reduce_gradient, store_gradient, wait_for
+from tests.lagging import deferring_device
+from tests.parity import grid
+from tests.races import noting_device
+from tests.ranks import device, on_ranks, run
 from tests.small import (
     assert_same_gradients,
     batch,
@@ -17,28 +21,54 @@ from tests.small import (
     step,
 )
 
-STRATEGIES = [s for s in ShardingStrategy if "HYBRID" not in s.name]
+STRATEGIES = list(ShardingStrategy)
+OFFLOADS = pytest.mark.parametrize("offload", [None, CPUOffload(True)], ids=["", "offload"])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(3)
-def test_the_gradient_is_the_mean_over_ranks(strategy):
-    model, plain = stack(sharding_strategy=strategy), layers()
+def sharded(strategy, **settings):
+    mesh = grid(strategy) if strategy in HYBRID else None
+    return stack(sharding_strategy=strategy, device_mesh=mesh, **settings)
+
+
+def check_mean(strategy, offload):
+    model, plain = sharded(strategy, cpu_offload=offload), layers()
     step(model)
     expected = mean_gradients(plain, plain(batch()).pow(2).sum())
     assert_same_gradients(gathered_gradients(model), expected)
 
 
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@OFFLOADS
+def test_the_gradient_is_the_mean_over_ranks(offload, strategy, world_size):
+    run(check_mean, world_size, strategy, offload)
+
+
 @on_ranks(2)
 def test_each_rank_keeps_its_own_part():
     model = stack()
-    model.engine.start()
+    model.engine.start(training=True)
     unit = model.engine.units[1]
     grad = torch.arange(42.0, device=device()) * (dist.get_rank() + 1)
     reduction = reduce_gradient(unit, grad, model.engine.streams)
     reduction.event.wait()
     expected = (torch.arange(42.0, device=device()) * 1.5).chunk(2)[dist.get_rank()]
     assert torch.equal(reduction.result, expected)
+
+
+@pytest.mark.parametrize("strategy", HYBRID)
+@on_ranks(4)
+def test_with_hybrid_sharding_there_are_two_means_one_after_the_other(strategy):
+    """Ranks 0 and 1 are a row, 0 and 2 a column; each of four gives its own number."""
+    model = sharded(strategy)
+    model.engine.start(training=True)
+    unit, streams = model.engine.units[1], model.engine.streams
+    grad = torch.full((42,), 10.0 ** dist.get_rank(), device=device())
+    reduction = reduce_gradient(unit, grad, streams)
+    let_arrive(reduction, streams)
+    wait_for(reduction)
+    assert reduction.result.shape == (21,)
+    assert (reduction.result == (1 + 10 + 100 + 1000) / 4).all()
 
 
 @on_ranks(2)
@@ -49,10 +79,22 @@ def test_the_result_does_not_keep_the_whole_gradient_alive():
         assert unit.shard.grad.untyped_storage().size() == unit.chunk.nbytes
 
 
+@on_ranks(2)
+def test_what_was_sent_is_let_go_once_it_has_arrived_and_not_before():
+    model = stack()
+    model.engine.start(training=True)
+    streams = model.engine.streams
+    grad = torch.ones(42, device=device())
+    reduction = reduce_gradient(model.engine.units[1], grad, streams)
+    assert any(tensor is grad for tensor in reduction.sent)
+    let_arrive(reduction, streams)
+    assert reduction.sent == () and reduction.event.query()
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_gradients_add_up_until_they_are_cleared(strategy):
-    model, plain = stack(sharding_strategy=strategy), layers()
+    model, plain = sharded(strategy), layers()
     for at in range(3):
         step(model, at)
     losses = [plain(batch(step=at)).pow(2).sum() for at in range(3)]
@@ -62,12 +104,60 @@ def test_gradients_add_up_until_they_are_cleared(strategy):
 @on_ranks(2)
 def test_a_result_is_stored_without_copying_it():
     model = stack()
-    model.engine.start()
+    model.engine.start(training=True)
     unit = model.engine.units[1]
     reduction = reduce_gradient(unit, torch.ones(42, device=device()), model.engine.streams)
     reduction.event.wait()
     store_gradient(reduction)
     assert unit.shard.grad.data_ptr() == reduction.result.data_ptr()
+
+
+@pytest.mark.parametrize("keep, stored", [(False, torch.float32), (True, torch.bfloat16)])
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.float16], ids=str)
+@on_ranks(2)
+def test_a_gradient_is_cast_before_it_is_added_up_and_again_when_it_is_stored(
+    reduce_dtype, keep, stored
+):
+    precision = MixedPrecision(torch.bfloat16, reduce_dtype, keep_low_precision_grads=keep)
+    model = stack(mixed_precision=precision)
+    model.engine.start(training=True)
+    unit, streams = model.engine.units[1], model.engine.streams
+    # 1 + 2**-8 is no number in bfloat16, which rounds it to 1
+    value = torch.tensor(2.0 if dist.get_rank() == 0 else 2.0**-7)
+    grad = torch.full((42,), value, dtype=torch.bfloat16, device=device())
+    reduction = reduce_gradient(unit, grad, streams)
+    let_arrive(reduction, streams)
+    assert reduction.result.dtype is (reduce_dtype or torch.bfloat16)
+    store_gradient(reduction)
+    assert unit.shard.grad.dtype is stored
+    mean = 1 + 2.0**-8 if reduce_dtype is not None and not keep else 1
+    assert (unit.shard.grad == mean).all()
+
+
+@OFFLOADS
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(4)
+def test_every_part_of_it_waits_for_the_one_before(strategy, offload):
+    if device().type == "cuda":
+        pytest.skip("the streams are stand-ins")
+    with noting_device() as notes:
+        model = sharded(strategy, cpu_offload=offload)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for at in range(2):
+            step(model, at)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert notes.races == []
+
+
+@OFFLOADS
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(4)
+def test_however_late_it_is_the_optimizer_gets_the_mean(strategy, offload):
+    if device().type == "cuda":
+        pytest.skip("the streams are stand-ins")
+    with deferring_device():
+        check_mean(strategy, offload)
 
 
 @on_ranks(2)
@@ -84,3 +174,21 @@ def test_a_reduction_goes_on_while_the_backward_does():
     if device().type == "cuda":
         pytest.skip("the host does not see how far a GPU has come")
     assert open_when == [True]
+
+
+@on_ranks(4)
+def test_so_do_its_second_half_and_the_copy_to_the_host():
+    """When unit 4's chunk is on its way to the replicas and the host, others are still computed."""
+    if device().type == "cuda":
+        pytest.skip("the streams are stand-ins")
+    log = []
+    with deferring_device():
+        model = sharded(ShardingStrategy.HYBRID_SHARD, cpu_offload=CPUOffload(True))
+
+        def note(*_):
+            streams = model.engine.streams
+            log.append((len(streams.replicate._queue) > 0, len(streams.download._queue) > 0))
+
+        model.module[1].module[0].register_full_backward_hook(note)
+        step(model)
+    assert log == [(True, True)]

@@ -14,7 +14,7 @@ from tests.small import batch, stack, step, storage
 
 def unsharded_unit():
     model = stack()
-    model.engine.start()
+    model.engine.start(training=True)
     unit, streams = model.engine.units[1], model.engine.streams
     unshard(unit, streams)
     wait_for_unshard(unit)
@@ -47,7 +47,7 @@ def test_gathering_again_revives_what_autograd_has_saved():
 @on_ranks(2)
 def test_a_gather_that_nobody_waited_for_is_over_before_its_memory_goes():
     model = stack()
-    model.engine.start()
+    model.engine.start(training=True)
     unit = model.engine.units[1]
     unshard(unit, model.engine.streams)
     event = unit.gathered

@@ -1,17 +1,19 @@
 """streams.py: where work runs."""
 
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from minifsdp import ShardingStrategy, collectives, streams
+from minifsdp import CPUOffload, ShardingStrategy, collectives, streams
 from minifsdp.streams import CpuStream, CudaStream, Streams
-from tests.parity import check_parity
+from tests.parity import BF16_SUMMED_IN_FP32, check_parity
 from tests.ranks import on_ranks
 
 CPU = torch.device("cpu")
+OFFLOADED_BF16 = {"cpu_offload": CPUOffload(True), "mixed_precision": BF16_SUMMED_IN_FP32}
 
 
 def test_a_launch_starts_at_once_and_finishes_when_somebody_waits():
@@ -59,6 +61,13 @@ def test_whoever_waits_gets_the_exception_and_nobody_waits_for_it_twice():
 
 def test_the_host_has_always_passed_its_own_marks():
     assert CpuStream().record_event().query()
+
+
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpus(1))])
+def test_each_stream_is_one_of_its_own(kind):
+    made = Streams.on(torch.device(kind))
+    every = [getattr(made, field.name) for field in fields(made) if field.name != "device"]
+    assert len({id(stream) for stream in every}) == len(every) == 6
 
 
 def test_an_unknown_kind_of_device_is_refused_by_name():
@@ -123,9 +132,10 @@ class PassedEvent:
         return True
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("settings", [{}, OFFLOADED_BF16], ids=["", "offload, bf16"])
+@pytest.mark.parametrize("strategy", ShardingStrategy.__members__)
 @on_ranks(2)
-def test_the_cuda_path_trains_on_stand_ins_for_cudas_streams(strategy):
+def test_the_cuda_path_trains_on_stand_ins_for_cudas_streams(strategy, settings):
     """All that runs on CUDA but CUDA: its streams' code, torch's own collectives, the engine."""
 
     class Stream:
@@ -148,8 +158,24 @@ def test_the_cuda_path_trains_on_stand_ins_for_cudas_streams(strategy):
         patch.object(collectives, "NATIVE", True),
     ):
         for name in ("transformer", "mlp_nested", "odd"):
-            check_parity(name, sharding_strategy=ShardingStrategy[strategy], forward_prefetch=True)
-    assert bool(used) == (strategy != "NO_SHARD")
+            check_parity(
+                name,
+                sharding_strategy=ShardingStrategy[strategy],
+                forward_prefetch=True,
+                **settings,
+            )
+    assert bool(used) == (strategy != "NO_SHARD" or bool(settings))
+
+
+def test_on_cuda_what_is_collective_does_not_queue_behind_the_kernels_it_runs_beside():
+    made = []
+
+    def new(device, priority):
+        made.append(priority)
+
+    with patch("torch.cuda.Stream", new):
+        streams._cuda(torch.device("cuda"))
+    assert made == [-1] * 5  # all but the compute stream, which is whatever is current
 
 
 @pytest.mark.gpus(1)

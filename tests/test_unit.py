@@ -2,17 +2,18 @@
 
 import gc
 import weakref
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from minifsdp import FlatParameter
+from minifsdp import CPUOffload, FlatParameter, MixedPrecision, ShardingStrategy, streams
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.unit import Memory
 from tests.ranks import device, on_ranks
-from tests.small import batch, layers, stack, step
+from tests.small import batch, layers, stack, step, storage
 
 
 @on_ranks(2)
@@ -45,34 +46,6 @@ def test_the_original_parameters_are_gone():
     gc.collect()
     assert original() is None
     assert [name for name, _ in model.named_parameters()] == ["_flat_param"]
-
-
-@on_ranks(2)
-def test_a_sharded_parameter_says_what_is_wrong():
-    model = stack()
-    block = model.module[2]
-    weight = block.module[0].weight
-    assert weight.shape == (6, 6) and weight.dtype == torch.float32 and weight.device == device()
-    calls = [
-        lambda: block.module(batch()),  # the wrapped module, around its wrapper
-        lambda: batch() @ weight,
-        lambda: batch() * weight,
-        lambda: torch.norm(weight),
-        lambda: weight.sum(),
-    ]
-    for call in calls:
-        with pytest.raises((RuntimeError, AttributeError)) as error:
-            call()
-        assert "parameter '0.weight' of unit '2' is sharded now" in str(error.value)
-        assert "summon_full_params" in str(error.value)
-
-
-@on_ranks(2)
-def test_after_a_step_the_parameter_is_sharded_again_and_says_so():
-    model = stack()
-    step(model)
-    with pytest.raises(RuntimeError, match="is sharded now"):
-        model.module[2].module(batch())
 
 
 @on_ranks(2)
@@ -120,6 +93,14 @@ def test_a_shard_of_another_size_is_refused_by_name():
 
 
 @on_ranks(2)
+def test_a_shard_that_should_be_on_the_host_and_is_not_is_refused_by_name():
+    model = stack(cpu_offload=CPUOffload(True))
+    model.module[2].to("meta")
+    with pytest.raises(RuntimeError, match=r"unit '2' were moved to meta, .* live on the CPU"):
+        model(batch())
+
+
+@on_ranks(2)
 def test_freezing_after_wrapping_is_followed():
     model = stack()
     model.engine.units[2].shard.requires_grad_(False)
@@ -138,6 +119,118 @@ def test_a_unit_without_parameters_gathers_nothing():
     assert [name for name, _ in model.named_parameters()] == ["1._flat_param"]
     assert model.engine.stats.all_gathers == 2
     assert all(unit.memory is Memory.SHARDED for unit in model.engine.units)
+
+
+# ------------------------------------------------------------------- one `full` for each dtype
+
+LOW = torch.bfloat16
+
+
+def prepared(strategy="FULL_SHARD", **settings):
+    model = stack(sharding_strategy=ShardingStrategy[strategy], **settings)
+    model.engine.start(training=True)
+    return model.engine.units[1]
+
+
+@on_ranks(2)
+def test_there_is_one_full_for_each_dtype_and_it_is_made_once():
+    unit = prepared()
+    exact = unit.full
+    unit.compute_in(LOW)
+    low = unit.full
+    assert exact.dtype is torch.float32 and low.dtype is LOW and unit.dtype is LOW
+    assert unit.full_bytes == 42 * 2 and exact.numel() == low.numel() == 42
+    unit.compute_in(torch.float32)
+    assert unit.full is exact and unit.full_bytes == 42 * 4
+    assert [full.leaf for full in unit._fulls.values()] == [exact, low]
+    unit.compute_with(low)
+    assert unit.full is low and unit.buffer.data_ptr() == low.data_ptr()
+
+
+@on_ranks(2)
+def test_a_full_of_any_dtype_says_when_its_gradient_is_complete():
+    unit, told = prepared(), []
+    unit.on_gradient = told.append
+    for dtype in (torch.float32, LOW, torch.float32):
+        unit.compute_in(dtype)
+        unit.resize_storage(unit.full_bytes)
+        unit.full.sum().backward()
+        assert unit.full.grad.dtype is dtype
+        unit.resize_storage(0)
+    assert told == [unit] * 3
+
+
+@pytest.mark.parametrize("offload", [None, CPUOffload(True)], ids=["", "offload"])
+@pytest.mark.parametrize("dtype", [torch.float32, LOW], ids=str)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@on_ranks(2)
+def test_only_what_is_there_in_the_right_dtype_and_place_is_computed_with_as_it_is(
+    strategy, dtype, offload
+):
+    unit = prepared(strategy, cpu_offload=offload)
+    unit.compute_in(dtype)
+    as_it_is = strategy == "NO_SHARD" and dtype is torch.float32 and offload is None
+    assert unit.transient == (not as_it_is)
+    assert (unit.full.data_ptr() == unit.chunk.data_ptr()) == as_it_is
+    assert storage(unit) == (42 * 4 if as_it_is else 0)
+
+
+@pytest.mark.parametrize("asked_for", [True, False])
+@on_ranks(1)
+def test_the_dtype_follows_the_roots_mode_if_that_is_asked_for(asked_for):
+    unit = prepared(mixed_precision=MixedPrecision(LOW, full_precision_in_eval=asked_for))
+    dtypes = []
+    for training in (True, False, True):
+        unit.refresh(training)
+        dtypes.append(unit.dtype)
+    assert dtypes == [LOW, torch.float32 if asked_for else LOW, LOW]
+
+
+@on_ranks(2)
+def test_freezing_is_followed_in_every_dtype():
+    unit = prepared()
+    unit.compute_in(LOW)
+    unit.shard.requires_grad_(False)
+    for dtype in (torch.float32, LOW):
+        unit.compute_in(dtype)
+        assert not unit.full.requires_grad
+    unit.shard.requires_grad_(True)
+    unit.compute_in(LOW)
+    assert unit.full.requires_grad
+
+
+@pytest.mark.parametrize("change", ["double", "freeze", "replace"])
+@on_ranks(2)
+def test_a_graph_whose_full_is_gone_is_refused_by_name(change):
+    model, x = stack(), batch()
+    out = model(x)
+    unit = model.engine.root
+    if change == "double":
+        model.double()
+    elif change == "freeze":
+        unit.shard.requires_grad_(False)
+    else:
+        unit.shard.data = unit.shard.data.clone()
+    model(x.to(unit.shard.dtype))
+    message = "parameters of unit .* were moved, cast, frozen or replaced between a forward and its"
+    with pytest.raises(RuntimeError, match=message):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [None, LOW], ids=str)
+@on_ranks(2)
+def test_a_unit_without_parameters_has_a_dtype_and_a_place_all_the_same(dtype):
+    """Both are those of its inputs and buffers; the model may be moved until it runs."""
+    inside = nn.Sequential(nn.Flatten(), FSDP(nn.Linear(6, 6).to(device())))
+    model = FSDP(inside, mixed_precision=MixedPrecision(dtype))
+    model.engine.start(training=True)
+    assert model._unit.dtype is (dtype or torch.float32)
+    assert model._unit.device == device()
+    if device().type == "cpu":
+        with patch.dict(streams.BACKENDS, meta=streams._cpu):
+            model.to("meta")
+            model.engine.start(training=True)
+        assert model._unit.device == model._unit.full.device == torch.device("meta")
 
 
 @on_ranks(2)

@@ -1,33 +1,57 @@
 """unshard.py: gather a unit's parameters."""
 
 from datetime import timedelta
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp import ShardingStrategy
+from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp.unit import Memory
 from minifsdp.unshard import unshard, wait_for_unshard
-from tests.ranks import on_ranks
-from tests.small import batch, layers, stack, storage
+from tests.lagging import deferring_device
+from tests.parity import grid
+from tests.races import noting_device
+from tests.ranks import device, on_ranks
+from tests.small import batch, layers, stack, step, storage
+
+OFFLOADS = {"": None, "offload": CPUOffload(True)}
+PRECISIONS = {"": None, "bf16": MixedPrecision(torch.bfloat16)}
 
 
-def prepared():
-    model = stack()
-    model.engine.start()
+def prepared(**settings):
+    model = stack(**settings)
+    model.engine.start(training=True)
     return model, model.engine.units[1], model.engine.streams
 
 
-@on_ranks(3)
-def test_every_rank_has_all_parameters_in_order():
-    _, unit, streams = prepared()
+def check_views(offload, precision):
+    _, unit, streams = prepared(cpu_offload=offload, mixed_precision=precision)
     unshard(unit, streams)
     wait_for_unshard(unit)
     unit.make_views()
     unit.expose()
-    expected = layers()[1][0]
+    expected = layers()[1][0].to(unit.dtype)
     assert torch.equal(unit.views[0], expected.weight) and torch.equal(unit.views[1], expected.bias)
     assert unit.slots[0].owners[0][0].weight is unit.views[0]
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@on_ranks(3)
+def test_every_rank_has_all_parameters_in_order(precision, offload):
+    check_views(OFFLOADS[offload], PRECISIONS[precision])
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@on_ranks(2)
+def test_they_are_there_however_late_uploads_and_gathers_are(precision, offload):
+    if device().type == "cuda":
+        pytest.skip("the streams are stand-ins")
+    with deferring_device():
+        check_views(OFFLOADS[offload], PRECISIONS[precision])
 
 
 @on_ranks(2)
@@ -78,5 +102,61 @@ def test_a_unit_that_is_not_sharded_computes_with_its_shard():
     model = stack(sharding_strategy=ShardingStrategy.NO_SHARD)
     model(batch())
     for unit in model.engine.units:
-        assert unit.full.data_ptr() == unit.shard.data_ptr() and not unit.sharded
+        assert unit.full.data_ptr() == unit.shard.data_ptr() and not unit.transient
     assert model.engine.stats.all_gathers == 0
+
+
+@pytest.mark.parametrize("offload, precision", [("", "bf16"), ("offload", ""), ("offload", "bf16")])
+@on_ranks(2)
+def test_a_unit_that_is_not_sharded_may_need_a_cast_or_an_upload_but_no_gather(offload, precision):
+    with patch("minifsdp.unshard.all_gather", side_effect=AssertionError("a gather")):
+        _, unit, streams = prepared(
+            sharding_strategy=ShardingStrategy.NO_SHARD,
+            cpu_offload=OFFLOADS[offload],
+            mixed_precision=PRECISIONS[precision],
+        )
+        assert unit.transient and storage(unit) == 0
+        unshard(unit, streams)
+        wait_for_unshard(unit)
+    expected = layers()[1][0].weight.to(unit.dtype)
+    assert torch.equal(unit.full[:36], expected.flatten())
+    assert unit.full.data_ptr() != unit.shard.data_ptr()
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("strategy", ShardingStrategy.__members__)
+@on_ranks(2)
+def test_a_gather_waits_for_what_it_reads_and_the_computation_for_it(strategy, offload):
+    if device().type == "cuda":
+        pytest.skip("the streams are stand-ins")
+    with noting_device() as notes:
+        mesh = grid(ShardingStrategy[strategy]) if "HYBRID" in strategy else None
+        model = stack(
+            sharding_strategy=ShardingStrategy[strategy],
+            device_mesh=mesh,
+            cpu_offload=OFFLOADS[offload],
+            mixed_precision=PRECISIONS["bf16"],
+            forward_prefetch=True,
+        )
+        for at in range(2):
+            step(model, at)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.sub_(param.grad)
+    assert notes.races == []
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@on_ranks(1)
+def test_memory_to_gather_into_is_the_unshard_streams_own(offload):
+    """Else the gather would have to wait for whatever the compute stream is still doing."""
+    if device().type == "cuda":
+        pytest.skip("the streams are stand-ins")
+    with noting_device() as notes:
+        _, unit, streams = prepared(
+            cpu_offload=OFFLOADS[offload], mixed_precision=PRECISIONS["bf16"]
+        )
+        notes.log.clear()
+        unshard(unit, streams)
+        assert notes.memory(unit.buffer).owner == "unshard"
+    assert not any(stream == "unshard" and "host" in owners for stream, owners in notes.log)

@@ -1,175 +1,254 @@
-"""wrap.py: where unit borders go."""
+"""wrap.py: the policies, which say which modules become units."""
 
-import re
+from functools import partial
 
 import pytest
-import torch
+import torch.distributed.fsdp.wrap as theirs
 from torch import nn
 
+import minifsdp.wrap as ours
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ModuleWrapPolicy
-from minifsdp.wrap import check_sharing, select
-from tests.models import SharedTransformer
+from minifsdp import MixedPrecision, ShardingStrategy
+from minifsdp.borders import select
+from minifsdp.unit import Unit
 from tests.ranks import device, on_ranks
-from tests.small import Block, step
+from tests.small import (
+    Block,
+    assert_same_gradients,
+    batch,
+    gathered_gradients,
+    layers,
+    mean_gradients,
+)
 
 
-def tree():
-    return nn.Sequential(
-        nn.Linear(4, 4), nn.ModuleList([Block(Block(nn.Linear(4, 4)))]), Block(nn.ReLU())
+def tree() -> nn.Module:
+    """Blocks in blocks and in both containers, attention, a block without parameters, a module in
+    two places of one parent, a parameter in two modules."""
+    root = nn.Sequential(
+        nn.Linear(4, 4),
+        nn.ModuleList([Block(Block(nn.Linear(4, 4)), nn.LayerNorm(4))]),
+        nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2)}),
+        Block(nn.ReLU()),
+        nn.Linear(4, 4),
+        Block(nn.Linear(4, 4), nn.Linear(4, 4)),
     )
+    root.append(root[4])
+    root[5][1].weight = root[5][0].weight
+    return root
 
 
-def test_a_policy_of_classes_selects_inner_modules_first():
-    root = tree()
-    selected = select(root, ModuleWrapPolicy({Block}))
-    assert selected == [root[1][0][0], root[1][0], root[2]]
+def names(root, modules) -> set[str]:
+    return {name for name, module in root.named_modules() if module in modules}
 
 
-def test_the_root_itself_and_shared_modules_are_selected_once():
-    shared = Block(nn.Linear(4, 4))
-    assert select(Block(shared, shared), ModuleWrapPolicy([Block])) == [shared]
-
-
-def test_a_policy_may_be_a_function_with_torchs_arguments():
-    asked = []
-
-    def policy(module, recurse, nonwrapped_numel):
-        asked.append(nonwrapped_numel)
-        return recurse or nonwrapped_numel >= 20
-
-    root = tree()
-    selected = select(root, policy)
-    assert selected == [root[0], root[1][0][0][0]]  # what they hold is taken: 0 for those around
-    assert 20 in asked and 0 in asked
-
-
-def test_a_policy_takes_classes_only():
-    with pytest.raises(TypeError, match=r"classes of nn.Module, not"):
-        ModuleWrapPolicy([nn.Linear(1, 1)])
-
-
-@on_ranks(2)
-def test_units_are_where_the_policy_says():
-    model = FSDP(tree().to(device()), auto_wrap_policy=ModuleWrapPolicy({Block}))
-    assert [unit.name for unit in model.engine.units] == ["", "1.0", "1.0.0", "2"]
-    assert [unit.numel for unit in model.engine.units] == [20, 0, 20, 0]
-
-
-@on_ranks(2)
-def test_what_is_wrapped_by_hand_is_left_alone():
-    inner = FSDP(Block(Block(nn.Linear(6, 6))).to(device()))
-    model = FSDP(nn.Sequential(inner, Block(nn.Linear(6, 6)).to(device())),
-                 auto_wrap_policy=ModuleWrapPolicy({Block}))  # fmt: skip
-    assert [unit.name for unit in model.engine.units] == ["", "0", "1"]
-    assert model.module[0] is inner
-    step(model)
-
-
-@on_ranks(2)
-def test_a_module_in_two_places_is_one_unit():
-    shared = Block(nn.Linear(6, 6)).to(device())
-    model = FSDP(
-        nn.Sequential(shared, nn.Tanh(), shared), auto_wrap_policy=ModuleWrapPolicy({Block})
-    )
-    assert model.module[0] is model.module[2] and isinstance(model.module[0], FSDP)
-    step(model)
-    assert len(list(model.parameters())) == 1
-
-
-@on_ranks(2)
-def test_shared_parameters_inside_a_unit_stay_one_parameter():
-    model = FSDP(SharedTransformer().to(device()))
-    names = [slot.name for slot in model.engine.root.slots]
-    assert "embed.weight" in names and "output.weight" not in names
-    with FSDP.summon_full_params(model):
-        assert model.module.embed.weight is model.module.output.weight
-
-
-class Tied(nn.Module):
-    def __init__(self):
+class Marked(nn.Module):
+    def __init__(self, module):
         super().__init__()
-        self.decoder = nn.Module()
-        self.decoder.first = Block(nn.Linear(6, 6))
-        self.decoder.second = Block(nn.Linear(6, 6))
-        self.decoder.second[0].weight = self.decoder.first[0].weight
-        self.decoder.forward = lambda x: self.decoder.second(self.decoder.first(x))
-
-    def forward(self, x):
-        return self.decoder.forward(x)
+        self.inner = module
 
 
-@on_ranks(2)
-def test_parameters_shared_across_units_are_refused_before_anything_changes():
-    model = Tied().to(device())
-    with pytest.raises(ValueError) as error:
-        FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
-    message = str(error.value)
-    for part in ("'decoder.first.0.weight'", "'decoder.second.0.weight'", "'decoder.first' and "
-                 "'decoder.second'", "wrap 'decoder', the smallest module"):  # fmt: skip
-        assert part in message
-    assert not FSDP.fsdp_modules(model) and isinstance(model.decoder.first[0].weight, nn.Parameter)
-    FSDP(model)  # as one unit it is fine
+def wrapped_by_torch(policy) -> set[str]:
+    """What torch's FSDP does with a policy, up to the wrapping itself."""
+    root = tree()
+    if isinstance(policy, theirs._Policy):
+        return names(root, policy._run_policy(root, set(), {})) - {""}
+    theirs._recursive_wrap(root, policy, Marked, set(), set(), only_wrap_children=True)
+    found = [n for n, module in root.named_modules() if isinstance(module, Marked)]
+    return {name.replace(".inner", "") for name in found}
 
 
-@on_ranks(2)
-def test_parameters_shared_with_a_unit_wrapped_by_hand_are_refused():
-    model = Tied().to(device())
-    model.decoder.first = FSDP(model.decoder.first)
-    with pytest.raises(ValueError, match=r"'decoder.first.0.weight' and 'decoder.second.0.weight'"):
-        FSDP(model)
-    with pytest.raises(ValueError, match="different units"):
-        FSDP(model.decoder.second)
+def is_block(module):
+    return isinstance(module, Block)
 
 
-def test_a_module_that_sits_in_two_units_is_refused_too():
-    shared = nn.Linear(4, 4)
-    root = nn.Sequential(Block(shared), Block(shared))
-    with pytest.raises(
-        ValueError, match=r"'0.0.weight' and '1.0.weight' are one parameter.*the root"
-    ):
-        check_sharing(root, select(root, ModuleWrapPolicy({Block})))
+def size(module, **settings):
+    return partial(module.size_based_auto_wrap_policy, **settings)
 
 
-@on_ranks(2)
-def test_an_optimizer_built_before_is_refused_and_one_built_after_trains():
-    model = nn.Sequential(nn.Linear(6, 6)).to(device())
-    optimizer = torch.optim.Adam(model.parameters())
-    with pytest.raises(
-        RuntimeError, match=r"Adam.* was built before wrapping. It holds 0.weight, 0.bias"
-    ):
-        FSDP(model)
-    del optimizer
-    wrapped = FSDP(nn.Sequential(nn.Linear(6, 6)).to(device()))
-    before = wrapped.engine.root.shard.detach().clone()
-    optimizer = torch.optim.Adam(wrapped.parameters())
-    step(wrapped)
-    optimizer.step()
-    assert not torch.equal(before, wrapped.engine.root.shard)
-
-
-@on_ranks(2)
-def test_somebody_else_who_holds_a_parameter_is_no_optimizer():
-    model = nn.Linear(6, 6).to(device())
-    held = list(model.parameters())
-    FSDP(model)
-    assert len(held) == 2
-
-
-def pair(second):
-    return nn.Sequential(nn.Linear(2, 2), second)
-
-
-REFUSED = {
-    "ModuleList has no forward": lambda: nn.ModuleList([nn.Linear(2, 2)]),
-    "FullyShardedDataParallel already": lambda: FSDP(nn.Linear(2, 2).to(device())),
-    "torch.float64: 1.weight, 1.bias": lambda: pair(nn.Linear(2, 2).double()),
-    "True: 0.weight, 0.bias; False: 1.weight": lambda: pair(nn.Linear(2, 2).requires_grad_(False)),
+POLICIES = {
+    "classes": lambda m: m.ModuleWrapPolicy({Block, nn.LayerNorm}),
+    "no classes": lambda m: m.ModuleWrapPolicy([]),
+    "custom": lambda m: m.CustomPolicy(is_block),
+    "custom, some by settings": lambda m: m.CustomPolicy(
+        lambda module: {"x": 1} if is_block(module) else {}
+    ),
+    "lambda": lambda m: partial(m.lambda_auto_wrap_policy, lambda_fn=is_block),
+    "transformer": lambda m: partial(
+        m.transformer_auto_wrap_policy, transformer_layer_cls={nn.MultiheadAttention, nn.Linear}
+    ),
+    "size, by default": lambda m: m.size_based_auto_wrap_policy,
+    "size 1": lambda m: size(m, min_num_params=1),
+    "size 20": lambda m: size(m, min_num_params=20),
+    "size 21": lambda m: size(m, min_num_params=21),
+    "size 25": lambda m: size(m, min_num_params=25),
+    "size, other leaves": lambda m: size(m, min_num_params=1, force_leaf_modules={Block}),
+    "size, no leaves": lambda m: size(m, min_num_params=1, force_leaf_modules=set()),
+    "size, others excluded": lambda m: size(
+        m, min_num_params=1, exclude_wrap_modules={nn.ModuleList, nn.ModuleDict, Block}
+    ),
+    "a function": lambda m: lambda module, recurse, nonwrapped_numel: recurse or is_block(module),
+    "a function that looks into blocks only": lambda m: (
+        lambda module, recurse, nonwrapped_numel: is_block(module)
+    ),
 }
 
 
-@pytest.mark.parametrize("match", REFUSED)
-@on_ranks(1)
-def test_what_cannot_be_a_unit_is_refused(match):
-    with pytest.raises(ValueError, match=re.escape(match)):
-        FSDP(REFUSED[match]())
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_same_modules_are_selected_as_by_torchs_policies(name):
+    root = tree()
+    assert names(root, select(root, POLICIES[name](ours))) == wrapped_by_torch(
+        POLICIES[name](theirs)
+    )
+
+
+def test_each_of_torchs_names_is_there_and_takes_the_same_arguments():
+    for name in theirs.__all__:
+        assert hasattr(ours, name), name
+    asked = dict(module=nn.Linear(2, 2), recurse=False, nonwrapped_numel=6)
+    assert ours.always_wrap_policy(**asked)
+    assert ours.size_based_auto_wrap_policy(**asked, min_num_params=6)
+    assert not ours.size_based_auto_wrap_policy(**asked, min_num_params=7)
+    assert not ours.size_based_auto_wrap_policy(nn.Linear(2, 2), False, 99_999_999)
+    assert ours.size_based_auto_wrap_policy(nn.Linear(2, 2), False, 100_000_000)
+
+
+def test_always_means_everything_that_has_a_forward_and_looks_into_the_rest():
+    root = tree()
+    lists = nn.ParameterList([nn.Parameter(root[0].weight.detach())])
+    root[1].append(lists)
+    everything = names(root, set(root.modules())) - {""}
+    assert names(root, select(root, ours.always_wrap_policy)) == everything - {"1", "2", "1.1"}
+    assert wrapped_by_torch(theirs.always_wrap_policy) == everything - {"1.1"}  # never gathered
+
+
+@on_ranks(2)
+def test_a_model_in_which_everything_is_wrapped_trains():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(layers())
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model = FSDP(Listed().to(device()), auto_wrap_policy=ours.always_wrap_policy)
+    assert len(model.engine.units) == 1 + 1 + 4 * 3 and type(model.blocks) is nn.ModuleList
+    plain = Listed().to(device())
+    expected = mean_gradients(plain, plain(batch()).pow(2).sum())
+    model(batch()).pow(2).sum().backward()
+    assert_same_gradients(gathered_gradients(model), expected)
+
+
+def unit_at(model: FSDP, place: int) -> Unit:
+    return model.module[place]._unit
+
+
+def settings_by_place(module):
+    place = getattr(module, "place", None)
+    return {
+        1: {"sharding_strategy": ShardingStrategy.NO_SHARD},
+        2: {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "mixed_precision": None},
+        3: True,
+        4: {},
+    }.get(place, False)
+
+
+@on_ranks(2)
+def test_a_custom_policy_gives_each_unit_settings_of_its_own():
+    plain, model = layers(), layers()
+    for place, block in enumerate(model):
+        block.place = place
+    expected = mean_gradients(plain, plain(batch()).pow(2).sum())
+    precision = MixedPrecision(reduce_dtype=plain[0].weight.dtype)
+    model = FSDP(
+        model, auto_wrap_policy=ours.CustomPolicy(settings_by_place), mixed_precision=precision
+    )
+    assert [unit.name for unit in model.engine.units] == ["", "1", "2", "3"]
+    one, two, three = (unit_at(model, place) for place in (1, 2, 3))
+    assert one.shard_group is None and two.shard_group is not None
+    assert three.reshard_after_forward and not two.reshard_after_forward
+    assert one.precision is three.precision is precision and two.precision == MixedPrecision()
+    model(batch()).pow(2).sum().backward()
+    assert_same_gradients(gathered_gradients(model), expected)
+
+
+@pytest.mark.parametrize("answer", ["yes", 1, None])
+def test_a_custom_policy_whose_function_says_something_else_is_refused(answer):
+    with pytest.raises(TypeError, match=rf"bool or a dict.* for Linear it returned {answer!r}"):
+        select(nn.Sequential(nn.Linear(2, 2)), ours.CustomPolicy(lambda module: answer))
+
+
+@pytest.mark.parametrize("make", [
+    ours.ModuleWrapPolicy,
+    lambda given: ours.transformer_auto_wrap_policy(nn.Linear(1, 1), True, 2, given),
+], ids=["ModuleWrapPolicy", "transformer_auto_wrap_policy"])  # fmt: skip
+def test_a_policy_of_classes_takes_classes_only(make):
+    with pytest.raises(TypeError, match=r"takes classes of nn.Module, not Linear\("):
+        make([nn.Linear(1, 1)])
+    with pytest.raises(TypeError, match=r"takes classes of nn.Module, not <class 'int'>"):
+        make([nn.Linear, int])
+    with pytest.raises(TypeError, match=r"a set of classes, .* not <class .*Linear'>"):
+        make(nn.Linear)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, module, **settings):
+        super().__init__()
+        self.module, self.settings = module, settings
+
+
+def settings_of(module) -> dict | None:
+    return module.settings if isinstance(module, Wrapper) else None
+
+
+def test_wrap_wraps_inside_enable_wrap_only():
+    plain = nn.Linear(1, 1)
+    assert ours.wrap(plain, a=1) is plain
+    with ours.enable_wrap(wrapper_cls=Wrapper, a=1, b=2):
+        wrapped = ours.wrap(plain)
+        assert wrapped.module is plain and settings_of(wrapped) == {"a": 1, "b": 2}
+        assert settings_of(ours.wrap(plain, b=3, c=4)) == {"a": 1, "b": 3, "c": 4}
+        assert settings_of(ours.wrap(plain)) == {"a": 1, "b": 2}  # those were for one call
+    assert ours.wrap(plain) is plain
+
+
+def test_enable_wrap_may_be_nested_and_ends_with_its_block():
+    plain = nn.Linear(1, 1)
+    with ours.enable_wrap(wrapper_cls=Wrapper, a=1):
+        with pytest.raises(KeyError), ours.enable_wrap(wrapper_cls=Wrapper, b=2):
+            assert settings_of(ours.wrap(plain)) == {"b": 2}  # those around do not count
+            raise KeyError
+        assert settings_of(ours.wrap(plain)) == {"a": 1}
+    assert ours.wrap(plain) is plain
+
+
+class Annotated(nn.Module):
+    """Says in its ``__init__`` what its units are."""
+
+    def __init__(self):
+        super().__init__()
+        parts = layers()
+        self.first = ours.wrap(parts[0])
+        self.second = ours.wrap(parts[1], sharding_strategy=ShardingStrategy.NO_SHARD)
+        self.third = parts[2]
+
+    def forward(self, x):
+        return self.third(self.second(self.first(x)))
+
+
+@on_ranks(2)
+def test_a_model_that_wraps_its_own_parts_trains_with_and_without():
+    plain = Annotated()
+    assert not FSDP.fsdp_modules(plain)
+    expected = mean_gradients(plain, plain(batch()).pow(2).sum())
+    settings = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+    with ours.enable_wrap(wrapper_cls=FSDP, **settings):
+        model = FSDP(Annotated(), **settings)
+    assert [unit.name for unit in model.engine.units] == ["", "first", "second"]
+    assert [unit.shard_group is None for unit in model.engine.units] == [False, False, True]
+    assert not any(unit.reshard_after_forward for unit in model.engine.units)
+    model(batch()).pow(2).sum().backward()
+    assert_same_gradients(gathered_gradients(model), expected)

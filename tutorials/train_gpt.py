@@ -9,6 +9,7 @@ Everything that has to do with sharding is in `shard()`; the rest is an ordinary
 """
 
 import argparse
+import copy
 import logging
 import os
 import signal
@@ -25,9 +26,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from minifsdp import BackwardPrefetch, ModuleWrapPolicy, ShardingStrategy
+from minifsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ModuleWrapPolicy,
+    ShardingStrategy,
+)
 from minifsdp import FullyShardedDataParallel as FSDP
 
 CONTEXT = 64  # tokens a prediction may look back on
@@ -80,19 +88,51 @@ class GPT(nn.Module):
 
 def shard(model: GPT, args: argparse.Namespace) -> FSDP:
     """All it takes: each block becomes a unit, what is left (embeddings, head) the root's."""
+    grid = None
+    if "HYBRID" in args.strategy.name:  # rows of ranks that share, columns that hold the same
+        rows = args.replicas, dist.get_world_size() // args.replicas
+        grid = init_device_mesh(args.device, rows, mesh_dim_names=("replicate", "shard"))
     return FSDP(
         model,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         sharding_strategy=args.strategy,
+        cpu_offload=CPUOffload(args.offload),
+        mixed_precision=MixedPrecision(param_dtype=args.precision),
+        device_id=args.torch_device,
         backward_prefetch=args.prefetch,
         forward_prefetch=args.prefetch is not None,
         limit_all_gathers=args.limit,
+        device_mesh=grid,
     )
 
 
-def train(model: nn.Module, text: Tensor, args: argparse.Namespace, name: str) -> list[Tensor]:
+class Reference:
+    """What it is compared with: DDP, of the model or, in mixed precision, of a copy in the low
+    dtype, whose gradients train an exact one."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.exact = GPT(args.layers, args.width).to(args.torch_device)
+        low = self.exact if args.precision is None else copy.deepcopy(self.exact).to(args.precision)
+        self.model = DDP(low)
+        pairs = zip(self.exact.parameters(), low.parameters(), strict=True)
+        self.pairs = [] if low is self.exact else list(pairs)
+
+    def before_forward(self) -> None:
+        for exact, low in self.pairs:
+            low.data.copy_(exact)
+
+    def before_step(self) -> None:
+        for exact, low in self.pairs:
+            exact.grad, low.grad = low.grad.to(exact.dtype), None
+
+
+def train(
+    model: nn.Module, text: Tensor, args: argparse.Namespace, reference: Reference | None = None
+) -> list[Tensor]:
     """Some steps of AdamW, on other data on each rank. Returns this rank's losses."""
-    optimizer = torch.optim.AdamW(model.parameters())  # after wrapping: it gets the shards
+    name = "fsdp" if reference is None else "ddp"
+    trained = model if reference is None else reference.exact
+    optimizer = torch.optim.AdamW(trained.parameters())  # after wrapping: it gets the shards
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, args.lr, total_steps=args.steps + 1, pct_start=0.1, cycle_momentum=False
     )
@@ -102,9 +142,13 @@ def train(model: nn.Module, text: Tensor, args: argparse.Namespace, name: str) -
         at = torch.randint(len(text) - CONTEXT - 1, (BATCH,), generator=sampler)
         rows = torch.stack([text[i : i + CONTEXT + 1] for i in at.tolist()])
         rows = rows.to(args.torch_device, torch.long)
+        if reference is not None:
+            reference.before_forward()
         logits = model(rows[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
         loss.backward()
+        if reference is not None:
+            reference.before_step()
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
@@ -131,19 +175,19 @@ def sample(model: nn.Module, args: argparse.Namespace, start: str, length: int) 
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
-def compare(fsdp: FSDP, ddp: DDP, losses: list[Tensor], reference: list[Tensor]) -> None:
+def compare(fsdp: FSDP, plain: GPT, losses: list[Tensor], reference: list[Tensor]) -> None:
     """Print how equal the two runs are: losses of all ranks, and every parameter."""
     same = sum(torch.equal(a, b) for a, b in zip(losses, reference, strict=True))
     worst = max((a - b).abs().max() for a, b in zip(losses, reference, strict=True))
     counts = torch.tensor([same, len(losses)], device=worst.device)
     dist.all_reduce(counts)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
-    expected = dict(ddp.module.named_parameters())
+    expected = dict(plain.named_parameters())
     with FSDP.summon_full_params(fsdp, writeback=False):
         found = dict(fsdp.named_parameters())
         assert found.keys() == expected.keys()
-        equal = sum(torch.equal(found[name], expected[name]) for name in expected)
-        gap = max((found[name] - expected[name]).abs().max().item() for name in expected)
+        gaps = [(found[n] - expected[n].to(found[n].device)).abs().max().item() for n in expected]
+        equal, gap = sum(gap == 0 for gap in gaps), max(gaps)
     say("minifsdp against DistributedDataParallel, from the same seed and on the same data:")
     say(f"  losses      {counts[0]} of {counts[1]} bit-equal   largest difference {worst:.3g}")
     say(f"  parameters  {equal} of {len(expected)} bit-equal   largest difference {gap:.3g}")
@@ -175,7 +219,7 @@ def main(args: argparse.Namespace) -> None:
     text = torch.frombuffer(bytearray(args.data), dtype=torch.uint8)
 
     torch.manual_seed(0)
-    model = shard(GPT(args.layers, args.width).to(args.torch_device), args)
+    model = shard(GPT(args.layers, args.width), args)
     units = model.engine.units
     total = sum(unit.numel * 4 for unit in units)
     held = sum(unit.shard.numel() * 4 for unit in units)
@@ -184,7 +228,7 @@ def main(args: argparse.Namespace) -> None:
         f"({total / 1e6:.2f} MB) in {len(units)} units over {dist.get_world_size()} ranks; "
         f"text: {len(text) / 1e6:.1f} MB"
     )
-    losses = train(model, text, args, "fsdp")
+    losses = train(model, text, args)
     peak = model.engine.stats.peak_unsharded_bytes
     say(
         f"parameters per rank: {held:,} bytes held sharded, at most {peak:,} bytes unsharded at a "
@@ -192,10 +236,10 @@ def main(args: argparse.Namespace) -> None:
     )
 
     torch.manual_seed(0)
-    ddp = DDP(GPT(args.layers, args.width).to(args.torch_device))
-    reference = train(ddp, text, args, "ddp")
+    reference = Reference(args)
+    expected = train(reference.model, text, args, reference)
     say()
-    compare(model, ddp, losses, reference)
+    compare(model, reference.exact, losses, expected)
     written = sample(model, args, "def ", 240)
     say("\nWritten by the sharded model:\n\n    " + written.replace("\n", "\n    "))
     dist.barrier()
@@ -213,8 +257,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     cuda = torch.cuda.device_count()
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument(
-        "--strategy", default="full_shard", help="full_shard, shard_grad_op, no_shard"
+        "--strategy",
+        default="full_shard",
+        help="full_shard, shard_grad_op, no_shard, hybrid_shard, hybrid_shard_zero2",
     )
+    parser.add_argument(
+        "--replicas", type=int, default=2, help="of the whole model, with hybrid_shard"
+    )
+    parser.add_argument("--offload", action="store_true", help="parameters live on the host")
+    parser.add_argument("--precision", default="fp32", help="to compute with: fp32, bf16")
     parser.add_argument("--prefetch", default="pre", help="pre, post or none")
     parser.add_argument("--limit", default="2", help="units alive at once: a number, or none")
     parser.add_argument("--ranks", type=int, help="default: 2 on the CPU, all GPUs on CUDA")
@@ -232,8 +283,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
             parser.error(f"{option} {value}: choose from {', '.join(choices)}")
         return choices[value]
 
-    strategies = (s for s in ShardingStrategy if "HYBRID" not in s.name)
-    args.strategy = pick("--strategy", args.strategy, {s.name.lower(): s for s in strategies})
+    strategies = {s.name.lower().strip("_"): s for s in ShardingStrategy}
+    args.strategy = pick("--strategy", args.strategy, strategies)
+    precisions = {"fp32": None, "bf16": torch.bfloat16}
+    args.precision = pick("--precision", args.precision, precisions)
     modes = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST}
     args.prefetch = pick("--prefetch", args.prefetch, {**modes, "none": None})
     pick("--device", args.device, {"cpu": 1, "cuda": 1})
@@ -247,9 +300,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         args.ranks = cuda if args.device == "cuda" else 2
     if args.device == "cuda" and not launched and args.ranks > cuda:
         parser.error(f"--ranks {args.ranks}: there are {cuda} GPUs, and each rank needs its own")
-    for name in ("steps", "ranks", "layers"):
+    for name in ("steps", "ranks", "layers", "replicas"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)}: has to be at least 1")
+    if "HYBRID" in args.strategy.name and args.ranks % args.replicas:
+        parser.error(f"--replicas {args.replicas}: has to divide the {args.ranks} ranks")
     if args.width < HEAD or args.width % HEAD:
         parser.error(f"--width {args.width}: has to be a multiple of {HEAD}, the width of a head")
     if args.limit != "none" and not (args.limit.isdigit() and int(args.limit) >= 1):

@@ -1,0 +1,260 @@
+"""Where unit borders go.
+
+A unit is gathered as a whole, so borders decide everything: one unit for the whole model saves no
+memory at the peak, one for each layer sends many small messages. A good border is the block that a
+model repeats. This file finds the modules to wrap, and checks that no parameter straddles a border.
+"""
+
+import gc
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+from weakref import ref
+
+from torch import nn
+from torch.optim import Optimizer
+
+from minifsdp.shard import FlatParameter
+from minifsdp.slots import Slot
+from minifsdp.unit import Unit
+from minifsdp.wrap import Policy, has_forward
+
+WRAPPER_PREFIX = "_fsdp_wrapped_module."  # the name that torch gives it, in every state dict since
+
+Modules = dict[str, nn.Module]
+"""Those of one unit, by their name below its module, which itself has the name ''."""
+
+Originals = dict[str, "ref[nn.Parameter]"]
+"""A unit's parameters as they were before wrapping, by name. Nobody should still hold them."""
+
+
+def clean(name: str) -> str:
+    """A fully qualified name as it was before wrapping."""
+    return name.replace(WRAPPER_PREFIX, "")
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit of a module that is a wrapper, else None."""
+    unit = module.__dict__.get("_unit")
+    return unit if isinstance(unit, Unit) else None
+
+
+def own_modules(module: nn.Module) -> Modules:
+    """``module`` and what is below it, without wrapped modules and what is below those."""
+    found: Modules = {}
+    _own_modules(module, "", found, set())
+    return found
+
+
+def _own_modules(module: nn.Module, name: str, found: Modules, seen: set[nn.Module]) -> None:
+    found[name] = module
+    seen.add(module)
+    for attribute, child in module._modules.items():
+        if child is not None and child not in seen and unit_of(child) is None:
+            _own_modules(child, f"{name}.{attribute}" if name else attribute, found, seen)
+
+
+def select(root: nn.Module, policy: Policy) -> dict[nn.Module, dict[str, Any]]:
+    """The modules below ``root`` that ``policy`` wants wrapped, inner ones before those around, and
+    settings that each should have of its own. Wrapped modules and all inside are left alone.
+
+    Raises:
+        TypeError: ``policy`` is not a policy.
+        ValueError: it wants something wrapped that cannot be.
+    """
+    if not callable(policy):
+        raise TypeError(
+            f"auto_wrap_policy takes a policy, such as ModuleWrapPolicy({{Block}}), not {policy!r}"
+        )
+    selected: dict[nn.Module, dict[str, Any]] = {}
+    seen = {root}
+    if policy(module=root, recurse=True, nonwrapped_numel=_numel(_free(root))):
+        for child in root.children():
+            _select(child, policy, selected, seen)
+    for name, module in root.named_modules():
+        if module in selected:
+            check_wrappable(module, name)
+    return selected
+
+
+def _select(
+    module: nn.Module,
+    policy: Policy,
+    selected: dict[nn.Module, dict[str, Any]],
+    seen: set[nn.Module],
+) -> set[nn.Parameter]:
+    """Extend ``selected`` and ``seen``; the parameters that no selected module took."""
+    if module in seen or unit_of(module) is not None:
+        return set()
+    seen.add(module)
+    free = _free(module)
+    if not policy(module=module, recurse=True, nonwrapped_numel=_numel(free)):
+        return free
+    free = set(module.parameters(recurse=False))
+    for child in module.children():
+        free |= _select(child, policy, selected, seen)
+    answer = policy(module=module, recurse=False, nonwrapped_numel=_numel(free))
+    if not answer:
+        return free
+    selected[module] = answer if isinstance(answer, dict) else {}
+    return set()
+
+
+def _free(module: nn.Module) -> set[nn.Parameter]:
+    return {param for param in module.parameters() if not isinstance(param, FlatParameter)}
+
+
+def _numel(params: set[nn.Parameter]) -> int:
+    return sum(param.numel() for param in params)  # a shared one counts once
+
+
+def check_wrappable(module: nn.Module, name: str = "") -> None:
+    """Refuse a wrapper, and containers that are only looked into.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if unit_of(module) is not None:
+        raise ValueError("the module is a FullyShardedDataParallel already. Wrap a module once.")
+    if not has_forward(module):
+        what = f"module {name!r} ({type(module).__name__})" if name else type(module).__name__
+        raise ValueError(
+            f"{what} has no forward, so there is no moment to gather its unit. Wrap the modules in "
+            f"it, or the one that holds it."
+        )
+
+
+def check_sharing(root: nn.Module, borders: Iterable[nn.Module]) -> None:
+    """Refuse a parameter that two units would own, before anything is changed.
+
+    Raises:
+        ValueError: naming the parameter in both places, and the module to wrap instead.
+    """
+    _check_sharing(root, "", root, "", set(borders), {})
+
+
+def _check_sharing(
+    module: nn.Module,
+    name: str,
+    unit: nn.Module,
+    unit_name: str,
+    borders: set[nn.Module],
+    owners: dict[nn.Parameter, tuple[nn.Module, str, str]],  # its unit's module and name, its name
+) -> None:
+    if unit_of(module) is not None:
+        return  # wrapped by hand; collect() finds what it shares with others
+    if module in borders:
+        unit, unit_name = module, name
+    prefix = f"{name}." if name else ""
+    for attribute, param in module._parameters.items():
+        if param is not None:
+            owner, owner_name, other = owners.setdefault(
+                param, (unit, unit_name, prefix + attribute)
+            )
+            if owner is not unit:
+                raise _shared(other, owner_name, prefix + attribute, unit_name)
+    for attribute, child in module._modules.items():
+        if child is not None:  # though it was visited under another name: it may be in two units
+            _check_sharing(child, prefix + attribute, unit, unit_name, borders, owners)
+
+
+def wrap_inside(
+    root: nn.Module,
+    borders: Mapping[nn.Module, dict[str, Any]],
+    wrapper: Callable[..., nn.Module],
+) -> None:
+    """Put ``wrapper(module, **settings)`` in the place, or places, of each one in ``borders``."""
+    places = [(parent, name, m) for parent in root.modules() for name, m in parent._modules.items()]
+    for module, settings in borders.items():
+        wrapped = wrapper(module, **settings)
+        for parent, name, child in places:
+            if child is module:
+                setattr(parent, name, wrapped)
+
+
+def collect(module: nn.Module) -> list[Slot]:
+    """The parameters below ``module`` that no inner unit has. A shared one has several owners.
+
+    Raises:
+        ValueError: an inner unit has taken one of them, which a module outside it holds as well.
+    """
+    slots: dict[nn.Parameter, Slot] = {}
+    for module_name, owner in own_modules(module).items():
+        for attribute, param in owner._parameters.items():
+            if param is None or isinstance(param, FlatParameter):
+                continue
+            name = clean(f"{module_name}.{attribute}" if module_name else attribute)
+            taken_by, its_name = getattr(param, "_minifsdp_taken", (lambda: None, ""))
+            unit = taken_by()
+            if unit is not None:
+                where = {unit_of(m): clean(n) for n, m in module.named_modules()}.get(unit)
+                if where is None:  # not below this module: a sibling, of which no name is known
+                    raise ValueError(
+                        f"{name!r} of this unit and {its_name!r} of one that was wrapped before "
+                        f"are one parameter. " + _ADVICE.format("the smallest module around both")
+                    )
+                raise _shared(f"{where}.{its_name}", where, name, "")
+            slot = slots.setdefault(param, Slot(name, param.shape))
+            slot.owners.append((owner, attribute))
+    return list(slots.values())
+
+
+def mark_taken(unit: Unit, originals: Originals) -> None:
+    """Leave a note on the original parameters, for a module elsewhere that holds one of them."""
+    for name, original in reversed(originals.items()):  # of a shared one the first name stays
+        param = original()
+        if param is not None:
+            param._minifsdp_taken = (ref(unit), name)  # type: ignore[attr-defined]
+
+
+def check_optimizers(originals: Originals) -> None:
+    """Refuse an optimizer that was built before wrapping: it would step tensors nobody uses.
+
+    Raises:
+        RuntimeError: an optimizer does.
+    """
+    if not _holders(originals):
+        return
+    gc.collect()  # one that nobody uses any more may wait for this, and is no mistake
+    for optimizer, held in _holders(originals).items():
+        raise RuntimeError(
+            f"an optimizer ({optimizer}) was built before wrapping. It holds {', '.join(held)}, "
+            f"which wrapping has replaced by a sharded flat parameter, so its steps would change "
+            f"nothing. Build the model anew (this one's parameters are gone), wrap it, and build "
+            f"the optimizer after that, from the wrapped model's parameters()."
+        )
+
+
+def _holders(originals: Originals) -> dict[str, list[str]]:
+    """Which of them the optimizers hold, by the name of the optimizer's class."""
+    alive = {id(param): name for name, r in originals.items() if (param := r()) is not None}
+    found: dict[str, list[str]] = {}
+    if not alive:
+        return found
+    for candidate in gc.get_objects():  # a long walk; only when somebody does hold an original
+        if issubclass(type(candidate), Optimizer):  # isinstance would wake up lazy proxies
+            groups = getattr(candidate, "param_groups", [])
+            held = [alive[id(p)] for group in groups for p in group["params"] if id(p) in alive]
+            if held:
+                found.setdefault(type(candidate).__name__, []).extend(held)
+    return found
+
+
+def _shared(first: str, first_unit: str, second: str, second_unit: str) -> ValueError:
+    a, b = first.split(".")[:-1], second.split(".")[:-1]
+    common = []
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        common.append(x)
+    instead = repr(".".join(common)) if common else "the root"
+    units = " and ".join(repr(unit) if unit else "the root" for unit in (first_unit, second_unit))
+    return ValueError(
+        f"{first!r} and {second!r} are one parameter, but they are in different units ({units}). "
+        + _ADVICE.format(f"{instead}, the smallest module that holds both")
+    )
+
+
+_ADVICE = (
+    "Units gather and free their parameters each by itself, so the two would part and drift. Let "
+    "one unit own both: wrap {}, and neither of the two below it."
+)

@@ -1,0 +1,118 @@
+"""What a module sees of its parameters.
+
+A layer asks for ``self.weight`` and has to get the right thing: while its unit is unsharded a view
+of the flat tensor, which computes like any tensor; while it is sharded a *stand-in*, which has the
+parameter's shape and refuses to compute. Without that a layer called at the wrong time would read
+freed memory, which on a CPU is a crash, and on a GPU numbers that look like numbers.
+"""
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+
+
+@dataclass
+class Slot:
+    """One original parameter: its place in the flat tensor is its place in ``Unit.slots``."""
+
+    name: str  # fully qualified, below the unit's module
+    shape: torch.Size
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)  # several: it is shared
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter itself, before it is sharded."""
+        module, attribute = self.owners[0]
+        param = module._parameters[attribute]
+        assert param is not None, self.name
+        return param
+
+    def put(self, value: object) -> None:
+        """Let all owners see ``value`` under the parameter's name."""
+        for module, attribute in self.owners:
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                module.__dict__[attribute] = value  # a tenth of setattr's price, in every pass
+            else:
+                setattr(module, attribute, value)  # an RNN keeps a list of its weights there
+
+
+class Owner(Protocol):
+    """What a stand-in knows of its unit."""
+
+    @property
+    def shard(self) -> nn.Parameter: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def label(self) -> str: ...
+
+
+class StandIn:
+    """Stands where a parameter was while its unit is sharded. It has the shape, dtype and device;
+    whatever else is asked of it is refused, with the parameter's name."""
+
+    def __init__(self, unit: Owner, slot: Slot) -> None:
+        self._unit = weakref.ref(unit)
+        self._name, self.shape = slot.name, slot.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._owner.shard.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._owner.device
+
+    @property
+    def _owner(self) -> Owner:
+        unit = self._unit()
+        return self._refuse() if unit is None else unit
+
+    def _message(self) -> str:
+        unit = self._unit()
+        if unit is None:
+            return (
+                f"parameter {self._name!r} was sharded by a FullyShardedDataParallel that is gone, "
+                f"and its values with it. Keep the wrapper, or build the module anew."
+            )
+        return (
+            f"parameter {self._name!r} of unit {unit.label} is sharded now, so it has no values "
+            f"here. It has them during the forward and backward of its unit: call that unit's "
+            f"module (or one around it), or read it inside FSDP.summon_full_params(model). In "
+            f"activation checkpointing, use_reentrant=False keeps them long enough."
+        )
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise RuntimeError(self._message())
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        # Python asks a copy for its special methods before it has been given a name.
+        raise AttributeError(attribute if attribute.startswith("__") else self._message())
+
+    @classmethod
+    def __torch_function__(
+        cls, func: object, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> NoReturn:
+        items = [*args, *(kwargs or {}).values()]
+        for item in items:
+            if isinstance(item, cls):
+                item._refuse()
+            elif isinstance(item, (tuple, list)):
+                items.extend(item)  # an RNN's weights, say: their turn comes
+        raise RuntimeError("a parameter is sharded now")
+
+
+# Operators are looked up in the class. Without these a stand-in were true, and equal to nothing.
+_OPERATORS = """
+    abs add and bool contains eq float floordiv ge getitem gt int invert iter le len lt matmul mod
+    mul ne neg or pos pow radd rand rfloordiv rmatmul rmod rmul ror rpow rsub rtruediv rxor setitem
+    sub truediv xor
+"""
+for _name in _OPERATORS.split():
+    setattr(StandIn, f"__{_name}__", StandIn._refuse)
+StandIn.__hash__ = object.__hash__  # type: ignore[method-assign]  # goes with __eq__ otherwise

@@ -1,0 +1,157 @@
+"""The matrix: every combination that users make, against DDP.
+
+    make matrix                              # the table; README has it
+    python -m tests.matrix transformer odd   # some models
+
+In CELLS, models x strategies x offload x precision x 1 to 4 ranks, and with one or two ranks x ways
+to initialize; what is not crossed takes turns, so that each meets all of the others. In SCHEDULES,
+two ranks and plain parameters, with every prefetch and every limit.
+"""
+
+import itertools
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from minifsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    ForwardPrefetch,
+    ShardingStrategy,
+    SynchronizeAfterFree,
+)
+from tests.models import CASES
+from tests.parity import BF16, BF16_SUMMED_IN_FP32, FULL, INITS, check_parity, check_refused
+from tests.ranks import RankFailure, run
+
+STRATEGIES = {s.name.lower().strip("_"): s for s in ShardingStrategy}
+OFFLOAD = {"": None, "+offload": CPUOffload(offload_params=True)}
+PRECISION = {"fp32": FULL, "bf16": BF16, "bf16 summed in fp32": BF16_SUMMED_IN_FP32}
+BACKWARD = {
+    "pre": BackwardPrefetch.BACKWARD_PRE,
+    "post": BackwardPrefetch.BACKWARD_POST,
+    "none": None,
+}
+FORWARD = {"pre": ForwardPrefetch.FORWARD_PRE, "post": ForwardPrefetch.FORWARD_POST, "none": False}
+LIMITS = {"2": True, "1": 1, "none": False, "sync": SynchronizeAfterFree()}
+WORLDS = (1, 2, 3, 4)
+
+
+class Cell(NamedTuple):
+    """One training run to compare; all fields are keys of the tables above."""
+
+    model: str
+    init: str
+    strategy: str
+    offload: str
+    precision: str
+    world_size: int
+    backward: str
+    forward: str
+    limit: str
+
+
+def _cells() -> Iterator[Cell]:
+    schedules = itertools.cycle(itertools.product(BACKWARD, FORWARD, LIMITS))
+    inits = itertools.cycle(INITS)
+    for model, strategy, offload, precision in itertools.product(
+        CASES, STRATEGIES, OFFLOAD, PRECISION
+    ):
+        for world_size in WORLDS:
+            for init in INITS if world_size <= 2 else [next(inits)]:
+                settings = model, init, strategy, offload, precision, world_size
+                yield Cell(*settings, *next(schedules))
+
+
+def _schedules() -> Iterator[Cell]:
+    for model, strategy, *rest in itertools.product(CASES, STRATEGIES, BACKWARD, FORWARD, LIMITS):
+        yield Cell(model, "before", strategy, "", "fp32", 2, *rest)
+
+
+CELLS, SCHEDULES = list(_cells()), list(_schedules())
+
+
+def check(cell: Cell) -> float | None:
+    """On each rank: the difference from DDP; None where it has to be refused, and is."""
+    settings: dict[str, Any] = dict(
+        sharding_strategy=STRATEGIES[cell.strategy],
+        cpu_offload=OFFLOAD[cell.offload],
+        mixed_precision=PRECISION[cell.precision],
+        backward_prefetch=BACKWARD[cell.backward],
+        forward_prefetch=FORWARD[cell.forward],
+        limit_all_gathers=LIMITS[cell.limit],
+    )
+    if cell.offload and cell.init == "after":
+        check_refused(cell.model, **settings)
+        return None
+    return check_parity(cell.model, init=cell.init, **settings)
+
+
+def check_all(cells: list[Cell]) -> list[float | None]:
+    """On each rank: some cells of one world size, one after the other."""
+    results = []
+    for cell in cells:
+        try:
+            results.append(check(cell))
+        except BaseException as error:
+            error.add_note(f"in {cell}")
+            raise
+    return results
+
+
+def main(models: list[str]) -> None:
+    """Run the cells of ``models``, or all, and print a row for each model and way to initialize."""
+    cells = [cell for cell in CELLS + SCHEDULES if not models or cell.model in models]
+    found: dict[Cell, float | None] = {}
+    failed = 0
+    for world_size in WORLDS:
+        mine = [cell for cell in cells if cell.world_size == world_size]
+        for start in range(0, len(mine), 50):
+            some = mine[start : start + 50]
+            show(f"{world_size} ranks: {start} of {len(mine)} cells")
+            try:
+                ranks = run(check_all, world_size, some)
+            except RankFailure as failure:
+                failed += 1
+                show(f"{failure}\n\n", stays=True)
+                continue
+            for cell, *results in zip(some, *ranks, strict=True):
+                found[cell] = None if None in results else max(results)
+    show("")
+    groups: defaultdict[tuple[str, ...], dict[Cell, float | None]] = defaultdict(dict)
+    for cell, result in found.items():
+        groups[cell.model, cell.init, cell.strategy, cell.offload][cell] = result
+    print(f"{len(found)} cells, {failed} failures of up to 50 cells. In each: with 1 and 2 ranks,")
+    print("and with 3 and 4, the largest difference from DDP; = equal in every bit; ! refused")
+    print()
+    for offload in OFFLOAD:
+        print(
+            f"{offload or 'parameters on the device':26}" + "".join(f"{s:>20}" for s in STRATEGIES)
+        )
+        for model, init in dict.fromkeys(key[:2] for key in groups):
+            row = [groups.get((model, init, strategy, offload), {}) for strategy in STRATEGIES]
+            print(f"{model:14} {init:11}" + "".join(f"{worst(cells):>20}" for cells in row))
+        print()
+    sys.exit(failed > 0)
+
+
+def worst(cells: dict[Cell, float | None]) -> str:
+    """How far some cells are from DDP."""
+    texts = []
+    for worlds in ((1, 2), (3, 4)):
+        gaps = [gap for cell, gap in cells.items() if cell.world_size in worlds]
+        if None in gaps:
+            texts.append("!")
+        elif gaps:
+            texts.append(f"{max(gaps):.0e}" if max(gaps) else "=")
+    return "  ".join(texts)
+
+
+def show(line: str, stays: bool = False) -> None:
+    """Progress, on a line that is written over."""
+    print(f"\r{line:79}", end="" if not stays else "\n", flush=True, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,72 @@
+"""lagging.py: on a device that does nothing before it is waited for, training is what it is."""
+
+from itertools import product
+
+import pytest
+
+from minifsdp import BackwardPrefetch, CPUOffload, ForwardPrefetch, ShardingStrategy
+from minifsdp.groups import HYBRID
+from tests.lagging import DeferringStream, deferring_device
+from tests.parity import BF16, BF16_SUMMED_IN_FP32, FULL, check_parity
+from tests.ranks import device, run
+
+OFFLOADS = {"": None, "offload": CPUOffload(True)}
+SAMPLE = list(
+    product(
+        ("transformer", "mlp_nested", "odd", "frozen", "twice", "conv"),
+        (FULL, BF16, BF16_SUMMED_IN_FP32),
+        (*BackwardPrefetch, None),
+        (*ForwardPrefetch, False),
+        (True, 1, False, 3),
+    )
+)[::31]  # every setting of each kind is in it, with others each time
+WORLDS = [
+    *product((1, 2), ShardingStrategy.__members__),
+    *((4, strategy.name) for strategy in HYBRID),
+]
+
+
+def test_a_stream_does_nothing_until_it_is_waited_for_and_then_everything_in_order():
+    log = []
+    first, second = DeferringStream(), DeferringStream()
+
+    def work(name):
+        def launch():
+            log.append(f"start {name}")
+            return lambda: log.append(f"end {name}")
+
+        return launch
+
+    a = first.submit(work("a"))
+    second.wait_event(a)
+    b = second.submit(work("b"))
+    c = second.submit(work("c"))
+    assert log == [] and not b.query()
+    b.wait()
+    assert log == ["start a", "end a", "start b", "end b"]
+    assert a.query() and b.query() and not c.query()
+    b.wait()
+    c.wait()
+    assert log[4:] == ["start c", "end c"]
+
+
+def check(strategy, offload):
+    if device().type == "cuda":
+        pytest.skip("the streams are stand-ins")
+    for name, precision, backward, forward, limit in SAMPLE:
+        with deferring_device():
+            check_parity(
+                name,
+                sharding_strategy=strategy,
+                cpu_offload=offload,
+                mixed_precision=precision,
+                backward_prefetch=backward,
+                forward_prefetch=forward,
+                limit_all_gathers=limit,
+            )
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("world_size, strategy", WORLDS)
+def test_nothing_is_used_before_it_is_there(world_size, strategy, offload):
+    run(check, world_size, ShardingStrategy[strategy], OFFLOADS[offload])

@@ -1,0 +1,241 @@
+"""offload.py: parameters that live in the host's memory."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.offload import HOST, download
+from tests.parity import check_at_rest, grid
+from tests.races import noting_device
+from tests.ranks import device, on_ranks, run
+from tests.small import batch, layers, mean_gradients, stack, step
+
+OFFLOAD = CPUOffload(offload_params=True)
+STRATEGIES = list(ShardingStrategy)
+
+
+def offloaded(strategy=ShardingStrategy.FULL_SHARD, **settings) -> FSDP:
+    mesh = grid(strategy) if "HYBRID" in strategy.name else None
+    return stack(sharding_strategy=strategy, cpu_offload=OFFLOAD, device_mesh=mesh, **settings)
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+        return {
+            name: param.grad.clone()
+            for name, param in model.named_parameters()
+            if param.grad is not None
+        }
+
+
+def assert_gradients(model, expected):
+    """Equal in every bit, up to two ranks: one sum of two numbers, and in the same order."""
+    found, tolerance = gradients(model), 0.0 if dist.get_world_size() <= 2 else 1e-6
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=tolerance, atol=tolerance)
+
+
+def sums(plain, *steps) -> dict[str, torch.Tensor]:
+    """The mean gradients of several batches, added up."""
+    each = [mean_gradients(plain, plain(batch(step=at)).pow(2).sum()) for at in steps]
+    return {name: sum(grads[name] for grads in each) for name in each[0]}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_what_the_optimizer_sees_is_on_the_host_and_stays_there(strategy):
+    model = offloaded(strategy)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for at in range(2):
+        step(model, at)
+        for unit in model.engine.units:
+            assert unit.shard.device == unit.chunk.device == unit.shard.grad.device == HOST
+            assert unit.full.device == device()
+        optimizer.step()
+    for state in optimizer.state.values():
+        assert state["exp_avg"].device == state["exp_avg_sq"].device == HOST
+
+
+@pytest.mark.gpus(1)
+@on_ranks(1)
+def test_on_a_gpu_the_hosts_memory_is_pinned():
+    model = offloaded()
+    step(model)
+    for unit in model.engine.units:
+        assert unit.chunk.is_pinned() and unit.shard.grad.is_pinned()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_only_uploads_and_downloads_touch_both_memories_and_each_on_its_own_stream(strategy):
+    if device().type == "cuda":
+        pytest.skip("the streams are stand-ins")
+    with noting_device() as notes:
+        model = offloaded(strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for at in range(2):
+            notes.log.clear()
+            step(model, at)
+            optimizer.step()
+    assert notes.races == []
+    assert {stream for stream, owners in notes.log if "host" in owners} == {
+        "host",
+        "upload",
+        "download",
+    }
+    kept = [state["momentum_buffer"] for state in optimizer.state.values()]
+    assert {notes.memory(tensor).owner for tensor in kept} == {"host"}
+
+
+def check_accumulation(strategy):
+    """PyTorch's FSDP loses all but the last, because each download writes over the one before."""
+    model, plain = offloaded(strategy), layers()
+    for at in range(3):
+        step(model, at)
+    assert_gradients(model, sums(plain, 0, 1, 2))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_of_several_backwards_add_up(strategy, world_size):
+    run(check_accumulation, world_size, strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_gradients_that_wait_are_reduced_with_the_next(strategy):
+    model, plain = offloaded(strategy), layers()
+    step(model, 0)
+    with model.no_sync():
+        step(model, 1)
+        step(model, 2)
+    step(model, 3)
+    expected = sums(plain, 0)
+    plain.zero_grad()
+    for at in (1, 2, 3):
+        step(plain, at)
+    for name, param in plain.named_parameters():
+        dist.all_reduce(param.grad.div_(2))
+        expected[name] += param.grad
+    assert_gradients(model, expected)
+
+
+def check_move(strategy):
+    model = offloaded(strategy)
+    step(model)
+    model.to("meta")
+    for _ in range(2):  # and not only at first
+        with pytest.raises(RuntimeError) as error:
+            model(batch())
+        assert "unit <root> were moved to meta, but with CPUOffload they live on the CPU" in str(
+            error.value
+        )
+        assert f"Do not move the model after wrapping; it computes on {device()}" in str(
+            error.value
+        )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
+def test_moving_the_model_after_wrapping_is_refused_on_every_rank(strategy, world_size):
+    run(check_move, world_size, ShardingStrategy[strategy])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_a_shard_that_the_user_replaced_is_uploaded(strategy):
+    model, plain = offloaded(strategy), layers()
+    step(model)
+    for param in model.parameters():
+        param.data = param.data * 2
+    for param in plain.parameters():
+        param.data.mul_(2)
+    assert torch.equal(model(batch()), plain(batch()))
+    unit = model.engine.units[1]
+    assert unit.chunk.data_ptr() == unit.shard.data_ptr() and unit.chunk.device == HOST
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_frozen_units_are_uploaded_and_nothing_is_downloaded_for_them(strategy):
+    model, plain = offloaded(strategy), layers()
+    for sharded in (model.engine.units[1], model.engine.units[3]):
+        sharded.shard.requires_grad_(False)
+    for block in (plain[1], plain[3]):
+        block.requires_grad_(False)
+    step(model)
+    assert_gradients(model, sums(plain, 0))
+    assert [unit.shard.grad is None for unit in model.engine.units] == [0, 1, 0, 1, 0]
+    assert model.engine.stats.reductions == 3
+    check_at_rest(model)
+
+
+def interrupt(*_):
+    raise InterruptedError
+
+
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_full_backward_hook"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_after_an_exception_nothing_is_left_of_the_step(strategy, hook):
+    model, plain = offloaded(strategy), layers()
+    step(model, 0)
+    handle = getattr(model.module[2], hook)(interrupt)
+    with pytest.raises(InterruptedError):
+        step(model, 1)
+    handle.remove()
+    step(model, 2)
+    assert_gradients(model, sums(plain, 0, 2))
+    check_at_rest(model)
+
+
+@on_ranks(4)
+def test_sizes_that_no_number_of_ranks_divides():
+    """Six elements over four ranks: chunks of two, and nothing on the last one."""
+    model = FSDP(nn.Linear(6, 1, bias=False).to(device()), cpu_offload=OFFLOAD)
+    weight = torch.arange(6.0, device=device())
+    with FSDP.summon_full_params(model):
+        model.weight.data.copy_(weight)
+    x = batch()
+    assert torch.equal(model(x), nn.functional.linear(x, weight[None]))
+    model(x).sum().backward()
+    assert model._unit.shard.grad.numel() == [2, 2, 2, 0][dist.get_rank()]
+
+
+@on_ranks(2)
+def test_some_units_may_be_on_the_host_and_others_not():
+    plain = layers()
+    inside = FSDP(layers()[1], cpu_offload=OFFLOAD)
+    rest = list(layers())
+    model = FSDP(nn.Sequential(rest[0], inside, *rest[2:]))
+    assert [unit.offload_from for unit in model.engine.units] == [None, device()]
+    step(model)
+    assert_gradients(model, sums(plain, 0))
+
+
+@on_ranks(2)
+def test_what_is_downloaded_is_in_the_dtype_of_the_reduction():
+    """Half the bytes on the way; it is the host that makes exact numbers of them."""
+    model, dtypes = offloaded(mixed_precision=MixedPrecision(torch.bfloat16)), []
+
+    def noted(tensor, *others):
+        dtypes.append(tensor.dtype)
+        return download(tensor, *others)
+
+    with patch("minifsdp.reduce.download", noted):
+        step(model)
+    assert dtypes == [torch.bfloat16] * 5
+    assert model.engine.units[1].shard.grad.dtype is torch.float32
+
+
+@on_ranks(1)
+def test_offload_is_off_unless_asked_for():
+    assert stack(cpu_offload=CPUOffload()).engine.root.offload_from is None
+    assert stack(cpu_offload=None).engine.root.offload_from is None
+    assert offloaded().engine.root.offload_from == device()
