@@ -19,7 +19,7 @@ demo: $(INSTALLED)  ## train a small GPT, sharded; compare it with DDP (see ARGS
 test: $(INSTALLED)  ## every test that this machine can run
 	@$(PY) -m pytest $(ARGS)
 
-test-fast: $(INSTALLED)  ## without the matrix: under 90 seconds
+test-fast: $(INSTALLED)  ## without the matrix and the random models
 	@$(PY) -m pytest -m "not slow" $(ARGS)
 
 lint: $(INSTALLED)  ## ruff, and mypy --strict on the package

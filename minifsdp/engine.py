@@ -5,7 +5,7 @@ limiter and the books. The hooks call these methods and nothing below them.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minifsdp.api import Stats
 from minifsdp.limiter import Limiter
@@ -46,9 +46,6 @@ class Engine:
             RuntimeError: parameters were moved, or stepped, when they should not have been.
         """
         self.reset()
-        for unit in self.units:
-            unit.refresh(training)
-            check_waiting_gradient(unit)
         by_device = {unit.device: unit.label for unit in self.units if unit.numel}
         if len(by_device) > 1:
             found = "; ".join(f"{device}: {label}, ..." for device, label in by_device.items())
@@ -56,6 +53,13 @@ class Engine:
         for device in by_device:
             if device != self.streams.device:
                 self.streams = Streams.on(device)
+            for unit in self.units:
+                if not unit.numel and unit.device != device:
+                    # It has nothing that module.to() would have moved; but inputs, and buffers.
+                    unit.replace_shard(nn.Parameter(unit.shard.to(device), requires_grad=False))
+        for unit in self.units:
+            unit.refresh(training)
+            check_waiting_gradient(unit)
         self.lockstep.start()
         # The gathers to come must send what the optimizer has just written.
         self.streams.unshard.wait_event(self.streams.compute.record_event())

@@ -23,7 +23,7 @@ from minifsdp.flatten import unflatten
 from minifsdp.hooks import Hooks
 from minifsdp.lockstep import Moment
 from minifsdp.offload import HOST
-from minifsdp.unit import Phase, Unit
+from minifsdp.unit import Unit
 from minifsdp.unshard import wait_for_unshard
 
 
@@ -109,10 +109,7 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[b
         )
     engine = hooks.engine
     if not hooks.summoned:
-        ran = [unit for unit in engine.units if unit.phase is not Phase.IDLE]
         engine.start(training=True)
-        for unit in ran:  # their backward may be yet to come
-            unit.phase = Phase.FORWARD
     engine.lockstep.at(Moment.SUMMON_FULL_PARAMS_OF, engine.root)
     units = [unit for unit in units if unit not in hooks.summoned]
     shown = not options.rank0_only or all(_is_first(unit) for unit in units)
@@ -136,6 +133,7 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[b
         for unit in units:
             hooks.summoned.discard(unit)
             engine.free(unit)
+            unit.choose_dtype(hooks.training)  # there may be a backward to come
 
 
 def _take_out(hooks: Hooks, unit: Unit, options: Options, shown: bool) -> Whole:

@@ -48,6 +48,7 @@ class Call(NamedTuple):
     full: Tensor
     views: list[Tensor]
     version: int  # of the shard
+    training: bool  # the mode of the outermost module
 
 
 class Hooks:
@@ -58,6 +59,7 @@ class Hooks:
         self.prefetcher, self.lockstep = engine.prefetcher, engine.lockstep
         self.depth = 0  # of forwards within forwards
         self.calls: list[Call] = []  # those forwards, outermost first
+        self.training = True  # the mode of the outermost module, in the last of them
         self.summoned: set[Unit] = set()  # their parameters are out, between steps (full_params.py)
         self.synchronizes = True  # gradients are reduced; not so inside no_sync
         self._backward: weakref.ref[Callable[[], None]] | None = None
@@ -103,6 +105,7 @@ class Hooks:
             )
         if self._outermost:
             self._forget_dead_backward()
+            self.training = training
             self.engine.start(training)
             self.prefetcher.start_forward()
         self.lockstep.at(Moment.FORWARD_OF, unit)
@@ -114,7 +117,8 @@ class Hooks:
         unit.make_views()
         unit.expose()
         assert unit.full is not None
-        self.calls.append(Call(unit, unit.full, unit.views, unit.shard._version))
+        version = unit.shard._version
+        self.calls.append(Call(unit, unit.full, unit.views, version, self.training))
         if unit.transient and not unit.shard.requires_grad and torch.is_grad_enabled():
             self._free_when_inputs_have_gradients(unit, args, kwargs)
         # Also where a checkpoint around the root runs it again, which is then not the outermost.
@@ -196,8 +200,8 @@ class Hooks:
         Raises:
             RuntimeError: the shard has been changed since; a step came between.
         """
-        self._ensure_backward()
         unit = calls[-1].unit
+        self._ensure_backward(calls[-1].training)
         if unit.phase is Phase.BACKWARD:
             return  # by another output
         if unit.shard._version != calls[-1].version:
@@ -206,7 +210,8 @@ class Hooks:
                 f"between a forward and its backward, so its gradients would be wrong. Call "
                 f"backward() for every forward before you step."
             )
-        self.lockstep.at(Moment.BACKWARD_OF, unit)
+        if unit.transient:  # otherwise there is nothing that ranks have to do together
+            self.lockstep.at(Moment.BACKWARD_OF, unit)
         self.prefetcher.needed(unit)
         # The loss may come from this unit alone, with no gradient for the outputs of those around
         # it. What they computed before it is part of the graph all the same.
@@ -228,7 +233,7 @@ class Hooks:
 
     def post_backward(self, unit: Unit) -> None:
         """The gradient of ``unit.full`` is complete: the backward has gone through every use."""
-        self._ensure_backward()
+        self._ensure_backward(self.training)
         assert unit.full is not None and unit.full.grad is not None
         # Taken away before it is reduced: nobody may add to it while it is being sent.
         grad, unit.full.grad = unit.full.grad, None
@@ -262,12 +267,21 @@ class Hooks:
             if unit.phase is not Phase.IDLE:
                 unit.phase = Phase.FORWARD  # another graph may yet come through it
 
-    def _ensure_backward(self) -> None:
+    def _ensure_backward(self, training: bool) -> None:
         """Have autograd call us when this backward ends. Any unit may be the first to be reached,
-        not only the root's: the loss may come from a part of the model."""
+        not only the root's: the loss may come from a part of the model.
+
+        Args:
+            training: the mode that its graph was made in.
+        """
         if self.in_backward:
             return
         self._forget_dead_backward()
+        if training is not self.training:  # an evaluation came between, perhaps in full precision
+            self.training = training
+            for unit in self.engine.units:
+                self.engine.free(unit)
+                unit.choose_dtype(training)  # for what checkpoints will run again
         callback = self.end_of_backward
         Variable._execution_engine.queue_callback(callback)
         self._backward = weakref.ref(callback)  # to this bound method, which autograd holds

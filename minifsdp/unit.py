@@ -190,10 +190,16 @@ class Unit:
             self.chunk[:real] = shard.data
             shard.data = self.chunk[:real]
             self._fulls.clear()
-        full_precision = self.precision.full_precision_in_eval and not training
-        low = None if full_precision else self.precision.param_dtype
+        self.choose_dtype(training)
+        self.buffers.place(self.device, self._is_exact(training))
+
+    def choose_dtype(self, training: bool) -> None:
+        """Compute in what ``precision`` says for this mode of the root. The unit is sharded."""
+        low = None if self._is_exact(training) else self.precision.param_dtype
         self.compute_in(low or self.chunk.dtype)
-        self.buffers.place(self.device, full_precision)
+
+    def _is_exact(self, training: bool) -> bool:
+        return self.precision.full_precision_in_eval and not training
 
     def compute_in(self, dtype: torch.dtype) -> None:
         """Choose the ``full`` of a dtype. The unit is sharded."""

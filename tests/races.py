@@ -63,7 +63,9 @@ class Notes(TorchDispatchMode):
         self.seen = {name: dict.fromkeys(names, 0) for name in names}
         self.current = COMPUTE
         self.races: list[str] = []
-        self.log: list[tuple[str, set[str]]] = []  # of all operations: on which stream, whose memory
+        self.log: list[
+            tuple[str, set[str]]
+        ] = []  # of all operations: on which stream, whose memory
         self.forgotten = forgotten
         self.memories: dict[int, Memory] = {}
         self.freed: dict[str, list[tuple[Memory, Clocks]]] = {name: [] for name in names}

@@ -1,0 +1,406 @@
+"""Random cases with minifsdp and without, compared bit for bit.
+
+    python -m tests.fuzz 1000                     # seeds 0 to 999, in worlds of 1 to 4 ranks
+    python -m tests.fuzz 1 --seed 17 --world 2    # one of them again
+
+tests/random_models.py draws the cases, tests/reference.py says what has to come out. A case that
+fails is shown, with the command that repeats it, and the next one is tried.
+"""
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minifsdp import (
+    CPUOffload,
+    CustomPolicy,
+    MixedPrecision,
+    ModuleWrapPolicy,
+    SynchronizeAfterFree,
+)
+from minifsdp import FullyShardedDataParallel as FSDP
+from tests.parity import check_at_rest
+from tests.random_models import (
+    DIFFERENT,
+    MAIN,
+    Boom,
+    Border,
+    Case,
+    Trap,
+    build,
+    describe,
+    random_case,
+    ranks_in_a_row,
+    split,
+)
+from tests.ranks import RankFailure, device, run
+from tests.reference import SGD, Groups, Reference
+
+WORLDS = (1, 2, 3, 4)
+
+
+class Differs(AssertionError):  # noqa: N818
+    """A result is not the reference's."""
+
+
+# ------------------------------------------------------------------------------------ two models
+
+
+def initial(case: Case, rank: int) -> nn.Module:
+    """The module with its first values; those of the first rank count."""
+    seed_everything(case.seed + 1_000_000 * rank * case.sync_module_states)
+    return build(case).to(device())
+
+
+def reference(case: Case) -> Reference:
+    units = {name: (border, groups(border)) for name, border in case.borders.items()}
+    return Reference(initial(case, 0), units, case.precision)
+
+
+def sharded(case: Case) -> FSDP:
+    """The same module, wrapped as the case says."""
+    module = original = initial(case, dist.get_rank())
+    if case.meta:
+        with torch.device("meta"):
+            module = build(case)
+    names = {inner: name for name, inner in module.named_modules()}
+
+    def init(inner: nn.Module) -> None:
+        source = original.get_submodule(names[inner])
+        for kind in ("_parameters", "_buffers"):
+            for name, tensor in getattr(inner, kind).items():
+                tensor.copy_(getattr(source, kind)[name])
+
+    of_all = {
+        "cpu_offload": CPUOffload(case.offload),
+        "mixed_precision": case.precision,
+        "param_init_fn": init if case.meta else None,
+        "sync_module_states": case.sync_module_states,
+    }
+    of_root = {
+        "backward_prefetch": case.backward_prefetch,
+        "forward_prefetch": case.forward_prefetch,
+        "limit_all_gathers": SynchronizeAfterFree() if isinstance(case.limit, str) else case.limit,
+    }
+    units = {module.get_submodule(name): name for name in case.borders}
+    settings = {unit: own_settings(case, name, unit) for unit, name in units.items()}
+    of_root |= of_all | settings.pop(module)
+    if case.wrapping == "hand":
+        for unit in sorted(
+            settings, key=lambda unit: sum(1 for _ in unit.modules())
+        ):  # inner first
+            wrapped = FSDP(unit, **of_all | settings[unit])
+            for parent in list(module.modules()):
+                for place, child in parent._modules.items():
+                    if child is unit:
+                        setattr(parent, place, wrapped)
+        return FSDP(module, **of_root)
+    chosen = {unit: own for unit, own in settings.items() if case.borders[units[unit]].chosen}
+    policy = CustomPolicy(lambda inner: chosen.get(inner, False))
+    if case.wrapping == "classes":
+        policy = ModuleWrapPolicy(case.classes)
+    return FSDP(module, auto_wrap_policy=policy, **of_root)
+
+
+def own_settings(case: Case, name: str, unit: nn.Module) -> dict[str, Any]:
+    """What one unit is told."""
+    border = case.borders[name]
+    hybrid = "HYBRID" in border.strategy.name
+    settings = {
+        "sharding_strategy": border.strategy,
+        "process_group": groups(border) if hybrid else None,
+    }
+    if border.island and (case.wrapping == "hand" or not isinstance(unit, nn.BatchNorm1d)):
+        settings["mixed_precision"] = MixedPrecision(cast_forward_inputs=True)
+    return settings
+
+
+def groups(border: Border) -> Groups:
+    """With whom this rank shares a unit's parameters, and who has copies of its chunk."""
+    if "HYBRID" in border.strategy.name:
+        return grid(ranks_in_a_row(border, dist.get_world_size()))
+    everybody = dist.group.WORLD
+    return (None, everybody) if border.strategy.name == "NO_SHARD" else (everybody, None)
+
+
+@cache
+def grid(length: int) -> Groups:
+    """This rank's row and column, with ranks in rows of this length."""
+    world = list(range(dist.get_world_size()))
+    rows = [world[start : start + length] for start in world[::length]]
+    columns = [world[start::length] for start in range(length)]
+    made = [(ranks, dist.new_group(ranks)) for ranks in rows + columns]
+    row, column = (group for ranks, group in made if dist.get_rank() in ranks)
+    return row, column
+
+
+def seed_everything(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for GPUs, for a long time
+    if device().type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
+# ------------------------------------------------------------------------------ everything twice
+
+
+class Comparison:
+    """A model and its reference, on this rank. Methods are called as the operations of a case."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.reference, self.model = case, reference(case), sharded(case)
+        self.units = {unit.name: unit for unit in self.model.engine.units}
+        self.optimizer = torch.optim.SGD(self.model.parameters(), **SGD)
+        self.graphs: list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]] = []
+        self.at, self.events = 0, self.reference.events
+
+    def run(self) -> None:
+        assert self.units.keys() == self.reference.units.keys()
+        for at, op in enumerate(self.case.program):
+            self.at, complaint = at, ""
+            try:
+                getattr(self, op.do.replace(" ", "_"))(op.number)
+                self.compare()
+            except Differs as error:
+                complaint = str(error)
+            if anywhere(complaint):  # so that no rank goes on alone
+                raise Differs(
+                    f"operation {at}, {op.do} {op.number}: {complaint or 'right on this rank'}"
+                )
+
+    def compare(self) -> None:
+        """What this rank has of each unit is what the reference has there."""
+        for name, unit in self.units.items():
+            flat = self.reference.units[name].flat
+            start = unit.rank * unit.chunk.numel()
+            own = slice(start, start + unit.shard.numel())
+            grad = None if flat.grad is None else flat.grad[own]
+            same(unit.shard, flat[own], "parameters of", unit.label)
+            same(unit.shard.grad, grad, "gradient of", unit.label)
+
+    def forward(self, variant: int) -> None:
+        self.graphs.append(tuple((x, loss(out, variant)) for x, out in self.call()))
+
+    def forward_that_fails(self, _: int) -> None:
+        self.call(trap="forward")
+
+    def backward(self, which: int, synchronize: bool = True, trap: str = "") -> None:
+        (x, found), (its_x, expected) = self.graphs.pop(which)
+        if not expected.requires_grad:
+            return  # everything is frozen
+        with nullcontext() if synchronize else self.model.no_sync():
+            failed = fails(trap, found.backward)
+        as_it_should = fails(trap, lambda: self.reference.backward(expected, synchronize))
+        assert failed == as_it_should
+        if failed:
+            self.events.add("a backward has failed")
+        else:
+            same(x.grad, its_x.grad, "gradient of the input")
+            check_at_rest(self.model)
+
+    def backward_in_no_sync(self, which: int) -> None:
+        self.backward(which, synchronize=False)
+
+    def backward_that_fails(self, which: int) -> None:
+        self.backward(which, trap="backward")
+
+    def forget(self, which: int) -> None:
+        del self.graphs[which]
+
+    def evaluate(self, variant: int) -> None:
+        modules = (self.model, self.reference.module)
+        for module in modules:
+            module.train(variant == 1)
+        with torch.set_grad_enabled(variant == 2):
+            self.call()
+        for module in modules:
+            module.train()
+
+    def call(self, trap: str = "") -> list[tuple[Tensor, list[Tensor]]]:
+        """Both on the same input: input and outputs. No outputs: it has failed."""
+        seed = 1000 * self.case.seed + 10 * self.at + dist.get_rank()
+        given = torch.randn(4, self.case.width, generator=torch.Generator().manual_seed(seed))
+        results = []
+        for model in (self.model, self.reference):
+            seed_everything(seed)  # for dropout
+            x = given.to(device(), copy=True).requires_grad_(self.case.input_gradients)
+            results.append((x, outputs(model, x, trap)))
+        (_, found), (_, expected) = results
+        assert len(found) == len(expected)
+        for place, (a, b) in enumerate(zip(found, expected, strict=True)):
+            same(a, b, "output", place)
+        if not found:
+            self.events.add("a forward has failed")
+        return results
+
+    def clip(self, variant: int) -> None:
+        max_norm, norm_type = ((0.01, 2.0), (0.01, math.inf), (1e4, 1.0))[variant]
+        total = self.model.clip_grad_norm_(max_norm, norm_type)
+        grads = [unit.flat.grad for unit in self.reference.units.values()]
+        grads = [grad for grad in grads if grad is not None and grad.numel()]
+        norms = torch.tensor([0.0, *(grad.double().norm(norm_type) for grad in grads)])
+        # A sum of a few hundred squares, in fp32 and in another order. After that the one that was
+        # found is used for both, so that nothing else has to be tolerated.
+        expected = float(norms.norm(norm_type))
+        if not math.isclose(total, expected, rel_tol=1e-5):
+            raise Differs(f"norm: {total}, expected {expected}")
+        for grad in grads:
+            grad.mul_((max_norm / (total + 1e-6)).clamp(max=1.0))
+
+    def step(self, _: int) -> None:
+        self.graphs.clear()  # a backward through one of them would be refused now
+        self.optimizer.step()
+        self.reference.step()
+
+    def zero_grad(self, variant: int) -> None:
+        if variant < 2:  # else the next gradients are added to these
+            self.optimizer.zero_grad(set_to_none=variant == 0)
+            self.reference.zero_grad(set_to_none=variant == 0)
+
+    def save(self, _: int) -> None:
+        same_by_name(self.model.state_dict(), self.reference.state_dict())
+
+    def load(self, _: int) -> None:
+        state = {
+            name: tensor * 0.75 if tensor.is_floating_point() else tensor + 1
+            for name, tensor in self.model.state_dict().items()
+        }
+        self.model.load_state_dict(state)
+        self.reference.load_state_dict(state)
+
+    def read(self, variant: int) -> None:
+        with_grads = variant == 2 and not any(self.reference.waits())
+        with FSDP.summon_full_params(
+            self.model, writeback=False, offload_to_cpu=variant == 1, with_grads=with_grads
+        ):
+            found = dict(self.model.named_parameters())
+            same_by_name(found, self.reference.named_parameters())
+            if with_grads:
+                grads = {name: p.grad for name, p in found.items() if p.grad is not None}
+                same_by_name(grads, self.reference.named_gradients())
+
+    def write(self, variant: int) -> None:
+        with FSDP.summon_full_params(self.model, with_grads=variant == 2):
+            for param in self.model.parameters():
+                if variant == 1:
+                    param.data = param.data * 0.75
+                else:
+                    param.data *= 0.75
+                if variant == 2 and param.grad is not None:
+                    param.grad *= 2
+        self.reference.multiply(0.75, gradients=2 if variant == 2 else 1)
+
+
+def outputs(model: Callable[[Tensor], Any], x: Tensor, trap: str) -> list[Tensor]:
+    """The main one first; none, if a trap goes off."""
+    out: list[Tensor] = []
+
+    def call() -> None:
+        main, side = split(model(x))
+        out.extend([main, *side])
+
+    fails(trap, call)
+    return out
+
+
+def loss(out: list[Tensor], variant: int) -> Tensor:
+    """Of the outputs that the variant of a forward says."""
+    only_main = variant == MAIN or (variant == DIFFERENT and dist.get_rank() % 2 == 0)
+    used = out[:1] if only_main else out
+    if not used[0].requires_grad:
+        used = out  # of a loss with no gradient nothing could be seen
+    return sum(tensor.float().cos().mean() for tensor in used)
+
+
+def fails(trap: str, do: Callable[[], object]) -> bool:
+    """Whether a trap goes off."""
+    try:
+        with Trap.arm(trap):
+            do()
+    except Boom:
+        return True
+    return False
+
+
+def same(found: Tensor | None, expected: Tensor | None, *what: object) -> None:
+    name = " ".join(map(str, what))
+    if found is None or expected is None:
+        if found is not expected:
+            raise Differs(f"{name}: {found}, expected {expected}")
+    elif found.dtype != expected.dtype or found.shape != expected.shape:
+        raise Differs(
+            f"{name}: {list(found.shape)} of {found.dtype}, expected {list(expected.shape)} of "
+            f"{expected.dtype}"
+        )
+    elif not torch.equal(found, expected):
+        gap = (found.double() - expected.double()).abs().max()
+        raise Differs(f"{name}: off by {gap:.3g}, of at most {expected.abs().max():.3g}")
+
+
+def same_by_name(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    if list(found) != list(expected):
+        raise Differs(f"names: {list(found)}, expected {list(expected)}")
+    for name in found:
+        same(found[name], expected[name], name)
+
+
+def anywhere(condition: object) -> bool:
+    """Whether it holds on some rank."""
+    some = torch.tensor(int(bool(condition)), device=device())
+    dist.all_reduce(some, dist.ReduceOp.MAX)
+    return bool(some)
+
+
+# ------------------------------------------------------------------------------------ many of them
+
+
+def check(seed: int) -> set[str]:
+    """One case, on this rank. Returns what has happened that not every case has."""
+    comparison = Comparison(random_case(seed))
+    comparison.run()
+    return comparison.events
+
+
+def failure(seed: int, world: int, timeout: float = 60) -> str | None:
+    """One case, on all ranks: what it was, what went wrong, and how to see it again; or None."""
+    try:
+        run(check, world, seed, timeout=timeout)
+    except RankFailure as error:
+        again = f"python -m tests.fuzz 1 --seed {seed} --world {world}"
+        return f"{describe(random_case(seed), world)}\n\n{error}\n\nTo see it again: {again}"
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("cases", type=int, help="how many")
+    parser.add_argument("--seed", type=int, default=0, help="of the first one")
+    parser.add_argument("--world", type=int, nargs="+", default=WORLDS, help="numbers of ranks")
+    args = parser.parse_args()
+    failed, start, told = [], time.monotonic(), 0.0
+    for done, seed in enumerate(range(args.seed, args.seed + args.cases), 1):
+        world = args.world[seed % len(args.world)]
+        complaint = failure(seed, world)
+        if complaint:
+            failed.append(seed)
+            print(f"\n{complaint}\n", flush=True)
+        seconds = time.monotonic() - start
+        if seconds > told + 10 or done == args.cases:
+            told = seconds
+            print(
+                f"{done} of {args.cases} cases, {len(failed)} failed, {seconds:.0f} s", flush=True
+            )
+    if failed:
+        sys.exit(f"seeds that failed: {', '.join(map(str, failed))}")
+
+
+if __name__ == "__main__":
+    main()

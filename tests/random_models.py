@@ -1,0 +1,476 @@
+"""Random models, settings and training programs: what nobody would think of writing by hand.
+
+    case = random_case(7)         # the same on every rank, every time
+    print(describe(case, 2))      # what it is, in a world of two ranks
+    build(case)                   # its module, plain
+
+A case is plain data. It says what the module looks like, which of its modules become units, with
+what settings, and which operations a training program does with it. tests/fuzz.py does them with
+minifsdp and without, and compares.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from minifsdp import BackwardPrefetch, ForwardPrefetch, MixedPrecision, ShardingStrategy
+
+# ----------------------------------------------------------------------- what models are made of
+
+
+class Mlp(nn.Sequential):
+    def __init__(self, width: int) -> None:
+        super().__init__(nn.Linear(width, width + 4), nn.Tanh(), nn.Linear(width + 4, width))
+
+
+class Odd(nn.Module):
+    """Three elements, so that some ranks have none; one of them 0-d, and an empty parameter."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.rand(())), nn.Parameter(torch.randn(2))
+        self.nothing = nn.Parameter(torch.empty(0, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.shift[0] - self.shift[1] + self.nothing.sum()
+
+
+class Empty(nn.Module):
+    """Has a parameter, which has no elements."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(width, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.nothing.sum()
+
+
+class Spare(nn.Module):
+    """Uses some of its parameters, and not the others."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(width, width), nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.used(x))
+
+
+class Centered(nn.Module):
+    """Has buffers of two kinds, which every forward in training changes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width))
+        self.register_buffer("mean", torch.randn(width))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0).to(self.mean.dtype)
+        return (x - self.mean.to(x.dtype)) * self.weight
+
+
+class Boom(Exception):  # noqa: N818
+    """What a trap raises."""
+
+
+class Trap(nn.Module):
+    """Does nothing, until it is armed."""
+
+    armed = ""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if Trap.armed == "forward":
+            raise Boom
+        return _Trap.apply(x)
+
+    @staticmethod
+    @contextmanager
+    def arm(when: str) -> Iterator[None]:
+        """Inside, traps raise in their "forward", or in their "backward"."""
+        Trap.armed = when
+        try:
+            yield
+        finally:
+            Trap.armed = ""
+
+
+class _Trap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if Trap.armed == "backward":
+            raise Boom
+        return grad
+
+
+LEAVES = {
+    "linear": lambda width: nn.Linear(width, width),
+    "mlp": Mlp,
+    "layer norm": nn.LayerNorm,
+    "batch norm": nn.BatchNorm1d,
+    "tanh": lambda width: nn.Tanh(),
+    "dropout": lambda width: nn.Dropout(0.2),
+    "odd": Odd,
+    "empty": Empty,
+    "spare": Spare,
+    "centered": Centered,
+    "trap": Trap,
+}
+
+
+class Block(nn.Sequential):
+    """Calls the parts in it as its plan says: once, several times, or never."""
+
+    def __init__(self, part: "Part", parts: list[nn.Module]) -> None:
+        super().__init__(*parts)
+        self.plan, self.shape, self.tied = part.plan, part.shape, part.tied
+        for place in self.tied[1:]:
+            self[place].weight = self[self.tied[0]].weight
+
+    def forward(self, x: Tensor) -> Any:
+        side: list[Tensor] = []
+        for how, place in self.plan:
+            part, again = self[place], how == "checkpoint"
+            try:
+                y = checkpoint(part, x, use_reentrant=False) if again else part(x)
+            except Boom:
+                if how != "try":
+                    raise
+                continue
+            y, more = split(y)
+            side += more
+            if how == "aside":
+                side.append(y)
+            elif how != "drop":
+                x = (x + y) / 2 if how == "add" else y
+        return {"tensor": x, "tuple": (x, side), "dict": {"side": side, "main": x}}[self.shape]
+
+
+def split(output: Any) -> tuple[Tensor, list[Tensor]]:
+    """What a part has returned: its main tensor, and those beside it."""
+    if isinstance(output, Tensor):
+        return output, []
+    return (output["main"], output["side"]) if isinstance(output, dict) else output
+
+
+# ---------------------------------------------------------------------------------- a case, as data
+
+HOW = ("then", "add", "checkpoint", "aside", "drop", "try")
+"""How a block calls a part: x = f(x); x = (x + f(x)) / 2; x = f(x), recomputed in the backward;
+f(x) is returned beside x; f(x) goes nowhere; x = f(x), unless a trap goes off in it."""
+
+
+class Part(NamedTuple):
+    """One module."""
+
+    kind: str  # of LEAVES, or "block", or "again": a part that is somewhere else already
+    parts: tuple["Part", ...] = ()
+    plan: tuple[tuple[str, int], ...] = ()  # how to call which of the parts
+    shape: str = "tensor"  # of what the block returns
+    tied: tuple[int, ...] = ()  # parts that have one weight in common
+    which: int = 0  # of an "again": in the order in which parts are made
+
+
+class Border(NamedTuple):
+    """What kind of unit a module is."""
+
+    strategy: ShardingStrategy
+    grid: int = 0  # with a hybrid strategy: which of the ways to arrange the ranks
+    frozen: bool = False
+    island: bool = False  # in full precision, among others that are not
+    chosen: bool = True  # by the user; if not, minifsdp makes it an island by itself
+
+
+class Op(NamedTuple):
+    """One thing that a training program does."""
+
+    do: str
+    number: int = 0  # of a backward: which of the graphs; of anything else: which variant
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to build, how to wrap it, what to do with it."""
+
+    seed: int
+    width: int
+    root: Part
+    borders: dict[str, Border]  # by the name of the module; the root's is ""
+    wrapping: str  # by "classes", a "custom" policy or "hand"
+    classes: tuple[type[nn.Module], ...]
+    limit: bool | int | str
+    backward_prefetch: BackwardPrefetch | None
+    forward_prefetch: ForwardPrefetch | bool
+    precision: MixedPrecision
+    offload: bool
+    sync_module_states: bool  # ranks begin with different values, and get those of the first
+    meta: bool  # built without memory
+    input_gradients: bool
+    program: tuple[Op, ...]
+
+
+def build(case: Case) -> nn.Module:
+    """The module, plain, with random values."""
+    module = _build(case.root, case.width, [])
+    for name, param in module.named_parameters():
+        param.requires_grad_(not case.borders[unit_around(name, case.borders)].frozen)
+    return module
+
+
+def unit_around(name: str, units: Iterable[str]) -> str:
+    """The innermost of the units that a module, parameter or buffer is in."""
+    return max((u for u in units if not u or f"{name}.".startswith(f"{u}.")), key=len)
+
+
+def ranks_in_a_row(border: Border, world: int) -> int:
+    """How many ranks share the parameters of a hybrid unit."""
+    divisors = [n for n in range(1, world + 1) if world % n == 0]
+    return divisors[border.grid % len(divisors)]
+
+
+def _build(part: Part, width: int, made: list[nn.Module]) -> nn.Module:
+    if part.kind == "again":
+        return made[part.which]
+    if part.kind == "block":
+        module: nn.Module = Block(part, [_build(inner, width, made) for inner in part.parts])
+    else:
+        module = LEAVES[part.kind](width)
+    made.append(module)
+    return module
+
+
+# ------------------------------------------------------------------------------------------- dice
+
+
+def random_case(seed: int) -> Case:
+    """One of very many."""
+    rng = random.Random(seed)
+    width, root = rng.randint(2, 7), _random_block(rng, 4, [], is_root=True)
+    with torch.device("meta"):
+        module = _build(root, width, [])
+    wrapping, precision = rng.choice(("classes", "custom", "hand")), _random_precision(rng)
+    classes, units = _random_units(rng, module, wrapping == "classes")
+    borders = _random_borders(rng, module, units, wrapping, precision)
+    variants = 3 if _losses_may_differ(module, borders) else DIFFERENT
+    return Case(
+        seed=seed,
+        width=width,
+        root=root,
+        borders=borders,
+        wrapping=wrapping,
+        classes=classes,
+        limit=rng.choice((True, True, False, 1, 3, "synchronize after free")),
+        backward_prefetch=rng.choice((*BackwardPrefetch, None)),
+        forward_prefetch=rng.choice((*ForwardPrefetch, False)),
+        precision=precision,
+        offload=rng.random() < 0.2,
+        sync_module_states=rng.random() < 0.3,
+        meta=rng.random() < 0.3,
+        input_gradients=rng.random() < 0.4,
+        program=tuple(op for _ in range(3) for op in _random_step(rng, variants)),
+    )
+
+
+def _random_part(rng: random.Random, depth: int, made: list[Part]) -> Part:
+    # Not a Linear again: its weight may be another one's too, and two units cannot share it.
+    reusable = [which for which, part in enumerate(made) if part.kind != "linear"]
+    if reusable and rng.random() < 0.08:
+        return Part("again", which=rng.choice(reusable))
+    if depth and len(made) < 12 and rng.random() < 0.5:
+        return _random_block(rng, depth, made)
+    made.append(Part(rng.choices(list(LEAVES), (4, 3, 2, 2, 1, 1, 2, 1, 2, 2, 2))[0]))
+    return made[-1]
+
+
+def _random_block(rng: random.Random, depth: int, made: list[Part], is_root: bool = False) -> Part:
+    parts = [_random_part(rng, depth - 1, made) for _ in range(rng.randint(1, 3) + is_root)]
+    places = [place for place in range(len(parts)) if rng.random() < 0.9]
+    places += [place for place in places if rng.random() < 0.15]
+    plan = [(rng.choices(HOW, (10, 4, 3, 2, 1, 1))[0], place) for place in places]
+    if is_root:  # so that there always is something to differentiate
+        parts.append(Part(rng.choice(("linear", "mlp"))))
+        made.append(parts[-1])
+        plan.append(("then", len(parts) - 1))
+    linears = [place for place, part in enumerate(parts) if part.kind == "linear"]
+    tied = tuple(linears) if len(linears) > 1 and rng.random() < 0.7 else ()
+    shape = rng.choice(("tensor", "tuple", "dict"))
+    made.append(Part("block", tuple(parts), tuple(plan), shape, tied))
+    return made[-1]
+
+
+def _random_precision(rng: random.Random) -> MixedPrecision:
+    low = torch.bfloat16
+    if rng.random() < 0.5:
+        return MixedPrecision(reduce_dtype=rng.choice((None, None, None, low)))
+    return MixedPrecision(
+        param_dtype=low,
+        reduce_dtype=rng.choice((None, low, torch.float32)),
+        buffer_dtype=rng.choice((None, low)),
+        cast_forward_inputs=rng.random() < 0.3,
+        full_precision_in_eval=rng.random() < 0.3,
+    )
+
+
+def _random_units(
+    rng: random.Random, root: nn.Module, by_class: bool
+) -> tuple[tuple[type[nn.Module], ...], set[nn.Module]]:
+    """Modules for the user to wrap; and their classes, if those are what he names."""
+    modules = [m for m in root.modules() if m is not root]
+    tied = {m[place] for m in root.modules() if isinstance(m, Block) for place in m.tied}
+    kinds = dict.fromkeys(type(m) for m in modules if not (tied and type(m) is nn.Linear))
+    classes = [kind for kind in kinds if rng.random() < 0.4]
+    units = {m for m in modules if rng.random() < 0.4 and m not in tied}
+    while True:
+        if by_class:
+            units = {m for m in modules if type(m) in classes}
+        straddling = _in_two_units(root, units)
+        if straddling is None:
+            return tuple(classes) if by_class else (), units
+        classes.append(type(straddling))
+        units.add(straddling)
+
+
+def _in_two_units(root: nn.Module, units: set[nn.Module]) -> nn.Module | None:
+    """A module in two places, with parameters, around which the two have different units."""
+    found: dict[nn.Module, nn.Module] = {}
+    for name, module in root.named_modules(remove_duplicate=False):
+        steps = name.split(".")
+        around = [root.get_submodule(".".join(steps[:n])) for n in range(len(steps) + 1)]
+        unit = next((m for m in reversed(around) if m in units), root)
+        if found.setdefault(module, unit) is not unit and list(module.parameters()):
+            return module
+    return None
+
+
+def _random_borders(
+    rng: random.Random,
+    root: nn.Module,
+    units: set[nn.Module],
+    wrapping: str,
+    precision: MixedPrecision,
+) -> dict[str, Border]:
+    strategies, freezes = list(ShardingStrategy), rng.random() < 0.25
+    low, alike = precision.param_dtype is not None, wrapping == "classes" or rng.random() < 0.5
+    first = Border(rng.choice(strategies), rng.randrange(3), freezes and rng.random() < 0.3)
+    borders = {"": first}
+    for name, module in root.named_modules():
+        norm = low and isinstance(module, nn.BatchNorm1d)
+        if module is root or not (norm or module in units):
+            continue
+        leaf, chosen = not any(module.children()), wrapping == "hand" or module in units
+        same = alike or not chosen
+        borders[name] = Border(
+            strategy=first.strategy if same else rng.choice(strategies),
+            grid=first.grid if same else rng.randrange(3),
+            frozen=freezes and rng.random() < 0.4,
+            island=norm or (low and leaf and wrapping != "classes" and rng.random() < 0.15),
+            chosen=chosen,
+        )
+    return borders
+
+
+def _losses_may_differ(root: nn.Module, borders: dict[str, Border]) -> bool:
+    """Whether ranks may use different outputs. They agree on which units get a gradient: not on
+    which frozen ones are needed, nor on from which of several calls a unit gets it."""
+    calls: Counter[nn.Module] = Counter()
+    _count_calls(root, calls)
+    once = all(calls[root.get_submodule(name)] <= 1 for name in borders)
+    return once and not any(border.frozen for border in borders.values())
+
+
+def _count_calls(module: nn.Module, calls: "Counter[nn.Module]") -> None:
+    calls[module] += 1
+    planned = isinstance(module, Block)
+    for part in [module[place] for _, place in module.plan] if planned else module.children():
+        _count_calls(part, calls)
+
+
+def _random_step(rng: random.Random, variants: int) -> Iterator[Op]:
+    """What happens until the optimizer has stepped.
+
+    Args:
+        variants: which there are of a forward.
+    """
+    for _ in range(rng.randint(0, 2)):
+        yield Op(rng.choice(("read", "write", "save", "load")), rng.randrange(3))
+    graphs: list[int] = []  # forwards that have had no backward yet: their variants
+    for _ in range(rng.randint(0, 4)):
+        may = ["forward"] * 3 + ["evaluate", "forward that fails", "read", "save", "zero_grad"]
+        with_graph = ["backward", "backward in no_sync"] * 3 + ["backward that fails", "forget"]
+        do = rng.choice(may + with_graph * bool(graphs))
+        if do in with_graph:
+            number = rng.randrange(len(graphs))
+            if graphs.pop(number) == DIFFERENT and do == "backward that fails":
+                do = "backward"  # it would not fail on all ranks
+        else:
+            number = rng.randrange(variants if do == "forward" else 3)
+            if do == "forward":
+                graphs.append(number)
+            elif do == "zero_grad" and number == 1 and variants > DIFFERENT:
+                number = 0  # some ranks may have left something in no_sync, and only they got zeros
+        yield Op(do, number)
+    if not graphs:
+        yield Op("forward", rng.randrange(variants))
+    yield Op("backward")  # after which nothing of no_sync is left
+    if rng.random() < 0.4:
+        yield Op("clip", rng.randrange(3))
+    yield Op("step")
+    yield Op("zero_grad", rng.randrange(3))
+
+
+ALL, MAIN, DIFFERENT = range(3)
+"""Which outputs are in the loss, as the variant of a forward says: all, the main one, or the main
+one on some ranks and all on the others."""
+
+
+# ------------------------------------------------------------------------------------ in words
+
+
+def describe(case: Case, world: int) -> str:
+    """What was drawn, on one screen."""
+    lines = [f"seed {case.seed}, {world} ranks, width {case.width}, wrapped by {case.wrapping}"]
+    with torch.device("meta"):
+        root = build(case)
+    names: dict[nn.Module, str] = {}
+    for name, module in root.named_modules(remove_duplicate=False):
+        line = "  " * (name.count(".") + 2 - (not name)) + (name or "<root>") + ": "
+        if module in names:
+            line += f"{names[module]} again"
+        else:
+            names[module] = name
+            line += type(module).__name__
+            if isinstance(module, Block):
+                plan = ", ".join(f"{how} {place}" for how, place in module.plan)
+                line += f"({plan} -> {module.shape}{f', tied {module.tied}' * bool(module.tied)})"
+            if name in case.borders:
+                line += f"  <- {_in_words(case.borders[name], world)}"
+        lines.append(line)
+    lines += [f"  {f.name} = {getattr(case, f.name)}" for f in fields(case)[5:-1]]
+    program = [f"{op.do} {op.number}" if op.number else op.do for op in case.program]
+    return "\n".join([*lines, "  program: " + ", ".join(program)])
+
+
+def _in_words(border: Border, world: int) -> str:
+    words = [border.strategy.name]
+    if "HYBRID" in border.strategy.name:
+        words.append(f"{ranks_in_a_row(border, world)} ranks in a row")
+    flags = ("frozen", "island") + (() if border.chosen else ("not chosen",))
+    words += [flag for flag in flags if getattr(border, flag, True)]
+    return ", ".join(words)

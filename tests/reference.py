@@ -1,0 +1,264 @@
+"""What minifsdp should compute: the same module, plain and whole on every rank.
+
+Gradients are averaged over ranks by hand, in the arithmetic that minifsdp promises and in the same
+order. So there is nothing to tolerate: in any world and any precision, a bit that differs is a
+mistake. Three things decide in which order terms are added:
+
+- the gradient of a unit is reduced as one flat tensor in chunks, and the ranks' parts of a chunk
+  are added up in the order of gloo's ring;
+- what several uses of a parameter contribute is added up within each call of its unit first;
+- an all-reduce is gloo's own, of a tensor of the same size.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minifsdp import MixedPrecision
+from tests.random_models import Border, unit_around
+from tests.ranks import device
+
+Groups = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
+"""With whom a rank shares a unit's parameters, and who has copies of its chunk."""
+Owners = list[tuple[nn.Module, str]]
+SGD = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.01}
+
+
+class PlainUnit:
+    """Parameters that are reduced together, as a flat tensor."""
+
+    def __init__(
+        self,
+        params: dict[nn.Parameter, Owners],
+        border: Border,
+        groups: Groups,
+        precision: MixedPrecision,
+    ) -> None:
+        self.params, self.groups = params, groups
+        self.dtype = precision.param_dtype or torch.float32
+        self.reduce_dtype = precision.reduce_dtype or self.dtype
+        if border.island:
+            self.dtype = self.reduce_dtype = torch.float32
+        flat = torch.cat([param.detach().reshape(-1) for param in params] or [torch.empty(0)])
+        self.flat = nn.Parameter(flat, requires_grad=bool(params) and not border.frozen)
+        self.waiting: Tensor | None = None  # of no_sync
+
+    def pieces(self, flat: Tensor) -> list[Tensor]:
+        """Of the size and shape of each parameter; memory of ``flat``."""
+        split_up = flat.split([param.numel() for param in self.params])
+        return [piece.view(p.shape) for piece, p in zip(split_up, self.params, strict=True)]
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Give the module what the optimizer has, in the dtype to compute with."""
+        for param, piece in zip(self.params, self.pieces(self.flat.data), strict=True):
+            param.data = piece.to(dtype, copy=True)
+        self.renew()
+
+    def renew(self, *_: Any) -> None:
+        """A call of the unit begins: what its uses contribute is to be added up by itself."""
+        for param, owners in self.params.items():
+            with torch.enable_grad():  # as a parameter, also where a checkpoint meets it later
+                alias = param.view_as(param)
+            for module, name in owners:
+                module.__dict__[name] = alias  # found before the parameter
+
+    def take_gradient(self) -> Tensor | None:
+        """What a backward has left, flat; zeros where a parameter was not used."""
+        grads = [param.grad for param in self.params]
+        if not self.flat.numel() or all(grad is None for grad in grads):
+            return None
+        for param in self.params:
+            param.grad = None
+        zeros = self.pieces(self.flat.new_zeros(self.flat.shape, dtype=self.dtype))
+        return torch.cat(
+            [(z if g is None else g).reshape(-1) for g, z in zip(grads, zeros, strict=True)]
+        )
+
+    def mean(self, grad: Tensor | None) -> Tensor:
+        """Over all ranks; None counts as zeros."""
+        numel, (shard, replicate) = self.flat.numel(), self.groups
+        ranks = shard.size() if shard is not None else 1
+        size = -(-numel // ranks)
+        padded = self.flat.new_zeros(size * ranks, dtype=self.reduce_dtype)
+        if grad is not None:
+            padded[:numel] = grad
+        chunks = [padded]
+        if shard is not None:
+            every = _gather(padded, shard)
+            chunks = [_ring_mean([part.chunk(ranks)[r] for part in every], r) for r in range(ranks)]
+        if replicate is not None:
+            own = chunks[shard.rank() if shard is not None else 0]
+            own.mul_(1 / replicate.size())
+            dist.all_reduce(own, group=replicate)
+            chunks = _gather(own, shard) if shard is not None else [own]
+        return torch.cat(chunks)[:numel].to(self.flat.dtype)
+
+    def add_to_gradient(self, grad: Tensor | float) -> None:
+        if self.flat.grad is None:
+            self.flat.grad = torch.zeros_like(self.flat)
+        self.flat.grad += grad
+
+
+def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    every = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(every, tensor, group=group)
+    return every
+
+
+def _ring_mean(parts: list[Tensor], owner: int) -> Tensor:
+    """The mean of what the ranks have for a chunk: the owner's neighbour first, its own last."""
+    ranks = len(parts)
+    first, *others = [parts[(owner - distance) % ranks] for distance in (*range(1, ranks), 0)]
+    total = first * (1 / ranks)
+    for part in others:
+        total.add_(part, alpha=1 / ranks)
+    return total
+
+
+class Reference:
+    """A plain module with the arithmetic of a sharded one.
+
+    Args:
+        module: with its first values.
+        units: by the name of their module.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: dict[str, tuple[Border, Groups]],
+        precision: MixedPrecision,
+    ) -> None:
+        self.module, self.precision, self.events = module, precision, set[str]()
+        names = {param: unit_around(name, units) for name, param in module.named_parameters()}
+        owners: defaultdict[nn.Parameter, Owners] = defaultdict(list)
+        for owner in module.modules():
+            for name, param in owner._parameters.items():
+                owners[param].append((owner, name))
+        self.units = {
+            name: PlainUnit(
+                {param: owners[param] for param in names if names[param] == name},
+                border, groups, precision,
+            )
+            for name, (border, groups) in units.items()
+        }  # fmt: skip
+        for name, unit in self.units.items():
+            module.get_submodule(name).register_forward_pre_hook(unit.renew)
+            if units[name][0].island:
+                _keep_in_full_precision(module.get_submodule(name))
+        self._low_buffers = [
+            (owner, name)
+            for path, owner in module.named_modules()
+            for name, buffer in owner._buffers.items()
+            if not units[unit_around(path, units)][0].island and buffer.is_floating_point()
+        ]
+        self.cast()
+        # The flat parameters are what the optimizer sees.
+        self.optimizer = torch.optim.SGD([unit.flat for unit in self.units.values()], **SGD)
+
+    def cast(self, full_precision: bool = False) -> None:
+        """Give the module what the optimizer has, in the dtypes that it computes with."""
+        for unit in self.units.values():
+            unit.cast(torch.float32 if full_precision else unit.dtype)
+        if self.precision.buffer_dtype is not None:
+            dtype = torch.float32 if full_precision else self.precision.buffer_dtype
+            for owner, name in self._low_buffers:
+                owner._buffers[name] = owner._buffers[name].to(dtype)
+
+    def __call__(self, x: Tensor) -> Any:
+        full = self.precision.full_precision_in_eval and not self.module.training
+        if full:
+            self.cast(full_precision=True)
+        try:
+            return self.module(x if full else x.to(self.precision.param_dtype or x.dtype))
+        finally:
+            if full:
+                self.cast()
+
+    def backward(self, loss: Tensor, synchronize: bool) -> None:
+        """All gradients of a backward, or none."""
+        units = list(self.units.values())
+        try:
+            loss.backward()
+        except BaseException:
+            for unit in units:
+                unit.take_gradient()
+            raise
+        for unit in units:
+            grad = unit.take_gradient()
+            if grad is not None:
+                unit.waiting = grad if unit.waiting is None else unit.waiting + grad
+                if not synchronize:
+                    unit.add_to_gradient(0.0)  # so that the optimizer finds one, as after DDP's
+        if synchronize:
+            for unit, waits in zip(units, self.waits(), strict=True):
+                if waits:
+                    if unit.waiting is None:
+                        self.events.add("another rank has used more units")
+                    unit.add_to_gradient(unit.mean(unit.waiting))
+                    unit.waiting = None
+
+    def waits(self) -> list[bool]:
+        """For each unit: whether some rank has a gradient that is not reduced."""
+        here = [int(unit.waiting is not None) for unit in self.units.values()]
+        somewhere = torch.tensor(here, device=device())
+        dist.all_reduce(somewhere, dist.ReduceOp.MAX)
+        return [bool(waits) for waits in somewhere]
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.cast()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        self.optimizer.zero_grad(set_to_none)
+        for unit in self.units.values():
+            unit.waiting = None
+
+    def named_parameters(self, remove_duplicate: bool = True) -> dict[str, Tensor]:
+        """In the optimizer's dtype; memory of the flat parameters."""
+        return self._named(lambda unit: unit.flat.data, remove_duplicate)
+
+    def named_gradients(self) -> dict[str, Tensor]:
+        return self._named(lambda unit: unit.flat.grad, True)
+
+    def _named(
+        self, which: Callable[[PlainUnit], Tensor | None], remove_duplicate: bool
+    ) -> dict[str, Tensor]:
+        pieces: dict[nn.Parameter, Tensor] = {}
+        for unit in self.units.values():
+            flat = which(unit)
+            if flat is not None:
+                pieces |= zip(unit.params, unit.pieces(flat), strict=True)
+        found = self.module.named_parameters(remove_duplicate=remove_duplicate)
+        return {name: pieces[param] for name, param in found if param in pieces}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.module.state_dict() | self.named_parameters(remove_duplicate=False)
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        mine = self.named_parameters(remove_duplicate=False) | dict(self.module.named_buffers())
+        for name, tensor in mine.items():
+            tensor.copy_(state[name])
+        self.cast()
+
+    def multiply(self, parameters: float, gradients: float) -> None:
+        for unit in self.units.values():
+            unit.flat.data *= parameters
+            if unit.flat.grad is not None:
+                unit.flat.grad *= gradients
+        self.cast()
+
+
+def _keep_in_full_precision(module: nn.Module) -> None:
+    given = [torch.float32]
+
+    def before(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        given[0] = args[0].dtype
+        return (args[0].float(),)
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(lambda _, args, output: output.to(given[0]))
