@@ -47,7 +47,8 @@ def prepare_inputs(
         return args, kwargs
 
     def prepare(tensor: Tensor) -> Tensor:
-        dtype = unit.dtype if casts and tensor.is_floating_point() else tensor.dtype
+        both = tensor.is_floating_point() and unit.dtype.is_floating_point
+        dtype = unit.dtype if casts and both else tensor.dtype
         return tensor.to(unit.device if is_root else tensor.device, dtype)
 
     return map_tensors(prepare, args), map_tensors(prepare, kwargs)

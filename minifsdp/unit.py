@@ -133,8 +133,8 @@ class Unit:
     def _new_shard(self, data: Tensor, requires_grad: bool) -> FlatParameter:
         shard = FlatParameter(data, requires_grad=requires_grad)
         shard.is_chunk = self.ranks > 1
-        if self.precision.keep_low_precision_grads:
-            shard.grad_dtype = self.precision.param_dtype or data.dtype
+        if self.precision.keep_low_precision_grads and self.precision.param_dtype is not None:
+            shard.grad_dtype = self.precision.param_dtype
         return shard
 
     def replace_shard(self, found: nn.Parameter) -> FlatParameter:
@@ -196,7 +196,8 @@ class Unit:
     def choose_dtype(self, training: bool) -> None:
         """Compute in what ``precision`` says for this mode of the root. The unit is sharded."""
         low = None if self._is_exact(training) else self.precision.param_dtype
-        self.compute_in(low or self.chunk.dtype)
+        # An integer is no number to round: it may be an index, or a weight in somebody's own code.
+        self.compute_in(low if low and self.chunk.is_floating_point() else self.chunk.dtype)
 
     def _is_exact(self, training: bool) -> bool:
         return self.precision.full_precision_in_eval and not training

@@ -26,6 +26,7 @@ def unshard(unit: Unit, streams: Streams) -> None:
     other ranks would be sent parameters of which some are a step old.
     """
     assert unit.memory is Memory.SHARDED and unit.transient, unit.label
+    unit.memory = Memory.GATHERING  # first: if one of these fails, there may be memory to free
     uploaded = upload(unit.chunk, streams) if unit.offload_from is not None else None
 
     def launch() -> Finish:
@@ -39,7 +40,6 @@ def unshard(unit: Unit, streams: Streams) -> None:
         unit.buffer.copy_(chunk)  # casts as well
         return lambda: None
 
-    unit.memory = Memory.GATHERING  # even if the launch fails: there may be memory to free
     unit.gathered = streams.unshard.submit(launch)
 
 

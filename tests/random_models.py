@@ -256,7 +256,7 @@ def _build(part: Part, width: int, made: list[nn.Module]) -> nn.Module:
     return module
 
 
-# ------------------------------------------------------------------------------------------- dice
+# ------------------------------------------------------------------------------------------ chance
 
 
 def random_case(seed: int) -> Case:
@@ -276,7 +276,7 @@ def random_case(seed: int) -> Case:
         borders=borders,
         wrapping=wrapping,
         classes=classes,
-        limit=rng.choice((True, True, False, 1, 3, "synchronize after free")),
+        limit=rng.choice((True, False, 1, 2, 3, "synchronize after free")),
         backward_prefetch=rng.choice((*BackwardPrefetch, None)),
         forward_prefetch=rng.choice((*ForwardPrefetch, False)),
         precision=precision,
@@ -323,6 +323,7 @@ def _random_precision(rng: random.Random) -> MixedPrecision:
         param_dtype=low,
         reduce_dtype=rng.choice((None, low, torch.float32)),
         buffer_dtype=rng.choice((None, low)),
+        keep_low_precision_grads=rng.random() < 0.2,
         cast_forward_inputs=rng.random() < 0.3,
         full_precision_in_eval=rng.random() < 0.3,
     )

@@ -43,8 +43,10 @@ class PlainUnit:
         self.reduce_dtype = precision.reduce_dtype or self.dtype
         if border.island:
             self.dtype = self.reduce_dtype = torch.float32
+        self.grad_dtype = self.dtype if precision.keep_low_precision_grads else torch.float32
         flat = torch.cat([param.detach().reshape(-1) for param in params] or [torch.empty(0)])
         self.flat = nn.Parameter(flat, requires_grad=bool(params) and not border.frozen)
+        self.flat.grad_dtype = self.grad_dtype
         self.waiting: Tensor | None = None  # of no_sync
 
     def pieces(self, flat: Tensor) -> list[Tensor]:
@@ -95,11 +97,11 @@ class PlainUnit:
             own.mul_(1 / replicate.size())
             dist.all_reduce(own, group=replicate)
             chunks = _gather(own, shard) if shard is not None else [own]
-        return torch.cat(chunks)[:numel].to(self.flat.dtype)
+        return torch.cat(chunks)[:numel].to(self.grad_dtype)
 
     def add_to_gradient(self, grad: Tensor | float) -> None:
         if self.flat.grad is None:
-            self.flat.grad = torch.zeros_like(self.flat)
+            self.flat.grad = torch.zeros_like(self.flat, dtype=self.grad_dtype)
         self.flat.grad += grad
 
 

@@ -149,6 +149,34 @@ def test_floating_point_buffers_are_cast_and_others_are_not(dtype):
     assert inside.count.dtype is torch.int64 and inside.mask.dtype is torch.bool
 
 
+class Shift(nn.Module):
+    """Has integers that bfloat16 would round: 301 to 302."""
+
+    def __init__(self):
+        super().__init__()
+        self.by = nn.Parameter(torch.arange(300, 306), requires_grad=False)
+
+    def forward(self, x):
+        return x.roll(int(self.by[1]), 1)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_integer_parameters_are_not_cast(strategy, keep):
+    precision = MixedPrecision(LOW, cast_forward_inputs=True, keep_low_precision_grads=keep)
+    mesh = grid(strategy) if "HYBRID" in strategy.name else None
+    shift = FSDP(
+        Shift().to(device()),
+        sharding_strategy=strategy,
+        mixed_precision=precision,
+        device_mesh=mesh,
+    )
+    x = batch()
+    assert torch.equal(shift(x), x.roll(301, 1))
+    assert torch.equal(FSDP(nn.Sequential(shift), mixed_precision=BF16)(x), x.roll(301, 1).to(LOW))
+
+
 # ------------------------------------------------------------------------- the same numbers as DDP
 
 
@@ -231,6 +259,13 @@ def test_gradients_may_stay_low_and_an_optimizer_can_step_with_them(strategy, of
         assert unit.shard.grad.dtype is LOW and unit.shard.dtype is EXACT
         expected = its_before.add(unit.shard.grad, alpha=-0.1)
         assert torch.equal(unit.shard, expected)
+
+
+@on_ranks(1)
+def test_kept_as_they_are_they_follow_a_cast_of_the_model():
+    model = mixed(precision=MixedPrecision(keep_low_precision_grads=True)).double()
+    model(batch().double()).sum().backward()
+    assert model.engine.root.shard.grad.dtype is torch.float64
 
 
 @on_ranks(2)

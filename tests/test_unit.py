@@ -175,6 +175,15 @@ def test_only_what_is_there_in_the_right_dtype_and_place_is_computed_with_as_it_
     assert storage(unit) == (42 * 4 if as_it_is else 0)
 
 
+@on_ranks(1)
+def test_integers_are_never_computed_with_low():
+    module = nn.Module()
+    module.index = nn.Parameter(torch.arange(6, device=device()), requires_grad=False)
+    model = FSDP(module, mixed_precision=MixedPrecision(LOW, keep_low_precision_grads=True))
+    model.engine.start(training=True)
+    assert model._unit.dtype is torch.int64
+
+
 @pytest.mark.parametrize("asked_for", [True, False])
 @on_ranks(1)
 def test_the_dtype_follows_the_roots_mode_if_that_is_asked_for(asked_for):

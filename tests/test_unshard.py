@@ -11,7 +11,7 @@ from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp.unit import Memory
 from minifsdp.unshard import unshard, wait_for_unshard
 from tests.lagging import deferring_device
-from tests.parity import grid
+from tests.parity import check_at_rest, grid
 from tests.races import noting_device
 from tests.ranks import device, on_ranks
 from tests.small import batch, layers, stack, step, storage
@@ -121,6 +121,20 @@ def test_a_unit_that_is_not_sharded_may_need_a_cast_or_an_upload_but_no_gather(o
     expected = layers()[1][0].weight.to(unit.dtype)
     assert torch.equal(unit.full[:36], expected.flatten())
     assert unit.full.data_ptr() != unit.shard.data_ptr()
+
+
+@pytest.mark.parametrize("what", ["upload", "all_gather"])
+@on_ranks(2)
+def test_what_fails_leaves_nothing(what):
+    model = stack(cpu_offload=CPUOffload(True))
+    with (
+        patch(f"minifsdp.unshard.{what}", side_effect=MemoryError),
+        pytest.raises(MemoryError),
+    ):
+        step(model)
+    check_at_rest(model)
+    assert not model.engine.limiter._alive
+    step(model)
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
