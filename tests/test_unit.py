@@ -177,7 +177,7 @@ def test_only_what_is_there_in_the_right_dtype_and_place_is_computed_with_as_it_
 
 @on_ranks(1)
 def test_integers_are_never_computed_with_low():
-    module = nn.Module()
+    module = nn.Identity()
     module.index = nn.Parameter(torch.arange(6, device=device()), requires_grad=False)
     model = FSDP(module, mixed_precision=MixedPrecision(LOW, keep_low_precision_grads=True))
     model.engine.start(training=True)
