@@ -44,5 +44,6 @@ class Buffers:
                 dtype = original if full_precision else self._dtype
             if buffer.dtype is not dtype or buffer.device != device:
                 if buffer not in placed:
-                    placed[buffer] = buffer.to(device, dtype)
+                    with torch.inference_mode(False):  # it outlives such a forward
+                        placed[buffer] = buffer.to(device, dtype)
                 module._buffers[name] = placed[buffer]

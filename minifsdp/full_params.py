@@ -7,7 +7,7 @@ Outside of its forward and backward a unit is a flat chunk without names. To loo
         print(model.layer.weight)       # the whole parameter, on every rank
         model.layer.weight.zero_()      # kept, in the shards, when the block ends
 
-They come in the shards' own dtype, whatever is computed with.
+They come in the shards' own dtype, whatever is computed with; so do buffers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -133,11 +133,11 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[b
         for unit in units:
             hooks.summoned.discard(unit)
             engine.free(unit)
-            unit.choose_dtype(hooks.training)  # there may be a backward to come
+            unit.choose_precision(hooks.training)  # there may be a backward to come
 
 
 def _take_out(hooks: Hooks, unit: Unit, options: Options, shown: bool) -> Whole:
-    unit.compute_in(unit.chunk.dtype)
+    unit.set_precision(exact=True)
     with torch.no_grad():  # only while gathering: what the caller computes is his to decide
         hooks.engine.gather(unit)
         wait_for_unshard(unit)

@@ -136,7 +136,7 @@ class Hooks:
                 unit.phase = Phase.FORWARD
             self._hook_outputs(unit, output)
         if not self._stays(unit):
-            self.engine.free(unit)
+            self._done_with(unit)
         if not self.in_backward:
             self.engine.prefetch(self.prefetcher.post_forward(unit))
         if self._outermost:
@@ -153,7 +153,7 @@ class Hooks:
             self.engine.reset()
             self.prefetcher.forget()
         elif unit.phase is not Phase.BACKWARD:
-            self.engine.free(unit)  # this one only: its caller may catch the exception and go on
+            self._done_with(unit)  # this one only: its caller may catch the exception and go on
 
     def _stays(self, unit: Unit) -> bool:
         """Whether the unit keeps its parameters when its forward ends."""
@@ -186,7 +186,7 @@ class Hooks:
 
         def free(grads: object) -> None:
             unit.phase = Phase.DONE
-            self.engine.free(unit)
+            self._done_with(unit)
 
         if inputs:
             register_multi_grad_hook(inputs, free)
@@ -243,11 +243,11 @@ class Hooks:
                 f"because the reduction over ranks cannot be differentiated."
             )
         unit.phase = Phase.DONE
-        self.engine.free(unit)
+        self._done_with(unit)
         self._prefetch_in_backward(self.prefetcher.post_backward())
         if not unit.numel:
             return
-        if self.synchronizes and unit not in self.lockstep.contested:
+        if self.synchronizes and not self.lockstep.apart:
             self.engine.reduce(unit, grad)
         else:
             self.engine.keep(unit, grad)
@@ -258,9 +258,9 @@ class Hooks:
         for unit in self.lockstep.late:
             self.engine.reduce_kept(unit)
         self.engine.finish_gradients()
-        if self.lockstep.contested:
+        if self.lockstep.apart:
             self.prefetcher.pre_backward_order.forget()  # every rank has seen another one
-            self.lockstep.contested.clear()
+            self.lockstep.apart = False
         self._backward = None
         for unit in self.engine.units:
             self.engine.free(unit)  # its outputs, or some of them, were not part of this backward
@@ -281,7 +281,7 @@ class Hooks:
             self.training = training
             for unit in self.engine.units:
                 self.engine.free(unit)
-                unit.choose_dtype(training)  # for what checkpoints will run again
+                unit.choose_precision(training)  # for what checkpoints will run again
         callback = self.end_of_backward
         Variable._execution_engine.queue_callback(callback)
         self._backward = weakref.ref(callback)  # to this bound method, which autograd holds
@@ -290,13 +290,17 @@ class Hooks:
         for unit in self.engine.units:
             check_waiting_gradient(unit)
         self.lockstep.agree(_use, self.synchronizes)
-        for unit in self.lockstep.contested:
-            for needed in (*unit.enclosing, unit):  # see pre_backward: they may be needed with it
-                self.engine.gather(needed)
+        if self.lockstep.apart:  # once they go different ways, nothing may be gathered any more
+            for unit in self.engine.units:
+                self.engine.gather(unit)
 
     def _prefetch_in_backward(self, target: Unit | None) -> None:
-        if not self.lockstep.contested:  # otherwise ranks go different ways now
+        if not self.lockstep.apart:
             self.engine.prefetch(target)
+
+    def _done_with(self, unit: Unit) -> None:
+        if not self.lockstep.apart:
+            self.engine.free(unit)
 
     def _forget_dead_backward(self) -> None:
         """The last backward died of an exception: start as if it had never been."""

@@ -13,10 +13,10 @@ the names of both modules, before anything is gathered::
 
 **Agreement**, at the start of each backward: which units get a gradient, on which ranks. A rank
 whose loss has no use for a unit is nothing wrong (an auxiliary loss, an expert without tokens), but
-its silence would leave the others waiting. What only some ranks use is *contested*: all ranks
-gather them before anything else, and reduce them after everything else, with zeros from those who
-have nothing to give. So the mean is DistributedDataParallel's, and the order of collectives is the
-same on all ranks, whatever each of them computes.
+its silence would leave the others waiting. If ranks differ, they are *apart* in this backward: all
+of them gather all units before it and reduce all gradients after it, with zeros from those who have
+nothing to give. So the mean is DistributedDataParallel's, and the order of collectives is the same
+on all ranks, whatever each of them computes in between. So is the memory: that of a whole model.
 
 On a GPU this answer costs a wait of the host for the device. There the question is asked in the
 first steps, and afterwards only if it ever made a difference.
@@ -86,9 +86,8 @@ class Lockstep:
     def __init__(self, units: list[Unit]) -> None:
         self.units = units
         self.steps = 0
-        self.contested: list[Unit] = []  # in this backward: some ranks use them, others do not
-        self.late: list[Unit] = []  # reduced at its end: those, and what only no_sync has left
-        self.apart = False  # in this backward: something is contested, here or on other ranks
+        self.apart = False  # in this backward: some ranks use a unit that others do not
+        self.late: list[Unit] = []  # reduced at its end: what only no_sync has left; if apart, all
         self._compared = self._starting = False
         self._ever_apart = False
         widest = max(map(_groups, units), key=lambda groups: (_breadth(groups), -len(groups)))
@@ -163,7 +162,7 @@ class Lockstep:
             )
 
     def agree(self, use: Callable[[Unit], Use], synchronizes: bool) -> None:
-        """Find out which units are contested in the backward that begins.
+        """Find out whether the ranks are apart in the backward that begins.
 
         Args:
             use: what this rank has for a unit.
@@ -172,20 +171,19 @@ class Lockstep:
         Raises:
             RuntimeError: some ranks are inside of no_sync and others are not. All of them raise it.
         """
-        self.contested, self.late, self.apart = [], [], False
-        lowest = {unit: use(unit) for unit in self.units}
-        highest = dict(lowest)
+        self.apart, self.late = False, []
+        mine = {unit: use(unit) if unit.numel else Use.NONE for unit in self.units}
+        highest = dict(mine)
         for circle in self._circles if self._asks() else []:
             members = circle.members
             said = self._tell(
-                circle, _AGREEMENT, [synchronizes, self.apart, *(lowest[unit] for unit in members)]
+                circle, _AGREEMENT, [synchronizes, self.apart, *(mine[unit] for unit in members)]
             )
             for place, unit in enumerate(members):
                 uses = [Use(note[2 + place]) for note in said.values()]
-                lowest[unit], highest[unit] = min(uses), max(uses)
-                if min(uses) < max(uses) == Use.GRADIENT:
-                    self.contested.append(unit)
-            self.apart = bool(self.contested) or any(note[1] for note in said.values())
+                highest[unit] = max(uses)
+                self.apart |= min(uses) < max(uses) == Use.GRADIENT
+            self.apart |= any(note[1] for note in said.values())  # heard of in another circle
             self._ever_apart |= self.apart
             if circle is self._circles[-1] and len({note[0] for note in said.values()}) > 1:
                 where = {rank: "outside" if note[0] else "inside" for rank, note in said.items()}
@@ -194,8 +192,8 @@ class Lockstep:
                     f"({_by_rank(where)}). They reduce gradients together, or none does."
                 )
         if synchronizes:
-            waits = [unit for unit in self.units if highest[unit] == Use.WAITING]
-            self.late = [*self.contested, *waits]
+            late = (Use.WAITING, Use.GRADIENT) if self.apart else (Use.WAITING,)
+            self.late = [unit for unit in self.units if highest[unit] in late]
 
     def _asks(self) -> bool:
         return self._device.type == "cpu" or self.checking or self._ever_apart

@@ -159,7 +159,6 @@ class Unit:
         """Where autograd would put a gradient of this unit, for each ``full`` there is."""
         return [full.accumulator for full in self._fulls.values() if full.accumulator is not None]
 
-    @torch.inference_mode(False)  # what is made here outlives the mode that the forward runs in
     def refresh(self, training: bool) -> None:
         """Follow what the user did to ``shard`` since the last step: moved, cast, froze, replaced.
 
@@ -185,22 +184,28 @@ class Unit:
         # Compared by address: module.to() and `param.data = ...` put new memory under it.
         moved = shard.device != self.chunk.device or shard.dtype != self.chunk.dtype
         if moved or (real and shard.data_ptr() != self.chunk.data_ptr()):
-            chunk = shard.data.new_zeros(self.chunk.numel())
-            self.chunk = chunk if self.offload_from is None else host_copy(chunk, self.offload_from)
-            self.chunk[:real] = shard.data
-            shard.data = self.chunk[:real]
-            self._fulls.clear()
-        self.choose_dtype(training)
-        self.buffers.place(self.device, self._is_exact(training))
+            self._take_over(shard, real)
+        self.choose_precision(training)
 
-    def choose_dtype(self, training: bool) -> None:
-        """Compute in what ``precision`` says for this mode of the root. The unit is sharded."""
-        low = None if self._is_exact(training) else self.precision.param_dtype
+    @torch.inference_mode(False)  # what is made here outlives the mode that a forward may run in
+    def _take_over(self, shard: FlatParameter, real: int) -> None:
+        chunk = shard.data.new_zeros(self.chunk.numel())
+        self.chunk = chunk if self.offload_from is None else host_copy(chunk, self.offload_from)
+        self.chunk[:real] = shard.data
+        shard.data = self.chunk[:real]
+        self._fulls.clear()
+
+    def choose_precision(self, training: bool) -> None:
+        """Parameters and buffers as ``precision`` wants them in this mode of the root. The unit is
+        sharded."""
+        self.set_precision(exact=self.precision.full_precision_in_eval and not training)
+
+    def set_precision(self, exact: bool) -> None:
+        """Parameters and buffers as they are kept, or as they are computed with."""
+        low = None if exact else self.precision.param_dtype
         # An integer is no number to round: it may be an index, or a weight in somebody's own code.
         self.compute_in(low if low and self.chunk.is_floating_point() else self.chunk.dtype)
-
-    def _is_exact(self, training: bool) -> bool:
-        return self.precision.full_precision_in_eval and not training
+        self.buffers.place(self.device, exact)
 
     def compute_in(self, dtype: torch.dtype) -> None:
         """Choose the ``full`` of a dtype. The unit is sharded."""
@@ -230,6 +235,7 @@ class Unit:
         self.dtype = full.leaf.dtype
         self.full_bytes = self.full_numel * self.dtype.itemsize
 
+    @torch.inference_mode(False)
     def _make_full(self, dtype: torch.dtype) -> Full:
         whole = self.shard_group is None and self.offload_from is None
         if whole and dtype is self.chunk.dtype:

@@ -30,6 +30,7 @@ from minifsdp import (
 from minifsdp import FullyShardedDataParallel as FSDP
 from tests.parity import check_at_rest
 from tests.random_models import (
+    ALL,
     DIFFERENT,
     MAIN,
     Boom,
@@ -313,9 +314,9 @@ def outputs(model: Callable[[Tensor], Any], x: Tensor, trap: str) -> list[Tensor
 
 def loss(out: list[Tensor], variant: int) -> Tensor:
     """Of the outputs that the variant of a forward says."""
-    only_main = variant == MAIN or (variant == DIFFERENT and dist.get_rank() % 2 == 0)
-    used = out[:1] if only_main else out
-    if not used[0].requires_grad:
+    main, side = out[:1], out[1:]
+    used = {ALL: out, MAIN: main, DIFFERENT: side if dist.get_rank() % 2 else main}[variant]
+    if not any(tensor.requires_grad for tensor in used):
         used = out  # of a loss with no gradient nothing could be seen
     return sum(tensor.float().cos().mean() for tensor in used)
 

@@ -295,7 +295,7 @@ def _random_part(rng: random.Random, depth: int, made: list[Part]) -> Part:
         return Part("again", which=rng.choice(reusable))
     if depth and len(made) < 12 and rng.random() < 0.5:
         return _random_block(rng, depth, made)
-    made.append(Part(rng.choices(list(LEAVES), (4, 3, 2, 2, 1, 1, 2, 1, 2, 2, 2))[0]))
+    made.append(Part(rng.choices(list(LEAVES), (4, 3, 2, 2, 1, 1, 2, 1, 2, 2, 4))[0]))
     return made[-1]
 
 
@@ -303,7 +303,7 @@ def _random_block(rng: random.Random, depth: int, made: list[Part], is_root: boo
     parts = [_random_part(rng, depth - 1, made) for _ in range(rng.randint(1, 3) + is_root)]
     places = [place for place in range(len(parts)) if rng.random() < 0.9]
     places += [place for place in places if rng.random() < 0.15]
-    plan = [(rng.choices(HOW, (10, 4, 3, 2, 1, 1))[0], place) for place in places]
+    plan = [(rng.choices(HOW, (10, 4, 3, 5, 1, 1))[0], place) for place in places]
     if is_root:  # so that there always is something to differentiate
         parts.append(Part(rng.choice(("linear", "mlp"))))
         made.append(parts[-1])
@@ -414,7 +414,7 @@ def _random_step(rng: random.Random, variants: int) -> Iterator[Op]:
     graphs: list[int] = []  # forwards that have had no backward yet: their variants
     for _ in range(rng.randint(0, 4)):
         may = ["forward"] * 3 + ["evaluate", "forward that fails", "read", "save", "zero_grad"]
-        with_graph = ["backward", "backward in no_sync"] * 3 + ["backward that fails", "forget"]
+        with_graph = ["backward", "backward in no_sync", "backward that fails"] * 2 + ["forget"]
         do = rng.choice(may + with_graph * bool(graphs))
         if do in with_graph:
             number = rng.randrange(len(graphs))
@@ -438,7 +438,7 @@ def _random_step(rng: random.Random, variants: int) -> Iterator[Op]:
 
 ALL, MAIN, DIFFERENT = range(3)
 """Which outputs are in the loss, as the variant of a forward says: all, the main one, or the main
-one on some ranks and all on the others."""
+one on some ranks and the others on the others."""
 
 
 # ------------------------------------------------------------------------------------ in words

@@ -48,6 +48,7 @@ class PlainUnit:
         self.flat = nn.Parameter(flat, requires_grad=bool(params) and not border.frozen)
         self.flat.grad_dtype = self.grad_dtype
         self.waiting: Tensor | None = None  # of no_sync
+        self.cast(self.dtype)
 
     def pieces(self, flat: Tensor) -> list[Tensor]:
         """Of the size and shape of each parameter; memory of ``flat``."""
@@ -158,7 +159,6 @@ class Reference:
             for name, buffer in owner._buffers.items()
             if not units[unit_around(path, units)][0].island and buffer.is_floating_point()
         ]
-        self.cast()
         # The flat parameters are what the optimizer sees.
         self.optimizer = torch.optim.SGD([unit.flat for unit in self.units.values()], **SGD)
 
@@ -166,6 +166,9 @@ class Reference:
         """Give the module what the optimizer has, in the dtypes that it computes with."""
         for unit in self.units.values():
             unit.cast(torch.float32 if full_precision else unit.dtype)
+        self.cast_buffers(full_precision)
+
+    def cast_buffers(self, full_precision: bool = False) -> None:
         if self.precision.buffer_dtype is not None:
             dtype = torch.float32 if full_precision else self.precision.buffer_dtype
             for owner, name in self._low_buffers:
@@ -173,13 +176,14 @@ class Reference:
 
     def __call__(self, x: Tensor) -> Any:
         full = self.precision.full_precision_in_eval and not self.module.training
-        if full:
-            self.cast(full_precision=True)
+        if not full:
+            self.cast_buffers()
+            return self.module(x.to(self.precision.param_dtype or x.dtype))
+        self.cast(full_precision=True)
         try:
-            return self.module(x if full else x.to(self.precision.param_dtype or x.dtype))
+            return self.module(x)
         finally:
-            if full:
-                self.cast()
+            self.cast()
 
     def backward(self, loss: Tensor, synchronize: bool) -> None:
         """All gradients of a backward, or none."""
@@ -222,10 +226,13 @@ class Reference:
 
     def named_parameters(self, remove_duplicate: bool = True) -> dict[str, Tensor]:
         """In the optimizer's dtype; memory of the flat parameters."""
+        self.cast_buffers()  # as minifsdp does then
         return self._named(lambda unit: unit.flat.data, remove_duplicate)
 
     def named_gradients(self) -> dict[str, Tensor]:
-        return self._named(lambda unit: unit.flat.grad, True)
+        return self._named(
+            lambda unit: None if unit.flat.grad is None else unit.flat.grad.float(), True
+        )
 
     def _named(
         self, which: Callable[[PlainUnit], Tensor | None], remove_duplicate: bool
@@ -239,10 +246,17 @@ class Reference:
         return {name: pieces[param] for name, param in found if param in pieces}
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self.module.state_dict() | self.named_parameters(remove_duplicate=False)
+        """All in full precision."""
+        parameters = self.named_parameters(remove_duplicate=False)
+        self.cast_buffers(full_precision=True)
+        state = self.module.state_dict() | parameters
+        self.cast_buffers()
+        return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        mine = self.named_parameters(remove_duplicate=False) | dict(self.module.named_buffers())
+        mine = self.named_parameters(remove_duplicate=False)
+        self.cast_buffers(full_precision=True)
+        mine |= dict(self.module.named_buffers())
         for name, tensor in mine.items():
             tensor.copy_(state[name])
         self.cast()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -361,6 +362,40 @@ def test_one_checkpoint_around_several_units():
             return checkpoint(self.pair, self.first(x), use_reentrant=False)
 
     check_gradients(Model, lambda m: [m(batch()).pow(2).sum()])
+
+
+@pytest.mark.parametrize("reshard", [STRATEGIES[0], STRATEGIES[1]])
+@on_ranks(2)
+def test_a_checkpoint_that_only_some_ranks_run_again(reshard):
+    """Its forward gathers for itself, but nobody else would take part now."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = Block(nn.Linear(6, 6)), nn.Linear(6, 6)
+            self.a, self.b, self.dropped = (Block(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+
+        def aside(self, x):
+            x = self.b(self.a(x))
+            self.dropped(x)
+            return self.b(x)
+
+        def forward(self, x):
+            x = self.first(x)
+            return self.last(x).sum(), checkpoint(self.aside, x, use_reentrant=False).sum()
+
+    torch.manual_seed(0)
+    plain = Model().to(device())
+    torch.manual_seed(0)
+    model = wrap(Model().to(device()), sharding_strategy=reshard)
+    for _ in range(2):
+        model.zero_grad()
+        with set_checkpoint_early_stop(False):
+            model(batch())[dist.get_rank()].backward()
+        losses = list(plain(batch()))
+        losses[1 - dist.get_rank()] *= 0  # DistributedDataParallel's way
+        assert_same_gradients(gathered_gradients(model), mean_gradients(plain, *losses))
+        check_at_rest(model)
 
 
 # --------------------------------------------------------------------------- exceptions, and after

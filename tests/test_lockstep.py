@@ -357,8 +357,34 @@ def test_what_nobody_uses_keeps_no_gradient():
     assert by_name == {"": False, "body": False, "layer": True, "head": True}
 
 
+@on_ranks(2)
+def test_a_unit_whose_parameters_have_no_elements_has_nothing_to_agree_on():
+    class Nothing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.nothing = nn.Parameter(torch.empty(0))
+
+        def forward(self, x):
+            return x + self.nothing.sum()
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.nothing, self.linear = Nothing(), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.linear(x).sum(), self.nothing(x).sum()
+
+    model = wrap(Both(), auto_wrap_policy=ModuleWrapPolicy({Nothing}))
+    for _ in range(2):
+        losses = model(batch())
+        sum(losses[: 1 + dist.get_rank()]).backward()
+        assert model.engine.units[1].shard.grad is None
+        assert not model.engine.lockstep.late
+
+
 @on_ranks(3)
-def test_a_backward_that_fails_amid_contested_units_is_forgotten():
+def test_a_backward_that_fails_while_ranks_are_apart_is_forgotten():
     model, plain = whims(FULL_SHARD)
 
     def interrupt(grad):
@@ -398,7 +424,7 @@ class Pairs(nn.Module):
 
 @pytest.mark.parametrize("users", [[0], [3], [1, 2], [0, 1], [0, 1, 2]])
 @on_ranks(4)
-def test_an_expert_of_some_ranks_may_be_contested_among_them(users):
+def test_ranks_that_share_an_expert_may_be_apart_about_it(users):
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
     torch.manual_seed(0)
     plain = Pairs().to(device())

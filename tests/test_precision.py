@@ -149,6 +149,20 @@ def test_floating_point_buffers_are_cast_and_others_are_not(dtype):
     assert inside.count.dtype is torch.int64 and inside.mask.dtype is torch.bool
 
 
+@on_ranks(1)
+def test_buffers_are_saved_shown_and_loaded_in_the_dtype_that_they_had_at_wrapping():
+    model = FSDP(Buffered().to(device()), mixed_precision=MixedPrecision(buffer_dtype=LOW))
+    module, loss = model.module, model(batch()).sum()
+    state = model.state_dict()
+    assert state["table"].dtype is EXACT and module.table.dtype is LOW
+    with FSDP.summon_full_params(model, writeback=False):
+        assert module.table.dtype is EXACT
+    loss.backward()  # which does not mind that it was saved in between
+    state["table"] *= 2
+    model.load_state_dict(state)
+    assert module.table.dtype is LOW and module.table.tolist() == [2] * 6
+
+
 class Shift(nn.Module):
     """Has integers that bfloat16 would round: 301 to 302."""
 
@@ -504,6 +518,28 @@ def test_an_evaluation_may_come_between_a_forward_and_its_backward(grad, strateg
     for unit, its_twin in zip(model.engine.units, undisturbed.engine.units, strict=True):
         assert torch.equal(unit.shard.grad, its_twin.shard.grad)
     check_at_rest(model)
+
+
+@on_ranks(1)
+def test_what_a_checkpoint_runs_again_after_an_evaluation_finds_its_buffers_as_they_were():
+    class Checkpointed(Buffered):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    model, grads = Checkpointed().to(device()), []
+    model.table /= 3
+    model = FSDP(model, mixed_precision=EXACT_EVAL)
+    start = model.state_dict()
+    for evaluates in (False, True):
+        model.load_state_dict(start)
+        model.zero_grad()
+        loss = model.train()(batch()).sum()
+        if evaluates:
+            model.eval()(batch())
+            assert model.module.table.dtype is EXACT
+        loss.backward()
+        grads.append(model.engine.root.shard.grad)
+    assert torch.equal(*grads)
 
 
 @on_ranks(2)

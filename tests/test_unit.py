@@ -186,11 +186,14 @@ def test_integers_are_never_computed_with_low():
 
 @pytest.mark.parametrize("asked_for", [True, False])
 @on_ranks(1)
-def test_the_dtype_follows_the_roots_mode_if_that_is_asked_for(asked_for):
-    unit = prepared(mixed_precision=MixedPrecision(LOW, full_precision_in_eval=asked_for))
-    dtypes = []
+def test_dtypes_follow_the_roots_mode_if_that_is_asked_for(asked_for):
+    module = nn.Linear(6, 6, device=device())
+    module.register_buffer("buffer", torch.ones(6))
+    precision = MixedPrecision(LOW, buffer_dtype=LOW, full_precision_in_eval=asked_for)
+    unit, dtypes = FSDP(module, mixed_precision=precision)._unit, []
     for training in (True, False, True):
         unit.refresh(training)
+        assert module.buffer.dtype is unit.dtype
         dtypes.append(unit.dtype)
     assert dtypes == [LOW, torch.float32 if asked_for else LOW, LOW]
 
