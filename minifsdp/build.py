@@ -120,6 +120,23 @@ def default_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
+def as_precision(mixed_precision: object) -> MixedPrecision:
+    """What that argument means: without it, everything is done in the parameters' dtype.
+
+    Raises:
+        TypeError: it is something else, such as torch's record of the same name.
+    """
+    if mixed_precision is None:
+        return MixedPrecision()
+    if not isinstance(mixed_precision, MixedPrecision):
+        found = type(mixed_precision)
+        raise TypeError(
+            f"mixed_precision is a minifsdp.MixedPrecision, not {found.__module__}."
+            f"{found.__qualname__}: {mixed_precision!r}"
+        )
+    return mixed_precision
+
+
 def as_device(device_id: int | str | torch.device | None) -> torch.device | None:
     """What the argument ``device_id`` means: a number is that GPU, "cuda" the current one.
 

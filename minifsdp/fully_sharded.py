@@ -20,7 +20,7 @@ from minifsdp.api import (
     ShardingStrategy,
 )
 from minifsdp.borders import check_wrappable, clean, unit_of
-from minifsdp.build import Settings, as_device, build_unit, wrap_below
+from minifsdp.build import Settings, as_device, as_precision, build_unit, wrap_below
 from minifsdp.clip_grad import clip_grad_norm
 from minifsdp.engine import Engine
 from minifsdp.full_params import Options, summon
@@ -105,7 +105,7 @@ class FullyShardedDataParallel(nn.Module):
             placement=place(
                 sharding_strategy or ShardingStrategy.FULL_SHARD, process_group, device_mesh
             ),
-            precision=mixed_precision or MixedPrecision(),
+            precision=as_precision(mixed_precision),
             offload=cpu_offload is not None and cpu_offload.offload_params,
             device=as_device(device_id),
             init_fn=param_init_fn,

@@ -108,7 +108,8 @@ class Hooks:
             self.training = training
             self.engine.start(training)
             self.prefetcher.start_forward()
-        self.lockstep.at(Moment.FORWARD_OF, unit)
+        if unit.transient or not self.in_backward:  # else it is nobody else's business
+            self.lockstep.at(Moment.FORWARD_OF, unit)
         self.prefetcher.needed(unit)
         self.engine.gather(unit)
         if not self.in_backward:  # there, it is activation checkpointing that runs a forward again
@@ -210,7 +211,7 @@ class Hooks:
                 f"between a forward and its backward, so its gradients would be wrong. Call "
                 f"backward() for every forward before you step."
             )
-        if unit.transient:  # otherwise there is nothing that ranks have to do together
+        if unit.transient:
             self.lockstep.at(Moment.BACKWARD_OF, unit)
         self.prefetcher.needed(unit)
         # The loss may come from this unit alone, with no gradient for the outputs of those around

@@ -320,6 +320,8 @@ MUTANTS = [
     Mutant("clip_grad", "NaN is dropped by the largest", "total = total.masked_fill(total.isnan(), math.inf)", "pass"),
     Mutant("clip_grad", "always in fp32", "reduce(torch.promote_types, (unit.shard.dtype for unit in full), torch.float32)", "torch.float32"),
     Mutant("hooks", "the latest views, whatever they were made for", "            call.unit.views = call.views\n", ""),
+    Mutant("build", "torch's own precision will do", "if not isinstance(mixed_precision, MixedPrecision):", "if False:"),
+    Mutant("hooks", "what is sharded with nobody is compared", "if unit.transient or not self.in_backward:", "if True:"),
     Mutant("hooks", "no_sync reduces", "if self.synchronizes and not", "if not"),
     Mutant("hooks", "apart, only what is needed next is gathered", "        if self.lockstep.apart:  # once they go different ways, nothing may be gathered any more\n", "        if False:\n"),
     Mutant("hooks", "apart, units are freed as ever", "    def _done_with(self, unit: Unit) -> None:\n        if not self.lockstep.apart:", "    def _done_with(self, unit: Unit) -> None:\n        if True:"),

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import nn
 
 import minifsdp.build
@@ -194,3 +195,10 @@ def test_a_model_is_moved_to_its_gpu_unit_by_unit_and_trains_there():
     assert torch.equal(step(found), step(expected))
     offloaded = FSDP(layers(), cpu_offload=CPUOffload(offload_params=True))
     assert offloaded._unit.offload_from == here() != offloaded._unit.shard.device
+
+
+@on_ranks(1)
+def test_torchs_own_mixed_precision_is_refused_by_name():
+    theirs = torch.distributed.fsdp.api.MixedPrecision(param_dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"is a minifsdp\.MixedPrecision, not torch\.distributed\."):
+        FSDP(nn.Linear(2, 2).to(device()), mixed_precision=theirs)

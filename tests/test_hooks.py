@@ -398,6 +398,23 @@ def test_a_checkpoint_that_only_some_ranks_run_again(reshard):
         check_at_rest(model)
 
 
+@on_ranks(2)
+def test_units_without_parameters_may_run_again_on_some_ranks_only():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.empty = Block(nn.Linear(6, 6)), Block(nn.Tanh())
+
+        def forward(self, x):
+            x = self.first(x)
+            return x.sum(), checkpoint(self.empty, x, use_reentrant=False).sum()
+
+    model = wrap(Model().to(device()))
+    for _ in range(2):
+        model(batch())[dist.get_rank()].backward()
+        check_at_rest(model)
+
+
 # --------------------------------------------------------------------------- exceptions, and after
 
 
