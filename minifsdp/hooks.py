@@ -199,13 +199,21 @@ class Hooks:
         inside of the others.
 
         Raises:
-            RuntimeError: the shard has been changed since; a step came between.
+            RuntimeError: a shard has been changed since; a step came between.
         """
-        unit = calls[-1].unit
         self._ensure_backward(calls[-1].training)
+        for call in calls[:-1]:
+            # The loss may come from the inner unit alone, with no gradient for the outputs of those
+            # around it. What they computed before it is part of the graph all the same.
+            if call.unit.phase is not Phase.DONE:
+                self._begin_backward(call)
+        self._begin_backward(calls[-1])
+
+    def _begin_backward(self, call: Call) -> None:
+        unit = call.unit
         if unit.phase is Phase.BACKWARD:
             return  # by another output
-        if unit.shard._version != calls[-1].version:
+        if unit.shard._version != call.version:
             raise RuntimeError(
                 f"the parameters of unit {unit.label} were changed in place (by an optimizer?) "
                 f"between a forward and its backward, so its gradients would be wrong. Call "
@@ -214,23 +222,17 @@ class Hooks:
         if unit.transient:
             self.lockstep.at(Moment.BACKWARD_OF, unit)
         self.prefetcher.needed(unit)
-        # The loss may come from this unit alone, with no gradient for the outputs of those around
-        # it. What they computed before it is part of the graph all the same.
-        around = [c for c in calls[:-1] if c.unit.phase not in (Phase.BACKWARD, Phase.DONE)]
-        needed = [*around, calls[-1]]
-        for call in needed:
-            if call.unit.full is not call.full:
-                self.engine.free(call.unit)  # gathered for a forward in another precision
-                call.unit.compute_with(call.full)
-            self.engine.gather(call.unit)
+        if unit.full is not call.full:
+            self.engine.free(unit)  # gathered for a forward in another precision
+            unit.compute_with(call.full)
+        self.engine.gather(unit)
         unit.phase = Phase.BACKWARD
         self._prefetch_in_backward(self.prefetcher.pre_backward(unit))
-        for call in needed:
-            wait_for_unshard(call.unit)
-            # Activation checkpointing runs parts of a forward again in here. Not the latest views:
-            # those may come from a forward without gradients.
-            call.unit.views = call.views
-            call.unit.expose()
+        wait_for_unshard(unit)
+        # Activation checkpointing runs parts of a forward again in here. Not the latest views:
+        # those may come from a forward without gradients.
+        unit.views = call.views
+        unit.expose()
 
     def post_backward(self, unit: Unit) -> None:
         """The gradient of ``unit.full`` is complete: the backward has gone through every use."""

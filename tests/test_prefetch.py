@@ -99,7 +99,7 @@ def test_forward_post_gathers_the_next_after_the_current_is_freed():
     recorded(model)
     for at in range(2):
         assert recorded(model, at)[0] == "+root +1 -1 +2 -2 +3 -3"
-    assert model.engine.prefetcher.prefetches == 3 * 2 + 2 * 2  # 2 a backward, 2 a later forward
+    assert model.engine.prefetcher.prefetches == 3 * 3 + 2 * 2  # 3 a backward, 2 a later forward
 
 
 class Branches(nn.Module):
