@@ -107,6 +107,7 @@ class Hooks:
             self._forget_dead_backward()
             self.training = training
             self.engine.start(training)
+            self.lockstep.steps += 1
             self.prefetcher.start_forward()
         if unit.transient or not self.in_backward:  # else it is nobody else's business
             self.lockstep.at(Moment.FORWARD_OF, unit)

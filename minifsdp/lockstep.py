@@ -88,7 +88,7 @@ class Lockstep:
         self.steps = 0
         self.apart = False  # in this backward: some ranks use a unit that others do not
         self.late: list[Unit] = []  # reduced at its end: what only no_sync has left; if apart, all
-        self._compared = self._starting = False
+        self._compared = False
         self._ever_apart = False
         widest = max(map(_groups, units), key=lambda groups: (_breadth(groups), -len(groups)))
         circles: dict[tuple[str, ...], Circle] = {}
@@ -110,12 +110,13 @@ class Lockstep:
         return self.steps <= CHECKED_STEPS
 
     def start(self) -> None:
-        """A step begins, or parameters are summoned; the first time, compare the units themselves.
+        """A forward begins, or parameters are summoned; the first time, compare the units
+        themselves.
 
         Raises:
             ValueError: ranks have wrapped different modules, or in different ways. All raise it.
         """
-        self._starting, self.apart = True, False
+        self.apart = False
         if self._compared:
             return
         complaint: str | None = None
@@ -139,9 +140,6 @@ class Lockstep:
         Raises:
             RuntimeError: some rank is elsewhere. All of them raise it.
         """
-        if moment is Moment.FORWARD_OF and self._starting:
-            self._starting = False
-            self.steps += 1
         if moment is Moment.START_OF_A_BACKWARD_BELOW:
             self.apart = False  # the last one may have died of an exception
         circle = self._circle.get(unit)

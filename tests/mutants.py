@@ -283,7 +283,7 @@ MUTANTS = [
     Mutant("lockstep", "conversations are mixed up after an error", "unit.tag = max(note.tags[place] for note in said if note.rank in ranks)", "pass"),
     Mutant("lockstep", "ranks count differently after an error", "self.steps = 0  # all", "pass  # all"),
     Mutant("lockstep", "other units are told of only once", "        complaint: str | None = None\n", "        complaint: str | None = None\n        self._compared = True\n"),
-    Mutant("lockstep", "summoning uses up the checks", "if moment is Moment.FORWARD_OF and self._starting:", "if self._starting:"),
+    Mutant("lockstep", "summoning uses up the checks", "        self.apart = False\n        if self._compared:", "        self.apart, self.steps = False, self.steps + 1\n        if self._compared:"),
     Mutant("lockstep", "others do not hear what experts disagree about", "any(note[1] for note in said.values())", "False"),
     Mutant("lockstep", "an expert's ranks ask those who have another", "if _breadth(groups) == _breadth(widest) and _ranks(groups) <= _ranks(widest):", "if groups:"),
     Mutant("lockstep", "nothing is asked for", "use(unit) if unit.numel else Use.NONE", "use(unit)"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from minifsdp import (
     BackwardPrefetch,
@@ -240,6 +241,22 @@ def test_what_happens_between_steps_does_not_use_up_the_checks():
         summon(model)
     with pytest.raises(RuntimeError, match=r"rank 0: forward of 'a'; rank 1: forward of 'b'"):
         model(batch(), "ba" if dist.get_rank() else "ab")
+
+
+@on_ranks(2)
+def test_a_forward_that_a_checkpoint_runs_again_is_not_a_step():
+    class Checkpointed(Block):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    model = wrap(nn.Sequential(Block(nn.Linear(6, 6)), Checkpointed(Block(nn.Linear(6, 6)))))
+    first, second = model(batch()).sum(), model(batch()).sum()
+    assert model.engine.lockstep.steps == 2
+    for loss in (first, second):
+        with FSDP.summon_full_params(model, writeback=False):
+            pass
+        loss.backward()
+        assert model.engine.lockstep.steps == 2
 
 
 # ---------------------------------------------------------------- units that only some ranks use
