@@ -115,9 +115,10 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
 
 def default_device(group: dist.ProcessGroup) -> torch.device:
     """Where a group's ranks compute, if nobody says: where its collectives run."""
-    if "nccl" in dist.get_backend_config(group):  # "cuda:nccl", or "cpu:gloo,cuda:nccl"
+    backends = dist.get_backend_config(group)  # "cuda:nccl", or "cpu:gloo,cuda:nccl"
+    if "nccl" in backends:
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return torch.device("meta" if "meta:" in backends else "cpu")  # meta: a virtual GPU (sim/)
 
 
 def as_precision(mixed_precision: object) -> MixedPrecision:

@@ -125,7 +125,7 @@ def groups_by_host(group: Group) -> tuple[Group, Group]:
     """
     ranks = dist.get_process_group_ranks(group)
     hosts: dict[str, list[int]] = {}
-    for rank, host in zip(ranks, gather_objects(socket.gethostname(), group), strict=True):
+    for rank, host in zip(ranks, hosts_of(group), strict=True):
         hosts.setdefault(host, []).append(rank)
     rows = list(hosts.values())
     if len({len(row) for row in rows}) > 1:
@@ -138,6 +138,11 @@ def groups_by_host(group: Group) -> tuple[Group, Group]:
     return _mine(rows), _mine(columns)
 
 
+def hosts_of(group: Group) -> list[str]:
+    """The name of the host that each rank is on."""
+    return gather_objects(socket.gethostname(), group)
+
+
 @cache
 def check_grid(shard: Group, replicate: Group) -> tuple[Group, Group]:
     """The same two groups, if each rank's row and column are those of a grid.
@@ -146,6 +151,8 @@ def check_grid(shard: Group, replicate: Group) -> tuple[Group, Group]:
         ValueError: they are not: gradients of different chunks would be averaged. The ranks of a
             row all raise it.
     """
+    if "fake" in dist.get_backend_config(shard):
+        return shard, replicate  # torch's fake ranks never answer
     column = dist.get_process_group_ranks(replicate)
     rows = sorted(gather_objects(dist.get_process_group_ranks(shard), replicate))
     said = gather_objects((column, rows), shard)

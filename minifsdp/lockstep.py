@@ -215,7 +215,7 @@ class Lockstep:
 def _groups(unit: Unit) -> list[Group]:
     """Those in which there is somebody to talk to. (torch's fake ranks never answer.)"""
     both = [g for g in (unit.shard_group, unit.replicate_group) if g is not None and g.size() > 1]
-    return [group for group in both if dist.get_backend(group) != "fake"]
+    return [group for group in both if "fake" not in dist.get_backend_config(group)]
 
 
 def _breadth(groups: list[Group]) -> int:

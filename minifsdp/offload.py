@@ -45,7 +45,7 @@ def upload(chunk: Tensor, streams: Streams) -> Callable[[], Tensor]:
         copies[0].copy_(chunk, non_blocking=True)
         return lambda: None
 
-    streams.unshard.wait_event(streams.upload.submit(launch))
+    streams.unshard.wait_event(streams.upload.submit(launch, "upload"))
 
     def uploaded() -> Tensor:
         streams.unshard.record_use(copies[0])
@@ -68,7 +68,7 @@ def download(tensor: Tensor, ready: Event, streams: Streams) -> tuple[Tensor, Ev
 
     streams.download.wait_event(ready)
     streams.download.record_use(tensor)
-    return copy, streams.download.submit(launch)
+    return copy, streams.download.submit(launch, "download")
 
 
 def _host_memory(like: Tensor, device: torch.device) -> Tensor:

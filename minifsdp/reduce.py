@@ -53,7 +53,7 @@ def reduce_gradient(unit: Unit, grad: Tensor, streams: Streams) -> Reduction:
         reduction.result, finish = reduce_scatter(low, shards, 1 / shards.size(), unit.tag)
         return finish
 
-    reduction.event = streams.reduce.submit(launch)
+    reduction.event = streams.reduce.submit(launch, f"reduce {unit.label}")
     return reduction
 
 
@@ -66,7 +66,8 @@ def let_arrive(reduction: Reduction, streams: Streams) -> None:
         replicas = unit.replicate_group
         streams.replicate.wait_event(reduction.event)
         reduction.event = streams.replicate.submit(
-            lambda: all_reduce(result, replicas, 1 / replicas.size())
+            lambda: all_reduce(result, replicas, 1 / replicas.size()),
+            f"all-reduce {unit.label}",
         )
     if unit.offload_from is not None:
         reduction.result, reduction.event = download(result, reduction.event, streams)

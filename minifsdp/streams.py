@@ -32,6 +32,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 Finish = Callable[[], None]
 Launch = Callable[[], Finish]
@@ -53,8 +54,9 @@ class Event(Protocol):
 class Stream(Protocol):
     """A queue of work on one device."""
 
-    def submit(self, launch: Launch) -> Event:
-        """Run ``launch`` and what it returns on this stream; the event is passed after both."""
+    def submit(self, launch: Launch, label: str = "") -> Event:
+        """Run ``launch`` and what it returns on this stream; the event is passed after both.
+        ``label`` says what it is, in a profile."""
 
     def record_event(self) -> Event:
         """A mark after everything submitted so far."""
@@ -117,7 +119,7 @@ class CpuEvent:
 class CpuStream:
     """Work that the network library's threads do beside the calling thread."""
 
-    def submit(self, launch: Launch) -> Event:
+    def submit(self, launch: Launch, label: str = "") -> Event:
         return CpuEvent(launch())
 
     def record_event(self) -> Event:
@@ -149,8 +151,8 @@ class CudaStream:
         # Autograd runs a backward on the stream of its forward, which need not be the default one.
         return self._own if self._own is not None else torch.cuda.current_stream(self._device)
 
-    def submit(self, launch: Launch) -> Event:
-        with torch.cuda.stream(self._stream):
+    def submit(self, launch: Launch, label: str = "") -> Event:
+        with torch.cuda.stream(self._stream), record_function(label):
             launch()()
             return self.record_event()
 

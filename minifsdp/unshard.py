@@ -40,7 +40,7 @@ def unshard(unit: Unit, streams: Streams) -> None:
         unit.buffer.copy_(chunk)  # casts as well
         return lambda: None
 
-    unit.gathered = streams.unshard.submit(launch)
+    unit.gathered = streams.unshard.submit(launch, f"all-gather {unit.label}")
 
 
 def wait_for_unshard(unit: Unit) -> None:

@@ -56,7 +56,7 @@ class LateStream(CpuStream):
 class PromptStream(CpuStream):
     """A communication stream: what is submitted to it is over when `submit` returns."""
 
-    def submit(self, launch) -> CpuEvent:
+    def submit(self, launch, label="") -> CpuEvent:
         launch()()
         return CpuEvent()
 
@@ -97,7 +97,7 @@ class DeferringStream(CpuStream):
         self.done = 0
         self._queue: deque[Callable[[], object]] = deque()
 
-    def submit(self, launch) -> DeferredEvent:
+    def submit(self, launch, label="") -> DeferredEvent:
         self._queue.append(lambda: launch()())
         return self.record_event()
 

@@ -11,9 +11,9 @@ from torch import nn
 import minifsdp.engine
 from minifsdp import CPUOffload, ShardingStrategy
 from minifsdp.reduce import reduce_gradient
+from minifsdp.sim import cluster
 from minifsdp.streams import CpuEvent, CpuStream, Streams
 from tests.parity import check_at_rest, grid
-from tests.races import noting_device
 from tests.ranks import device, on_ranks
 from tests.small import batch, layers, stack, step, storage
 
@@ -30,9 +30,9 @@ def test_gathers_wait_for_what_the_optimizer_writes():
         def wait_event(self, event):
             log.append("wait")
 
-        def submit(self, launch):
+        def submit(self, launch, label=""):
             log.append("gather")
-            return super().submit(launch)
+            return super().submit(launch, label)
 
     if device().type == "cuda":
         pytest.skip("of the order of calls; the streams are stand-ins")
@@ -125,20 +125,15 @@ def interrupt(*_):
 
 @pytest.mark.parametrize("offload", [None, CPUOffload(True)], ids=["", "offload"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
-@on_ranks(2)
 def test_what_is_still_being_sent_is_not_given_away_after_an_exception(strategy, offload):
-    if device().type == "cuda":
-        pytest.skip("the streams are stand-ins")
-    strategy = ShardingStrategy[strategy]
-    mesh = grid(strategy) if "HYBRID" in strategy.name else None
-    with noting_device() as notes:
-        model = stack(sharding_strategy=strategy, device_mesh=mesh, cpu_offload=offload)
+    with cluster(nodes=2, gpus_per_node=2, kind="cpu") as gpu:
+        model = stack(sharding_strategy=ShardingStrategy[strategy], cpu_offload=offload)
         handle = model.module[2].register_full_backward_hook(interrupt)
         with pytest.raises(InterruptedError):
             step(model)
         handle.remove()
         step(model)
-    assert notes.races == []
+    assert not gpu.races()
 
 
 @on_ranks(2)

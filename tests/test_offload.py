@@ -10,8 +10,9 @@ from torch import nn
 from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.offload import HOST, download
+from minifsdp.sim import cluster
+from minifsdp.sim.tape import Op
 from tests.parity import check_at_rest, grid
-from tests.races import noting_device
 from tests.ranks import device, on_ranks, run
 from tests.small import batch, layers, mean_gradients, stack, step
 
@@ -72,25 +73,22 @@ def test_on_a_gpu_the_hosts_memory_is_pinned():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(2)
 def test_only_uploads_and_downloads_touch_both_memories_and_each_on_its_own_stream(strategy):
-    if device().type == "cuda":
-        pytest.skip("the streams are stand-ins")
-    with noting_device() as notes:
-        model = offloaded(strategy)
+    with cluster(nodes=2, gpus_per_node=2, kind="cpu") as gpu:
+        model = stack(sharding_strategy=strategy, cpu_offload=OFFLOAD)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for at in range(2):
-            notes.log.clear()
+            gpu.tape.clear()
             step(model, at)
             optimizer.step()
-    assert notes.races == []
-    assert {stream for stream, owners in notes.log if "host" in owners} == {
-        "host",
-        "upload",
-        "download",
-    }
-    kept = [state["momentum_buffer"] for state in optimizer.state.values()]
-    assert {notes.memory(tensor).owner for tensor in kept} == {"host"}
+        kept = [state["momentum_buffer"] for state in optimizer.state.values()]
+        assert {gpu.buffer(tensor).owner for tensor in kept} == {"host"}
+    streams = {op.stream for op in gpu.tape if isinstance(op, Op) and touches(op, "host")}
+    assert streams == {"host", "upload", "download"}
+
+
+def touches(op: Op, owner: str) -> bool:
+    return any(buffer.owner == owner for buffer in (*op.reads, *op.writes))
 
 
 def check_accumulation(strategy):

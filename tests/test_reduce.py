@@ -7,9 +7,9 @@ import torch.distributed as dist
 from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp.groups import HYBRID
 from minifsdp.reduce import let_arrive, reduce_gradient, store_gradient, wait_for
+from minifsdp.sim import cluster
 from tests.lagging import deferring_device
 from tests.parity import grid
-from tests.races import noting_device
 from tests.ranks import device, on_ranks, run
 from tests.small import (
     assert_same_gradients,
@@ -136,18 +136,15 @@ def test_a_gradient_is_cast_before_it_is_added_up_and_again_when_it_is_stored(
 
 @OFFLOADS
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(4)
 def test_every_part_of_it_waits_for_the_one_before(strategy, offload):
-    if device().type == "cuda":
-        pytest.skip("the streams are stand-ins")
-    with noting_device() as notes:
-        model = sharded(strategy, cpu_offload=offload)
+    with cluster(nodes=2, gpus_per_node=2, kind="cpu") as gpu:
+        model = stack(sharding_strategy=strategy, cpu_offload=offload)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for at in range(2):
             step(model, at)
             optimizer.step()
             optimizer.zero_grad()
-    assert notes.races == []
+    assert not gpu.races()
 
 
 @OFFLOADS

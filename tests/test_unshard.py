@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 
 from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from minifsdp.sim import cluster
+from minifsdp.sim.tape import Op
 from minifsdp.unit import Memory
 from minifsdp.unshard import unshard, wait_for_unshard
 from tests.lagging import deferring_device
-from tests.parity import check_at_rest, grid
-from tests.races import noting_device
+from tests.parity import check_at_rest
 from tests.ranks import device, on_ranks
 from tests.small import batch, layers, stack, step, storage
 
@@ -139,15 +140,10 @@ def test_what_fails_leaves_nothing(what):
 
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("strategy", ShardingStrategy.__members__)
-@on_ranks(2)
 def test_a_gather_waits_for_what_it_reads_and_the_computation_for_it(strategy, offload):
-    if device().type == "cuda":
-        pytest.skip("the streams are stand-ins")
-    with noting_device() as notes:
-        mesh = grid(ShardingStrategy[strategy]) if "HYBRID" in strategy else None
+    with cluster(nodes=2, gpus_per_node=2, kind="cpu") as gpu:
         model = stack(
             sharding_strategy=ShardingStrategy[strategy],
-            device_mesh=mesh,
             cpu_offload=OFFLOADS[offload],
             mixed_precision=PRECISIONS["bf16"],
             forward_prefetch=True,
@@ -157,20 +153,18 @@ def test_a_gather_waits_for_what_it_reads_and_the_computation_for_it(strategy, o
             with torch.no_grad():
                 for param in model.parameters():
                     param.sub_(param.grad)
-    assert notes.races == []
+    assert not gpu.races()
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
-@on_ranks(1)
 def test_memory_to_gather_into_is_the_unshard_streams_own(offload):
     """Else the gather would have to wait for whatever the compute stream is still doing."""
-    if device().type == "cuda":
-        pytest.skip("the streams are stand-ins")
-    with noting_device() as notes:
+    with cluster(kind="cpu") as gpu:
         _, unit, streams = prepared(
             cpu_offload=OFFLOADS[offload], mixed_precision=PRECISIONS["bf16"]
         )
-        notes.log.clear()
+        gpu.tape.clear()
         unshard(unit, streams)
-        assert notes.memory(unit.buffer).owner == "unshard"
-    assert not any(stream == "unshard" and "host" in owners for stream, owners in notes.log)
+        assert gpu.buffer(unit.buffer).owner == "unshard"
+    ops = [op for op in gpu.tape if isinstance(op, Op) and op.stream == "unshard"]
+    assert ops and not any(b.owner == "host" for op in ops for b in (*op.reads, *op.writes))

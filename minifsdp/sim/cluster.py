@@ -1,0 +1,98 @@
+"""``with cluster(...) as gpu``: run a training step on a virtual GPU.
+
+::
+
+    with minifsdp.sim.cluster("a100-40", nodes=2, gpus_per_node=8) as gpu:
+        model = FSDP(GPT(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            model(tokens()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            gpu.step()
+    print(gpu.report())
+
+One process stands for rank 0 of the whole cluster: the others would do the same at the same times.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg
+
+import minifsdp.collectives
+import minifsdp.groups
+import minifsdp.offload
+from minifsdp.sim.costs import Cluster, preset
+from minifsdp.sim.device import VirtualGpu
+from minifsdp.streams import BACKENDS
+
+
+@contextmanager
+def cluster(
+    gpu: str = "a100-40",
+    nodes: int = 1,
+    gpus_per_node: int = 8,
+    kind: str = "meta",
+    **constants: Any,
+) -> Iterator[VirtualGpu]:
+    """Inside, new tensors are on a virtual GPU, and minifsdp trains there.
+
+    Args:
+        gpu: one of :data:`minifsdp.sim.costs.GPUS`.
+        kind: ``"meta"``: tensors have no values, and models may have any size. ``"cpu"``: they are
+            real, for models that look at them.
+        constants: others of :class:`minifsdp.sim.costs.Cluster`.
+
+    Raises:
+        ValueError: the GPU is not known.
+        RuntimeError: there is a process group already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "a virtual cluster has a process group of its own, and there is one already. Call "
+            "torch.distributed.destroy_process_group() first, or use another process."
+        )
+    virtual = VirtualGpu(Cluster(preset(gpu), nodes, gpus_per_node, **constants), kind)
+    with ExitStack() as stack:
+        dist.init_process_group(
+            f"{kind}:fake",
+            store=torch._C._distributed_c10d.HashStore(),
+            rank=0,
+            world_size=virtual.cluster.world_size,
+        )
+        stack.callback(dist.destroy_process_group)
+        for replacement in _replacements(virtual):
+            stack.enter_context(replacement)
+        stack.enter_context(torch.device(kind))
+        stack.enter_context(virtual)
+        yield virtual
+
+
+def _replacements(gpu: VirtualGpu) -> Iterator[Any]:
+    yield patch.dict(BACKENDS, {gpu.kind: gpu.streams})
+    # Rank to rank, as on a CPU, would be another traffic than a GPU's.
+    yield patch.object(minifsdp.collectives, "NATIVE", True)
+    per_node = gpu.cluster.gpus_per_node
+    yield patch.object(
+        minifsdp.groups,
+        "hosts_of",
+        lambda group: [f"node {r // per_node}" for r in dist.get_process_group_ranks(group)],
+    )
+    resize = torch.UntypedStorage.resize_
+
+    def seen_resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        gpu.resized(storage)
+        return result
+
+    yield patch.object(torch.UntypedStorage, "resize_", seen_resize)
+    if gpu.kind == "cpu":
+        host = minifsdp.offload._host_memory
+        yield patch.object(
+            minifsdp.offload, "_host_memory", lambda *args: gpu.host_memory(host(*args))
+        )

@@ -1,0 +1,345 @@
+"""The virtual GPU: real code above it, virtual time below.
+
+torch lets a *dispatch mode* see every operator just before it runs. This one lets it run, on
+tensors without memory (``meta``) or on small real ones, and then asks what it would have cost:
+
+- its seconds (costs.py) on the stream that is current (clock.py),
+- memory for what it made (allocator.py), until Python lets go of that,
+- a line on the tape (tape.py): which memory was read and written, on which stream.
+
+The engine finds streams here as it finds them on any device. It cannot tell the difference, so what
+is seen here is what the engine does, and not what somebody believes that it does.
+"""
+
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minifsdp.nest import tensors_in
+from minifsdp.sim.allocator import Allocator, Block
+from minifsdp.sim.clock import Clock
+from minifsdp.sim.costs import Cluster, count_flops, is_low, nbytes
+from minifsdp.sim.races import Race, find_races
+from minifsdp.sim.report import report
+from minifsdp.sim.tape import (
+    COMPUTE,
+    HOST,
+    STREAMS,
+    Buffer,
+    Entry,
+    Mark,
+    Memory,
+    Note,
+    Op,
+    Use,
+    Wait,
+)
+from minifsdp.streams import Event, Launch, Stream, Streams
+
+ITEM = torch.ops.aten._local_scalar_dense.default
+
+
+class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """One GPU of a cluster; all others do the same. Active inside of a ``with`` block.
+
+    Args:
+        cluster: what it is and what is around it.
+        kind: tensors on this device are in its memory: ``"meta"``, or ``"cpu"`` for small real
+            ones. With ``"meta"`` what is on the CPU is in the host's memory.
+    """
+
+    def __init__(self, cluster: Cluster, kind: str = "meta") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.cluster, self.kind = cluster, kind
+        self.clock = Clock(cluster.launch_queue)
+        self.allocator = Allocator(
+            self.clock, cluster.gpu.memory, cluster.cuda_malloc, cluster.cuda_free
+        )
+        self.tape: list[Entry] = []
+        self._current, self._label = COMPUTE, ""
+        self._buffers: dict[int, tuple[Buffer, Block | None]] = {}  # by the address of a storage
+
+    def step(self) -> None:
+        """A training step ends here: reports are of the last one."""
+        self.tape.append(Note(max(self.clock.now, self.clock.idle_at())))
+
+    def report(self) -> dict[str, Any]:
+        """Figures of the last step; see report.py."""
+        return report(self.tape)
+
+    def races(self) -> list[Race]:
+        """Waits that are missing; see races.py."""
+        return find_races(self.tape)
+
+    def synchronize(self) -> None:
+        """As ``torch.cuda.synchronize()``."""
+        launched = self.clock.now
+        self.clock.block(self.clock.idle_at())
+        self.tape.append(Wait(HOST, None, launched, self.clock.now, _caller()))
+
+    @contextmanager
+    def on(self, stream: str, label: str = "") -> Iterator[None]:
+        """Inside, work is launched on this stream."""
+        before = self._current, self._label
+        self._current, self._label = stream, label
+        try:
+            yield
+        finally:
+            self._current, self._label = before
+
+    def streams(self, device: torch.device) -> Streams:
+        """For :data:`minifsdp.streams.BACKENDS`."""
+        streams: list[Stream] = [VirtualStream(self, name) for name in STREAMS]
+        return Streams(device, *streams)
+
+    # ------------------------------------------------------------------------------- operators
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if operation.namespace == "profiler":
+            return operation(*args, **kwargs)
+        read, written = _accesses(operation, args, kwargs)
+        result = self._run(operation, args, kwargs, read, written)
+        made = [t for t in tensors_in(result) if t.untyped_storage()._cdata not in self._buffers]
+        makes_view = bool(made) is False and not written and _is_view(operation)
+        if makes_view:
+            return result
+        if operation is ITEM:
+            self._item(read)
+            return result
+        self._charge(operation, args, kwargs, read, written, made, result)
+        return result
+
+    def _run(
+        self, operation: Any, args: Any, kwargs: Any, read: list[Tensor], written: list[Tensor]
+    ) -> Any:
+        if self.kind == "meta" and any(tensor.is_meta for tensor in read):
+            if operation is ITEM:
+                return 1.0  # there is no value; whoever asks gets one to go on with
+            if any(tensor.device.type == "cpu" for tensor in written):
+                return args[0]  # a copy to the host
+            target = kwargs.get("device")
+            if target is not None and torch.device(target).type == "cpu":
+                return torch.empty_like(args[0], device="cpu", dtype=kwargs.get("dtype"))
+        return operation(*args, **kwargs)
+
+    def _charge(
+        self, operation: Any, args: Any, kwargs: Any,
+        read: list[Tensor], written: list[Tensor], made: list[Tensor], result: Any,
+    ) -> None:  # fmt: skip
+        """Time for an operator, memory for what it made."""
+        on_host = [self._in_host_memory(tensor) for tensor in (*read, *written)]
+        by_host = bool(on_host) and all(on_host) and self._current == COMPUTE
+        for tensor in made:
+            if by_host:
+                self.host_memory(tensor)
+            else:
+                self._allocate(tensor)
+        written = [*written, *made]
+        used = [*read, *written]
+        moved = sum(map(nbytes, used))
+        name, flops, sent = _name(operation), 0.0, 0.0
+        if by_host:
+            seconds = moved / (self.cluster.gpu.pcie * self.cluster.efficiency_bytes)
+            launched = self.clock.now
+            self.clock.work(seconds)
+            start, end, stream = launched, self.clock.now, HOST
+        else:
+            if name in ("empty", "empty_like", "empty_strided", "new_empty"):
+                return  # no kernel
+            if operation.namespace == "c10d":
+                seconds, sent = self._collective(name, args, read, written)
+            elif any(on_host):
+                seconds = self.cluster.copy_seconds(moved // 2)
+            else:
+                flops = count_flops(operation, args, kwargs, result)
+                seconds = self.cluster.kernel_seconds(flops, moved, is_low(used))
+            self.clock.work(self.cluster.launch)
+            launched, stream = self.clock.now, self._current
+            start, end = self.clock.launch(stream, seconds)
+        self.tape.append(
+            Op(
+                name, self._label, stream, launched, start, end,
+                [self.buffer(t) for t in read], [self.buffer(t) for t in written], flops, sent,
+            )
+        )  # fmt: skip
+        blocking = not (kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,)))
+        if stream == COMPUTE and any(on_host) and blocking:
+            self.synchronize()
+
+    def _collective(
+        self, name: str, args: Any, read: list[Tensor], written: list[Tensor]
+    ) -> tuple[float, float]:
+        group = next(_group(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+        ranks = dist.get_process_group_ranks(group)
+        whole = max(map(nbytes, (*read, *written)))
+        sent, rounds = whole * (len(ranks) - 1) / len(ranks), 2 if "allreduce" in name else 1
+        return self.cluster.ring_seconds(sent, ranks, rounds), sent * rounds
+
+    def _item(self, read: list[Tensor]) -> None:
+        if not all(self._in_host_memory(tensor) for tensor in read):
+            self.synchronize()
+
+    # ---------------------------------------------------------------------------------- memory
+
+    def host_memory(self, tensor: Tensor) -> Tensor:
+        """Have ``tensor`` count as memory of the host."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._buffers:
+            self._forget(storage._cdata)
+        else:
+            weakref.finalize(storage, self._forget, storage._cdata)
+        self._buffers[storage._cdata] = Buffer(self._label, HOST, storage.nbytes()), None
+        return tensor
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has been grown, or shrunk to nothing."""
+        if storage._cdata in self._buffers:
+            self._forget(storage._cdata)
+            self._new(storage)
+        else:
+            self._found(storage)
+
+    def _in_host_memory(self, tensor: Tensor) -> bool:
+        return self.buffer(tensor).owner == HOST
+
+    def buffer(self, tensor: Tensor) -> Buffer:
+        """Where a tensor is."""
+        if tensor.untyped_storage()._cdata not in self._buffers:
+            self._allocate(tensor)  # older than this GPU
+        return self._buffers[tensor.untyped_storage()._cdata][0]
+
+    def _allocate(self, tensor: Tensor) -> None:
+        if tensor.untyped_storage()._cdata not in self._buffers:
+            self._found(tensor.untyped_storage())
+
+    def _found(self, storage: torch.UntypedStorage) -> None:
+        weakref.finalize(storage, self._forget, storage._cdata)
+        self._new(storage)
+
+    def _new(self, storage: torch.UntypedStorage) -> None:
+        size, block, owner = storage.nbytes(), None, self._current
+        if storage.device.type != self.kind:
+            owner = HOST
+        elif size:
+            block = self.allocator.malloc(size, self._current)
+        buffer = Buffer(self._label, owner, size)
+        self._buffers[storage._cdata] = buffer, block
+        if block is not None:
+            self._note_memory(buffer, freed=False)
+
+    def _forget(self, address: int) -> None:
+        buffer, block = self._buffers.pop(address, (None, None))
+        if buffer is not None and block is not None:
+            self.allocator.free(block)
+            self._note_memory(buffer, freed=True)
+
+    def record_use(self, tensor: Tensor, stream: str) -> None:
+        """As ``tensor.record_stream(stream)``."""
+        buffer, block = self._buffers[tensor.untyped_storage()._cdata]
+        if block is not None:
+            self.allocator.record_stream(block, stream)
+        self.tape.append(Use(buffer, stream, _caller()))
+
+    def _note_memory(self, buffer: Buffer, freed: bool) -> None:
+        a = self.allocator
+        levels = a.allocated.now, a.active.now, a.reserved.now
+        self.tape.append(Memory(buffer, freed, self.clock.now, *levels))
+
+
+class VirtualEvent:
+    """A mark in a virtual stream."""
+
+    def __init__(self, gpu: VirtualGpu, mark: Mark) -> None:
+        self._gpu, self.mark = gpu, mark
+
+    def wait(self) -> None:
+        self._gpu.clock.wait(COMPUTE, self.mark.time)
+        now = self._gpu.clock.now
+        self._gpu.tape.append(Wait(COMPUTE, self.mark, now, self.mark.time, _caller()))
+
+    def synchronize(self) -> None:
+        launched = self._gpu.clock.now
+        self._gpu.clock.block(self.mark.time)
+        self._gpu.tape.append(Wait(HOST, self.mark, launched, self._gpu.clock.now, _caller()))
+
+    def query(self) -> bool:
+        return self.mark.time <= self._gpu.clock.now
+
+
+class VirtualStream:
+    """A stream of a virtual GPU."""
+
+    def __init__(self, gpu: VirtualGpu, name: str) -> None:
+        self._gpu, self._name = gpu, name
+
+    def submit(self, launch: Launch, label: str = "") -> Event:
+        self._gpu.clock.work(self._gpu.cluster.moment)
+        with self._gpu.on(self._name, label):
+            launch()()
+        return self.record_event()
+
+    def record_event(self) -> Event:
+        mark = Mark(self._name, self._gpu.clock.lane(self._name).idle_at)
+        self._gpu.tape.append(mark)
+        return VirtualEvent(self._gpu, mark)
+
+    def wait_event(self, event: Event) -> None:
+        assert isinstance(event, VirtualEvent)
+        self._gpu.clock.wait(self._name, event.mark.time)
+        now = self._gpu.clock.now
+        self._gpu.tape.append(Wait(self._name, event.mark, now, event.mark.time, _caller()))
+
+    def record_use(self, tensor: Tensor) -> None:
+        self._gpu.record_use(tensor, self._name)
+
+
+def _accesses(operation: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Tensors that an operator reads, and those that it writes to, by its schema."""
+    read: list[Tensor] = []
+    written: list[Tensor] = []
+    names = (argument.name for argument in operation._schema.arguments)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    for argument in operation._schema.arguments:
+        value = given.get(argument.name)
+        if isinstance(value, (Tensor, list, tuple)):
+            tensors = list(tensors_in(value))
+            if operation.namespace == "c10d":
+                reads = argument.name.startswith("input")
+                (read if reads else written).extend(tensors)
+            elif argument.alias_info is None:
+                read += tensors
+            elif argument.alias_info.is_write:
+                written += tensors
+    return read, written
+
+
+def _is_view(operation: Any) -> bool:
+    return all(value.alias_info is not None for value in operation._schema.returns)
+
+
+def _group(boxed: Any) -> "dist.ProcessGroup":
+    return dist.ProcessGroup.unbox(boxed)
+
+
+def _name(operation: Any) -> str:
+    name: str = operation.overloadpacket.__name__
+    return name
+
+
+def _caller() -> str:
+    """Who asked: the nearest line of the engine, or of whoever is below it."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and Path(frame.f_code.co_filename).parent.name == "sim":
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -1,0 +1,87 @@
+"""The tape: what has happened on a virtual GPU, as data.
+
+Everything that is told afterwards (the report, the pictures, the races) is read from here, and
+nothing of it is needed while the tape is written. Entries are in the order in which the host made
+them; times are in seconds since the beginning.
+"""
+
+from dataclasses import dataclass
+
+HOST, COMPUTE = "host", "compute"
+STREAMS = (COMPUTE, "unshard", "reduce", "replicate", "upload", "download")
+"""In the order of the fields of :class:`minifsdp.streams.Streams`."""
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Memory, from one allocation to its free."""
+
+    label: str  # what was going on when it was allocated
+    owner: str  # the stream it is from, or the host
+    nbytes: int
+
+
+@dataclass(eq=False)
+class Op:
+    """Work on a stream, or of the host by itself."""
+
+    name: str
+    label: str  # what the engine was doing, such as "all-gather 'layer.3'"; "" in between
+    stream: str
+    launched: float
+    start: float
+    end: float
+    reads: list[Buffer]
+    writes: list[Buffer]
+    flops: float = 0.0
+    sent: float = 0.0  # bytes that this rank sends to others
+
+
+@dataclass(eq=False)
+class Mark:
+    """An event was recorded on a stream."""
+
+    stream: str
+    time: float  # when it is passed
+
+
+@dataclass(eq=False)
+class Wait:
+    """A stream, or the host, was told to wait for an event; for the device, if it is None."""
+
+    waiter: str
+    mark: Mark | None
+    launched: float
+    until: float  # for the host: when it went on
+    why: str  # the file and the line that asked for it
+
+
+@dataclass(eq=False)
+class Use:
+    """The allocator was told that a stream uses a buffer."""
+
+    buffer: Buffer
+    stream: str
+    why: str
+
+
+@dataclass(eq=False)
+class Memory:
+    """Memory was allocated, or freed by the host."""
+
+    buffer: Buffer
+    freed: bool
+    time: float
+    allocated: int
+    active: int
+    reserved: int
+
+
+@dataclass(eq=False)
+class Note:
+    """A step ends."""
+
+    time: float
+
+
+Entry = Op | Mark | Wait | Use | Memory | Note
