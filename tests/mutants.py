@@ -1,7 +1,7 @@
 """Wrong versions of each concept, and whether that concept's tests notice: `make mutants`.
 
     python -m tests.mutants                # all of them, a few minutes
-    python -m tests.mutants limiter hooks  # those of some files
+    python -m tests.mutants limiter hooks  # those of some files; sim/clock is minifsdp/sim/clock.py
 
 A test that no wrong implementation can fail is a defect. Each mutant here is one plausible mistake,
 as a piece of source text and what to put in its place; it counts as noticed when
@@ -264,7 +264,7 @@ MUTANTS = [
     Mutant("build", "values go along the rows first", "synchronize(modules, groups[::-1])", "synchronize(modules, groups)"),
     Mutant("build", "a GPU that is not there is used", "if (device.index or 0) >= gpus:", "if False:"),
     Mutant("build", "forgets where to compute", "device if settings.offload else None", "settings.device if settings.offload else None"),
-    Mutant("build", "one backend of two is not seen", '"nccl" in dist.get_backend_config(group)', 'dist.get_backend_config(group) == "cuda:nccl"'),
+    Mutant("build", "one backend of two is not seen", 'if "nccl" in backends:', 'if backends == "cuda:nccl":'),
     Mutant("unsynced", "clearing is not noticed", "            unit.waiting = None  # zero_grad()", "            pass  # zero_grad()"),
     Mutant("unsynced", "a step is not noticed", "elif shard._version != waiting.shard_version:", "elif False:"),
     Mutant("unsynced", "no mark is left", "if grad is not waiting.mark or grad._version != waiting.mark_version:", "if False:"),
@@ -331,7 +331,35 @@ MUTANTS = [
     Mutant("fully_sharded", "no_sync is for ever", "            self._hooks.synchronizes = before", "            pass"),
     Mutant("fully_sharded", "a moved parameter is not taken over", "self._flat_param = self._unit.replace_shard(found)", "pass"),
     Mutant("fully_sharded", "apply sees no parameters", "with self.summon_full_params(self, recurse=False):\n            return super().apply", "if True:\n            return super().apply"),
+    Mutant("sim/clock", "a stream does two things at once", "start = max(self.now, lane.idle_at)", "start = self.now"),
+    Mutant("sim/clock", "a stream is early", "start = max(self.now, lane.idle_at)", "start = lane.idle_at"),
+    Mutant("sim/clock", "the host goes back in time", "waited = max(time - self.now, 0.0)", "waited = time - self.now"),
+    Mutant("sim/clock", "the queue has no end", "if len(lane.starts) >= self._queue:", "if False:"),
+    Mutant("sim/clock", "what has started counts", "while lane.starts and lane.starts[0] <= self.now:", "while False:"),
+    Mutant("sim/clock", "a wait makes a stream wait for ever", "lane.idle_at = max(lane.idle_at, time)", "lane.idle_at += time"),
+    Mutant("sim/allocator", "any block will do", "place = bisect_left(pool, (size, 0))", "place = bisect_left(pool, (size, 0)) + 1"),
+    Mutant("sim/allocator", "blocks are never cut", "            self._split(block, size)\n", "            pass\n"),
+    Mutant("sim/allocator", "large ones are cut like small ones", "left >= ROUND if small else left > SMALL", "left >= ROUND"),
+    Mutant("sim/allocator", "neighbours stay apart", "if other is not None and other.address in self._blocks:", "if False:"),
+    Mutant("sim/allocator", "streams share", 'pool = self._free.get((stream, small), [])', 'pool = self._free.get(("unshard", small), [])'),
+    Mutant("sim/allocator", "free is free, whoever uses it", "        if not block.events:\n            self._release(block)\n\n    def record", "        if True:\n            block.events = 0\n            self._release(block)\n\n    def record"),
+    Mutant("sim/allocator", "nobody looks", "        self._process_events()\n        size = max", "        size = max"),
+    Mutant("sim/allocator", "memory ends at once", "            self.retries += 1\n            self.empty_cache()\n", "            self.retries += 1\n"),
+    Mutant("sim/allocator", "it gives back without waiting", "            for time, _ in pending:\n                self.clock.block(time)\n", "            pass\n"),
+    Mutant("sim/allocator", "large segments have any size", "wanted = -(-size // ROUND_SEGMENT) * ROUND_SEGMENT", "wanted = size"),
+    Mutant("sim/allocator", "no error is raised", "                raise torch.OutOfMemoryError(self._out_of_memory(size))\n", "                pass\n"),
+    Mutant("sim/races", "what the host has seen is forgotten", "            _merge(mine, seen[HOST])\n", ""),
+    Mutant("sim/races", "memory is not looked at", "                        found(other, None, buffer)\n", "                        pass\n"),
+    Mutant("sim/races", "the allocator is told nothing", ".users.add(entry.stream)", ".users"),
+    Mutant("sim/races", "readers are in nobody's way", "readers=buffer in entry.writes", "readers=False"),
+    Mutant("sim/races", "everybody has seen everything", "if number > seen[op.stream]]", "if False]"),
 ]  # fmt: skip
+
+
+def its_tests(concept: str) -> str:
+    """The file with a concept's tests."""
+    folder, _, name = concept.rpartition("/")
+    return str(Path("tests", folder, f"test_{name}.py"))
 
 
 def notices(mutant: Mutant) -> str | None:
@@ -344,7 +372,7 @@ def notices(mutant: Mutant) -> str | None:
         path = Path(folder, "minifsdp", f"{mutant.concept}.py")
         path.write_text(path.read_text().replace(mutant.original, mutant.replacement))
         result = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", f"tests/test_{mutant.concept}.py"],
+            [sys.executable, "-m", "pytest", "-x", its_tests(mutant.concept)],
             cwd=folder,
             env={**os.environ, "RANKS_TIMEOUT": "15", "PYTHONPATH": folder},
             capture_output=True,

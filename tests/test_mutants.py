@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import MUTANTS, ROOT
+from tests.mutants import MUTANTS, ROOT, its_tests
 
 CONCEPTS = sorted(
-    path.stem
-    for path in Path(ROOT, "minifsdp").glob("*.py")
-    if path.stem not in ("__init__", "api")
+    path.relative_to(ROOT / "minifsdp").with_suffix("").as_posix()
+    for path in Path(ROOT, "minifsdp").rglob("*.py")
+    if path.stem not in ("__init__", "api", "tape")
 )
 
 
@@ -23,5 +23,5 @@ def test_a_mutant_changes_one_place(mutant):
 
 @pytest.mark.parametrize("concept", CONCEPTS)
 def test_every_concept_has_its_test_and_at_least_three_mutants(concept):
-    assert Path(ROOT, "tests", f"test_{concept}.py").exists()
+    assert Path(ROOT, its_tests(concept)).exists()
     assert Counter(mutant.concept for mutant in MUTANTS)[concept] >= 3

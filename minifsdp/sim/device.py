@@ -140,6 +140,7 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Time for an operator, memory for what it made."""
         on_host = [self._in_host_memory(tensor) for tensor in (*read, *written)]
         by_host = bool(on_host) and all(on_host) and self._current == COMPUTE
+        by_host &= not any(tensor.is_meta for tensor in made)  # a copy from the host
         for tensor in made:
             if by_host:
                 self.host_memory(tensor)
@@ -147,6 +148,7 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._allocate(tensor)
         written = [*written, *made]
         used = [*read, *written]
+        on_host = [self._in_host_memory(tensor) for tensor in used]
         moved = sum(map(nbytes, used))
         name, flops, sent = _name(operation), 0.0, 0.0
         if by_host:
@@ -184,7 +186,12 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ranks = dist.get_process_group_ranks(group)
         whole = max(map(nbytes, (*read, *written)))
         sent, rounds = whole * (len(ranks) - 1) / len(ranks), 2 if "allreduce" in name else 1
-        return self.cluster.ring_seconds(sent, ranks, rounds), sent * rounds
+        seconds = self.cluster.ring_seconds(sent, ranks, rounds)
+        # NCCL does one thing at a time for each group, whatever streams it was asked on.
+        busy = self.clock.lane(f"NCCL, group {group.group_name}")
+        self.clock.wait(self._current, busy.idle_at)
+        busy.idle_at = max(self.clock.lane(self._current).idle_at, self.clock.now) + seconds
+        return seconds, sent * rounds
 
     def _item(self, read: list[Tensor]) -> None:
         if not all(self._in_host_memory(tensor) for tensor in read):
@@ -340,6 +347,7 @@ def _name(operation: Any) -> str:
 def _caller() -> str:
     """Who asked: the nearest line of the engine, or of whoever is below it."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and Path(frame.f_code.co_filename).parent.name == "sim":
+    here = Path(__file__).parent
+    while frame.f_back is not None and Path(frame.f_code.co_filename).parent == here:
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
