@@ -25,6 +25,7 @@ from tests.small import (
     stack,
     step,
     storage,
+    watch,
 )
 
 STRATEGIES = [s for s in ShardingStrategy if "HYBRID" not in s.name]
@@ -293,6 +294,17 @@ def test_a_frozen_unit_is_freed_when_its_backward_is_over():
     # Unit 1's backward runs: 2 and 3, frozen and done with, are gone.
     assert seen == [["", "1"]]
     check_at_rest(model)
+
+
+@on_ranks(2)
+def test_a_units_gradient_is_complete_before_the_next_backward_begins():
+    """In later steps, too: views from an earlier one would be differentiated last of all."""
+    model = stack(3, backward_prefetch=None)
+    for at in range(3):
+        loss = model(batch(step=at)).sum()
+        with watch(model) as log:
+            loss.backward()
+        assert log == ["+3", "-3", "+2", "-2", "+1", "-1", "-root"]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -1,0 +1,102 @@
+"""sim/timeline.py: pictures that say what is on the tape."""
+
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from minifsdp.sim.tape import Buffer, Mark, Memory, Note, Op, Wait
+from minifsdp.sim.timeline import WIDTH, _ticks, spans, svg, text
+from tests.sim.test_cluster import train
+
+GATHERED = {name: Buffer(f"all-gather '{name}'", "unshard", 100) for name in ("a", "b")}
+OTHER = Buffer("", "compute", 100)
+
+
+def op(stream: str, start: float, end: float, label: str = "", reads: tuple = ()) -> Op:
+    return Op("name", label, stream, start, start, end, [*reads], [])
+
+
+STEP = [
+    op("unshard", 0.0, 2.0, "all-gather 'a'"),
+    op("unshard", 2.0, 4.0, "all-gather 'b'"),
+    op("compute", 2.0, 3.0, reads=(GATHERED["a"],)),
+    op("compute", 3.0, 4.0, reads=(OTHER,)),
+    Wait("host", Mark("compute", 4.0), 1.0, 4.0, "limiter.py:1"),
+    op("compute", 4.0, 6.0, reads=(OTHER, GATHERED["b"])),
+    Wait("host", None, 5.0, 8.0, "train.py:1"),
+    op("reduce", 6.0, 8.0, "reduce 'b'"),
+    Memory(OTHER, False, 2.0, 10, 20, 40),
+    Memory(OTHER, True, 6.0, 5, 20, 40),
+    Note(8.0),
+]
+
+
+def test_work_of_one_unit_is_one_span():
+    assert [(s.lane, s.start, s.end, s.name) for s in sorted(spans(STEP))] == [
+        ("compute", 2.0, 4.0, "a"),
+        ("compute", 4.0, 6.0, "b"),
+        ("host", 1.0, 4.0, "limiter"),
+        ("host", 5.0, 8.0, "host waits"),
+        ("reduce", 6.0, 8.0, "b"),
+        ("unshard", 0.0, 2.0, "a"),
+        ("unshard", 2.0, 4.0, "b"),
+    ]
+
+
+def test_a_gap_parts_what_is_the_same_units():
+    found = spans([op("reduce", 0.0, 1.0, "reduce 'a'"), op("reduce", 2.0, 3.0, "reduce 'a'")])
+    assert [(s.start, s.end) for s in found] == [(0.0, 1.0), (2.0, 3.0)]
+
+
+def test_as_text_it_is_a_row_for_each_lane():
+    assert text(STEP, width=16).splitlines() == [
+        "     host --LLLLLL--wwwwww",
+        "  compute ....00001111....",
+        "  unshard 00001111........",
+        "   reduce ............1111",
+        "          0       8e+03 ms",
+    ]
+
+
+def shapes(picture: str) -> dict[str, list[ElementTree.Element]]:
+    found: dict[str, list[ElementTree.Element]] = {}
+    for element in ElementTree.fromstring(picture).iter():
+        found.setdefault(element.get("class", ""), []).append(element)
+    return found
+
+
+def test_as_a_picture_each_span_is_where_its_time_is():
+    found = shapes(svg(STEP, "a <title>"))
+    assert found["title"][0].text == "a <title>"
+    (limiter, _) = found["limiter"]  # and in the legend
+    reduce = found["sends odd"][-1]
+    unit = float(reduce.get("width")) / 2  # of a second
+    assert float(limiter.get("width")) == pytest.approx(3 * unit, abs=0.2)
+    assert float(limiter.get("x")) == pytest.approx(
+        float(found["host"][0].get("x")) + unit, abs=0.2
+    )
+    assert float(reduce.get("x")) + float(reduce.get("width")) == pytest.approx(WIDTH - 12, abs=0.2)
+    assert {"reserved", "active", "allocated", "stall"} <= found.keys()
+
+
+def test_what_is_not_there_is_not_in_the_legend():
+    words = [element.text for element in shapes(svg(STEP[:4]))["legend"]]
+    assert "compute, by unit" in words and "host waits for the limiter" not in words
+
+
+@pytest.mark.parametrize("seconds", [0.0, 3e-6, 0.0123, 1.0, 1.999, 2.0, 4.9, 75.0])
+def test_ticks_are_few_and_round(seconds):
+    ticks = list(_ticks(seconds))
+    assert len(ticks) == 0 if not seconds else 4 <= len(ticks) <= 11
+    assert all(0 <= tick <= seconds for tick in ticks)
+
+
+def test_the_picture_that_explains_the_limiter():
+    """With it the host waits, and memory is what two units take; without it gathers are early."""
+    pictures = {}
+    for limit in (True, False):
+        gpu, _ = train(batch=16384, blocks=8, limit_all_gathers=limit)
+        pictures[limit] = shapes(svg(gpu.tape))
+        rows = {line.split()[0]: line.split()[1] for line in text(gpu.tape).splitlines()[:-1]}
+        assert rows["host"].count("L") > 50 if limit else "L" not in rows["host"]
+    assert "limiter" in pictures[True] and "limiter" not in pictures[False]
