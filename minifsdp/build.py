@@ -118,7 +118,9 @@ def default_device(group: dist.ProcessGroup) -> torch.device:
     backends = dist.get_backend_config(group)  # "cuda:nccl", or "cpu:gloo,cuda:nccl"
     if "nccl" in backends:
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("meta" if "meta:" in backends else "cpu")  # meta: a virtual GPU (sim/)
+    if "fake" in backends:
+        return torch.get_default_device()  # on a virtual GPU (sim/) that is its memory
+    return torch.device("cpu")
 
 
 def as_precision(mixed_precision: object) -> MixedPrecision:

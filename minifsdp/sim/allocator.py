@@ -87,14 +87,15 @@ class Allocator:
         self.allocated, self.active, self.reserved = Level(), Level(), Level()
         self.mallocs = self.frees = self.retries = 0
         self.segments: dict[int, Block] = {}  # the first block of each, by address
+        self.log: list[tuple[str, int, int, str, float, str]] = []  # in torch's words, for trace.py
         self._costs = malloc_seconds, free_seconds
         self._free: dict[tuple[str, bool], list[tuple[int, int]]] = {}  # keys, sorted, of each pool
         self._blocks: dict[int, Block] = {}  # the free ones, by address
         self._pending: dict[str, deque[tuple[float, Block]]] = {}  # by the stream of the event
         self._next_address = 0x7F00_0000_0000
 
-    def malloc(self, size: int, stream: str) -> Block:
-        """A block of at least ``size`` bytes for ``stream``.
+    def malloc(self, size: int, stream: str, label: str = "") -> Block:
+        """A block of at least ``size`` bytes for ``stream``. ``label`` says what for.
 
         Raises:
             torch.OutOfMemoryError: there is no room, though all cached memory was given back.
@@ -109,12 +110,14 @@ class Allocator:
         block.allocated = True
         self.allocated.add(block.size)
         self.active.add(block.size)
+        self._note("alloc", block, label)
         return block
 
     def free(self, block: Block) -> None:
         """The host is done with a block. The streams that use it may not be."""
         assert block.allocated
         block.allocated = False
+        self._note("free_requested", block)
         self.allocated.add(-block.size)
         users, block.users = block.users, set()
         for stream in sorted(users):
@@ -147,6 +150,7 @@ class Allocator:
             del self.segments[block.address]
             self.reserved.add(-block.size)
             self.frees += 1
+            self._note("segment_free", block)
 
     def _process_events(self) -> None:
         for pending in self._pending.values():
@@ -176,6 +180,7 @@ class Allocator:
         block = Block(self._next_address, wanted, stream, small)
         self._next_address += wanted
         self.segments[block.address] = block
+        self._note("segment_alloc", block)
         return block
 
     def _split(self, block: Block, size: int) -> None:
@@ -189,6 +194,7 @@ class Allocator:
     def _release(self, block: Block) -> None:
         """Nobody uses it any more: back to the pool, together with its free neighbours."""
         self.active.add(-block.size)
+        self._note("free_completed", block)
         for other in (block.previous, block.next):
             if other is not None and other.address in self._blocks:
                 self._take(other)
@@ -198,6 +204,9 @@ class Allocator:
                     second.next.previous = first
                 block = first
         self._put(block)
+
+    def _note(self, action: str, block: Block, label: str = "") -> None:
+        self.log.append((action, block.address, block.size, block.stream, self.clock.now, label))
 
     def _put(self, block: Block) -> None:
         insort(self._free.setdefault((block.stream, block.small), []), block.key)

@@ -60,7 +60,7 @@ def cluster(
     virtual = VirtualGpu(Cluster(preset(gpu), nodes, gpus_per_node, **constants), kind)
     with ExitStack() as stack:
         dist.init_process_group(
-            f"{kind}:fake",
+            "fake",
             store=torch._C._distributed_c10d.HashStore(),
             rank=0,
             world_size=virtual.cluster.world_size,

@@ -11,6 +11,8 @@ The engine finds streams here as it finds them on any device. It cannot tell the
 is seen here is what the engine does, and not what somebody believes that it does.
 """
 
+import json
+import pickle
 import sys
 import weakref
 from collections.abc import Iterator
@@ -42,6 +44,8 @@ from minifsdp.sim.tape import (
     Use,
     Wait,
 )
+from minifsdp.sim.timeline import svg
+from minifsdp.sim.trace import chrome_trace, memory_snapshot
 from minifsdp.streams import Event, Launch, Stream, Streams
 
 ITEM = torch.ops.aten._local_scalar_dense.default
@@ -78,6 +82,18 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def races(self) -> list[Race]:
         """Waits that are missing; see races.py."""
         return find_races(self.tape)
+
+    def timeline(self, path: str | Path, title: str = "") -> None:
+        """Draw the last step, as an SVG; see timeline.py."""
+        Path(path).write_text(svg(self.tape, title))
+
+    def trace(self, path: str | Path) -> None:
+        """Write everything since the beginning for Perfetto; see trace.py."""
+        Path(path).write_text(json.dumps(chrome_trace(self.tape)))
+
+    def snapshot(self, path: str | Path) -> None:
+        """Write the memory and its history for torch's viewer; see trace.py."""
+        Path(path).write_bytes(pickle.dumps(memory_snapshot(self.allocator)))
 
     def synchronize(self) -> None:
         """As ``torch.cuda.synchronize()``."""
@@ -239,7 +255,7 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if storage.device.type != self.kind:
             owner = HOST
         elif size:
-            block = self.allocator.malloc(size, self._current)
+            block = self.allocator.malloc(size, self._current, self._label)
         buffer = Buffer(self._label, owner, size)
         self._buffers[storage._cdata] = buffer, block
         if block is not None:

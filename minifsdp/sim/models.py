@@ -1,0 +1,186 @@
+"""Models to run on a virtual cluster, and what a step of each is.
+
+Sizes are those of the papers; the layers are the ordinary ones of torch, so that what is measured
+is what a plain PyTorch program would do.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, and how to train it.
+
+    Attributes:
+        build: makes the model; called where new tensors are virtual.
+        blocks: classes of the modules to make units of.
+        loss: of the model, the number of samples and their length.
+    """
+
+    build: Callable[[], nn.Module]
+    blocks: tuple[type[nn.Module], ...]
+    loss: Callable[[nn.Module, int, int], Tensor]
+
+
+class Attention(nn.Module):
+    """Multi-head attention; to ``memory`` if that is given, else to itself."""
+
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(width, width), nn.Linear(width, 2 * width)
+        self.out, self.heads, self.causal = nn.Linear(width, width), heads, causal
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        def split(y: Tensor) -> Tensor:
+            return y.view(*y.shape[:2], self.heads, -1).transpose(1, 2)
+
+        k, v = self.kv(x if memory is None else memory).chunk(2, dim=-1)
+        causal = self.causal and memory is None
+        y = functional.scaled_dot_product_attention(
+            split(self.q(x)), split(k), split(v), is_causal=causal
+        )
+        out: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return out
+
+
+class Block(nn.Module):
+    """A layer of a transformer; with ``cross``, one of a decoder that looks at an encoder."""
+
+    def __init__(self, width: int, heads: int, hidden: int, causal: bool, cross: bool) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), Attention(width, heads, causal)
+        self.cross_norm = nn.LayerNorm(width) if cross else None
+        self.cross = Attention(width, heads, False) if cross else None
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width)
+        )
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        if self.cross is not None and self.cross_norm is not None:
+            x = x + self.cross(self.cross_norm(x), memory)
+        out: Tensor = x + self.mlp(x)
+        return out
+
+
+class Gpt(nn.Module):
+    """A decoder. Tokens ``[batch, length]`` in, logits ``[batch, length, vocabulary]`` out."""
+
+    def __init__(self, width: int, layers: int, heads: int, vocabulary: int = 50304) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(8192, width)
+        self.blocks = nn.ModuleList(
+            Block(width, heads, 4 * width, True, False) for _ in range(layers)
+        )
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class T5(nn.Module):
+    """An encoder and a decoder, with one embedding for both and for the output."""
+
+    def __init__(
+        self, width: int, layers: int, heads: int, hidden: int, vocabulary: int = 32128
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.encoder = nn.ModuleList(
+            Block(width, heads, hidden, False, False) for _ in range(layers)
+        )
+        self.decoder = nn.ModuleList(Block(width, heads, hidden, True, True) for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        memory = self.tokens(tokens)
+        for block in self.encoder:
+            memory = block(memory)
+        x = self.tokens(tokens)
+        for block in self.decoder:
+            x = block(x, memory)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Vit(nn.Module):
+    """A vision transformer. Patches ``[batch, length, 588]`` in, 1000 logits out."""
+
+    def __init__(self, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.patches = nn.Linear(588, width)
+        self.blocks = nn.ModuleList(
+            Block(width, heads, 4 * width, False, False) for _ in range(layers)
+        )
+        self.head = nn.Linear(width, 1000)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        x = self.patches(patches)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x.mean(1))
+        return logits
+
+
+def next_token(model: nn.Module, batch: int, length: int) -> Tensor:
+    """Cross-entropy of a language model on ``batch`` texts of ``length`` tokens."""
+    tokens = torch.zeros(batch, length, dtype=torch.long)
+    return functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+
+
+def classes(model: nn.Module, batch: int, length: int) -> Tensor:
+    """Cross-entropy of a classifier on ``batch`` pictures of ``length`` patches."""
+    logits = model(torch.zeros(batch, length, 588))
+    return functional.cross_entropy(logits.float(), torch.zeros(batch, dtype=torch.long))
+
+
+def _gpt(*sizes: int) -> Job:
+    return Job(lambda: Gpt(*sizes), (Block,), next_token)
+
+
+MODELS: dict[str, Job] = {
+    "gpt-125m": _gpt(768, 12, 12),  # the sizes of GPT-3, arXiv:2005.14165, table 2.1
+    "gpt-1.3b": _gpt(2048, 24, 16),
+    "gpt-7b": _gpt(4096, 32, 32),
+    "gpt-13b": _gpt(5120, 40, 40),
+    "t5-500m": Job(lambda: T5(1024, 16, 16, 4096), (Block,), next_token),
+    "vit-h": Job(lambda: Vit(1280, 32, 16), (Block,), classes),  # arXiv:2010.11929
+}
+
+
+def find(name: str) -> Job:
+    """A preset, or ``module:callable`` of the user's own, which returns a :class:`Job`.
+
+    Raises:
+        ValueError: there is no such thing.
+    """
+    if name in MODELS:
+        return MODELS[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise ValueError(
+            f"model {name!r} is not known. There are {', '.join(MODELS)}; or write module:callable "
+            f"for one of your own, which returns a minifsdp.sim.models.Job."
+        )
+    try:
+        found = getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"model {name!r}: {error}") from error
+    if not isinstance(found, Job):
+        raise ValueError(
+            f"model {name!r}: {attribute}() returned a {type(found).__name__}, not a "
+            f"minifsdp.sim.models.Job(build, blocks, loss)."
+        )
+    return found
