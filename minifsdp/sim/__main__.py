@@ -12,9 +12,11 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from minifsdp import (
     BackwardPrefetch,
@@ -73,6 +75,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--backward", default="pre", choices=BACKWARD, help="prefetch")
     p.add_argument("--forward", default="none", choices=FORWARD, help="prefetch")
     p.add_argument("--offload", default="no", choices=("no", "yes"), help="parameters on the host")
+    p.add_argument(
+        "--recompute", default="no", choices=("no", "yes"), help="activation checkpointing"
+    )
     p.add_argument("--sweep", metavar="NAME=A,B,...", help="a row for each value of an option")
     p.add_argument("--svg", metavar="FILE", help="draw the step")
     p.add_argument("--trace", metavar="FILE", help="for ui.perfetto.dev")
@@ -93,9 +98,14 @@ def simulate(options: argparse.Namespace, steps: int = 3) -> VirtualGpu:
     for name in ("nodes", "gpus", "batch", "seq"):
         if _whole(name, getattr(options, name)) < 1:
             raise ValueError(f"--{name} is at least 1, not {getattr(options, name)}")
+    with torch.device("meta"):  # not yet on the GPU, which gets unit by unit, and keeps chunks
+        module = job.build()
+    for block in module.modules() if options.recompute == "yes" else ():
+        if isinstance(block, job.blocks):
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     with cluster(options.gpu, options.nodes, options.gpus, network=options.network * GB / 8) as gpu:
         model = FSDP(
-            job.build(),
+            module,
             auto_wrap_policy=ModuleWrapPolicy(set(job.blocks)),
             sharding_strategy=STRATEGIES[options.strategy],
             mixed_precision=PRECISION[options.precision],
