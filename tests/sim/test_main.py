@@ -1,6 +1,9 @@
 """sim/__main__.py: the command line, as a user types it."""
 
 import json
+import re
+from difflib import SequenceMatcher
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,3 +86,17 @@ def test_what_makes_no_sense_gets_one_line(arguments, message, capsys):
 )
 def test_what_binds_is_what_keeps_the_computation_waiting(exposed, idle, expected):
     assert binds({"step": 1.0, "idle": idle, "exposed communication": exposed}) == expected
+
+
+@pytest.mark.parametrize("limit", ["none", "2"])
+def test_the_readmes_pictures_are_what_it_prints(limit, capsys):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    command = f"--model gpt-125m --batch 16 --seq 512 --limit {limit}"
+    (shown,) = re.findall(
+        rf"```\n\$ python -m minifsdp.sim {command}\n(.*?)\n```", readme, re.DOTALL
+    )
+    assert main(command.split()) == 0
+    printed = capsys.readouterr().out
+    for row, line in zip(shown.splitlines(), printed.splitlines(), strict=False):
+        # Another version of torch may launch a few other kernels.
+        assert SequenceMatcher(None, row, line).ratio() > 0.9
