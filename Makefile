@@ -8,7 +8,7 @@ PY ?= .venv/bin/python
 INSTALLED := $(if $(filter .venv/%,$(PY)),.venv/installed)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint matrix fuzz mutants bench wheel clean
+.PHONY: help demo test test-fast lint matrix fuzz mutants claims bench wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 12
@@ -36,6 +36,9 @@ mutants: $(INSTALLED)  ## break each concept on purpose; its tests have to notic
 N ?= 1000
 fuzz: $(INSTALLED)  ## N=10000: that many random models with random settings, against plain ones
 	@$(PY) -m tests.fuzz $(N) $(ARGS)
+
+claims: $(INSTALLED)  ## what others have measured, on the virtual GPU: minifsdp/sim/README.md
+	@$(PY) -W ignore::UserWarning -m tests.claims
 
 bench: $(INSTALLED)  ## against torch's FSDP1 and DDP, as ratios
 	@$(PY) -m tests.bench $(ARGS)

@@ -46,7 +46,6 @@ class Call(NamedTuple):
 
     unit: Unit
     full: Tensor
-    views: list[Tensor]
     version: int  # of the shard
     training: bool  # the mode of the outermost module
 
@@ -120,7 +119,7 @@ class Hooks:
         unit.expose()
         assert unit.full is not None
         version = unit.shard._version
-        self.calls.append(Call(unit, unit.full, unit.views, version, self.training))
+        self.calls.append(Call(unit, unit.full, version, self.training))
         if unit.transient and not unit.shard.requires_grad and torch.is_grad_enabled():
             self._free_when_inputs_have_gradients(unit, args, kwargs)
         # Also where a checkpoint around the root runs it again, which is then not the outermost.
@@ -230,10 +229,7 @@ class Hooks:
         unit.phase = Phase.BACKWARD
         self._prefetch_in_backward(self.prefetcher.pre_backward(unit))
         wait_for_unshard(unit)
-        # Activation checkpointing runs parts of a forward again in here. Not the latest views:
-        # those may come from a forward without gradients.
-        unit.views = call.views
-        unit.expose()
+        unit.expose()  # activation checkpointing runs parts of a forward again in here
 
     def post_backward(self, unit: Unit) -> None:
         """The gradient of ``unit.full`` is complete: the backward has gone through every use."""

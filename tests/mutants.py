@@ -5,7 +5,8 @@
 
 A test that no wrong implementation can fail is a defect. Each mutant here is one plausible mistake,
 as a piece of source text and what to put in its place; it counts as noticed when
-`tests/test_<concept>.py` fails on a copy of the repository with the mistake in it.
+`tests/test_<concept>.py` fails on a copy of the repository with the mistake in it. (A few are of a
+file that says only when things happen, or passes them on, and are noticed by the tests of what does.)
 """
 
 import os
@@ -25,6 +26,7 @@ class Mutant(NamedTuple):
     mistake: str
     original: str  # occurs once in minifsdp/<concept>.py
     replacement: str
+    noticed_by: str = ""  # the concept whose tests notice it; its own, if it does not say so
 
 
 MUTANTS = [
@@ -319,23 +321,22 @@ MUTANTS = [
     Mutant("clip_grad", "the root's ranks are taken for all", "max(map(_groups, units), key", "max(map(_groups, units[:1]), key"),
     Mutant("clip_grad", "NaN is dropped by the largest", "total = total.masked_fill(total.isnan(), math.inf)", "pass"),
     Mutant("clip_grad", "always in fp32", "reduce(torch.promote_types, (unit.shard.dtype for unit in full), torch.float32)", "torch.float32"),
-    Mutant("hooks", "the latest views, whatever they were made for", "        unit.views = call.views\n", ""),
+    Mutant("hooks", "what is run again finds nothing", "        unit.expose()  # activation", "        pass  # activation"),
     Mutant("build", "torch's own precision will do", "if not isinstance(mixed_precision, MixedPrecision):", "if False:"),
     Mutant("hooks", "what is sharded with nobody is compared", "if unit.transient or not self.in_backward:", "if True:"),
-    Mutant("hooks", "no_sync reduces", "if self.synchronizes and not", "if not"),
+    Mutant("hooks", "no_sync reduces", "if self.synchronizes and not", "if not", noticed_by="unsynced"),
     Mutant("hooks", "apart, only what is needed next is gathered", "        if self.lockstep.apart:  # once they go different ways, nothing may be gathered any more\n", "        if False:\n"),
     Mutant("hooks", "apart, units are freed as ever", "    def _done_with(self, unit: Unit) -> None:\n        if not self.lockstep.apart:", "    def _done_with(self, unit: Unit) -> None:\n        if True:"),
     Mutant("hooks", "gradients are reduced as they come where ranks are apart", "if self.synchronizes and not self.lockstep.apart:", "if self.synchronizes:"),
-    Mutant("hooks", "the full of another precision", "        if unit.full is not call.full:", "        if False:"),
-    Mutant("fully_sharded", "inner units keep their own settings to themselves", "**{**given, **own}", "**own"),
-    Mutant("fully_sharded", "no_sync is for ever", "            self._hooks.synchronizes = before", "            pass"),
+    Mutant("hooks", "the full of another precision", "        if unit.full is not call.full:", "        if False:", noticed_by="precision"),
+    Mutant("fully_sharded", "inner units keep their own settings to themselves", "**{**given, **own}", "**own", noticed_by="wrap"),
+    Mutant("fully_sharded", "no_sync is for ever", "            self._hooks.synchronizes = before", "            pass", noticed_by="unsynced"),
     Mutant("fully_sharded", "a moved parameter is not taken over", "self._flat_param = self._unit.replace_shard(found)", "pass"),
-    Mutant("fully_sharded", "apply sees no parameters", "with self.summon_full_params(self, recurse=False):\n            return super().apply", "if True:\n            return super().apply"),
+    Mutant("fully_sharded", "apply sees no parameters", "with self.summon_full_params(self, recurse=False):\n            return super().apply", "if True:\n            return super().apply", noticed_by="full_params"),
     Mutant("sim/clock", "a stream does two things at once", "start = max(self.now, lane.idle_at)", "start = self.now"),
     Mutant("sim/clock", "a stream is early", "start = max(self.now, lane.idle_at)", "start = lane.idle_at"),
     Mutant("sim/clock", "the host goes back in time", "waited = max(time - self.now, 0.0)", "waited = time - self.now"),
     Mutant("sim/clock", "the queue has no end", "if len(lane.starts) >= self._queue:", "if False:"),
-    Mutant("sim/clock", "what has started counts", "while lane.starts and lane.starts[0] <= self.now:", "while False:"),
     Mutant("sim/clock", "a wait makes a stream wait for ever", "lane.idle_at = max(lane.idle_at, time)", "lane.idle_at += time"),
     Mutant("sim/allocator", "any block will do", "place = bisect_left(pool, (size, 0))", "place = bisect_left(pool, (size, 0)) + 1"),
     Mutant("sim/allocator", "blocks are never cut", "            self._split(block, size)\n", "            pass\n"),
@@ -353,13 +354,55 @@ MUTANTS = [
     Mutant("sim/races", "the allocator is told nothing", ".users.add(entry.stream)", ".users"),
     Mutant("sim/races", "readers are in nobody's way", "readers=buffer in entry.writes", "readers=False"),
     Mutant("sim/races", "everybody has seen everything", "if number > seen[op.stream]]", "if False]"),
+    Mutant("sim/costs", "arithmetic and bytes one after the other", "return max(arithmetic, moved / (self.gpu.bandwidth * self.efficiency_bytes), self.kernel)", "return arithmetic + moved / (self.gpu.bandwidth * self.efficiency_bytes)"),
+    Mutant("sim/costs", "a ring has no latency", "return steps * alpha + sent", "return sent"),
+    Mutant("sim/costs", "a network is as fast as a node", "if len(by_node) > 1:", "if False:"),
+    Mutant("sim/costs", "each ring has the network for itself", "self.network / max(rings, 1)", "self.network"),
+    Mutant("sim/costs", "what is expanded is read many times", "numel *= size if stride else 1", "numel *= size"),
+    Mutant("sim/report", "hidden communication counts as exposed", '"exposed communication": busy - _length(compute)', '"exposed communication": _length(communication)'),
+    Mutant("sim/report", "spans that overlap count twice", "if merged and start <= merged[-1][1]:", "if False:"),
+    Mutant("sim/report", "every wait is the limiter's", 'wait.why.startswith("limiter.py")', "wait.why"),
+    Mutant("sim/report", "of all steps", "    return tape[first : ends[-1]], start", "    return tape, start"),
+    Mutant("sim/device", "views are work", "        if makes_view:\n            return result\n", ""),
+    Mutant("sim/storages", "memory is never freed", "            self._allocator.free(block)\n", "            pass\n"),
+    Mutant("sim/storages", "one that grows keeps what it had", "            self._forget(storage._cdata)\n        else:", "            return\n        else:"),
+    Mutant("sim/storages", "the host's memory is the device's", "if size and owner != HOST:", "if size:"),
+    Mutant("sim/storages", "the allocator is not told of a use", "            self._allocator.record_stream(block, stream)\n", "            pass\n"),
+    Mutant("sim/device", "a value is there at once", "            self._item(read)\n", "            pass\n"),
+    Mutant("sim/device", "all work is computation", "        self._current, self._label = stream, label\n", ""),
+    Mutant("sim/device", "the host computes on the device", "by_host = bool(on_host) and all(on_host) and self._current == COMPUTE", "by_host = False"),
+    Mutant("sim/device", "a copy to the host need not be waited for", "        if stream == COMPUTE and any(on_host) and blocking:\n", "        if False:\n"),
+    Mutant("sim/streams", "streams do not wait", "        self._gpu.clock.wait(self._name, event.mark.time)\n", ""),
+    Mutant("sim/device", "launching costs nothing", "            self.clock.work(self.cluster.launch)\n", ""),
+    Mutant("sim/streams", "the computation does not wait", "        self._gpu.clock.wait(COMPUTE, self.mark.time)\n", ""),
+    Mutant("sim/streams", "the host does not wait", "        self._gpu.clock.block(self.mark.time)\n", ""),
+    Mutant("sim/streams", "submitting costs nothing", "        self._gpu.clock.work(self._gpu.cluster.moment)\n", ""),
+    Mutant("sim/cluster", "the backend stays", "yield patch.dict(BACKENDS, {gpu.kind: partial(make_streams, gpu)})", "BACKENDS[gpu.kind] = partial(make_streams, gpu)"),
+    Mutant("sim/cluster", "all ranks are on one host", "r // per_node", "0"),
+    Mutant("sim/cluster", "storages that are freed are not seen", "        gpu.resized(storage)\n", ""),
+    Mutant("sim/cluster", "a group that is there is taken over", "    if dist.is_initialized():", "    if False:"),
+    Mutant("sim/models", "tokens see those after them", "is_causal=causal", "is_causal=False"),
+    Mutant("sim/models", "a decoder does not look at its encoder", "x = x + self.cross(self.cross_norm(x), memory)", "x = x + self.cross(self.cross_norm(x))"),
+    Mutant("sim/models", "heads have embeddings of their own", "        self.head.weight = self.tokens.weight\n\n    def forward(self, tokens: Tensor) -> Tensor:\n        x =", "\n    def forward(self, tokens: Tensor) -> Tensor:\n        x ="),
+    Mutant("sim/models", "anything is a job", "if not isinstance(found, Job):", "if False:"),
+    Mutant("sim/timeline", "gaps are closed", "and entry.start - last.end < 2e-5", ""),
+    Mutant("sim/timeline", "each kernel is a span", "if last is not None and last.name == unit and", "if False and"),
+    Mutant("sim/timeline", "every wait is the limiter's", 'name = LIMITER if entry.why.startswith("limiter.py") else STALL', "name = LIMITER"),
+    Mutant("sim/timeline", "the legend has what is not there", "        if there:\n", "        if True:\n"),
+    Mutant("sim/trace", "arrows go backwards", 'add("f", entry.waiter, max(entry.until, entry.mark.time)', 'add("f", entry.waiter, entry.mark.time - 1'),
+    Mutant("sim/trace", "seconds for microseconds", '"ts": time * 1e6', '"ts": time'),
+    Mutant("sim/trace", "only the first block", "        block = block.next\n", "        block = None\n"),
+    Mutant("sim/__main__", "what does not fit is an error of ours", "    except torch.OutOfMemoryError as error:", "    except KeyError as error:"),
+    Mutant("sim/__main__", "all rows are the first", "setattr(given, name, getattr(parser().parse_args", "setattr(given, \"_\", getattr(parser().parse_args"),
+    Mutant("sim/__main__", "any limit will do", "        return int(value)\n", "        return 2\n"),
+    Mutant("sim/__main__", "failure is success", 'return 0 if any(figures["fits"]', 'return 0 if True or any(figures["fits"]'),
 ]  # fmt: skip
 
 
 def its_tests(concept: str) -> str:
     """The file with a concept's tests."""
     folder, _, name = concept.rpartition("/")
-    return str(Path("tests", folder, f"test_{name}.py"))
+    return str(Path("tests", folder, f"test_{name.strip('_')}.py"))
 
 
 def notices(mutant: Mutant) -> str | None:
@@ -372,7 +415,7 @@ def notices(mutant: Mutant) -> str | None:
         path = Path(folder, "minifsdp", f"{mutant.concept}.py")
         path.write_text(path.read_text().replace(mutant.original, mutant.replacement))
         result = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", its_tests(mutant.concept)],
+            [sys.executable, "-m", "pytest", "-x", its_tests(mutant.noticed_by or mutant.concept)],
             cwd=folder,
             env={**os.environ, "RANKS_TIMEOUT": "15", "PYTHONPATH": folder},
             capture_output=True,

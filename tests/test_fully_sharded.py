@@ -9,8 +9,8 @@ import torch.distributed.fsdp as theirs
 from torch import nn
 
 import minifsdp
+from minifsdp import FlatParameter, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ShardingStrategy
 from tests.parity import check_at_rest
 from tests.ranks import device, on_ranks
 from tests.small import (
@@ -163,6 +163,15 @@ def test_one_rank_is_an_ordinary_case():
     assert torch.equal(step(model), plain(batch()).pow(2).sum())
     assert model.engine.stats.all_gathers == 9 and model.engine.stats.reductions == 5
     check_at_rest(model)
+
+
+@on_ranks(1)
+def test_what_torch_puts_in_the_place_of_a_flat_parameter_is_the_units_shard():
+    """module.to("meta") replaces parameters; others move them."""
+    model = stack().to("meta")
+    for wrapper in FSDP.fsdp_modules(model):
+        assert wrapper._unit.shard is wrapper._flat_param and wrapper._flat_param.is_meta
+        assert isinstance(wrapper._flat_param, FlatParameter)
 
 
 @on_ranks(2)

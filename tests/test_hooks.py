@@ -346,6 +346,21 @@ def test_activation_checkpointing(strategy, inside, reentrant):
 
 
 @on_ranks(2)
+def test_what_is_run_again_after_an_inference_finds_its_own_views():
+    class Recomputed(Block):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    def run(model):
+        loss = model(batch()).pow(2).sum()
+        with torch.inference_mode():
+            model(batch(step=1))
+        return [loss]
+
+    check_gradients(lambda: nn.Sequential(nn.Linear(6, 6), Recomputed(nn.Linear(6, 6))), run)
+
+
+@on_ranks(2)
 def test_a_recomputation_that_goes_to_the_end_does_not_free_its_unit():
     class Model(nn.Module):
         def __init__(self):

@@ -543,6 +543,21 @@ def test_what_a_checkpoint_runs_again_after_an_evaluation_finds_its_buffers_as_t
 
 
 @on_ranks(2)
+def test_one_backward_may_go_through_an_exact_forward_and_a_low_one():
+    sums = []
+    for together in (True, False):
+        model = mixed(precision=EXACT_EVAL)
+        low = model.train()(batch()).float().pow(2).sum()
+        exact = model.eval()(batch()).pow(2).sum()
+        for loss in [low + exact] if together else [low, exact]:
+            loss.backward()
+        check_at_rest(model)
+        sums.append([unit.shard.grad for unit in model.engine.units])
+    for one, other in zip(*sums, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
 def test_the_gradients_of_an_exact_evaluation_may_stay_low():
     precision = MixedPrecision(LOW, keep_low_precision_grads=True, full_precision_in_eval=True)
     model = mixed(precision=precision).eval()

@@ -17,6 +17,7 @@ One process stands for rank 0 of the whole cluster: the others would do the same
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -29,6 +30,7 @@ import minifsdp.groups
 import minifsdp.offload
 from minifsdp.sim.costs import Cluster, preset
 from minifsdp.sim.device import VirtualGpu
+from minifsdp.sim.streams import make_streams
 from minifsdp.streams import BACKENDS
 
 
@@ -74,7 +76,7 @@ def cluster(
 
 
 def _replacements(gpu: VirtualGpu) -> Iterator[Any]:
-    yield patch.dict(BACKENDS, {gpu.kind: gpu.streams})
+    yield patch.dict(BACKENDS, {gpu.kind: partial(make_streams, gpu)})
     # Rank to rank, as on a CPU, would be another traffic than a GPU's.
     yield patch.object(minifsdp.collectives, "NATIVE", True)
     per_node = gpu.cluster.gpus_per_node

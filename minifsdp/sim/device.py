@@ -13,8 +13,6 @@ is seen here is what the engine does, and not what somebody believes that it doe
 
 import json
 import pickle
-import sys
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,27 +24,25 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minifsdp.nest import tensors_in
-from minifsdp.sim.allocator import Allocator, Block
+from minifsdp.sim.allocator import Allocator
 from minifsdp.sim.clock import Clock
 from minifsdp.sim.costs import Cluster, count_flops, is_low, nbytes
 from minifsdp.sim.races import Race, find_races
 from minifsdp.sim.report import report
+from minifsdp.sim.storages import Storages
 from minifsdp.sim.tape import (
     COMPUTE,
     HOST,
-    STREAMS,
     Buffer,
     Entry,
-    Mark,
-    Memory,
     Note,
     Op,
     Use,
     Wait,
+    caller,
 )
 from minifsdp.sim.timeline import svg
 from minifsdp.sim.trace import chrome_trace, memory_snapshot
-from minifsdp.streams import Event, Launch, Stream, Streams
 
 ITEM = torch.ops.aten._local_scalar_dense.default
 
@@ -68,8 +64,8 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.clock, cluster.gpu.memory, cluster.cuda_malloc, cluster.cuda_free
         )
         self.tape: list[Entry] = []
+        self.storages = Storages(self.allocator, self.tape, kind)
         self._current, self._label = COMPUTE, ""
-        self._buffers: dict[int, tuple[Buffer, Block | None]] = {}  # by the address of a storage
 
     def step(self) -> None:
         """A training step ends here: reports are of the last one."""
@@ -99,7 +95,7 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """As ``torch.cuda.synchronize()``."""
         launched = self.clock.now
         self.clock.block(self.clock.idle_at())
-        self.tape.append(Wait(HOST, None, launched, self.clock.now, _caller()))
+        self.tape.append(Wait(HOST, None, launched, self.clock.now, caller()))
 
     @contextmanager
     def on(self, stream: str, label: str = "") -> Iterator[None]:
@@ -111,10 +107,26 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._current, self._label = before
 
-    def streams(self, device: torch.device) -> Streams:
-        """For :data:`minifsdp.streams.BACKENDS`."""
-        streams: list[Stream] = [VirtualStream(self, name) for name in STREAMS]
-        return Streams(device, *streams)
+    def buffer(self, tensor: Tensor) -> Buffer:
+        """The memory that a tensor is in; it is allocated, if that has not happened yet."""
+        return self.storages.buffer(tensor, self._current, self._label)
+
+    def in_host_memory(self, tensor: Tensor) -> bool:
+        """Whether a tensor is not on the device."""
+        return self.buffer(tensor).owner == HOST
+
+    def host_memory(self, tensor: Tensor) -> Tensor:
+        """Have ``tensor`` count as memory of the host."""
+        self.storages.replace(tensor.untyped_storage(), HOST, self._label)
+        return tensor
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has been grown, or shrunk to nothing."""
+        self.storages.replace(storage, self._current, self._label)
+
+    def record_use(self, tensor: Tensor, stream: str) -> None:
+        """As ``tensor.record_stream(stream)``."""
+        self.tape.append(Use(self.storages.record_use(tensor, stream), stream, caller()))
 
     # ------------------------------------------------------------------------------- operators
 
@@ -126,7 +138,7 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return operation(*args, **kwargs)
         read, written = _accesses(operation, args, kwargs)
         result = self._run(operation, args, kwargs, read, written)
-        made = [t for t in tensors_in(result) if t.untyped_storage()._cdata not in self._buffers]
+        made = [t for t in tensors_in(result) if not self.storages.knows(t)]
         makes_view = bool(made) is False and not written and _is_view(operation)
         if makes_view:
             return result
@@ -154,17 +166,17 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read: list[Tensor], written: list[Tensor], made: list[Tensor], result: Any,
     ) -> None:  # fmt: skip
         """Time for an operator, memory for what it made."""
-        on_host = [self._in_host_memory(tensor) for tensor in (*read, *written)]
+        on_host = [self.in_host_memory(tensor) for tensor in (*read, *written)]
         by_host = bool(on_host) and all(on_host) and self._current == COMPUTE
         by_host &= not any(tensor.is_meta for tensor in made)  # a copy from the host
         for tensor in made:
             if by_host:
                 self.host_memory(tensor)
             else:
-                self._allocate(tensor)
+                self.buffer(tensor)
         written = [*written, *made]
         used = [*read, *written]
-        on_host = [self._in_host_memory(tensor) for tensor in used]
+        on_host = [self.in_host_memory(tensor) for tensor in used]
         moved = sum(map(nbytes, used))
         name, flops, sent = _name(operation), 0.0, 0.0
         if by_host:
@@ -210,121 +222,8 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return seconds, sent * rounds
 
     def _item(self, read: list[Tensor]) -> None:
-        if not all(self._in_host_memory(tensor) for tensor in read):
+        if not all(self.in_host_memory(tensor) for tensor in read):
             self.synchronize()
-
-    # ---------------------------------------------------------------------------------- memory
-
-    def host_memory(self, tensor: Tensor) -> Tensor:
-        """Have ``tensor`` count as memory of the host."""
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._buffers:
-            self._forget(storage._cdata)
-        else:
-            weakref.finalize(storage, self._forget, storage._cdata)
-        self._buffers[storage._cdata] = Buffer(self._label, HOST, storage.nbytes()), None
-        return tensor
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage has been grown, or shrunk to nothing."""
-        if storage._cdata in self._buffers:
-            self._forget(storage._cdata)
-            self._new(storage)
-        else:
-            self._found(storage)
-
-    def _in_host_memory(self, tensor: Tensor) -> bool:
-        return self.buffer(tensor).owner == HOST
-
-    def buffer(self, tensor: Tensor) -> Buffer:
-        """Where a tensor is."""
-        if tensor.untyped_storage()._cdata not in self._buffers:
-            self._allocate(tensor)  # older than this GPU
-        return self._buffers[tensor.untyped_storage()._cdata][0]
-
-    def _allocate(self, tensor: Tensor) -> None:
-        if tensor.untyped_storage()._cdata not in self._buffers:
-            self._found(tensor.untyped_storage())
-
-    def _found(self, storage: torch.UntypedStorage) -> None:
-        weakref.finalize(storage, self._forget, storage._cdata)
-        self._new(storage)
-
-    def _new(self, storage: torch.UntypedStorage) -> None:
-        size, block, owner = storage.nbytes(), None, self._current
-        if storage.device.type != self.kind:
-            owner = HOST
-        elif size:
-            block = self.allocator.malloc(size, self._current, self._label)
-        buffer = Buffer(self._label, owner, size)
-        self._buffers[storage._cdata] = buffer, block
-        if block is not None:
-            self._note_memory(buffer, freed=False)
-
-    def _forget(self, address: int) -> None:
-        buffer, block = self._buffers.pop(address, (None, None))
-        if buffer is not None and block is not None:
-            self.allocator.free(block)
-            self._note_memory(buffer, freed=True)
-
-    def record_use(self, tensor: Tensor, stream: str) -> None:
-        """As ``tensor.record_stream(stream)``."""
-        buffer, block = self._buffers[tensor.untyped_storage()._cdata]
-        if block is not None:
-            self.allocator.record_stream(block, stream)
-        self.tape.append(Use(buffer, stream, _caller()))
-
-    def _note_memory(self, buffer: Buffer, freed: bool) -> None:
-        a = self.allocator
-        levels = a.allocated.now, a.active.now, a.reserved.now
-        self.tape.append(Memory(buffer, freed, self.clock.now, *levels))
-
-
-class VirtualEvent:
-    """A mark in a virtual stream."""
-
-    def __init__(self, gpu: VirtualGpu, mark: Mark) -> None:
-        self._gpu, self.mark = gpu, mark
-
-    def wait(self) -> None:
-        self._gpu.clock.wait(COMPUTE, self.mark.time)
-        now = self._gpu.clock.now
-        self._gpu.tape.append(Wait(COMPUTE, self.mark, now, self.mark.time, _caller()))
-
-    def synchronize(self) -> None:
-        launched = self._gpu.clock.now
-        self._gpu.clock.block(self.mark.time)
-        self._gpu.tape.append(Wait(HOST, self.mark, launched, self._gpu.clock.now, _caller()))
-
-    def query(self) -> bool:
-        return self.mark.time <= self._gpu.clock.now
-
-
-class VirtualStream:
-    """A stream of a virtual GPU."""
-
-    def __init__(self, gpu: VirtualGpu, name: str) -> None:
-        self._gpu, self._name = gpu, name
-
-    def submit(self, launch: Launch, label: str = "") -> Event:
-        self._gpu.clock.work(self._gpu.cluster.moment)
-        with self._gpu.on(self._name, label):
-            launch()()
-        return self.record_event()
-
-    def record_event(self) -> Event:
-        mark = Mark(self._name, self._gpu.clock.lane(self._name).idle_at)
-        self._gpu.tape.append(mark)
-        return VirtualEvent(self._gpu, mark)
-
-    def wait_event(self, event: Event) -> None:
-        assert isinstance(event, VirtualEvent)
-        self._gpu.clock.wait(self._name, event.mark.time)
-        now = self._gpu.clock.now
-        self._gpu.tape.append(Wait(self._name, event.mark, now, event.mark.time, _caller()))
-
-    def record_use(self, tensor: Tensor) -> None:
-        self._gpu.record_use(tensor, self._name)
 
 
 def _accesses(operation: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -358,12 +257,3 @@ def _group(boxed: Any) -> "dist.ProcessGroup":
 def _name(operation: Any) -> str:
     name: str = operation.overloadpacket.__name__
     return name
-
-
-def _caller() -> str:
-    """Who asked: the nearest line of the engine, or of whoever is below it."""
-    frame = sys._getframe(1)
-    here = Path(__file__).parent
-    while frame.f_back is not None and Path(frame.f_code.co_filename).parent == here:
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

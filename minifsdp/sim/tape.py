@@ -5,7 +5,9 @@ nothing of it is needed while the tape is written. Entries are in the order in w
 them; times are in seconds since the beginning.
 """
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 HOST, COMPUTE = "host", "compute"
 STREAMS = (COMPUTE, "unshard", "reduce", "replicate", "upload", "download")
@@ -85,3 +87,12 @@ class Note:
 
 
 Entry = Op | Mark | Wait | Use | Memory | Note
+
+
+def caller() -> str:
+    """Who asked: the nearest line of the engine, or of whoever is below it."""
+    frame = sys._getframe(1)
+    here = Path(__file__).parent
+    while frame.f_back is not None and Path(frame.f_code.co_filename).parent == here:
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

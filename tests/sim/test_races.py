@@ -13,7 +13,7 @@ import torch
 import minifsdp
 from minifsdp import BackwardPrefetch, CPUOffload, ForwardPrefetch, MixedPrecision, ShardingStrategy
 from minifsdp.sim import cluster
-from minifsdp.sim.device import VirtualEvent, VirtualStream
+from minifsdp.sim.streams import VirtualEvent, VirtualStream
 from tests.small import batch, stack, step
 
 OFFLOADS = {"": None, "offload": CPUOffload(True)}

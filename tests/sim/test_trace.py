@@ -46,7 +46,9 @@ def test_torchs_viewer_reads_the_snapshot(gpu, tmp_path):
     snapshot = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())
     total = sum(segment["total_size"] for segment in snapshot["segments"])
     assert total == gpu.allocator.reserved.now
-    assert f"{total / 2**30:.1f}GiB" in viewer.segsum(snapshot)
+    summary = viewer.segsum(snapshot)
+    assert f"total_reserved: {total / 2**20:.1f}MiB" in summary
+    assert f"total_allocated: {gpu.allocator.allocated.now / 2**20:.1f}MiB" in summary
     assert "alloc" in viewer.trace(snapshot)
     assert "<html" in viewer.trace_plot(snapshot).lower()
     assert "<html" in viewer.segment_plot(snapshot).lower()

@@ -1,0 +1,72 @@
+"""Which memory a tensor is in, from the moment it is made until Python lets go of it.
+
+Tensors that are views of each other share a *storage*. A storage has a buffer: a piece of the
+device's memory, or of the host's. It gets another one when it is resized.
+"""
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from minifsdp.sim.allocator import Allocator, Block
+from minifsdp.sim.tape import HOST, Buffer, Entry, Memory
+
+
+class Storages:
+    """All that have been seen and are alive.
+
+    Args:
+        tape: where allocations and frees are noted.
+        kind: the kind of device whose tensors are in the virtual GPU's memory.
+    """
+
+    def __init__(self, allocator: Allocator, tape: list[Entry], kind: str) -> None:
+        self._allocator, self._tape, self._kind = allocator, tape, kind
+        self._buffers: dict[int, tuple[Buffer, Block | None]] = {}  # by the address of a storage
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether it has been seen, or a view of it."""
+        return tensor.untyped_storage()._cdata in self._buffers
+
+    def buffer(self, tensor: Tensor, stream: str, label: str) -> Buffer:
+        """The memory of a tensor; if it has none yet, some from the pool of ``stream``."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._buffers:
+            self.replace(storage, stream, label)
+        return self._buffers[storage._cdata][0]
+
+    def replace(self, storage: torch.UntypedStorage, owner: str, label: str) -> None:
+        """Give a storage new memory, of the size that it has now: from the pool of a stream, or the
+        host's."""
+        if storage._cdata in self._buffers:
+            self._forget(storage._cdata)
+        else:
+            weakref.finalize(storage, self._forget, storage._cdata)
+        if storage.device.type != self._kind:
+            owner = HOST
+        size, block = storage.nbytes(), None
+        if size and owner != HOST:
+            block = self._allocator.malloc(size, owner, label)
+        buffer = Buffer(label, owner, size)
+        self._buffers[storage._cdata] = buffer, block
+        if block is not None:
+            self._note(buffer, freed=False)
+
+    def record_use(self, tensor: Tensor, stream: str) -> Buffer:
+        """Tell the allocator that ``stream`` uses a tensor. Returns its memory."""
+        buffer, block = self._buffers[tensor.untyped_storage()._cdata]
+        if block is not None:
+            self._allocator.record_stream(block, stream)
+        return buffer
+
+    def _forget(self, address: int) -> None:
+        buffer, block = self._buffers.pop(address, (None, None))
+        if buffer is not None and block is not None:
+            self._allocator.free(block)
+            self._note(buffer, freed=True)
+
+    def _note(self, buffer: Buffer, freed: bool) -> None:
+        a = self._allocator
+        levels = a.allocated.now, a.active.now, a.reserved.now
+        self._tape.append(Memory(buffer, freed, a.clock.now, *levels))
