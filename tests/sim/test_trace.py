@@ -48,7 +48,6 @@ def test_torchs_viewer_reads_the_snapshot(gpu, tmp_path):
     assert total == gpu.allocator.reserved.now
     summary = viewer.segsum(snapshot)
     assert f"total_reserved: {total / 2**20:.1f}MiB" in summary
-    assert f"total_allocated: {gpu.allocator.allocated.now / 2**20:.1f}MiB" in summary
     assert "alloc" in viewer.trace(snapshot)
     assert "<html" in viewer.trace_plot(snapshot).lower()
     assert "<html" in viewer.segment_plot(snapshot).lower()
