@@ -328,8 +328,8 @@ def check_gradients(model: FSDP, expected: dict[str, torch.Tensor]) -> None:
 
 
 def check_whims(strategy):
-    for backward_prefetch, forward_prefetch in product(
-        [None, *BackwardPrefetch], [False, *ForwardPrefetch]
+    for backward_prefetch, forward_prefetch in zip(
+        [None, *BackwardPrefetch], [ForwardPrefetch.FORWARD_POST, False, True], strict=True
     ):
         model, plain = whims(
             strategy,

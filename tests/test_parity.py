@@ -29,7 +29,7 @@ class TestMatrix(TestCase):
     def test_equal_to_ddp(self, _: str, cells: list[Cell]) -> None:
         run(check_all, cells[0].world_size, cells)
 
-    @parameterized.expand(rows(SCHEDULES, "model", "strategy"))
+    @parameterized.expand(rows(SCHEDULES[::5], "model", "strategy"))  # `make matrix` has them all
     def test_equal_to_ddp_whenever_gathered(self, _: str, cells: list[Cell]) -> None:
         run(check_all, cells[0].world_size, cells)
 
@@ -68,7 +68,7 @@ def test_experts_really_differ():
 
 def test_every_way_to_set_it_up_is_in_the_matrix():
     assert len(set(CELLS)) == len(CELLS) and len(CELLS) + len(SCHEDULES) >= 1500
-    for cells in (CELLS, SCHEDULES):
+    for cells in (CELLS, SCHEDULES, SCHEDULES[::5]):
         for field in ("backward", "forward", "limit"):
             for strategy in {cell.strategy for cell in cells}:
                 values = {getattr(c, field) for c in cells if c.strategy == strategy}
