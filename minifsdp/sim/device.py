@@ -15,6 +15,7 @@ import json
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from minifsdp.sim.timeline import svg
 from minifsdp.sim.trace import chrome_trace, memory_snapshot
 
 ITEM = torch.ops.aten._local_scalar_dense.default
+NO_WORK = ("empty", "empty_like", "empty_strided", "new_empty")
 
 
 class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -138,14 +140,12 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return operation(*args, **kwargs)
         read, written = _accesses(operation, args, kwargs)
         result = self._run(operation, args, kwargs, read, written)
-        made = [t for t in tensors_in(result) if not self.storages.knows(t)]
-        makes_view = bool(made) is False and not written and _is_view(operation)
-        if makes_view:
-            return result
+        made = [tensor for tensor in tensors_in(result) if not self.storages.knows(tensor)]
         if operation is ITEM:
-            self._item(read)
-            return result
-        self._charge(operation, args, kwargs, read, written, made, result)
+            if not all(self.in_host_memory(tensor) for tensor in read):
+                self.synchronize()
+        elif made or written or not _gives_views(operation):
+            self._charge(Call(operation, args, kwargs, read, written, made, result))
         return result
 
     def _run(
@@ -161,59 +161,57 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return torch.empty_like(args[0], device="cpu", dtype=kwargs.get("dtype"))
         return operation(*args, **kwargs)
 
-    def _charge(
-        self, operation: Any, args: Any, kwargs: Any,
-        read: list[Tensor], written: list[Tensor], made: list[Tensor], result: Any,
-    ) -> None:  # fmt: skip
+    def _charge(self, call: "Call") -> None:
         """Time for an operator, memory for what it made."""
-        on_host = [self.in_host_memory(tensor) for tensor in (*read, *written)]
-        by_host = bool(on_host) and all(on_host) and self._current == COMPUTE
-        by_host &= not any(tensor.is_meta for tensor in made)  # a copy from the host
-        for tensor in made:
+        by_host = self._is_the_hosts(call)
+        for tensor in call.made:
             if by_host:
                 self.host_memory(tensor)
             else:
                 self.buffer(tensor)
-        written = [*written, *made]
-        used = [*read, *written]
-        on_host = [self.in_host_memory(tensor) for tensor in used]
-        moved = sum(map(nbytes, used))
-        name, flops, sent = _name(operation), 0.0, 0.0
+        if call.name in NO_WORK:
+            return
+        flops, sent = 0.0, 0.0
+        crosses = any(self.in_host_memory(tensor) for tensor in call.used)
         if by_host:
-            seconds = moved / (self.cluster.gpu.pcie * self.cluster.efficiency_bytes)
-            launched = self.clock.now
-            self.clock.work(seconds)
-            start, end, stream = launched, self.clock.now, HOST
+            seconds = self.cluster.copy_seconds(call.moved)
+        elif call.operation.namespace == "c10d":
+            seconds, sent = self._collective(call)
+        elif crosses:
+            seconds = self.cluster.copy_seconds(call.moved // 2)  # read here, written there
         else:
-            if name in ("empty", "empty_like", "empty_strided", "new_empty"):
-                return  # no kernel
-            if operation.namespace == "c10d":
-                seconds, sent = self._collective(name, args, read, written)
-            elif any(on_host):
-                seconds = self.cluster.copy_seconds(moved // 2)
-            else:
-                flops = count_flops(operation, args, kwargs, result)
-                seconds = self.cluster.kernel_seconds(flops, moved, is_low(used))
+            flops = count_flops(call.operation, call.args, call.kwargs, call.result)
+            seconds = self.cluster.kernel_seconds(flops, call.moved, is_low(call.used))
+        if by_host:
+            stream, launched = HOST, self.clock.now
+            self.clock.work(seconds)
+            start, end = launched, self.clock.now
+        else:
             self.clock.work(self.cluster.launch)
-            launched, stream = self.clock.now, self._current
+            stream, launched = self._current, self.clock.now
             start, end = self.clock.launch(stream, seconds)
+        reads = [self.buffer(tensor) for tensor in call.read]
+        writes = [self.buffer(tensor) for tensor in (*call.written, *call.made)]
         self.tape.append(
-            Op(
-                name, self._label, stream, launched, start, end,
-                [self.buffer(t) for t in read], [self.buffer(t) for t in written], flops, sent,
-            )
-        )  # fmt: skip
-        blocking = not (kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,)))
-        if stream == COMPUTE and any(on_host) and blocking:
+            Op(call.name, self._label, stream, launched, start, end, reads, writes, flops, sent)
+        )
+        if stream == COMPUTE and crosses and call.blocks:
             self.synchronize()
 
-    def _collective(
-        self, name: str, args: Any, read: list[Tensor], written: list[Tensor]
-    ) -> tuple[float, float]:
-        group = next(_group(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+    def _is_the_hosts(self, call: "Call") -> bool:
+        """Whether it works on the host's memory alone and was not submitted to a stream."""
+        given = [*call.read, *call.written]
+        leaves = any(tensor.is_meta for tensor in call.made)  # a copy to the device
+        here = bool(given) and all(self.in_host_memory(tensor) for tensor in given)
+        return here and not leaves and self._current == COMPUTE
+
+    def _collective(self, call: "Call") -> tuple[float, float]:
+        """Its seconds, and the bytes that this rank sends."""
+        boxed = next(arg for arg in call.args if isinstance(arg, torch.ScriptObject))
+        group = dist.ProcessGroup.unbox(boxed)
         ranks = dist.get_process_group_ranks(group)
-        whole = max(map(nbytes, (*read, *written)))
-        sent, rounds = whole * (len(ranks) - 1) / len(ranks), 2 if "allreduce" in name else 1
+        whole = max(map(nbytes, call.used))
+        sent, rounds = whole * (len(ranks) - 1) / len(ranks), 2 if "allreduce" in call.name else 1
         seconds = self.cluster.ring_seconds(sent, ranks, rounds)
         # NCCL does one thing at a time for each group, whatever streams it was asked on.
         busy = self.clock.lane(f"NCCL, group {group.group_name}")
@@ -221,9 +219,40 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         busy.idle_at = max(self.clock.lane(self._current).idle_at, self.clock.now) + seconds
         return seconds, sent * rounds
 
-    def _item(self, read: list[Tensor]) -> None:
-        if not all(self.in_host_memory(tensor) for tensor in read):
-            self.synchronize()
+
+@dataclass
+class Call:
+    """An operator that has just run."""
+
+    operation: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    read: list[Tensor]
+    written: list[Tensor]  # that were there before
+    made: list[Tensor]
+    result: Any
+
+    @property
+    def name(self) -> str:
+        """In torch's words, without the namespace."""
+        name: str = self.operation.overloadpacket.__name__
+        return name
+
+    @property
+    def used(self) -> list[Tensor]:
+        """All tensors that it reads or writes."""
+        return [*self.read, *self.written, *self.made]
+
+    @property
+    def moved(self) -> int:
+        """Bytes that it reads and writes."""
+        return sum(map(nbytes, self.used))
+
+    @property
+    def blocks(self) -> bool:
+        """For a copy from or to the host: whether the host waits for it."""
+        asynchronous = self.kwargs.get("non_blocking") or self.args[2:] == (True,)  # of a copy_
+        return not (asynchronous and self.name in ("copy_", "_to_copy"))
 
 
 def _accesses(operation: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -246,14 +275,5 @@ def _accesses(operation: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], lis
     return read, written
 
 
-def _is_view(operation: Any) -> bool:
+def _gives_views(operation: Any) -> bool:
     return all(value.alias_info is not None for value in operation._schema.returns)
-
-
-def _group(boxed: Any) -> "dist.ProcessGroup":
-    return dist.ProcessGroup.unbox(boxed)
-
-
-def _name(operation: Any) -> str:
-    name: str = operation.overloadpacket.__name__
-    return name
