@@ -5,11 +5,9 @@ import random
 import pytest
 import torch
 
-from minifsdp.sim import cluster
 from minifsdp.sim.allocator import Allocator, MiB
 from minifsdp.sim.clock import Clock
-
-MB = 1_000_000
+from tests.claims import toy
 
 
 def make(capacity: int = 1024 * MiB) -> Allocator:
@@ -136,21 +134,6 @@ def test_whatever_happens_blocks_fill_their_segments_and_never_overlap():
 def test_the_toy_of_the_fairscale_thread(count):
     """What nobody could explain in July 2022: two streams reserve a block for every allocation,
     though only one tensor is alive at any time."""
-
-    def reserved(comm: str, synchronize: bool) -> int:
-        with cluster() as gpu:
-            for _ in range(count):
-                with gpu.on(comm):
-                    x = torch.empty(4_000_000)
-                gpu.clock.launch("compute", 0.01)  # as torch.cuda._sleep
-                x.add_(1)
-                gpu.record_use(x, "compute")
-                del x
-                if synchronize:
-                    gpu.synchronize()
-        return gpu.allocator.reserved.peak
-
-    block = 16 * MiB  # 4M elements of 4 bytes are 16 MB, in steps of 2 MiB
-    assert reserved("compute", synchronize=False) == block
-    assert reserved("unshard", synchronize=False) == block * count
-    assert reserved("unshard", synchronize=True) == block
+    assert toy("compute", synchronize=False, count=count) == 16
+    assert toy("unshard", synchronize=False, count=count) == 16 * count
+    assert toy("unshard", synchronize=True, count=count) == 16
