@@ -116,7 +116,6 @@ class Lockstep:
         Raises:
             ValueError: ranks have wrapped different modules, or in different ways. All raise it.
         """
-        self.apart = False
         if self._compared:
             return
         complaint: str | None = None
@@ -140,8 +139,6 @@ class Lockstep:
         Raises:
             RuntimeError: some rank is elsewhere. All of them raise it.
         """
-        if moment is Moment.START_OF_A_BACKWARD_BELOW:
-            self.apart = False  # the last one may have died of an exception
         circle = self._circle.get(unit)
         if circle is None or not self.checking or self.apart:
             return

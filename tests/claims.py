@@ -1,7 +1,7 @@
 """What others have measured on GPUs, and what the virtual GPU makes of it: `make claims`.
 
-Writes the table in minifsdp/sim/README.md. Each claim is run, nothing is fitted to it; a test has
-its bounds, and sees to it that the table is what the code gives.
+Writes the table in minifsdp/sim/README.md. Each claim is run, all with the same constants; a test
+has their bounds, and sees to it that the table is what the code gives.
 """
 
 import re

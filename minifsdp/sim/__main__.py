@@ -94,9 +94,8 @@ def simulate(options: argparse.Namespace, steps: int = 3) -> VirtualGpu:
         torch.OutOfMemoryError: it does not fit.
     """
     job = find(options.model)
-    limit: Any = False if options.limit in ("none", "0") else _whole("limit", options.limit)
     for name in ("nodes", "gpus", "batch", "seq"):
-        if _whole(name, getattr(options, name)) < 1:
+        if getattr(options, name) < 1:
             raise ValueError(f"--{name} is at least 1, not {getattr(options, name)}")
     with torch.device("meta"):  # not yet on the GPU, which gets unit by unit, and keeps chunks
         module = job.build()
@@ -109,7 +108,7 @@ def simulate(options: argparse.Namespace, steps: int = 3) -> VirtualGpu:
             auto_wrap_policy=ModuleWrapPolicy(set(job.blocks)),
             sharding_strategy=STRATEGIES[options.strategy],
             mixed_precision=PRECISION[options.precision],
-            limit_all_gathers=limit,
+            limit_all_gathers=_limit(options.limit),
             backward_prefetch=BACKWARD[options.backward],
             forward_prefetch=FORWARD[options.forward],
             cpu_offload=CPUOffload(options.offload == "yes"),
@@ -125,11 +124,11 @@ def simulate(options: argparse.Namespace, steps: int = 3) -> VirtualGpu:
     return gpu
 
 
-def _whole(name: str, value: Any) -> int:
+def _limit(given: str) -> bool | int:
     try:
-        return int(value)
+        return False if given == "none" else int(given)
     except ValueError:
-        raise ValueError(f"--{name} is a whole number, not {value!r}") from None
+        raise ValueError(f"--limit is a whole number or none, not {given!r}") from None
 
 
 def binds(figures: dict[str, Any]) -> str:

@@ -22,8 +22,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 LAUNCH_QUEUE = 1024
-"""Launches that a CUDA stream holds before the next one blocks the host. Not documented; measured
-by many, e.g. in the NVIDIA developer forum ("launch queue depth")."""
+"""Launches that a CUDA stream holds before the next one blocks the host. About this many; CUDA does
+not document it."""
 
 
 @dataclass

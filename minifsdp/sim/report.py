@@ -33,7 +33,7 @@ def report(tape: list[Entry]) -> dict[str, Any]:
     busy = _length(_union([*compute, *communication]))
     stalls = {"limiter": 0.0, "other": 0.0}
     for wait in waits:
-        reason = "limiter" if wait.why.startswith("limiter.py") else "other"
+        reason = "limiter" if wait.by_limiter else "other"
         stalls[reason] += max(wait.until - wait.launched, 0.0)
     return {
         "step": end - start,

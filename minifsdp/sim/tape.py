@@ -57,6 +57,11 @@ class Wait:
     until: float  # for the host: when it went on
     why: str  # the file and the line that asked for it
 
+    @property
+    def by_limiter(self) -> bool:
+        """Whether it is limiter.py that asked for it."""
+        return self.why.startswith("limiter.py:")
+
 
 @dataclass(eq=False)
 class Use:

@@ -41,7 +41,7 @@ def spans(entries: list[Entry]) -> list[Span]:
     open_: dict[str, Span] = {}
     for entry in entries:
         if isinstance(entry, Wait) and entry.waiter == HOST and entry.until > entry.launched:
-            name = LIMITER if entry.why.startswith("limiter.py") else STALL
+            name = LIMITER if entry.by_limiter else STALL
             found.append(Span(HOST, entry.launched, entry.until, name, -1))
         elif isinstance(entry, Op) and entry.stream != HOST:
             unit = _unit(entry)

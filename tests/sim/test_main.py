@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_said_in_torchs_words(capsys):
     [
         (["--model", "gpt-8b"], "model 'gpt-8b' is not known"),
         (["--gpu", "a1000"], "gpu='a1000' is not known"),
-        (["--limit", "some"], "--limit is a whole number, not 'some'"),
+        (["--limit", "some"], "--limit is a whole number or none, not 'some'"),
         (["--limit", "-1"], "limit_all_gathers=-1"),
         (["--nodes", "0"], "--nodes is at least 1, not 0"),
         (["--sweep", "limit"], "--sweep is NAME=A,B,... with the name of an option, not 'limit'"),

@@ -17,7 +17,7 @@ from minifsdp.sim.streams import VirtualEvent, VirtualStream
 from tests.small import batch, stack, step
 
 OFFLOADS = {"": None, "offload": CPUOffload(True)}
-PRECISIONS = {"": None, "bf16": MixedPrecision(torch.bfloat16, torch.float32)}
+BF16 = MixedPrecision(torch.bfloat16, torch.float32)
 METHODS = {
     "wait": VirtualEvent,
     "synchronize": VirtualEvent,
@@ -119,7 +119,7 @@ def test_no_wait_is_missing(strategy, offload, backward, forward, limit):
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("strategy", ShardingStrategy)
 def test_nor_with_mixed_precision(strategy, offload):
-    settings = dict(cpu_offload=OFFLOADS[offload], mixed_precision=PRECISIONS["bf16"])
+    settings = dict(cpu_offload=OFFLOADS[offload], mixed_precision=BF16)
     assert not races(None, strategy, forward_prefetch=True, **settings)
 
 
