@@ -34,11 +34,12 @@ class Engine:
         self._reductions: list[Reduction] = []  # of this backward, in the order of their start
         self._kept: dict[Unit, Tensor] = {}  # gradients of this backward that are not reduced yet
 
-    def start(self, training: bool) -> None:
+    def start(self, training: bool | None) -> None:
         """Be ready for a forward: nothing left from the last one, everything as the user wants it.
 
         Args:
-            training: the mode of the outermost module.
+            training: the mode of the outermost module. None: not for a forward, but to look at
+                parameters.
 
         Raises:
             ValueError: a shard was replaced by one of another size; units on several devices; ranks

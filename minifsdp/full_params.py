@@ -109,7 +109,7 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[b
         )
     engine = hooks.engine
     if not hooks.summoned:
-        engine.start(training=True)
+        engine.start(None)
     engine.lockstep.at(Moment.SUMMON_FULL_PARAMS_OF, engine.root)
     units = [unit for unit in units if unit not in hooks.summoned]
     shown = not options.rank0_only or all(_is_first(unit) for unit in units)
@@ -133,11 +133,11 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[b
         for unit in units:
             hooks.summoned.discard(unit)
             engine.free(unit)
+        for unit in engine.units if not hooks.summoned else ():
             unit.choose_precision(hooks.training)  # there may be a backward to come
 
 
 def _take_out(hooks: Hooks, unit: Unit, options: Options, shown: bool) -> Whole:
-    unit.set_precision(exact=True)
     with torch.no_grad():  # only while gathering: what the caller computes is his to decide
         hooks.engine.gather(unit)
         wait_for_unshard(unit)

@@ -36,6 +36,7 @@ from minifsdp.engine import Engine
 from minifsdp.lockstep import Moment, Use
 from minifsdp.nest import tensors_in
 from minifsdp.precision import prepare_inputs
+from minifsdp.prefetch import Prefetcher
 from minifsdp.unit import Phase, Unit
 from minifsdp.unshard import wait_for_unshard
 from minifsdp.unsynced import check_waiting_gradient
@@ -47,7 +48,7 @@ class Call(NamedTuple):
     unit: Unit
     full: Tensor
     version: int  # of the shard
-    training: bool  # the mode of the outermost module
+    training: bool | None  # the mode of the outermost module
 
 
 class Hooks:
@@ -55,15 +56,19 @@ class Hooks:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.prefetcher, self.lockstep = engine.prefetcher, engine.lockstep
+        self.lockstep = engine.lockstep
         self.depth = 0  # of forwards within forwards
         self.calls: list[Call] = []  # those forwards, outermost first
-        self.training = True  # the mode of the outermost module, in the last of them
+        self.training: bool | None = None  # the mode of the outermost module, in the last of them
         self.summoned: set[Unit] = set()  # their parameters are out, between steps (full_params.py)
         self.synchronizes = True  # gradients are reduced; not so inside no_sync
         self._backward: weakref.ref[Callable[[], None]] | None = None
         for unit in engine.units:
             unit.on_gradient = self.post_backward
+
+    @property
+    def prefetcher(self) -> Prefetcher:
+        return self.engine.prefetcher
 
     @property
     def in_backward(self) -> bool:
@@ -244,7 +249,7 @@ class Hooks:
             )
         unit.phase = Phase.DONE
         self._done_with(unit)
-        self._prefetch_in_backward(self.prefetcher.post_backward())
+        self._prefetch_in_backward(self.prefetcher.post_backward(unit))
         if not unit.numel:
             return
         if self.synchronizes and not self.lockstep.apart:
@@ -267,7 +272,7 @@ class Hooks:
             if unit.phase is not Phase.IDLE:
                 unit.phase = Phase.FORWARD  # another graph may yet come through it
 
-    def _ensure_backward(self, training: bool) -> None:
+    def _ensure_backward(self, training: bool | None) -> None:
         """Have autograd call us when this backward ends. Any unit may be the first to be reached,
         not only the root's: the loss may come from a part of the model.
 

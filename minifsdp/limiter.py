@@ -63,7 +63,7 @@ class EventQueue:
         if room < 0 and not needed:
             return False
         while len(self._freeing) > max(room, 0):
-            _wait(self._freeing.popleft())
+            wait_for_free(self._freeing.popleft())
         self._alive.append(unit)
         return True
 
@@ -79,7 +79,7 @@ class SynchronizeAfterFree:
         return True
 
     def freed(self, unit: Unit, event: Event) -> None:
-        _wait(event)
+        wait_for_free(event)
 
 
 class NoLimit:
@@ -112,7 +112,8 @@ def make_limiter(limit: "bool | int | Limiter") -> Limiter:
     return limit
 
 
-def _wait(event: Event) -> None:
+def wait_for_free(event: Event) -> None:
+    """Block the host until the device has freed a unit too."""
     if not event.query():  # so that in a profile the name means a wait that really happened
         with record_function("FullyShardedDataParallel.rate_limiter"):
             event.synchronize()

@@ -18,6 +18,10 @@ of them gather all units before it and reduce all gradients after it, with zeros
 nothing to give. So the mean is DistributedDataParallel's, and the order of collectives is the same
 on all ranks, whatever each of them computes in between. So is the memory: that of a whole model.
 
+What is not covered, and still leaves ranks waiting for each other: losses that differ from rank to
+rank in which outputs they use, where this decides on a unit that gets no gradient anywhere (it is
+frozen), or on when a checkpoint runs units again.
+
 On a GPU this answer costs a wait of the host for the device. There the question is asked in the
 first steps, and afterwards only if it ever made a difference.
 """

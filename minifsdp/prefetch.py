@@ -113,9 +113,9 @@ class Prefetcher:
         target = _next(self.pre_backward_order, unit)
         return target if self.backward is BackwardPrefetch.BACKWARD_PRE else None
 
-    def post_backward(self) -> Unit | None:
-        # What follows the unit whose backward began last, which need not be the one that ends now:
-        # units in units end after others have begun.
+    def post_backward(self, unit: Unit) -> Unit | None:
+        # What follows the unit whose backward began last, which need not be the one that ends now,
+        # ``unit``: units in units end after others have begun.
         target = self.pre_backward_order.upcoming()
         return target if self.backward is BackwardPrefetch.BACKWARD_POST else None
 
@@ -123,9 +123,9 @@ class Prefetcher:
         """Whether gathering ``target`` now makes sense; if not, it is counted and left alone."""
         if target.memory is not Memory.SHARDED:
             if target.reshard_after_forward and target is not self._pending:
-                self.mistargets["already unsharded"] += 1
+                self.missed("already unsharded", target)
         elif target.phase is Phase.DONE:
-            self.mistargets["already resharded"] += 1
+            self.missed("already resharded", target)
         else:
             return True
         return False
@@ -142,9 +142,18 @@ class Prefetcher:
             self._pending = None
         elif pending is not None and unit.transient and unit.memory is Memory.SHARDED:
             self._pending = None  # count it once
-            self.mistargets["not needed yet"] += pending.memory is not Memory.SHARDED
+            if pending.memory is not Memory.SHARDED:
+                self.missed("not needed yet", pending)
+
+    def missed(self, how: str, target: Unit) -> None:
+        """``target`` was the wrong unit to prefetch."""
+        self.mistargets[how] += 1
 
 
 def _next(order: Order, unit: Unit) -> Unit | None:
-    # The root is where a pass begins, and never a target: it is unsharded all the while.
-    return order.visit(unit) if unit.enclosing else order.upcoming()
+    if not unit.enclosing:
+        # The root is where a pass begins, and never a target: it is unsharded all the while.
+        return order.upcoming()
+    # One without parameters gets no gradient, so that ranks do not agree (lockstep.py) on whether
+    # they come to it. If some did and prefetched, the others would be waited for.
+    return order.visit(unit) if unit.numel else None

@@ -159,11 +159,11 @@ class Unit:
         """Where autograd would put a gradient of this unit, for each ``full`` there is."""
         return [full.accumulator for full in self._fulls.values() if full.accumulator is not None]
 
-    def refresh(self, training: bool) -> None:
+    def refresh(self, training: bool | None) -> None:
         """Follow what the user did to ``shard`` since the last step: moved, cast, froze, replaced.
 
         Args:
-            training: the mode of the root, on which the precision may depend.
+            training: the mode of the root, on which the precision may depend; None: between steps.
 
         Raises:
             ValueError: ``shard`` was replaced by one of another size.
@@ -195,13 +195,10 @@ class Unit:
         shard.data = self.chunk[:real]
         self._fulls.clear()
 
-    def choose_precision(self, training: bool) -> None:
-        """Parameters and buffers as ``precision`` wants them in this mode of the root. The unit is
-        sharded."""
-        self.set_precision(exact=self.precision.full_precision_in_eval and not training)
-
-    def set_precision(self, exact: bool) -> None:
-        """Parameters and buffers as they are kept, or as they are computed with."""
+    def choose_precision(self, training: bool | None) -> None:
+        """Parameters and buffers in the dtypes to compute with in this mode of the root or, with
+        None, in those that they are kept in. The unit is sharded."""
+        exact = training is None or (self.precision.full_precision_in_eval and not training)
         low = None if exact else self.precision.param_dtype
         # An integer is no number to round: it may be an index, or a weight in somebody's own code.
         self.compute_in(low if low and self.chunk.is_floating_point() else self.chunk.dtype)

@@ -389,11 +389,21 @@ def _random_borders(
 
 def _losses_may_differ(root: nn.Module, borders: dict[str, Border]) -> bool:
     """Whether ranks may use different outputs. They agree on which units get a gradient: not on
-    which frozen ones are needed, nor on from which of several calls a unit gets it."""
+    which frozen ones are needed, nor on from which of several calls a unit gets it, nor on when
+    a checkpoint runs units again."""
     calls: Counter[nn.Module] = Counter()
     _count_calls(root, calls)
     once = all(calls[root.get_submodule(name)] <= 1 for name in borders)
-    return once and not any(border.frozen for border in borders.values())
+    again = [  # parts of a block may be dropped, so that they get no gradient
+        part
+        for block in root.modules()
+        if isinstance(block, Block)
+        for how, place in block.plan
+        if how == "checkpoint" and isinstance(part := block[place], Block)
+    ]
+    units = {root.get_submodule(name) for name in borders}
+    hidden = any(unit in units and unit is not part for part in again for unit in part.modules())
+    return once and not hidden and not any(border.frozen for border in borders.values())
 
 
 def _count_calls(module: nn.Module, calls: "Counter[nn.Module]") -> None:

@@ -159,6 +159,7 @@ class Reference:
             for name, buffer in owner._buffers.items()
             if not units[unit_around(path, units)][0].island and buffer.is_floating_point()
         ]
+        self._full = True  # in the last forward, if there was one
         # The flat parameters are what the optimizer sees.
         self.optimizer = torch.optim.SGD([unit.flat for unit in self.units.values()], **SGD)
 
@@ -166,18 +167,17 @@ class Reference:
         """Give the module what the optimizer has, in the dtypes that it computes with."""
         for unit in self.units.values():
             unit.cast(torch.float32 if full_precision else unit.dtype)
-        self.cast_buffers(full_precision)
 
-    def cast_buffers(self, full_precision: bool = False) -> None:
+    def cast_buffers(self, full_precision: bool) -> None:
         if self.precision.buffer_dtype is not None:
             dtype = torch.float32 if full_precision else self.precision.buffer_dtype
             for owner, name in self._low_buffers:
                 owner._buffers[name] = owner._buffers[name].to(dtype)
 
     def __call__(self, x: Tensor) -> Any:
-        full = self.precision.full_precision_in_eval and not self.module.training
-        if not full:
-            self.cast_buffers()
+        self._full = self.precision.full_precision_in_eval and not self.module.training
+        self.cast_buffers(self._full)
+        if not self._full:
             return self.module(x.to(self.precision.param_dtype or x.dtype))
         self.cast(full_precision=True)
         try:
@@ -226,7 +226,6 @@ class Reference:
 
     def named_parameters(self, remove_duplicate: bool = True) -> dict[str, Tensor]:
         """In the optimizer's dtype; memory of the flat parameters."""
-        self.cast_buffers()  # as minifsdp does then
         return self._named(lambda unit: unit.flat.data, remove_duplicate)
 
     def named_gradients(self) -> dict[str, Tensor]:
@@ -250,7 +249,7 @@ class Reference:
         parameters = self.named_parameters(remove_duplicate=False)
         self.cast_buffers(full_precision=True)
         state = self.module.state_dict() | parameters
-        self.cast_buffers()
+        self.cast_buffers(self._full)
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -260,6 +259,7 @@ class Reference:
         for name, tensor in mine.items():
             tensor.copy_(state[name])
         self.cast()
+        self.cast_buffers(self._full)
 
     def multiply(self, parameters: float, gradients: float) -> None:
         for unit in self.units.values():

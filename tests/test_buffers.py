@@ -125,3 +125,19 @@ def test_buffers_are_moved_with_their_parameters():
     model(torch.ones(1, 2, device=device()))
     assert inner.scale.device == inner.count.device == model._unit.device
     assert model._unit.device.type == "cuda"
+
+
+@pytest.mark.parametrize("evaluate", [False, True])
+@on_ranks(2)
+def test_what_was_not_computed_with_in_low_precision_is_not_rounded(evaluate):
+    module = nn.Linear(4, 4).to(device())
+    module.register_buffer("third", torch.full((3,), 1 / 3, device=device()))  # not so in bfloat16
+    precision = MixedPrecision(buffer_dtype=BF16, full_precision_in_eval=True)
+    model = FSDP(module, mixed_precision=precision).eval()
+    exact = model.state_dict()["third"].clone()
+    if evaluate:
+        model(torch.randn(2, 4, device=device()))
+    assert torch.equal(model.state_dict()["third"], exact)
+    assert torch.equal(exact, torch.full_like(exact, 1 / 3))
+    model.train()(torch.randn(2, 4, device=device()))
+    assert module.third.dtype is BF16

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch as TorchBackwardPrefetch
 
@@ -139,6 +140,29 @@ def test_from_the_second_step_on_the_backward_follows_its_own_order():
     model.engine.prefetcher.mistargets = dict.fromkeys(model.engine.prefetcher.mistargets, 0)
     step(model)
     assert not any(model.engine.prefetcher.mistargets.values())
+
+
+class Fork(nn.Module):
+    """Two outputs. One comes through a unit without parameters; nothing comes of another unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.idle, self.tanh = nn.Linear(6, 6).to(device()), linear(), FSDP(nn.Tanh())
+
+    def forward(self, x):
+        y = self.trunk(x)
+        self.idle(x)
+        return y, self.tanh(y)
+
+
+@on_ranks(2, timeout=10)
+def test_a_unit_without_parameters_prefetches_nothing():
+    """Ranks do not have to agree on whether they come to it, and none may gather alone."""
+    model = FSDP(Fork())
+    outputs = model(batch())
+    outputs[dist.get_rank()].sum().backward()
+    assert [unit.name for unit in model.engine.units] == ["", "idle", "tanh"]
+    assert model.engine.prefetcher.prefetches == 1  # by the root, to which all come
 
 
 def mistargets(model):

@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def simulate(options: argparse.Namespace, steps: int = 3) -> VirtualGpu:
+def simulate(options: argparse.Namespace, steps: int = 3, **constants: Any) -> VirtualGpu:
     """The GPU, after some steps; the last one is in a steady state.
 
     Raises:
@@ -102,7 +102,8 @@ def simulate(options: argparse.Namespace, steps: int = 3) -> VirtualGpu:
     for block in module.modules() if options.recompute == "yes" else ():
         if isinstance(block, job.blocks):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    with cluster(options.gpu, options.nodes, options.gpus, network=options.network * GB / 8) as gpu:
+    around = {"network": options.network * GB / 8, **constants}
+    with cluster(options.gpu, options.nodes, options.gpus, **around) as gpu:
         model = FSDP(
             module,
             auto_wrap_policy=ModuleWrapPolicy(set(job.blocks)),

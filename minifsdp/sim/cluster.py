@@ -28,10 +28,13 @@ import torch.testing._internal.distributed.fake_pg
 import minifsdp.collectives
 import minifsdp.groups
 import minifsdp.offload
+from minifsdp.prefetch import Prefetcher
 from minifsdp.sim.costs import Cluster, preset
 from minifsdp.sim.device import VirtualGpu
 from minifsdp.sim.streams import make_streams
+from minifsdp.sim.tape import Mistarget
 from minifsdp.streams import BACKENDS
+from minifsdp.unit import Unit
 
 
 @contextmanager
@@ -85,7 +88,7 @@ def _replacements(gpu: VirtualGpu) -> Iterator[Any]:
         "hosts_of",
         lambda group: [f"node {r // per_node}" for r in dist.get_process_group_ranks(group)],
     )
-    resize = torch.UntypedStorage.resize_
+    resize, missed = torch.UntypedStorage.resize_, Prefetcher.missed
 
     def seen_resize(storage: torch.UntypedStorage, size: int) -> Any:
         result = resize(storage, size)
@@ -93,6 +96,12 @@ def _replacements(gpu: VirtualGpu) -> Iterator[Any]:
         return result
 
     yield patch.object(torch.UntypedStorage, "resize_", seen_resize)
+
+    def seen_missed(prefetcher: Prefetcher, how: str, target: Unit) -> None:
+        missed(prefetcher, how, target)
+        gpu.tape.append(Mistarget(how, target.name, gpu.clock.now))
+
+    yield patch.object(Prefetcher, "missed", seen_missed)
     if gpu.kind == "cpu":
         host = minifsdp.offload._host_memory
         yield patch.object(

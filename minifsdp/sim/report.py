@@ -4,9 +4,12 @@ Communication is *exposed* where it keeps the compute stream waiting; the rest i
 computation. The host *stalls* where it waits for the device, in the limiter or elsewhere.
 """
 
+from itertools import accumulate
 from typing import Any
 
-from minifsdp.sim.tape import COMPUTE, HOST, Entry, Memory, Note, Op, Wait
+from minifsdp.sim.tape import COMPUTE, HOST, Buffer, Entry, Memory, Mistarget, Note, Op, Wait
+
+ALL_GATHER = "_allgather_base_"  # as torch calls the operator
 
 Spans = list[tuple[float, float]]
 
@@ -35,6 +38,7 @@ def report(tape: list[Entry]) -> dict[str, Any]:
     for wait in waits:
         reason = "limiter" if wait.by_limiter else "other"
         stalls[reason] += max(wait.until - wait.launched, 0.0)
+    missed = [entry for entry in entries if isinstance(entry, Mistarget)]
     return {
         "step": end - start,
         "compute": _length(compute),
@@ -47,9 +51,35 @@ def report(tape: list[Entry]) -> dict[str, Any]:
         "peak allocated": max((m.allocated for m in memory), default=0),
         "peak active": max((m.active for m in memory), default=0),
         "peak reserved": max((m.reserved for m in memory), default=0),
+        "peak unsharded units": _most_alive(entries, _gathered(ops)),
+        "mistargeted prefetches": len(missed),
         "bytes sent": sum(op.sent for op in ops),
         "flops": sum(op.flops for op in ops),
     }
+
+
+def _gathered(ops: list[Op]) -> dict[Buffer, float]:
+    """Parameters that were gathered, and when the device is done with them."""
+    done: dict[Buffer, float] = {}
+    for op in ops:
+        if op.name == ALL_GATHER:
+            done.update(dict.fromkeys(op.writes, op.end))
+        for buffer in (*op.reads, *op.writes):
+            if buffer in done:
+                done[buffer] = max(done[buffer], op.end)
+    return done
+
+
+def _most_alive(entries: list[Entry], done: dict[Buffer, float]) -> int:
+    """Of these buffers, at one time: from their allocation until the host has freed them and the
+    device is done with them."""
+    changes = []
+    for entry in entries:
+        if isinstance(entry, Memory) and entry.buffer in done:
+            time = max(entry.time, done[entry.buffer]) if entry.freed else entry.time
+            changes.append((time, -1 if entry.freed else 1))
+    alive = list(accumulate(change for _, change in sorted(changes)))
+    return max(alive, default=0)
 
 
 def _union(spans: Spans) -> Spans:

@@ -85,13 +85,22 @@ class Memory:
 
 
 @dataclass(eq=False)
+class Mistarget:
+    """A prefetch had the wrong target; see prefetch.py."""
+
+    how: str
+    unit: str
+    time: float
+
+
+@dataclass(eq=False)
 class Note:
     """A step ends."""
 
     time: float
 
 
-Entry = Op | Mark | Wait | Use | Memory | Note
+Entry = Op | Mark | Wait | Use | Memory | Mistarget | Note
 
 
 def caller() -> str:

@@ -3,7 +3,7 @@
 import pytest
 
 from minifsdp.sim.report import report
-from minifsdp.sim.tape import Buffer, Mark, Memory, Note, Op, Wait
+from minifsdp.sim.tape import Buffer, Entry, Mark, Memory, Mistarget, Note, Op, Wait
 
 
 def op(stream: str, start: float, end: float, sent: float = 0, flops: float = 0) -> Op:
@@ -27,6 +27,8 @@ STEP = [
     Wait("compute", Mark("unshard", 5), 4, 5, "unshard.py:51"),
     memory(1, 2, 30),
     memory(10, 20, 25),
+    Mistarget("not needed yet", "b", 1),
+    Mistarget("already resharded", "a", 2),
 ]
 FIGURES = {
     "step": 10,
@@ -40,6 +42,8 @@ FIGURES = {
     "peak allocated": 10,
     "peak active": 20,
     "peak reserved": 30,
+    "peak unsharded units": 0,
+    "mistargeted prefetches": 2,
     "bytes sent": 157,
     "flops": 30,
 }
@@ -47,6 +51,31 @@ FIGURES = {
 
 def test_every_figure():
     assert report([*STEP, Note(10)]) == pytest.approx(FIGURES)
+
+
+def unit(gathered: float, last_use: float, freed: float) -> tuple[list[Entry], list[Entry]]:
+    """A unit's parameters, from their gather on, and their end."""
+    full = Buffer("all-gather", "unshard", 1)
+    times = dict(launched=gathered, start=gathered)
+    gather = Op("_allgather_base_", "", "unshard", **times, end=gathered, reads=[], writes=[full])
+    use = Op("mm", "", "compute", **times, end=last_use, reads=[full], writes=[])
+    begin, end = (Memory(full, f, t, 0, 0, 0) for f, t in ((False, gathered), (True, freed)))
+    return [begin, gather, use], [end]
+
+
+@pytest.mark.parametrize(
+    "first, second, most",
+    [
+        ((0, 1, 1), (1, 2, 2), 1),
+        ((0, 1, 1), (0.9, 2, 2), 2),
+        ((0, 1, 0.5), (0.6, 2, 2), 2),  # the host has freed it, the device is not done with it
+        ((0, 1, 2), (1.5, 2, 2), 2),  # nobody uses it any more, but it has not been freed
+    ],
+)
+def test_units_are_alive_until_the_host_and_the_device_are_done_with_them(first, second, most):
+    (a, end_of_a), (b, end_of_b) = unit(*first), unit(*second)
+    tape = [*a, *end_of_a, *b, *end_of_b]
+    assert report(tape)["peak unsharded units"] == most
 
 
 def test_it_is_of_the_last_step_that_has_ended():
