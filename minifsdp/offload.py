@@ -31,8 +31,8 @@ def host_copy(tensor: Tensor, device: torch.device) -> Tensor:
     return _host_memory(tensor, device).copy_(tensor)
 
 
-def upload(chunk: Tensor, streams: Streams) -> Callable[[], Tensor]:
-    """Start to copy ``chunk``, ``[n]``, to the device. The unshard stream waits for it.
+def upload(chunk: Tensor, streams: Streams, unit: str) -> Callable[[], Tensor]:
+    """Start to copy ``chunk``, ``[n]``, of a unit to the device. The unshard stream waits for it.
 
     Returns:
         What gives the copy. To be called on the unshard stream.
@@ -45,7 +45,7 @@ def upload(chunk: Tensor, streams: Streams) -> Callable[[], Tensor]:
         copies[0].copy_(chunk, non_blocking=True)
         return lambda: None
 
-    streams.unshard.wait_event(streams.upload.submit(launch, "upload"))
+    streams.unshard.wait_event(streams.upload.submit(launch, f"upload {unit}"))
 
     def uploaded() -> Tensor:
         streams.unshard.record_use(copies[0])
@@ -54,8 +54,8 @@ def upload(chunk: Tensor, streams: Streams) -> Callable[[], Tensor]:
     return uploaded
 
 
-def download(tensor: Tensor, ready: Event, streams: Streams) -> tuple[Tensor, Event]:
-    """Start to copy ``tensor``, of any shape, to the host, once ``ready`` is passed.
+def download(tensor: Tensor, ready: Event, streams: Streams, unit: str) -> tuple[Tensor, Event]:
+    """Start to copy ``tensor``, of any shape, of a unit to the host, once ``ready`` is passed.
 
     Returns:
         The copy, valid once the event is passed; and that event.
@@ -68,7 +68,7 @@ def download(tensor: Tensor, ready: Event, streams: Streams) -> tuple[Tensor, Ev
 
     streams.download.wait_event(ready)
     streams.download.record_use(tensor)
-    return copy, streams.download.submit(launch, "download")
+    return copy, streams.download.submit(launch, f"download {unit}")
 
 
 def _host_memory(like: Tensor, device: torch.device) -> Tensor:

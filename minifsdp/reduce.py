@@ -70,7 +70,8 @@ def let_arrive(reduction: Reduction, streams: Streams) -> None:
             f"all-reduce {unit.label}",
         )
     if unit.offload_from is not None:
-        reduction.result, reduction.event = download(result, reduction.event, streams)
+        ready = reduction.event
+        reduction.result, reduction.event = download(result, ready, streams, unit.label)
 
 
 def wait_for(reduction: Reduction) -> None:

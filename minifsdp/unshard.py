@@ -27,7 +27,8 @@ def unshard(unit: Unit, streams: Streams) -> None:
     """
     assert unit.memory is Memory.SHARDED and unit.transient, unit.label
     unit.memory = Memory.GATHERING  # first: if one of these fails, there may be memory to free
-    uploaded = upload(unit.chunk, streams) if unit.offload_from is not None else None
+    offloaded = unit.offload_from is not None
+    uploaded = upload(unit.chunk, streams, unit.label) if offloaded else None
 
     def launch() -> Finish:
         # Inside, so that on CUDA the memory is taken from the unshard stream's pool: the gather may

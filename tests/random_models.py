@@ -394,7 +394,7 @@ def _losses_may_differ(root: nn.Module, borders: dict[str, Border]) -> bool:
     calls: Counter[nn.Module] = Counter()
     _count_calls(root, calls)
     once = all(calls[root.get_submodule(name)] <= 1 for name in borders)
-    again = [  # parts of a block may be dropped, so that they get no gradient
+    again = [
         part
         for block in root.modules()
         if isinstance(block, Block)

@@ -67,7 +67,7 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         self.tape: list[Entry] = []
         self.storages = Storages(self.allocator, self.tape, kind)
-        self._current, self._label = COMPUTE, ""
+        self._current, self._label, self._running = COMPUTE, "", ""
 
     def step(self) -> None:
         """A training step ends here: reports are of the last one."""
@@ -111,7 +111,7 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def buffer(self, tensor: Tensor) -> Buffer:
         """The memory that a tensor is in; it is allocated, if that has not happened yet."""
-        return self.storages.buffer(tensor, self._current, self._label)
+        return self.storages.buffer(tensor, self._current, self._label or self._running)
 
     def in_host_memory(self, tensor: Tensor) -> bool:
         """Whether a tensor is not on the device."""
@@ -119,7 +119,7 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def host_memory(self, tensor: Tensor) -> Tensor:
         """Have ``tensor`` count as memory of the host."""
-        self.storages.replace(tensor.untyped_storage(), HOST, self._label)
+        self.storages.replace(tensor.untyped_storage(), HOST, self._label or self._running)
         return tensor
 
     def resized(self, storage: torch.UntypedStorage) -> None:
@@ -163,7 +163,7 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _charge(self, call: "Call") -> None:
         """Time for an operator, memory for what it made."""
-        by_host = self._is_the_hosts(call)
+        by_host, self._running = self._is_the_hosts(call), call.name
         for tensor in call.made:
             if by_host:
                 self.host_memory(tensor)

@@ -5,8 +5,10 @@ is what a plain PyTorch program would do.
 """
 
 import importlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,13 +72,18 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A decoder. Tokens ``[batch, length]`` in, logits ``[batch, length, vocabulary]`` out."""
+    """A decoder; or, with ``causal=False``, an encoder as RoBERTa is.
 
-    def __init__(self, width: int, layers: int, heads: int, vocabulary: int = 50304) -> None:
+    Tokens ``[batch, length]`` in, logits ``[batch, length, vocabulary]`` out.
+    """
+
+    def __init__(
+        self, width: int, layers: int, heads: int, vocabulary: int = 50304, causal: bool = True
+    ) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(8192, width)
         self.blocks = nn.ModuleList(
-            Block(width, heads, 4 * width, True, False) for _ in range(layers)
+            Block(width, heads, 4 * width, causal, False) for _ in range(layers)
         )
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
@@ -146,8 +153,8 @@ def classes(model: nn.Module, batch: int, length: int) -> Tensor:
     return functional.cross_entropy(logits.float(), torch.zeros(batch, dtype=torch.long))
 
 
-def _gpt(*sizes: int) -> Job:
-    return Job(lambda: Gpt(*sizes), (Block,), next_token)
+def _gpt(width: int, layers: int, heads: int) -> Job:
+    return Job(lambda: Gpt(width, layers, heads), (Block,), next_token)
 
 
 MODELS: dict[str, Job] = {
@@ -156,12 +163,15 @@ MODELS: dict[str, Job] = {
     "gpt-7b": _gpt(4096, 32, 32),
     "gpt-13b": _gpt(5120, 40, 40),
     "t5-500m": Job(lambda: T5(1024, 16, 16, 4096), (Block,), next_token),
+    # RoBERTa's sizes (arXiv:1907.11692), with so many layers that it is 1 GB in fp32
+    "roberta-1gb": Job(lambda: Gpt(1024, 16, 16, 50265, False), (Block,), next_token),
     "vit-h": Job(lambda: Vit(1280, 32, 16), (Block,), classes),  # arXiv:2010.11929
 }
 
 
-def find(name: str) -> Job:
-    """A preset, or ``module:callable`` of the user's own, which returns a :class:`Job`.
+def find(name: str, config: str = "") -> Job:
+    """A preset; ``module:callable`` of the user's own, which returns a :class:`Job`; or
+    ``hf:CLASS``, a class of transformers with a JSON file as its configuration.
 
     Raises:
         ValueError: there is no such thing.
@@ -174,6 +184,8 @@ def find(name: str) -> Job:
             f"model {name!r} is not known. There are {', '.join(MODELS)}; or write module:callable "
             f"for one of your own, which returns a minifsdp.sim.models.Job."
         )
+    if module == "hf":
+        return _from_transformers(attribute, config)
     try:
         found = getattr(importlib.import_module(module), attribute)()
     except (ImportError, AttributeError) as error:
@@ -184,3 +196,32 @@ def find(name: str) -> Job:
             f"minifsdp.sim.models.Job(build, blocks, loss)."
         )
     return found
+
+
+def _from_transformers(name: str, config: str) -> Job:
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError:
+        raise ValueError(
+            f"model 'hf:{name}' needs the package transformers: pip install transformers"
+        ) from None
+    kind: Any = getattr(transformers, name, None)
+    if getattr(kind, "config_class", None) is None:
+        raise ValueError(f"model 'hf:{name}': transformers has no model of this name")
+    try:
+        settings = kind.config_class.from_json_file(config)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--config {config!r} is not {name}'s configuration: {error}") from error
+    with torch.device("meta"):
+        module = kind(settings)
+    # What transformers itself never splits over devices. The blocks are those of which there are
+    # several; others may be embeddings, which share their weight with the output.
+    names, counts = set(module._no_split_modules or ()), Counter(map(type, module.modules()))
+    blocks = [kind for kind, count in counts.items() if kind.__name__ in names and count > 1]
+
+    def loss(model: nn.Module, batch: int, length: int) -> Tensor:
+        tokens = torch.zeros(batch, length, dtype=torch.long)
+        value: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        return value
+
+    return Job(lambda: kind(settings), tuple(blocks), loss)

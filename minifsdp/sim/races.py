@@ -30,9 +30,10 @@ class Race(NamedTuple):
     buffer: Buffer
 
     def __str__(self) -> str:
+        label = self.buffer.label  # either the engine's, or the operator's that made it
         what = (
-            f"memory of {self.buffer.label or 'the computation'} ({self.buffer.nbytes:,} bytes "
-            f"from the {self.buffer.owner} stream)"
+            f"{'memory of' if ' ' in label else 'the result of'} {label} "
+            f"({self.buffer.nbytes:,} bytes from the {self.buffer.owner} stream)"
         )
         if self.second is None:
             return f"{what} is given out again while {_said(self.first)} may still use it"

@@ -9,7 +9,7 @@ from torch import nn
 from minifsdp import BackwardPrefetch, MixedPrecision, ModuleWrapPolicy
 from minifsdp.sim import cluster
 from minifsdp.sim.history import APPROACHES, Approach, DriftingQueue, ReversedPostForward
-from minifsdp.sim.tape import HOST, Mistarget, Note, Wait
+from minifsdp.sim.tape import HOST, Entry, Mistarget, Note, Wait
 from tests.ranks import on_ranks
 from tests.small import stack, step
 
@@ -73,11 +73,14 @@ def train(approach: Approach, module=Crooked, steps: int = 3, batch: int = 8192)
     return gpu, reports
 
 
+def last_step(gpu) -> list[Entry]:
+    """What happened in the last forward and its backward."""
+    ends = [i for i, entry in enumerate(gpu.tape) if isinstance(entry, Note)]
+    return gpu.tape[ends[-3] :]
+
+
 def mistargets(gpu) -> Counter:
-    """Those of the last forward and its backward."""
-    steps = [i for i, entry in enumerate(gpu.tape) if isinstance(entry, Note)]
-    last = gpu.tape[steps[-3] :]
-    return Counter(entry.how for entry in last if isinstance(entry, Mistarget))
+    return Counter(entry.how for entry in last_step(gpu) if isinstance(entry, Mistarget))
 
 
 KINDS = {"already unsharded", "not needed yet", "already resharded"}

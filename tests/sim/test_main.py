@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from minifsdp.sim.__main__ import binds, main
+from minifsdp.sim.__main__ import main
 from minifsdp.sim.models import Job
 from tests.sim.test_cluster import Block
 
@@ -70,6 +70,9 @@ def test_what_does_not_fit_is_said_in_torchs_words(capsys):
         (["--limit", "some"], "--limit is a whole number or none, not 'some'"),
         (["--limit", "-1"], "limit_all_gathers=-1"),
         (["--nodes", "0"], "--nodes is at least 1, not 0"),
+        (["--nodes", "two"], "argument --nodes: invalid int value: 'two'"),
+        (["--network", "0"], "--network is more than 0 Gbit/s, not 0"),
+        (["--sweep", "nodes=1,two"], "argument --nodes: invalid int value: 'two'"),
         (["--sweep", "limit"], "--sweep is NAME=A,B,... with the name of an option, not 'limit'"),
         (["--sweep", "colour=red,blue"], "--sweep is NAME=A,B,..."),
     ],
@@ -78,14 +81,6 @@ def test_what_makes_no_sense_gets_one_line(arguments, message, capsys):
     assert main([*SMALL, *arguments]) == 2
     out, err = capsys.readouterr()
     assert not out and message in err and err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "exposed, idle, expected",
-    [(0.1, 0.1, "compute"), (0.3, 0.1, "network"), (0.1, 0.3, "host"), (0.3, 0.3, "host")],
-)
-def test_what_binds_is_what_keeps_the_computation_waiting(exposed, idle, expected):
-    assert binds({"step": 1.0, "idle": idle, "exposed communication": exposed}) == expected
 
 
 @pytest.mark.parametrize("limit", ["none", "2"])

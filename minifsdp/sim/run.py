@@ -1,0 +1,178 @@
+"""One run: settings in, a virtual GPU that has trained out. And what binds it.
+
+The settings are named as on the command line; see :func:`add_settings`.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from minifsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CustomPolicy,
+    ForwardPrefetch,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.sim.cluster import cluster
+from minifsdp.sim.costs import GB, GPUS
+from minifsdp.sim.device import VirtualGpu
+from minifsdp.sim.models import MODELS, Job, find
+
+STRATEGIES = {
+    "full_shard": ShardingStrategy.FULL_SHARD,
+    "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
+    "no_shard": ShardingStrategy.NO_SHARD,
+    "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
+    "hybrid_shard_zero2": ShardingStrategy._HYBRID_SHARD_ZERO2,
+}
+BACKWARD = {
+    "pre": BackwardPrefetch.BACKWARD_PRE,
+    "post": BackwardPrefetch.BACKWARD_POST,
+    "none": None,
+}
+FORWARD: dict[str, bool | ForwardPrefetch] = {
+    "none": False,
+    "pre": ForwardPrefetch.FORWARD_PRE,
+    "post": ForwardPrefetch.FORWARD_POST,
+}
+PRECISION = {
+    "fp32": None,
+    "bf16": MixedPrecision(torch.bfloat16),
+    "bf16-fp32": MixedPrecision(torch.bfloat16, torch.float32),
+}
+UNITS = ("model", "block", "part")
+YES = ("no", "yes")
+
+
+def add_settings(p: argparse.ArgumentParser) -> None:
+    """A model, a cluster, and how to train the one on the other. All may be swept."""
+    p.add_argument(
+        "--model",
+        default="gpt-125m",
+        help=f"{', '.join(MODELS)}; module:callable; or hf:CLASS, with --config",
+    )
+    p.add_argument("--config", default="", help="of an hf: model, a JSON file")
+    p.add_argument("--gpu", default="a100-40", help=", ".join(GPUS))
+    p.add_argument("--nodes", type=int, default=1)
+    p.add_argument("--gpus", type=int, default=8, help="of a node (default: 8)")
+    p.add_argument("--network", type=float, default=400, help="of a node, Gbit/s (default: 400)")
+    p.add_argument("--batch", type=int, default=8, help="samples on each GPU (default: 8)")
+    p.add_argument("--seq", type=int, default=1024, help="tokens in each (default: 1024)")
+    p.add_argument("--strategy", default="full_shard", choices=STRATEGIES)
+    p.add_argument("--precision", default="bf16", choices=PRECISION)
+    p.add_argument("--limit", default="2", help="units alive at once, or none (default: 2)")
+    p.add_argument("--backward", default="pre", choices=BACKWARD, help="prefetch")
+    p.add_argument("--forward", default="none", choices=FORWARD, help="prefetch")
+    p.add_argument("--unit", default="block", choices=UNITS, help="what is gathered at once")
+    p.add_argument("--offload", default="no", choices=YES, help="parameters on the host")
+    p.add_argument("--recompute", default="no", choices=YES, help="activation checkpointing")
+
+
+def simulate(
+    options: argparse.Namespace,
+    steps: int = 3,
+    progress: Callable[[str], None] = lambda _: None,
+    **constants: Any,
+) -> VirtualGpu:
+    """The GPU, after some steps; the last one is in a steady state.
+
+    Args:
+        options: as of :func:`add_settings`.
+        progress: told what is being done.
+        constants: of :class:`minifsdp.sim.costs.Cluster`, other than theirs.
+
+    Raises:
+        ValueError: an option makes no sense, or the model cannot run without real values.
+        torch.OutOfMemoryError: it does not fit.
+    """
+    for name in ("nodes", "gpus", "batch", "seq"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} is at least 1, not {getattr(options, name)}")
+    if options.network <= 0:
+        raise ValueError(f"--network is more than 0 Gbit/s, not {options.network:g}")
+    job = find(options.model, options.config)
+    progress("building the model")
+    with torch.device("meta"):  # not yet on the GPU, which gets unit by unit, and keeps chunks
+        module = job.build()
+    for block in module.modules() if options.recompute == "yes" else ():
+        if isinstance(block, job.blocks):
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    around = {"network": options.network * GB / 8, **constants}
+    with cluster(options.gpu, options.nodes, options.gpus, **around) as gpu:
+        model = FSDP(
+            module,
+            auto_wrap_policy=_units(job, options.unit, module),
+            sharding_strategy=STRATEGIES[options.strategy],
+            mixed_precision=PRECISION[options.precision],
+            limit_all_gathers=_limit(options.limit),
+            backward_prefetch=BACKWARD[options.backward],
+            forward_prefetch=FORWARD[options.forward],
+            cpu_offload=CPUOffload(options.offload == "yes"),
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        for step in range(steps):
+            progress(f"step {step + 1} of {steps}")
+            try:
+                loss = job.loss(model, options.batch, options.seq)
+            except (NotImplementedError, RuntimeError) as error:
+                if isinstance(error, torch.OutOfMemoryError) or "meta" not in str(error):
+                    raise
+                raise ValueError(
+                    f"model {options.model!r} cannot run on tensors without values: "
+                    f"{str(error).splitlines()[0]}"
+                ) from error
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.item()
+            gpu.step()
+    return gpu
+
+
+def _units(job: Job, unit: str, module: torch.nn.Module) -> CustomPolicy | None:
+    """The blocks; or also the large parts inside of them; or nothing but the whole model."""
+    if unit == "model":
+        return None
+    chosen = {block for block in module.modules() if isinstance(block, job.blocks)}
+    if unit == "part":
+        for block in list(chosen):
+            whole = sum(p.numel() for p in block.parameters())
+            for part in block.children():
+                if sum(p.numel() for p in part.parameters()) > whole / 5:
+                    chosen.add(part)
+    return CustomPolicy(lambda inner: inner in chosen)
+
+
+def _limit(given: str) -> bool | int:
+    try:
+        return False if given == "none" else int(given)
+    except ValueError:
+        raise ValueError(f"--limit is a whole number or none, not {given!r}") from None
+
+
+def measure(
+    options: argparse.Namespace, steps: int = 3, progress: Callable[[str], None] = lambda _: None
+) -> tuple[dict[str, Any], VirtualGpu | None]:
+    """Figures of one run. Where it does not fit there are none, but torch's words."""
+    try:
+        gpu = simulate(options, steps, progress)
+    except torch.OutOfMemoryError as error:
+        return {"fits": False, "why": str(error)}, None
+    figures = gpu.report()
+    return {"fits": True, **figures, "binds": binds(figures)}, gpu
+
+
+def binds(figures: dict[str, Any]) -> str:
+    """What the step's time is made of, in a word."""
+    if figures["idle"] > 0.25 * figures["step"]:
+        return "host"
+    if figures["exposed communication"] > 0.25 * figures["step"]:
+        return "network"
+    return "compute"

@@ -1,0 +1,87 @@
+"""sim/plan.py: the fastest settings that fit, and why the others lose."""
+
+import re
+
+import pytest
+
+from minifsdp.sim import plan as module
+from minifsdp.sim.__main__ import main
+from minifsdp.sim.plan import VALUES, better, why
+
+SMALL = ["plan", "--model", "tests.sim.test_main:small", "--nodes", "2", "--batch", "64"]
+FIXED = ["--precision", "bf16", "--unit", "block", "--recompute", "no", "--offload", "no"]
+
+
+def figures(step=1.0, reserved=1 << 30, fits=True, **more):
+    zeros = dict.fromkeys(("compute", "exposed communication", "idle"), 0.0)
+    return {"fits": fits, "step": step, "peak reserved": reserved, **zeros, **more}
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        (figures(step=1.0), figures(step=1.1)),
+        (figures(step=9.0), figures(fits=False)),
+        (figures(step=1.001, reserved=1), figures(step=1.0, reserved=2)),
+    ],
+)
+def test_better_is_to_fit_then_to_be_fast_then_to_be_small(one, other):
+    assert better(one, other) and not better(other, one)
+    assert not better(one, one)
+
+
+@pytest.mark.parametrize(
+    "run, words",
+    [
+        (figures(fits=False), "does not fit"),
+        (figures(), "the same"),
+        (figures(reserved=3 << 30), "as fast, +2,048 MiB"),
+        (figures(2.0, idle=0.5, compute=0.4), "2.00 x the time, waits for the host 500.0 ms more;"),
+        (figures(1.5, compute=0.5), "1.50 x the time, computes 500.0 ms more; +0 MiB"),
+    ],
+)
+def test_why_a_run_loses(run, words):
+    assert why(run, figures()).startswith(words)
+
+
+def test_every_value_of_every_free_setting_is_told_and_none_is_better(capsys):
+    assert main([*SMALL, *FIXED]) == 0
+    best, _, step, _, *others = capsys.readouterr().out.splitlines()
+    free = {name: VALUES[name] for name in ("strategy", "limit", "backward", "forward")}
+    chosen = dict(zip((w[2:] for w in best.split()[::2]), best.split()[1::2], strict=True))
+    assert chosen.keys() == free.keys()
+    told = {tuple(line.split()[:2]) for line in others}
+    assert told == {
+        (f"--{name}", v) for name, values in free.items() for v in values if v != chosen[name]
+    }
+    assert re.match(r"step [\d.]+ ms, [\d,]+ MiB reserved, bound by \w+", step)
+    slower = [float(f) for f in re.findall(r"([\d.]+) x the time", "".join(others))]
+    assert slower and min(slower) >= 1.0
+
+
+def test_what_makes_no_difference_stays_as_it_usually_is(capsys):
+    """Without gathers there is nothing to limit or to prefetch."""
+    assert main([*SMALL, *FIXED, "--strategy", "no_shard"]) == 0
+    (best, *_) = capsys.readouterr().out.splitlines()
+    assert best == "--limit 2 --backward pre --forward none"
+
+
+def test_where_nothing_fits_that_is_said(capsys):
+    assert main([*SMALL, *FIXED, "--model", "gpt-13b", "--strategy", "no_shard"]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("Nothing fits, not even --limit") and "CUDA out of memory" in out
+
+
+def test_each_run_is_made_once(monkeypatch, capsys):
+    made = []
+    measure = module.measure
+    monkeypatch.setattr(
+        module, "measure", lambda o, steps: (made.append(str(o)), measure(o, steps))[1]
+    )
+    main([*SMALL, *FIXED])
+    assert len(made) == len(set(made))
+
+
+def test_a_wrong_option_gets_one_line(capsys):
+    assert main(["plan", "--strategy", "best"]) == 2
+    assert "argument --strategy: invalid choice: 'best'" in capsys.readouterr().err

@@ -1,0 +1,79 @@
+"""sim/run.py: settings in, a virtual GPU that has trained out."""
+
+import pytest
+import torch
+from torch import nn
+
+from minifsdp.sim.__main__ import parser
+from minifsdp.sim.models import Job
+from minifsdp.sim.run import binds, measure, simulate
+
+SMALL = "--model tests.sim.test_main:small --nodes 2 --batch 64 "
+
+
+def options(words: str):
+    return parser().parse_args(words.split())
+
+
+@pytest.mark.parametrize(
+    "exposed, idle, expected",
+    [(0.1, 0.1, "compute"), (0.3, 0.1, "network"), (0.1, 0.3, "host"), (0.3, 0.3, "host")],
+)
+def test_what_binds_is_what_keeps_the_computation_waiting(exposed, idle, expected):
+    assert binds({"step": 1.0, "idle": idle, "exposed communication": exposed}) == expected
+
+
+@pytest.mark.parametrize(
+    "unit, gathers",
+    [("model", 1), ("block", 4), ("part", 8)],  # both large layers of each block
+)
+def test_the_size_of_a_unit(unit, gathers):
+    gpu = simulate(options(f"{SMALL} --unit {unit} --strategy shard_grad_op"), steps=1)
+    units = {op.label for op in gpu.tape if getattr(op, "name", "") == "_allgather_base_"}
+    # The layers' norms, which are small, stay with what is around them.
+    assert len(units) == gathers + 4 * (unit == "part")
+
+
+def test_recomputing_takes_time_and_saves_memory():
+    (no, _), (yes, _) = (measure(options(f"{SMALL} --batch 4096 --recompute {w}")) for w in YES_NO)
+    assert yes["flops"] > 1.1 * no["flops"]
+    assert yes["peak allocated"] < 0.8 * no["peak allocated"]
+
+
+YES_NO = ("no", "yes")
+
+
+def test_what_does_not_fit_has_no_figures():
+    figures, gpu = measure(options("--model gpt-13b --gpus 1"))
+    assert not figures["fits"] and gpu is None
+    assert figures["why"].startswith("CUDA out of memory. Tried to allocate")
+
+
+class Curious(nn.Linear):
+    def forward(self, x):
+        return super().forward(x)[x[:, 0] > 0]  # how many rows are these?
+
+
+def curious() -> Job:
+    return Job(
+        lambda: nn.Sequential(Curious(4, 4)),
+        (Curious,),
+        lambda model, batch, length: model(torch.zeros(batch, 4)).sum(),
+    )
+
+
+def test_a_model_that_looks_at_values_is_refused_by_name():
+    model = "tests.sim.test_run:curious"
+    with pytest.raises(ValueError, match=f"model '{model}' cannot run on tensors without values"):
+        simulate(options(f"--model {model}"))
+
+
+def test_one_hears_what_it_does():
+    heard: list[str] = []
+    simulate(options(SMALL), steps=2, progress=heard.append)
+    assert heard == ["building the model", "step 1 of 2", "step 2 of 2"]
+
+
+def test_other_constants():
+    slow = simulate(options(SMALL), launch=1e-3).report()
+    assert slow["idle"] > 0.5 * slow["step"] and binds(slow) == "host"
