@@ -104,7 +104,7 @@ MUTANTS = [
     Mutant("reduce", "stored in the dtype of the reduction",
            ".to(shard.grad_dtype)", ".to(reduction.result.dtype)"),
     Mutant("offload", "gathers what has not arrived",
-           'streams.unshard.wait_event(streams.upload.submit(launch, f\"upload {unit}\"))', "streams.upload.submit(launch)"),
+           'streams.unshard.wait_event(streams.upload.submit(launch, f"upload {unit}"))', "streams.upload.submit(launch)"),
     Mutant("offload", "downloads what is still being reduced", "streams.download.wait_event(ready)", "pass"),
     Mutant("offload", "uploads on the unshard stream", "streams.upload.submit(launch", "streams.unshard.submit(launch"),
     Mutant("offload", "downloads on the reduce stream", "return copy, streams.download.submit(launch", "return copy, streams.reduce.submit(launch"),

@@ -13,12 +13,13 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from minifsdp.sim.device import VirtualGpu
 from minifsdp.sim.plan import plan
 from minifsdp.sim.run import add_settings, measure
-from minifsdp.sim.timeline import text
+from minifsdp.sim.timeline import svg, text
 
 
 class Parser(argparse.ArgumentParser):
@@ -82,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
             print(text(gpu.tape), end="\n\n")
         for key, words in in_words(figures).items():
             print(f"{key:28} {words:>14}" if key != "why" else words)
-    _write_files(options, runs[-1][2])
+    _write_files(options, {f"{name} {value}".strip(): gpu for value, _, gpu in runs if gpu})
     return 0 if any(figures["fits"] for _, figures, _ in runs) else 1
 
 
@@ -105,14 +106,15 @@ def in_words(figures: dict[str, Any]) -> dict[str, str]:
     return words
 
 
-def _write_files(options: argparse.Namespace, gpu: VirtualGpu | None) -> None:
-    """Of the last run; none, if that did not fit."""
-    if gpu is None:
+def _write_files(options: argparse.Namespace, gpus: dict[str, VirtualGpu]) -> None:
+    """A picture of all runs that fit, and the last one's trace and snapshot."""
+    if not gpus:
         return
+    (*_, gpu) = gpus.values()
     if options.svg:
-        gpu.timeline(
-            options.svg, f"{options.model}, {options.nodes} x {options.gpus} {options.gpu}"
-        )
+        what = f"{options.model}, {options.nodes} x {options.gpus} {options.gpu}"
+        steps = {f"{what}, {which}".removesuffix(", "): its.tape for which, its in gpus.items()}
+        Path(options.svg).write_text(svg(steps))
     if options.trace:
         gpu.trace(options.trace)
     if options.snapshot:

@@ -83,7 +83,7 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def timeline(self, path: str | Path, title: str = "") -> None:
         """Draw the last step, as an SVG; see timeline.py."""
-        Path(path).write_text(svg(self.tape, title))
+        Path(path).write_text(svg({title: self.tape}))
 
     def trace(self, path: str | Path) -> None:
         """Write everything since the beginning for Perfetto; see trace.py."""

@@ -12,7 +12,7 @@ An SVG that is read at the width of a README, on light and on dark ground; or te
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from html import escape
 from typing import NamedTuple
 
@@ -64,47 +64,98 @@ def _unit(op: Op) -> str:
     return next((label.split(" ", 1)[1] for label in labels if " " in label), "").strip("'")
 
 
-def svg(tape: list[Entry], title: str = "") -> str:
-    """The last step as an SVG, :data:`WIDTH` pixels wide."""
-    entries, start, end = last_step(tape)
-    drawn = spans(entries)
-    lanes = [HOST, *(s for s in STREAMS if any(span.lane == s for span in drawn))]
-    top = 30
-    bottom = top + LANE * len(lanes)
-    height = bottom + 24 + PLOT + 40
-    scale = (WIDTH - LEFT - RIGHT) / (end - start or 1.0)
+def svg(steps: dict[str, list[Entry]]) -> str:
+    """The last step of each tape as an SVG, :data:`WIDTH` pixels wide: one below the other, on the
+    same axes, each under its title."""
+    ends = [end - start for _, start, end in map(last_step, steps.values())]
+    most = max(
+        (e.reserved for tape in steps.values() for e in tape if isinstance(e, Memory)), default=0
+    )
+    parts: list[str] = []
+    top, waits = 0.0, set[str]()
+    for title, tape in steps.items():
+        panel = _Panel(tape, max(ends, default=0.0) or 1.0, most or 1, top)
+        parts += panel.draw(title)
+        top, waits = panel.bottom, waits | panel.waits
+    height = top + 26
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" '
+            f'width="{WIDTH}" height="{height:g}" role="img" '
+            f'aria-label="{escape("; ".join(steps), quote=True)}">',
+            _STYLE,
+            *parts,
+            *_legend(waits, height),
+            "</svg>\n",
+        ]
+    )
 
-    def x(time: float) -> float:
-        return LEFT + (min(max(time, start), end) - start) * scale
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        f'width="{WIDTH}" height="{height}" role="img" aria-label="{escape(title, quote=True)}">',
-        _STYLE,
-        f'<text x="{LEFT}" y="18" class="title">{escape(title)}</text>',
-    ]
-    for row, lane in enumerate(lanes):
-        y = top + row * LANE
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 16}" class="lane">{lane}</text>')
-        parts.append(f'<path d="M{LEFT} {y + LANE - 3}H{WIDTH - RIGHT}" class="line"/>')
+class _Panel:
+    """One step. ``seconds`` are as wide as there is room, ``most`` bytes as high."""
+
+    def __init__(self, tape: list[Entry], seconds: float, most: int, top: float) -> None:
+        self._entries, self._start, self._end = last_step(tape)
+        self._spans = [
+            span for span in spans(self._entries) if span.end > self._start < self._end > span.start
+        ]
+        self._lanes = [HOST, *(s for s in STREAMS if any(span.lane == s for span in self._spans))]
+        self._scale, self._most, self._top = (WIDTH - LEFT - RIGHT) / seconds, most, top + 30
+        self._memory = self._top + LANE * len(self._lanes) + 24
+        self.bottom = self._memory + PLOT + 12
+        self.waits = {span.name for span in self._spans if span.lane == HOST}
+
+    def draw(self, title: str) -> Iterator[str]:
+        yield f'<text x="{LEFT}" y="{self._top - 12:g}" class="title">{escape(title)}</text>'
+        for row, lane in enumerate(self._lanes):
+            yield from self._lane(lane, self._top + row * LANE)
+        yield from self._levels()
+        for at in _ticks(self._end - self._start):
+            x = self._x(self._start + at)
+            yield f'<text x="{x:.1f}" y="{self._memory - 10:g}" class="tick">{at * 1e3:g} ms</text>'
+
+    def _x(self, time: float) -> float:
+        return LEFT + (min(max(time, self._start), self._end) - self._start) * self._scale
+
+    def _lane(self, lane: str, y: float) -> Iterator[str]:
+        right = self._x(self._end)
+        yield f'<text x="{LEFT - 8}" y="{y + 16:g}" class="lane">{lane}</text>'
+        yield f'<path d="M{LEFT} {y + LANE - 3:g}H{right:.1f}" class="line"/>'
         if lane == HOST:
-            parts.append(_rect(LEFT, y + 9, WIDTH - LEFT - RIGHT, 5, "host", "launching"))
-        for span in drawn:
-            if span.lane == lane and span.end > start and span.start < end:
-                left, width = x(span.start), max(x(span.end) - x(span.start), 0.6)
-                parts.append(_rect(left, y + 3, width, LANE - 7, _kind(span), _tip(span)))
+            yield _rect(LEFT, y + 9, right - LEFT, 5, "host", "launching")
+        for span in self._spans:
+            if span.lane == lane:
+                left = self._x(span.start)
+                width = max(self._x(span.end) - left, 0.6)
+                yield _rect(left, y + 3, width, LANE - 7, _kind(span), _tip(span))
                 if span.lane != HOST and width > 7 * len(span.name) + 4 and span.name:
-                    parts.append(
-                        f'<text x="{left + width / 2:.1f}" y="{y + 16}" class="unit">'
+                    yield (
+                        f'<text x="{left + width / 2:.1f}" y="{y + 16:g}" class="unit">'
                         f"{escape(span.name)}</text>"
                     )
-    parts += _memory([e for e in entries if isinstance(e, Memory)], x, end, bottom + 24)
-    for at in _ticks(end - start):
-        parts.append(
-            f'<text x="{x(start + at):.1f}" y="{bottom + 14}" class="tick">{at * 1e3:g} ms</text>'
-        )
-    parts += _legend({span.name for span in drawn if span.lane == HOST}, height)
-    return "\n".join([*parts, "</svg>\n"])
+
+    def _levels(self) -> Iterator[str]:
+        """Memory: three areas, the largest behind."""
+        columns: dict[float, list[Memory]] = {}  # half a pixel wide
+        for entry in self._entries:
+            if isinstance(entry, Memory):
+                columns.setdefault(round(self._x(entry.time) * 2) / 2, []).append(entry)
+        right, floor = self._x(self._end), self._memory + PLOT
+        for kind in ("reserved", "active", "allocated"):
+            last, path = None, ""
+            for column, memory in columns.items():
+                levels = [floor - PLOT * getattr(m, kind) / self._most for m in memory]
+                for x, y in ((column, min(levels)), (column + 0.5, levels[-1])):
+                    if y != last:
+                        path += f"{'H' if path else 'M'}{x:g}{'V' if path else ' '}{y:.1f}"
+                        last = y
+            if path:
+                path += f"H{right:.1f}V{floor:g}H{min(columns):g}Z"
+                yield f'<path d="{path}" class="{kind}"/>'
+        peak = max((m.reserved for memory in columns.values() for m in memory), default=0)
+        y = floor - PLOT * peak / self._most
+        yield f'<text x="{LEFT + 4}" y="{y + 12:.1f}">{_human(peak)} reserved</text>'
+        yield f'<path d="M{LEFT} {floor:g}H{right:.1f}" class="line"/>'
 
 
 def _kind(span: Span) -> str:
@@ -126,28 +177,6 @@ def _rect(x: float, y: float, width: float, height: float, kind: str, tip: str) 
     )
 
 
-def _memory(
-    memory: list[Memory], x: Callable[[float], float], end: float, top: float
-) -> Iterator[str]:
-    """Three areas, the largest behind."""
-    most = max((m.reserved for m in memory), default=0) or 1
-    for kind in ("reserved", "active", "allocated"):
-        level, path = None, ""
-        for m in memory:
-            value = getattr(m, kind)
-            if value != level:
-                y = top + PLOT * (1 - value / most)
-                path += f"{'H' if path else 'M'}{x(m.time):.1f}{'V' if path else ' '}{y:.1f}"
-                level = value
-        if path:
-            first = x(memory[0].time)
-            path += f"H{x(end):.1f}V{top + PLOT}H{first:.1f}Z"
-            yield f'<path d="{path}" class="{kind}"/>'
-    yield f'<text x="{LEFT - 8}" y="{top + 10}" class="lane">{_human(most)}</text>'
-    yield f'<text x="{LEFT - 8}" y="{top + PLOT}" class="lane">0</text>'
-    yield f'<path d="M{LEFT} {top + PLOT}H{WIDTH - RIGHT}" class="line"/>'
-
-
 def _legend(waits: set[str], height: float) -> Iterator[str]:
     place = float(LEFT)
     for kind, text, there in (
@@ -162,7 +191,7 @@ def _legend(waits: set[str], height: float) -> Iterator[str]:
         if there:
             yield f'<rect x="{place}" y="{height - 22}" width="10" height="10" class="{kind}"/>'
             yield f'<text x="{place + 14}" y="{height - 13}" class="legend">{text}</text>'
-            place += 30 + 6.1 * len(text)
+            place += 30 + 6 * len(text)
 
 
 def _ticks(seconds: float) -> Iterator[float]:
@@ -176,7 +205,10 @@ def _ticks(seconds: float) -> Iterator[float]:
 
 
 def _human(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if size >= unit:
+            return f"{size / unit:.{int(size < 10 * unit)}f} {name}"
+    return f"{size:.0f} B"
 
 
 def text(tape: list[Entry], width: int = 100) -> str:

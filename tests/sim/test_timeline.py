@@ -1,5 +1,6 @@
 """sim/timeline.py: pictures that say what is on the tape."""
 
+import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -66,7 +67,7 @@ def shapes(picture: str) -> dict[str, list[ElementTree.Element]]:
 
 
 def test_as_a_picture_each_span_is_where_its_time_is():
-    found = shapes(svg(STEP, "a <title>"))
+    found = shapes(svg({"a <title>": STEP}))
     assert found["title"][0].text == "a <title>"
     (limiter, _) = found["limiter"]  # and in the legend
     reduce = found["sends odd"][-1]
@@ -79,8 +80,33 @@ def test_as_a_picture_each_span_is_where_its_time_is():
     assert {"reserved", "active", "allocated", "stall"} <= found.keys()
 
 
+def test_several_steps_are_on_the_same_axes():
+    small = [*STEP[:3], Memory(OTHER, False, 2.0, 5, 10, 20), Note(4.0)]
+    picture = svg({"large": STEP, "small": small})
+    found = shapes(picture)
+    assert [title.text for title in found["title"]] == ["large", "small"]
+    widths = [float(host.get("width")) for host in found["host"]]
+    assert widths[1] == pytest.approx(widths[0] / 2, abs=0.2)  # 4 of 8 seconds
+    heights = [
+        max(ys) - min(ys)
+        for path in found["reserved"][:2]
+        for ys in [[float(y) for y in re.findall(r"[V ]([\d.]+)", path.get("d"))]]
+    ]
+    assert heights[1] == pytest.approx(heights[0] / 2, abs=0.2)
+    assert {"40 B reserved", "20 B reserved"} <= {e.text for e in found[""]}
+
+
+def test_a_peak_is_drawn_however_short():
+    levels = [(2.0, 10), (2.00001, 100), (2.00002, 10), (6.0, 10)]
+    peaks = [Memory(OTHER, False, at, level, level, level) for at, level in levels]
+    (path, *_) = shapes(svg({"": [*STEP[:3], *peaks, Note(8.0)]}))["allocated"]
+    heights = [float(y) for y in re.findall(r"V([\d.]+)", path.get("d"))]
+    floor, top = max(heights), min(float(y) for y in re.findall(r"[ V]([\d.]+)", path.get("d")))
+    assert (floor - heights[0]) * 10 == pytest.approx(floor - top, abs=1)
+
+
 def test_what_is_not_there_is_not_in_the_legend():
-    words = [element.text for element in shapes(svg(STEP[:4]))["legend"]]
+    words = [element.text for element in shapes(svg({"": STEP[:4]}))["legend"]]
     assert "compute, by unit" in words and "host waits for the limiter" not in words
 
 
@@ -96,7 +122,7 @@ def test_the_picture_that_explains_the_limiter():
     pictures = {}
     for limit in (True, False):
         gpu, _ = train(batch=16384, blocks=8, limit_all_gathers=limit)
-        pictures[limit] = shapes(svg(gpu.tape))
+        pictures[limit] = shapes(svg({"": gpu.tape}))
         rows = {line.split()[0]: line.split()[1] for line in text(gpu.tape).splitlines()[:-1]}
         assert rows["host"].count("L") > 50 if limit else "L" not in rows["host"]
     assert "limiter" in pictures[True] and "limiter" not in pictures[False]
