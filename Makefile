@@ -8,7 +8,7 @@ PY ?= .venv/bin/python
 INSTALLED := $(if $(filter .venv/%,$(PY)),.venv/installed)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint matrix fuzz mutants claims bench wheel clean
+.PHONY: help demo test test-fast lint matrix fuzz mutants claims bench validate wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 12
@@ -42,6 +42,9 @@ claims: $(INSTALLED)  ## what others have measured, on the virtual GPU: minifsdp
 
 bench: $(INSTALLED)  ## against torch's FSDP1 and DDP, as ratios
 	@$(PY) -m tests.bench $(ARGS)
+
+validate: $(INSTALLED)  ## the virtual GPU against the real one that is here
+	@$(PY) -m tests.bench.gpu
 
 wheel: $(INSTALLED)  ## dist/minifsdp-*.whl
 	@$(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .

@@ -111,7 +111,7 @@ def simulate(
             auto_wrap_policy=_units(job, options.unit, module),
             sharding_strategy=STRATEGIES[options.strategy],
             mixed_precision=PRECISION[options.precision],
-            limit_all_gathers=_limit(options.limit),
+            limit_all_gathers=limit_of(options.limit),
             backward_prefetch=BACKWARD[options.backward],
             forward_prefetch=FORWARD[options.forward],
             cpu_offload=CPUOffload(options.offload == "yes"),
@@ -150,7 +150,12 @@ def _units(job: Job, unit: str, module: torch.nn.Module) -> CustomPolicy | None:
     return CustomPolicy(lambda inner: inner in chosen)
 
 
-def _limit(given: str) -> bool | int:
+def limit_of(given: str) -> bool | int:
+    """What ``--limit`` means.
+
+    Raises:
+        ValueError: it is neither a number nor ``none``.
+    """
     try:
         return False if given == "none" else int(given)
     except ValueError:

@@ -1,0 +1,171 @@
+"""The virtual GPU against the real one that is here: `make validate`.
+
+One process is rank 0 of 16, in torch's `fake` process group: the real engine, the real allocator,
+the real kernels. Only the other ranks are missing. Each collective is replaced by
+``torch.cuda._sleep`` of its modelled time, on the stream that it would run on, one at a time, as in
+NCCL. So what is compared is everything but the network: kernels, the host, streams, memory.
+
+Aims: 10 % for memory, 15 % for time. Nothing in minifsdp/sim/costs.py may be changed for it without
+saying so there. Not run yet: none of the machines at hand had a GPU.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from datetime import date
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg
+from torch import Tensor
+
+import minifsdp.collectives
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import ModuleWrapPolicy
+from minifsdp.sim.__main__ import parser
+from minifsdp.sim.costs import GPUS, Cluster, preset
+from minifsdp.sim.models import find
+from minifsdp.sim.run import PRECISION, limit_of, simulate
+
+RUNS = [
+    "--model gpt-1.3b --nodes 2 --batch 8 --seq 1024 --limit none",
+    "--model gpt-1.3b --nodes 2 --batch 8 --seq 1024 --limit 2",
+    "--model t5-500m --nodes 2 --batch 16 --seq 128 --limit none",
+    "--model t5-500m --nodes 2 --batch 16 --seq 128 --limit 2",
+    "--model gpt-125m --nodes 2 --batch 1 --seq 512 --limit 2",
+]
+AIMS = {"peak reserved": 0.10, "peak allocated": 0.10, "step": 0.15}
+WARM_UP, STEPS = 3, 5
+
+
+def name_of(device: str, memory: int) -> str:
+    """The preset for what CUDA calls a device.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for name in sorted(GPUS, key=lambda name: abs(GPUS[name].memory - memory)):
+        if name.split("-")[0] in device.lower():
+            return name
+    raise ValueError(f"no preset in minifsdp/sim/costs.py is a {device!r}. Add one, then compare.")
+
+
+class Sleeping:
+    """Collectives that take their time and do nothing else."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._last: dict[str, torch.cuda.Event] = {}  # by group: it does one thing at a time
+        self._cycles = _cycles_per_second()
+
+    def instead_of(self, collective: Callable[..., Any], rounds: int = 1) -> Callable[..., None]:
+        def sleep(*tensors: Any, group: dist.ProcessGroup, **_: Any) -> None:
+            ranks = dist.get_process_group_ranks(group)
+            whole = max(t.numel() * t.itemsize for t in tensors if isinstance(t, Tensor))
+            sent = whole * (len(ranks) - 1) / len(ranks)
+            stream, key = torch.cuda.current_stream(), group.group_name
+            if key in self._last:
+                stream.wait_event(self._last[key])
+            torch.cuda._sleep(int(self._cluster.ring_seconds(sent, ranks, rounds) * self._cycles))
+            self._last[key] = stream.record_event()
+
+        return sleep
+
+
+def _cycles_per_second(cycles: int = 100_000_000) -> float:
+    torch.cuda._sleep(cycles)  # the first call is slower
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    torch.cuda._sleep(cycles)
+    end.record()
+    end.synchronize()
+    return cycles / (begin.elapsed_time(end) / 1e3)
+
+
+def measure(options: argparse.Namespace) -> dict[str, float]:
+    """Figures of the real GPU."""
+    cluster = Cluster(preset(options.gpu), options.nodes, options.gpus, options.network * 1e9 / 8)
+    job, here = find(options.model), torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.empty_cache()
+    store = torch._C._distributed_c10d.HashStore()
+    dist.init_process_group("fake", store=store, rank=0, world_size=cluster.world_size)
+    sleeping, c = Sleeping(cluster), minifsdp.collectives
+    try:
+        with (
+            here,
+            patch.object(c, "_all_gather", sleeping.instead_of(c._all_gather)),
+            patch.object(c, "_reduce_scatter", sleeping.instead_of(c._reduce_scatter)),
+            patch.object(c.dist, "all_reduce", sleeping.instead_of(dist.all_reduce, 2)),
+        ):
+            with torch.device("meta"):
+                module = job.build()
+            model = FSDP(
+                module,
+                auto_wrap_policy=ModuleWrapPolicy(set(job.blocks)),
+                mixed_precision=PRECISION[options.precision],
+                limit_all_gathers=limit_of(options.limit),
+                device_id=here,
+            )
+            optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+            times = []
+            for at in range(WARM_UP + STEPS):
+                if at == WARM_UP:
+                    torch.cuda.reset_peak_memory_stats()
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                loss = job.loss(model, options.batch, options.seq)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                loss.item()
+                end.record()
+                end.synchronize()
+                times.append(begin.elapsed_time(end) / 1e3)
+        return {
+            "step": statistics.median(times[WARM_UP:]),
+            "peak allocated": torch.cuda.max_memory_allocated(),
+            "peak reserved": torch.cuda.max_memory_reserved(),
+        }
+    finally:
+        dist.destroy_process_group()
+
+
+def compared(measured: dict[str, float], predicted: dict[str, Any]) -> list[str]:
+    """A line for each figure that there is an aim for."""
+    lines = []
+    for name, aim in AIMS.items():
+        ratio = predicted[name] / measured[name]
+        verdict = "ok" if abs(ratio - 1) <= aim else f"aim: {aim:.0%}"
+        scale, unit = (1e3, "ms") if name == "step" else (2**-20, "MiB")
+        lines.append(
+            f"{name:>16} {measured[name] * scale:10,.1f} {predicted[name] * scale:10,.1f} {unit:3} "
+            f"{ratio:6.2f}  {verdict}"
+        )
+    return lines
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        print("make validate compares the virtual GPU with a real one; there is none here.")
+        return 1
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    gpu = name_of(properties.name, properties.total_memory)
+    print(f"{date.today()}, {properties.name}, torch {torch.__version__}; as {gpu}")
+    print(f"{'':16} {'measured':>10} {'predicted':>10}      ratio")
+    record = []
+    for run in RUNS:
+        options = parser().parse_args([*run.split(), "--gpu", gpu])
+        measured = measure(options)
+        predicted = simulate(options).report()
+        print(run, *compared(measured, predicted), sep="\n")
+        record.append({"run": run, "measured": measured, "predicted": predicted})
+    print(json.dumps(record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""bench/: what can be tried of it without a quiet machine or a GPU."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minifsdp.sim.costs import Cluster, preset
+from tests.bench import gpu
+
+
+@pytest.mark.parametrize(
+    "device, gib, name",
+    [
+        ("NVIDIA A100-SXM4-40GB", 39.5, "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "a100-80"),
+        ("NVIDIA H100 80GB HBM3", 79.1, "h100"),
+        ("NVIDIA H200", 139.8, "h200"),
+    ],
+)
+def test_a_gpu_is_known_by_its_name_and_its_memory(device, gib, name):
+    assert gpu.name_of(device, int(gib * 2**30)) == name
+    with pytest.raises(ValueError, match="is a 'GeForce'"):
+        gpu.name_of("GeForce", int(gib * 2**30))
+
+
+def test_figures_are_held_against_their_aims():
+    measured = {"step": 0.1, "peak allocated": 2**30, "peak reserved": 2**30}
+    lines = gpu.compared(measured, {"step": 0.11, "peak allocated": 2**30, "peak reserved": 2**31})
+    assert [line.split()[-1] for line in lines] == ["10%", "ok", "ok"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="make validate")
+def test_without_a_gpu_one_is_told(capsys):
+    assert gpu.main() == 1
+    assert "there is none here" in capsys.readouterr().out
+
+
+def test_collectives_sleep_as_long_as_they_would_take_one_at_a_time(monkeypatch):
+    slept, waited = [], []
+
+    class Stream:
+        def wait_event(self, event):
+            waited.append(event)
+
+        def record_event(self):
+            return len(slept)
+
+    monkeypatch.setattr(gpu, "_cycles_per_second", lambda: 1e9)
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    dist.init_process_group(
+        "fake", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=16
+    )
+    try:
+        cluster = Cluster(preset("a100-40"), 2)
+        sleep = gpu.Sleeping(cluster).instead_of(dist.all_reduce, rounds=2)
+        for _ in range(2):
+            sleep(torch.empty(1_000_000), group=dist.group.WORLD)
+        expected = cluster.ring_seconds(4e6 * 15 / 16, list(range(16)), 2) * 1e9
+        assert slept == pytest.approx([expected] * 2, rel=1e-6) and waited == [1]
+    finally:
+        dist.destroy_process_group()
