@@ -7,6 +7,7 @@ from tests.claims import CLAIMS, README, approaches, claims, readme_with, t5_var
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_all_claims_hold_and_are_in_the_table():
     rows = [claim() for claim in CLAIMS]
     assert not [row for row in rows if not row.holds]
@@ -14,6 +15,7 @@ def test_all_claims_hold_and_are_in_the_table():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_other_tables_are_not_stale():
     text = readme_with(approaches=approaches(), t5_variations=t5_variations())
     assert README.read_text() == text

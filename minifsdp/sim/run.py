@@ -129,7 +129,10 @@ def simulate(
                     f"{str(error).splitlines()[0]}"
                 ) from error
             loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+            with torch.device(
+                "cpu"
+            ):  # where Adam counts its steps; torch 2.11 does not insist on it
+                optimizer.step()
             optimizer.zero_grad()
             loss.item()
             gpu.step()

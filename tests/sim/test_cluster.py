@@ -1,5 +1,7 @@
 """sim/cluster.py: the real engine on a virtual GPU, and what its history taught."""
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,6 +49,7 @@ def test_inside_tensors_are_virtual_and_outside_nothing_is_left():
         assert torch.empty(3).is_meta and dist.get_world_size() == 8
         raise KeyError
     assert backends == streams.BACKENDS and not dist.is_initialized()
+    assert sys.modules.get("numpy", True) is not None
     assert torch.empty(3).device.type == "cpu"
     storage = torch.empty(3).untyped_storage()
     storage.resize_(0)
