@@ -443,7 +443,11 @@ def notices(mutant: Mutant) -> str | None:
 
 
 def main(concepts: list[str]) -> None:
-    chosen = [m for m in MUTANTS if not concepts or m.concept in concepts]
+    known = {m.concept for m in MUTANTS} | {"sim"}
+    if not known >= {*concepts}:
+        sys.exit(f"no such concept: {', '.join({*concepts} - known)}")
+    asked = {*concepts} or known
+    chosen = [m for m in MUTANTS if m.concept in asked or m.concept.split("/")[0] in asked]
     unnoticed = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for mutant, test in zip(chosen, pool.map(notices, chosen), strict=True):

@@ -162,6 +162,7 @@ MODELS: dict[str, Job] = {
     "gpt-1.3b": _gpt(2048, 24, 16),
     "gpt-7b": _gpt(4096, 32, 32),
     "gpt-13b": _gpt(5120, 40, 40),
+    "gpt-30b": _gpt(7168, 48, 56),  # OPT's, arXiv:2205.01068, table 1
     "t5-500m": Job(lambda: T5(1024, 16, 16, 4096), (Block,), next_token),
     # RoBERTa's sizes (arXiv:1907.11692), with so many layers that it is 1 GB in fp32
     "roberta-1gb": Job(lambda: Gpt(1024, 16, 16, 50265, False), (Block,), next_token),

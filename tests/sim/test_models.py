@@ -13,7 +13,7 @@ from minifsdp.sim.__main__ import main
 from minifsdp.sim.models import MODELS, Block, Job, find
 
 SIZES = {
-    "gpt-125m": 125e6, "gpt-1.3b": 1.3e9, "gpt-7b": 7e9, "gpt-13b": 13e9,
+    "gpt-125m": 125e6, "gpt-1.3b": 1.3e9, "gpt-7b": 7e9, "gpt-13b": 13e9, "gpt-30b": 30e9,
     "t5-500m": 500e6, "roberta-1gb": 250e6, "vit-h": 632e6,
 }  # fmt: skip
 

@@ -24,14 +24,18 @@ def test_what_binds_is_what_keeps_the_computation_waiting(exposed, idle, expecte
 
 
 @pytest.mark.parametrize(
-    "unit, gathers",
-    [("model", 1), ("block", 4), ("part", 8)],  # both large layers of each block
+    "unit, inside",
+    [
+        ("model", ()),
+        ("block", ("",)),
+        ("part", ("", ".1", ".3")),  # its large layers; the norm stays with the block
+    ],
 )
-def test_the_size_of_a_unit(unit, gathers):
+def test_the_size_of_a_unit(unit, inside):
     gpu = simulate(options(f"{SMALL} --unit {unit} --strategy shard_grad_op"), steps=1)
-    units = {op.label for op in gpu.tape if getattr(op, "name", "") == "_allgather_base_"}
-    # The layers' norms, which are small, stay with what is around them.
-    assert len(units) == gathers + 4 * (unit == "part")
+    gathered = {op.label for op in gpu.tape if getattr(op, "name", "") == "_allgather_base_"}
+    names = [f"'{block}{part}'" for block in range(4) for part in inside] or ["<root>"]
+    assert gathered == {f"all-gather {name}" for name in names}
 
 
 def test_recomputing_takes_time_and_saves_memory():
