@@ -8,7 +8,7 @@ PY ?= .venv/bin/python
 INSTALLED := $(if $(filter .venv/%,$(PY)),.venv/installed)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint matrix fuzz mutants claims bench validate wheel clean
+.PHONY: help demo test test-fast lint matrix fuzz mutants claims tutorials bench validate wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 12
@@ -39,6 +39,9 @@ fuzz: $(INSTALLED)  ## N=10000: that many random models with random settings, ag
 
 claims: $(INSTALLED)  ## what others have measured, on the virtual GPU: minifsdp/sim/README.md
 	@$(PY) -W ignore::UserWarning -m tests.claims
+
+tutorials: $(INSTALLED)  ## the pages in tutorials/, by running them
+	@$(PY) tutorials/build.py $(ARGS)
 
 bench: $(INSTALLED)  ## against torch's FSDP1 and DDP, as ratios
 	@$(PY) -m tests.bench $(ARGS)

@@ -15,7 +15,7 @@ import torch
 
 from minifsdp.limiter import EventQueue
 from minifsdp.sim import cluster
-from minifsdp.sim.__main__ import main, parser
+from minifsdp.sim.__main__ import parser
 from minifsdp.sim.history import APPROACHES
 from minifsdp.sim.run import simulate
 from minifsdp.sim.tape import Wait
@@ -261,17 +261,7 @@ def readme_with(**tables: str) -> str:
     return text
 
 
-PICTURE = README.with_name("limiter.svg")
-
-
-def draw() -> None:
-    """The picture in the README."""
-    command = "--model gpt-1.3b --nodes 4 --batch 4 --seq 512 --recompute yes"
-    main([*command.split(), "--sweep", "limit=none,2", "--svg", str(PICTURE)])
-
-
 if __name__ == "__main__":
-    draw()
     README.write_text(
         readme_with(
             claims=claims([claim() for claim in CLAIMS]),

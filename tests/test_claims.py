@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests import claims as claims_module
 from tests.claims import CLAIMS, README, approaches, claims, readme_with, t5_variations
 
 
@@ -19,12 +18,3 @@ def test_all_claims_hold_and_are_in_the_table():
 def test_the_other_tables_are_not_stale():
     text = readme_with(approaches=approaches(), t5_variations=t5_variations())
     assert README.read_text() == text
-
-
-@pytest.mark.slow
-def test_the_picture_is_not_stale(tmp_path, monkeypatch, capsys):
-    shown = claims_module.PICTURE.read_text()
-    monkeypatch.setattr(claims_module, "PICTURE", tmp_path / "limiter.svg")
-    claims_module.draw()
-    capsys.readouterr()
-    assert claims_module.PICTURE.read_text() == shown

@@ -1,0 +1,95 @@
+"""tutorials/: each runs, and its page is what it prints."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from minifsdp.sim.__main__ import main
+from tutorials import build
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("path", build.tutorials([]), ids=lambda path: path.stem)
+def test_a_page_is_not_stale(path):
+    pictures = {picture: picture.read_text() for picture in path.parent.glob(f"{path.stem}*.svg")}
+    shown = path.with_suffix(".md").read_text()
+    try:
+        assert build.page(path) == shown
+        assert {picture: picture.read_text() for picture in pictures} == pictures
+    finally:
+        for picture, drawn in pictures.items():
+            picture.write_text(drawn)
+
+
+@pytest.mark.parametrize("path", build.tutorials([]), ids=lambda path: path.stem)
+def test_a_tutorial_is_short_and_its_page_is_whole(path):
+    assert len(path.read_text().splitlines()) <= 200
+    page = path.with_suffix(".md").read_text()
+    for alt, picture in re.findall(r"!\[(.*?)\]\((.*?)\)", page, re.DOTALL):
+        assert len(alt) > 40 and (path.parent / picture).is_file()
+    for link in re.findall(r"\]\((?!http)(.*?)\)", page):
+        assert (path.parent / link).exists(), link
+
+
+def test_the_readmes_command_draws_the_tutorials_picture(tmp_path, capsys):
+    readme = (ROOT / "README.md").read_text()
+    (command,) = re.findall(r"\$ python -m minifsdp.sim ([^$]*?--svg limiter.svg)", readme, re.DOTALL)
+    words = shlex.split(command.replace("\\\n", " "))
+    assert main([*words[:-1], str(tmp_path / words[-1])]) == 0
+    capsys.readouterr()
+    drawn = (tmp_path / words[-1]).read_text()
+    assert drawn == (ROOT / "tutorials" / "09_limiter.svg").read_text()
+
+
+def write(tmp_path: Path, source: str) -> Path:
+    path = tmp_path / "00_test.py"
+    path.write_text(source)
+    return path
+
+
+PROGRAM = """\
+# %% [markdown]
+# # Title
+# {{ minifsdp/limiter.py NoLimit.freed }}
+# %% [hidden]
+import math
+# %%
+def inner():
+    print("from inside")
+
+
+def experiment():
+    inner()
+    print(math.pi)
+# %% [hidden]
+def main():
+    experiment()
+    print("not on the page")
+"""
+
+
+def test_a_page_has_text_code_and_what_it_prints(tmp_path, capsys):
+    page = build.page(write(tmp_path, PROGRAM))
+    assert capsys.readouterr().out == "not on the page\n"
+    assert "\n# Title\n" in page and "3.14159" in page and "from inside" in page
+    assert "import math" not in page and "def main" not in page
+    assert "def freed(self, unit: Unit, event: Event) -> None:" in page
+    printed = [page.index(f"```\n{words}") for words in ("from inside", "3.14159")]
+    assert page.index("def experiment") < printed[0] < printed[1]
+
+
+@pytest.mark.parametrize("name", ["limiter.py NoLimit.gone", "limiter.py Gone", "gone.py NoLimit"])
+def test_a_page_that_names_what_is_gone_breaks(tmp_path, name):
+    path = write(tmp_path, PROGRAM.replace("limiter.py NoLimit.freed", name))
+    with pytest.raises((KeyError, FileNotFoundError), match=r"gone|Gone"):
+        build.page(path)
+
+
+def test_an_unknown_tutorial_is_refused_by_name():
+    with pytest.raises(SystemExit, match="no such tutorial: 99_dreams"):
+        build.tutorials(["99_dreams"])
