@@ -38,7 +38,7 @@ def test_a_tutorial_is_short_and_its_page_is_whole(path):
 
 def test_the_readmes_command_draws_the_tutorials_picture(tmp_path, capsys):
     readme = (ROOT / "README.md").read_text()
-    (command,) = re.findall(r"\$ python -m minifsdp.sim ([^$]*?--svg limiter.svg)", readme, re.DOTALL)
+    (command,) = re.findall(r"\$ python -m minifsdp.sim ([^$]*?--svg limiter.svg)", readme)
     words = shlex.split(command.replace("\\\n", " "))
     assert main([*words[:-1], str(tmp_path / words[-1])]) == 0
     capsys.readouterr()
