@@ -230,7 +230,9 @@ def _ranks(groups: list[Group]) -> set[int]:
 
 def _describe(unit: Unit) -> tuple[str, str]:
     copies = unit.replicate_group.size() if unit.replicate_group is not None else 1
-    dtypes = f"{unit.chunk.dtype}, computed with as {unit.dtype}"
+    dtypes = (
+        f"{unit.chunk.dtype}, computed with as {unit.precision.param_dtype or unit.chunk.dtype}"
+    )
     trained = "trained" if unit.shard.requires_grad else "frozen"
     when = "freed" if unit.reshard_after_forward else "kept"
     return f"unit {unit.label}", (

@@ -79,12 +79,12 @@ def toy() -> None:
 RUN = "--model gpt-1.3b --nodes 4 --batch 4 --seq 512 --recompute yes --limit "
 
 
-def step(limit: str) -> VirtualGpu:
-    return simulate(parser().parse_args(f"{RUN} {limit}".split()))
+def step(words: str) -> VirtualGpu:
+    return simulate(parser().parse_args(words.split()))
 
 
 def with_and_without() -> None:
-    steps = {limit: step(limit) for limit in ("none", "2")}
+    steps = {limit: step(RUN + limit) for limit in ("none", "2")}
     title = "gpt-1.3b, 4 x 8 a100-40, limit"
     PICTURE.write_text(svg({f"{title} {limit}": gpu.tape for limit, gpu in steps.items()}))
     for limit, gpu in steps.items():
@@ -120,7 +120,7 @@ def with_and_without() -> None:
 #
 # {{ minifsdp/limiter.py EventQueue.admit }}
 #
-# `needed` is false for a prefetch, which is only a good idea; that may be declined.
+# (A prefetch is not `needed`, only a good idea. It may be declined.)
 #
 # ## What breaks without it
 #
@@ -132,7 +132,7 @@ LARGE = "--model gpt-30b --nodes 64 --network 3200 --batch 2 --seq 512 --recompu
 
 def when_memory_ends() -> None:
     for limit in ("none", "2"):
-        gpu = simulate(parser().parse_args(f"{LARGE} {limit}".split()))
+        gpu = step(LARGE + limit)
         report, allocator = gpu.report(), gpu.allocator
         print(
             f"limit {limit:4}  {report['step'] * 1e3:,.0f} ms,"
@@ -153,21 +153,16 @@ def when_memory_ends() -> None:
 # 1. `SHARD_GRAD_OP` keeps parameters from forward to backward. What does the limit change then?
 # 2. What does a limit of 1 cost, where a layer may only be gathered when the last one is done with?
 # 3. And on a small model, whose kernels are as short as their launches?
-#
-# Your answers; the program checks them:
 
 
 # %%
 def answers() -> None:
-    kept = [step(f"{limit} --strategy shard_grad_op").report() for limit in ("none", "2")]
+    kept = [step(f"{RUN} {limit} --strategy shard_grad_op").report() for limit in ("none", "2")]
     assert kept[0]["peak reserved"] == kept[1]["peak reserved"]  # 1. nothing: nothing is freed
-    one, two = step("1").report()["step"], step("2").report()["step"]
+    one, two = (step(RUN + limit).report()["step"] for limit in "12")
     assert one > 1.1 * two  # 2. no gather is hidden behind the layer before
     small = "--model gpt-125m --batch 1 --seq 512 --limit "
-    times = [
-        simulate(parser().parse_args(f"{small} {limit}".split())).report()["step"]
-        for limit in ("2", "none")
-    ]
+    times = [step(small + limit).report()["step"] for limit in ("2", "none")]
     assert times[0] > 1.02 * times[1]  # 3. now the GPU does wait for the host
     print("1. nothing")
     print(f"2. {one / two:.2f} times the step")

@@ -1,0 +1,176 @@
+"""The caching allocator: python tutorials/08_allocator.py; the page is 08_allocator.md."""
+
+# %% [markdown]
+# # The caching allocator: why reserved is not allocated
+#
+# `nvidia-smi` says that your GPU is full. You add up your tensors, and they take a third of it.
+# Both are right. Between your tensors and the GPU is PyTorch's *caching allocator*. Asking the
+# driver for memory takes as long as a hundred small kernels, giving it back waits for the whole
+# device, and a training step makes thousands of tensors. So it keeps what is freed, for the next
+# tensor that fits. And it has three answers to "how much":
+#
+# - **allocated**: memory that tensors live in;
+# - **reserved**: memory that PyTorch has asked the driver for, and not given back;
+# - **active**: allocated, and what was freed but may still be read. This page is about that one.
+#
+# It runs on minifsdp's virtual GPU, whose allocator has PyTorch's rules and numbers.
+
+# %% [hidden]
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+
+import torch
+
+from minifsdp.sim import VirtualGpu, cluster
+from minifsdp.streams import Finish, Streams
+
+PICTURE, MiB = Path(__file__).with_suffix(".svg"), 2**20
+
+
+# %%
+def asked_and_taken() -> None:
+    with cluster() as gpu:
+        for _ in range(1000):
+            torch.empty(250_000)  # made, and dropped at once
+    print(f"1000 tensors, {gpu.allocator.mallocs} cudaMalloc")
+    for size in (1, 1_000_000, MiB + 1, 16_000_000):
+        with cluster() as gpu:
+            tensor = torch.empty(size, dtype=torch.uint8)
+            allocated, reserved = gpu.allocator.allocated.now, gpu.allocator.reserved.now
+            print(f"{size:>10,} bytes: {allocated:>10,} allocated, {reserved:>10,} reserved")
+            del tensor
+
+
+# %% [markdown]
+# The driver is asked for *segments*, and tensors get *blocks* of them, in multiples of 512 bytes.
+# Small blocks come from segments of 2 MiB, larger ones from 20 MiB, and those from 10 MiB on have
+# a segment to themselves. A block is one piece: if ten tensors of 2 MiB fill a segment and every
+# second one is dropped, 10 MiB are free, but not for a tensor of 4 MiB. That is *fragmentation*.
+#
+# ## Whose memory it is
+#
+# A block that was freed on the host may still be in use on the GPU, which is behind. For the *same
+# stream* this does no harm: its next kernel runs after those that were launched before. So a freed
+# block goes back to the pool of its stream, at once, and no other stream ever gets it.
+#
+# What if another stream has read it? Then the allocator has to be told, with
+# `tensor.record_stream(stream)`. Freeing the tensor now puts a mark into that stream. Until the
+# stream has passed the mark the block is not allocated any more, and not free: it is *active*. And
+# somebody has to look. That is done at the next allocation, and at no other time.
+
+
+# %%
+def copy_of(streams: Streams, name: str) -> torch.Tensor:
+    """16 MB, made on another stream; the compute stream waits for it."""
+    made = []
+
+    def launch() -> Finish:
+        made.append(torch.ones(4_000_000))
+        return lambda: None
+
+    streams.unshard.submit(launch, f"copy {name}").wait()
+    return made[0]
+
+
+def levels(gpu: VirtualGpu, when: str) -> None:
+    allocated, active = gpu.allocator.allocated.now / MiB, gpu.allocator.active.now / MiB
+    print(f"{when:30} {allocated:3.0f} MiB allocated, {active:3.0f} active")
+
+
+def freed_and_not_free() -> None:
+    with cluster() as gpu:
+        streams, busy = Streams.on(torch.device("meta")), torch.empty(8192, 8192)
+        x = copy_of(streams, "x")
+        torch.matmul(busy, busy)  # 94 ms of work for the compute stream
+        x.add_(1)
+        levels(gpu, "x is in use:")
+        streams.compute.record_use(x)  # x.record_stream(compute)
+        del x
+        levels(gpu, "x is dropped:")
+        gpu.synchronize()
+        levels(gpu, "the GPU has done everything:")
+        y = copy_of(streams, "y")
+        levels(gpu, "y, of the same size, is made:")
+        del y
+
+
+# %% [markdown]
+# (`busy` has 256 MiB.) Only `y` gets the memory of `x`. Next, six such copies one after the other.
+# The host does not wait, and no two of them are alive at once. With and without `record_stream`:
+
+
+# %%
+def six_copies(record: bool) -> VirtualGpu:
+    with cluster() as gpu:
+        streams, busy = Streams.on(torch.device("meta")), torch.empty(2048, 2048)
+        for name in "abcdef":
+            x = copy_of(streams, name)
+            torch.matmul(busy, busy)
+            x.add_(1)
+            if record:
+                streams.compute.record_use(x)
+            del x
+        gpu.synchronize()
+    return gpu
+
+
+def with_and_without() -> None:
+    six_copies(record=True).timeline(PICTURE, "six copies of 16 MB, one after the other")
+    for record in (True, False):
+        gpu = six_copies(record)
+        races = gpu.races()
+        print(f"record_stream: {record}. {gpu.allocator.reserved.now // MiB} MiB reserved")
+        print(*races[:1], sep="\n")
+
+
+# %% [markdown]
+# ![A timeline. The unshard lane makes six copies at the start, the compute lane works on them
+# until the end. The reserved and active areas rise in six steps and stay, the allocated one stays
+# low.](08_allocator.svg)
+#
+# The one thing to notice: there is memory for six. *Allocated* (dark) is what the program means.
+# *Active* is what the GPU is not done with. *Reserved* is what it costs.
+#
+# Without `record_stream` one block is enough, and that is what breaks: the next copy is written to
+# it while the GPU has yet to read the last one. On a real GPU this gives wrong numbers, on some
+# days. The virtual one knows what every kernel reads and writes, and says so on all days.
+#
+# In minifsdp a unit's parameters are made on one stream and read on another, too:
+#
+# {{ minifsdp/reshard.py reshard }}
+#
+# ## Predict, then run
+#
+# 1. A tensor of 3 bytes and one of 600: how much is allocated?
+# 2. A tensor is dropped on one stream. The host waits for the GPU. Then another stream asks for the
+#    same size. Does it get that memory?
+
+
+# %%
+def answers() -> None:
+    with cluster() as gpu:
+        two = torch.empty(3, dtype=torch.uint8), torch.empty(600, dtype=torch.uint8)
+        assert gpu.allocator.allocated.now == 512 + 1024  # 1.
+        del two
+    with cluster() as gpu:
+        torch.empty(4_000_000)
+        gpu.synchronize()
+        with gpu.on("unshard"):
+            torch.empty(4_000_000)
+        assert gpu.allocator.mallocs == 2  # 2. no: a pool belongs to its stream for ever
+
+
+# %% [hidden]
+def main() -> None:
+    asked_and_taken()
+    freed_and_not_free()
+    with_and_without()
+    answers()
+
+
+if __name__ == "__main__":
+    main()
