@@ -92,3 +92,15 @@ def test_an_ordinary_model_trains_without_knowing(kind):
             levels.append(gpu.allocator.allocated.now)
     assert levels[1] == levels[2] == levels[3]  # no leak
     assert gpu.report()["flops"] > 0
+
+
+def test_the_report_says_how_often_memory_was_asked_for_and_given_back():
+    with cluster("a100-40") as gpu:
+        x = torch.empty(30 * 1024 * MiB, dtype=torch.uint8)
+        counts = gpu.report()
+        assert (counts["cudaMallocs"], counts["retries"]) == (1, 0)
+        del x
+        y = torch.empty(35 * 1024 * MiB, dtype=torch.uint8)  # not beside the first one's segment
+        counts = gpu.report()
+        assert (counts["cudaMallocs"], counts["retries"]) == (2, 1)
+        del y
