@@ -44,7 +44,7 @@ tutorials: $(INSTALLED)  ## the pages in tutorials/, by running them
 	@$(PY) tutorials/build.py $(ARGS)
 
 bench: $(INSTALLED)  ## against torch's FSDP1 and DDP, as ratios
-	@$(PY) -m tests.bench $(ARGS)
+	@$(PY) -m tests.bench.engine $(ARGS)
 
 validate: $(INSTALLED)  ## the virtual GPU against the real one that is here
 	@$(PY) -m tests.bench.gpu

@@ -9,6 +9,7 @@ ranks and plain parameters, with every prefetch and every limit.
 """
 
 import itertools
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -154,4 +155,6 @@ def show(line: str, stays: bool = False) -> None:
 
 
 if __name__ == "__main__":
+    # nn.TransformerEncoder's, about a path that is not taken. Ranks are processes of their own.
+    os.environ["PYTHONWARNINGS"] = "ignore:enable_nested_tensor:UserWarning"
     main(sys.argv[1:])

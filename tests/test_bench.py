@@ -1,5 +1,8 @@
 """bench/: what can be tried of it without a quiet machine or a GPU."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,3 +63,12 @@ def test_collectives_sleep_as_long_as_they_would_take_one_at_a_time(monkeypatch)
         assert slept == pytest.approx([expected] * 2, rel=1e-6) and waited == [1]
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_the_bench_runs():
+    """How fast it is, is not asked here."""
+    command = [sys.executable, "-m", "tests.bench.engine", "--rounds", "1"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count(": time ") == 3 and "minifsdp / torch FSDP1: " in result.stdout

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from minifsdp import collectives
-from tests.bench.__main__ import bytes_sent
+from tests.bench.engine import bytes_sent
 from tests.ranks import device, on_ranks, run
 
 WORLDS = (1, 2, 3, 4)

@@ -74,8 +74,8 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tape.append(Note(max(self.clock.now, self.clock.idle_at())))
 
     def report(self) -> dict[str, Any]:
-        """Figures of the last step; see report.py. And, since the beginning, how often the allocator
-        asked for memory, and had to wait and give back before it got any."""
+        """Figures of the last step; see report.py. And how often the allocator has asked for memory
+        since the beginning, and had to wait and give back before it got any."""
         counts = {"cudaMallocs": self.allocator.mallocs, "retries": self.allocator.retries}
         return {**report(self.tape), **counts}
 

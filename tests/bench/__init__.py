@@ -1,1 +1,1 @@
-"""Measurements: `make bench` (__main__.py), and `make validate` where there is a GPU (gpu.py)."""
+"""Measurements: `make bench` (engine.py), and `make validate` where there is a GPU (gpu.py)."""
