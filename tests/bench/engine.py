@@ -119,6 +119,7 @@ def bench_steps(rank: int, ranks: int, rounds: int, rendezvous: str) -> None:
                 f"  {a} / {b}: time {statistics.median(ratios):.2f} "
                 f"({min(ratios):.2f} to {max(ratios):.2f}), bytes {sent[a] / sent[b]:.2f}"
             )
+    sys.stdout.flush()
     dist.barrier()
     os._exit(0)  # gloo's threads may outlive the interpreter otherwise
 
