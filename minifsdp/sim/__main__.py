@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 from minifsdp.sim.device import VirtualGpu
 from minifsdp.sim.plan import plan
 from minifsdp.sim.run import add_settings, measure
-from minifsdp.sim.timeline import svg, text
+from minifsdp.sim.spans import text
+from minifsdp.sim.timeline import svg
 
 
 class Parser(argparse.ArgumentParser):

@@ -5,58 +5,12 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from minifsdp.sim.tape import Buffer, Mark, Memory, Note, Op, Wait
-from minifsdp.sim.timeline import WIDTH, _ticks, spans, svg, text
+from minifsdp.sim.spans import text
+from minifsdp.sim.svg import WIDTH
+from minifsdp.sim.tape import Memory, Note
+from minifsdp.sim.timeline import _ticks, svg
 from tests.sim.test_cluster import train
-
-GATHERED = {name: Buffer(f"all-gather '{name}'", "unshard", 100) for name in ("a", "b")}
-OTHER = Buffer("", "compute", 100)
-
-
-def op(stream: str, start: float, end: float, label: str = "", reads: tuple = ()) -> Op:
-    return Op("name", label, stream, start, start, end, [*reads], [])
-
-
-STEP = [
-    op("unshard", 0.0, 2.0, "all-gather 'a'"),
-    op("unshard", 2.0, 4.0, "all-gather 'b'"),
-    op("compute", 2.0, 3.0, reads=(GATHERED["a"],)),
-    op("compute", 3.0, 4.0, reads=(OTHER,)),
-    Wait("host", Mark("compute", 4.0), 1.0, 4.0, "limiter.py:1"),
-    op("compute", 4.0, 6.0, reads=(OTHER, GATHERED["b"])),
-    Wait("host", None, 5.0, 8.0, "train.py:1"),
-    op("reduce", 6.0, 8.0, "reduce 'b'"),
-    Memory(OTHER, False, 2.0, 10, 20, 40),
-    Memory(OTHER, True, 6.0, 5, 20, 40),
-    Note(8.0),
-]
-
-
-def test_work_of_one_unit_is_one_span():
-    assert [(s.lane, s.start, s.end, s.name) for s in sorted(spans(STEP))] == [
-        ("compute", 2.0, 4.0, "a"),
-        ("compute", 4.0, 6.0, "b"),
-        ("host", 1.0, 4.0, "limiter"),
-        ("host", 5.0, 8.0, "host waits"),
-        ("reduce", 6.0, 8.0, "b"),
-        ("unshard", 0.0, 2.0, "a"),
-        ("unshard", 2.0, 4.0, "b"),
-    ]
-
-
-def test_a_gap_parts_what_is_the_same_units():
-    found = spans([op("reduce", 0.0, 1.0, "reduce 'a'"), op("reduce", 2.0, 3.0, "reduce 'a'")])
-    assert [(s.start, s.end) for s in found] == [(0.0, 1.0), (2.0, 3.0)]
-
-
-def test_as_text_it_is_a_row_for_each_lane():
-    assert text(STEP, width=16).splitlines() == [
-        "     host --LLLLLL--wwwwww",
-        "  compute ....00001111....",
-        "  unshard 00001111........",
-        "   reduce ............1111",
-        "          0       8e+03 ms",
-    ]
+from tests.sim.test_spans import OTHER, STEP
 
 
 def shapes(picture: str) -> dict[str, list[ElementTree.Element]]:
@@ -69,15 +23,15 @@ def shapes(picture: str) -> dict[str, list[ElementTree.Element]]:
 def test_as_a_picture_each_span_is_where_its_time_is():
     found = shapes(svg({"a <title>": STEP}))
     assert found["title"][0].text == "a <title>"
-    (limiter, _) = found["limiter"]  # and in the legend
-    reduce = found["sends odd"][-1]
+    (limiter, _) = found["orange"]  # and in the legend
+    reduce = found["lightpurple"][-1]
     unit = float(reduce.get("width")) / 2  # of a second
     assert float(limiter.get("width")) == pytest.approx(3 * unit, abs=0.2)
     assert float(limiter.get("x")) == pytest.approx(
-        float(found["host"][0].get("x")) + unit, abs=0.2
+        float(found["gray"][0].get("x")) + unit, abs=0.2
     )
     assert float(reduce.get("x")) + float(reduce.get("width")) == pytest.approx(WIDTH - 12, abs=0.2)
-    assert {"reserved", "active", "allocated", "stall"} <= found.keys()
+    assert {"lightgray", "lightgreen", "green", "amber"} <= found.keys()
 
 
 def test_several_steps_are_on_the_same_axes():
@@ -85,21 +39,27 @@ def test_several_steps_are_on_the_same_axes():
     picture = svg({"large": STEP, "small": small})
     found = shapes(picture)
     assert [title.text for title in found["title"]] == ["large", "small"]
-    widths = [float(host.get("width")) for host in found["host"]]
+    widths = [float(host.get("width")) for host in found["gray"]]
     assert widths[1] == pytest.approx(widths[0] / 2, abs=0.2)  # 4 of 8 seconds
     heights = [
         max(ys) - min(ys)
-        for path in found["reserved"][:2]
+        for path in found["lightgray"][:2]
         for ys in [[float(y) for y in re.findall(r"[V ]([\d.]+)", path.get("d"))]]
     ]
     assert heights[1] == pytest.approx(heights[0] / 2, abs=0.2)
     assert {"40 B reserved", "20 B reserved"} <= {e.text for e in found[""]}
 
 
+def test_it_is_as_high_as_the_last_step():
+    first = [Memory(OTHER, False, -1.0, 0, 0, 4000), Note(-0.5), Note(0.0)]
+    path = shapes(svg({"": STEP}))["lightgray"][0].get("d")
+    assert shapes(svg({"": [*first, *STEP]}))["lightgray"][0].get("d") == path
+
+
 def test_a_peak_is_drawn_however_short():
     levels = [(2.0, 10), (2.00001, 100), (2.00002, 10), (6.0, 10)]
     peaks = [Memory(OTHER, False, at, level, level, level) for at, level in levels]
-    (path, *_) = shapes(svg({"": [*STEP[:3], *peaks, Note(8.0)]}))["allocated"]
+    (path, *_) = shapes(svg({"": [*STEP[:3], *peaks, Note(8.0)]}))["green"]
     heights = [float(y) for y in re.findall(r"V([\d.]+)", path.get("d"))]
     floor, top = max(heights), min(float(y) for y in re.findall(r"[ V]([\d.]+)", path.get("d")))
     assert (floor - heights[0]) * 10 == pytest.approx(floor - top, abs=1)
@@ -125,4 +85,4 @@ def test_the_picture_that_explains_the_limiter():
         pictures[limit] = shapes(svg({"": gpu.tape}))
         rows = {line.split()[0]: line.split()[1] for line in text(gpu.tape).splitlines()[:-1]}
         assert rows["host"].count("L") > 50 if limit else "L" not in rows["host"]
-    assert "limiter" in pictures[True] and "limiter" not in pictures[False]
+    assert "orange" in pictures[True] and "orange" not in pictures[False]

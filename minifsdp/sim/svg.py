@@ -1,0 +1,87 @@
+"""A sheet to draw on: SVG that is read at the width of a README, on light and on dark ground."""
+
+from html import escape
+from pathlib import Path
+
+WIDTH = 860  # pixels; a code host shows that many beside its margins
+
+
+class Drawing:
+    """Boxes, words and paths. ``kind`` is a class of the style below, a colour for most things.
+
+    Args:
+        label: what is drawn, for those who cannot see it.
+    """
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self._parts: list[str] = []
+        self.bottom = 0.0  # as far down as there is something
+
+    def text(self, x: float, y: float, words: str, kind: str = "") -> None:
+        """Words that stand on ``y``. They begin at ``x``; those of kind "lane" end there, and
+        "middle", "tick" and "unit" have it in their middle."""
+        self._parts.append(f'<text x="{x:g}" y="{y:g}" class="{kind}">{escape(words)}</text>')
+        self.reach(y + 3)
+
+    def box(
+        self, x: float, y: float, width: float, height: float, kind: str, words: str = "",
+        tip: str = "",
+    ) -> None:  # fmt: skip
+        """A box, with words inside if there is room for them, and a tip under the mouse."""
+        title = f"<title>{escape(tip)}</title>" if tip else ""
+        self._parts.append(
+            f'<rect x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="{height:g}" '
+            f'class="{kind}">{title}</rect>'
+        )
+        if words and width > 7 * len(words) + 4:
+            self.text(round(x + width / 2, 1), y + height / 2 + 3.5, words, "unit")
+        self.reach(y + height)
+
+    def path(self, steps: str, kind: str) -> None:
+        """A path in SVG's own words."""
+        self._parts.append(f'<path d="{steps}" class="{kind}"/>')
+
+    def legend(self, left: float, names: dict[str, str]) -> None:
+        """What each kind means, in a row below all that is there."""
+        top = self.bottom + 8
+        for kind, words in names.items():
+            self.box(left, top, 10, 10, kind)
+            self.text(left + 14, top + 9, words, "legend")
+            left += 30 + 6 * len(words)
+
+    def reach(self, y: float) -> None:
+        """Make the sheet at least this long; a path does not do it by itself."""
+        self.bottom = max(self.bottom, y)
+
+    def __str__(self) -> str:
+        height = self.bottom + 10
+        return "\n".join(
+            [
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" '
+                f'width="{WIDTH}" height="{height:g}" role="img" '
+                f'aria-label="{escape(self.label, quote=True)}">',
+                _STYLE,
+                *self._parts,
+                "</svg>\n",
+            ]
+        )
+
+    def write(self, path: str | Path) -> None:
+        """As a file."""
+        Path(path).write_text(str(self))
+
+
+_STYLE = """<style>
+text { font: 11px system-ui, sans-serif; fill: #57606a; }
+.title { font-size: 13px; font-weight: 600; }
+.lane { text-anchor: end; } .tick, .unit, .middle { text-anchor: middle; }
+.unit { font-size: 10px; fill: #fff; }
+.line { stroke: #8c959f; stroke-opacity: .4; fill: none; }
+.blue { fill: #1f6feb; } .lightblue { fill: #4184e4; }
+.purple { fill: #8250df; } .lightpurple { fill: #986ee2; }
+.orange { fill: #e16f24; } .amber { fill: #bf8700; fill-opacity: .6; } .red { fill: #cf222e; }
+.green { fill: #2da44e; } .lightgreen { fill: #2da44e; fill-opacity: .45; }
+.gray { fill: #8c959f; fill-opacity: .55; } .lightgray { fill: #8c959f; fill-opacity: .35; }
+@media (prefers-color-scheme: dark) { text { fill: #adbac7; } .unit { fill: #fff; } }
+</style>"""
