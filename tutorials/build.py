@@ -20,6 +20,7 @@ A page cannot be stale: what it prints is what happens, and what it names has to
 
 import ast
 import contextlib
+import functools
 import importlib.util
 import io
 import re
@@ -30,6 +31,7 @@ from types import ModuleType
 from typing import Any
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # as for a page that is run by itself: launch.py, draw.py
 MARKDOWN, HIDDEN = "[markdown]", "[hidden]"
 
 
@@ -108,6 +110,7 @@ def run(module: ModuleType) -> dict[str, str]:
     main = module.main
 
     def listening(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             out = io.StringIO()
             with contextlib.redirect_stdout(out):

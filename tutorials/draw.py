@@ -1,0 +1,77 @@
+"""Two kinds of picture that pages share: bars to compare, strips of boxes to see how things lie.
+
+The third, the timeline of a step, is the virtual GPU's own (minifsdp/sim/timeline.py).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from minifsdp.sim.svg import WIDTH, Drawing
+
+COLOURS = ("blue", "purple", "green", "orange", "gray", "lightblue", "lightpurple")
+MARGIN, ROW = 12, 24
+
+Box = tuple[float, str, str]  # how wide; of what colour, "" for a gap; the words inside
+Row = tuple[str, list[Box]]  # its name, and what is in it
+
+
+def bars(
+    path: Path,
+    title: str,
+    rows: dict[str, dict[str, float]],
+    words: Callable[[float], str] = "{:g}".format,
+) -> None:
+    """A bar for each row, of parts that are told apart by colour. ``words`` says the sum."""
+    drawing = Drawing(title)
+    parts = dict.fromkeys(part for row in rows.values() for part in row)
+    colours = dict(zip(parts, COLOURS, strict=False))
+    sums = {name: sum(row.values()) for name, row in rows.items()}
+    left = _left(rows)
+    scale = (WIDTH - left - MARGIN - 7 * max(len(words(s)) for s in sums.values())) / (
+        max(sums.values()) or 1
+    )
+    drawing.text(MARGIN, 20, title, "title")
+    for name, row in rows.items():
+        y = drawing.bottom + 6
+        drawing.text(left - 8, y + 14, name, "lane")
+        x = float(left)
+        for part, value in row.items():
+            drawing.box(x, y, value * scale, ROW - 6, colours[part], tip=f"{part}: {words(value)}")
+            x += value * scale
+        drawing.text(round(x + 6, 1), y + 13, words(sums[name]))
+    if len(parts) > 1:
+        drawing.legend(left, {colour: part for part, colour in colours.items()})
+    drawing.write(path)
+
+
+def strips(
+    path: Path, title: str, rows: Sequence[Row], legend: dict[str, str] | None = None
+) -> None:
+    """A strip of boxes for each row, all on one scale. A row without boxes is a heading.
+
+    Args:
+        legend: what each colour means.
+    """
+    drawing = Drawing(title)
+    left = _left([name for name, boxes in rows if boxes])
+    widest = max(sum(width for width, *_ in boxes) for _, boxes in rows)
+    scale = (WIDTH - left - MARGIN) / widest
+    drawing.text(MARGIN, 20, title, "title")
+    for name, boxes in rows:
+        y = drawing.bottom + (6 if boxes else 14)
+        drawing.text(left - (8 if boxes else 0), y + 13, name, "lane" if boxes else "")
+        x = float(left)
+        for width, colour, words in boxes:
+            if colour:
+                drawing.box(x, y, max(width * scale - 1, 1), ROW - 6, colour, words, tip=words)
+            elif words:
+                drawing.text(round(x + width * scale / 2, 1), y + 13, words, "middle")
+            x += width * scale
+    if legend:
+        drawing.legend(left, legend)
+    drawing.write(path)
+
+
+def _left(names: Iterable[str]) -> int:
+    """Where the names of rows end."""
+    return MARGIN + 8 + round(6.2 * max(map(len, names), default=0))
