@@ -5,52 +5,16 @@ memory at the peak, one for each layer sends many small messages. A good border 
 model repeats. This file finds the modules to wrap, and checks that no parameter straddles a border.
 """
 
-import gc
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-from weakref import ref
 
 from torch import nn
-from torch.optim import Optimizer
 
+from minifsdp.originals import taken_by
 from minifsdp.shard import FlatParameter
 from minifsdp.slots import Slot
-from minifsdp.unit import Unit
+from minifsdp.tree import clean, own_modules, unit_of
 from minifsdp.wrap import Policy, has_forward
-
-WRAPPER_PREFIX = "_fsdp_wrapped_module."  # the name that torch gives it, in every state dict since
-
-Modules = dict[str, nn.Module]
-"""Those of one unit, by their name below its module, which itself has the name ''."""
-
-Originals = dict[str, "ref[nn.Parameter]"]
-"""A unit's parameters as they were before wrapping, by name. Nobody should still hold them."""
-
-
-def clean(name: str) -> str:
-    """A fully qualified name as it was before wrapping."""
-    return name.replace(WRAPPER_PREFIX, "")
-
-
-def unit_of(module: nn.Module) -> Unit | None:
-    """The unit of a module that is a wrapper, else None."""
-    unit = module.__dict__.get("_unit")
-    return unit if isinstance(unit, Unit) else None
-
-
-def own_modules(module: nn.Module) -> Modules:
-    """``module`` and what is below it, without wrapped modules and what is below those."""
-    found: Modules = {}
-    _own_modules(module, "", found, set())
-    return found
-
-
-def _own_modules(module: nn.Module, name: str, found: Modules, seen: set[nn.Module]) -> None:
-    found[name] = module
-    seen.add(module)
-    for attribute, child in module._modules.items():
-        if child is not None and child not in seen and unit_of(child) is None:
-            _own_modules(child, f"{name}.{attribute}" if name else attribute, found, seen)
 
 
 def select(root: nn.Module, policy: Policy) -> dict[nn.Module, dict[str, Any]]:
@@ -183,8 +147,7 @@ def collect(module: nn.Module) -> list[Slot]:
             if param is None or isinstance(param, FlatParameter):
                 continue
             name = clean(f"{module_name}.{attribute}" if module_name else attribute)
-            taken_by, its_name = getattr(param, "_minifsdp_taken", (lambda: None, ""))
-            unit = taken_by()
+            unit, its_name = taken_by(param)
             if unit is not None:
                 where = {unit_of(m): clean(n) for n, m in module.named_modules()}.get(unit)
                 if where is None:  # not below this module: a sibling, of which no name is known
@@ -196,47 +159,6 @@ def collect(module: nn.Module) -> list[Slot]:
             slot = slots.setdefault(param, Slot(name, param.shape))
             slot.owners.append((owner, attribute))
     return list(slots.values())
-
-
-def mark_taken(unit: Unit, originals: Originals) -> None:
-    """Leave a note on the original parameters, for a module elsewhere that holds one of them."""
-    for name, original in reversed(originals.items()):  # of a shared one the first name stays
-        param = original()
-        if param is not None:
-            param._minifsdp_taken = (ref(unit), name)  # type: ignore[attr-defined]
-
-
-def check_optimizers(originals: Originals) -> None:
-    """Refuse an optimizer that was built before wrapping: it would step tensors nobody uses.
-
-    Raises:
-        RuntimeError: an optimizer does.
-    """
-    if not _holders(originals):
-        return
-    gc.collect()  # one that nobody uses any more may wait for this, and is no mistake
-    for optimizer, held in _holders(originals).items():
-        raise RuntimeError(
-            f"an optimizer ({optimizer}) was built before wrapping. It holds {', '.join(held)}, "
-            f"which wrapping has replaced by a sharded flat parameter, so its steps would change "
-            f"nothing. Build the model anew (this one's parameters are gone), wrap it, and build "
-            f"the optimizer after that, from the wrapped model's parameters()."
-        )
-
-
-def _holders(originals: Originals) -> dict[str, list[str]]:
-    """Which of them the optimizers hold, by the name of the optimizer's class."""
-    alive = {id(param): name for name, r in originals.items() if (param := r()) is not None}
-    found: dict[str, list[str]] = {}
-    if not alive:
-        return found
-    for candidate in gc.get_objects():  # a long walk; only when somebody does hold an original
-        if issubclass(type(candidate), Optimizer):  # isinstance would wake up lazy proxies
-            groups = getattr(candidate, "param_groups", [])
-            held = [alive[id(p)] for group in groups for p in group["params"] if id(p) in alive]
-            if held:
-                found.setdefault(type(candidate).__name__, []).extend(held)
-    return found
 
 
 def _shared(first: str, first_unit: str, second: str, second_unit: str) -> ValueError:

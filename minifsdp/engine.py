@@ -31,6 +31,7 @@ class Engine:
         self.limiter, self.prefetcher, self.stats = limiter, prefetcher, Stats()
         self.streams = Streams.on(torch.device("cpu"))  # till the first forward
         self.lockstep = Lockstep(units)
+        self.training: bool | None = None  # the mode of the outermost module, last time it ran
         self._reductions: list[Reduction] = []  # of this backward, in the order of their start
         self._kept: dict[Unit, Tensor] = {}  # gradients of this backward that are not reduced yet
 
@@ -47,6 +48,7 @@ class Engine:
             RuntimeError: parameters were moved, or stepped, when they should not have been.
         """
         self.reset()
+        self.training = self.training if training is None else training
         by_device = {unit.device: unit.label for unit in self.units if unit.numel}
         if len(by_device) > 1:
             found = "; ".join(f"{device}: {label}, ..." for device, label in by_device.items())
@@ -64,6 +66,14 @@ class Engine:
         self.lockstep.start()
         # The gathers to come must send what the optimizer has just written.
         self.streams.unshard.wait_event(self.streams.compute.record_event())
+
+    def compute_as(self, training: bool | None) -> None:
+        """Have everything in the precision of this mode, for what a backward will run again."""
+        if training is not self.training:
+            self.training = training
+            for unit in self.units:
+                self.free(unit)
+                unit.choose_precision(training)
 
     def reset(self) -> None:
         """Drop what a failed forward or backward has left, and what a forward without one keeps."""
@@ -89,7 +99,7 @@ class Engine:
 
     def prefetch(self, target: Unit | None) -> None:
         """Start to unshard a unit that will be needed next, if that is so and there is room."""
-        if target is None or not target.transient:
+        if target is None or not target.transient or self.lockstep.apart:
             return
         if not self.prefetcher.is_sound(target):
             return
@@ -105,6 +115,12 @@ class Engine:
             self.limiter.freed(unit, reshard(unit, self.streams))
             self.stats.unsharded_units -= 1
             self.stats.unsharded_bytes -= unit.full_bytes
+
+    def done_with(self, unit: Unit) -> None:
+        """Free a unit that has had its turn; but where ranks go different ways, nobody could gather
+        it again."""
+        if not self.lockstep.apart:
+            self.free(unit)
 
     def reduce(self, unit: Unit, grad: Tensor) -> None:
         """Start to reduce the gradient of ``unit.full``, ``[n * ranks]``, with what no_sync has

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from minifsdp.collectives import all_gather
-from minifsdp.flatten import unflatten
 from minifsdp.hooks import Hooks
 from minifsdp.lockstep import Moment
 from minifsdp.offload import HOST
 from minifsdp.unit import Unit
 from minifsdp.unshard import wait_for_unshard
+from minifsdp.whole import Whole
 
 
 @dataclass(frozen=True)
@@ -35,24 +35,6 @@ class Options:
     rank0_only: bool = False
     offload_to_cpu: bool = False
     with_grads: bool = False
-
-
-@dataclass
-class Whole:
-    """One unit's parameters while they are out, and their gradients, if they are."""
-
-    unit: Unit
-    flat: Tensor
-    grad: Tensor | None
-
-    @property
-    def views(self) -> list[Tensor]:
-        return unflatten(self.flat, [slot.shape for slot in self.unit.slots])
-
-    @property
-    def grads(self) -> list[Tensor] | None:
-        shapes = [slot.shape for slot in self.unit.slots]
-        return None if self.grad is None else unflatten(self.grad, shapes)
 
 
 class Wrapper(Protocol):
@@ -119,22 +101,22 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[b
         for unit in units:
             whole = _take_out(hooks, unit, options, shown)
             if shown:
-                _register(whole)
+                whole.register()
                 out.append(whole)
         yield shown
         if options.writeback:
             for whole in out:  # all, or none
-                _check_shapes(whole.unit)
+                whole.check_shapes()
             for whole in out:
-                _write_back(whole)
+                whole.write_back()
     finally:
         for whole in out:
-            _unregister(whole.unit)
+            whole.unregister()
         for unit in units:
             hooks.summoned.discard(unit)
             engine.free(unit)
         for unit in engine.units if not hooks.summoned else ():
-            unit.choose_precision(hooks.training)  # there may be a backward to come
+            unit.choose_precision(engine.training)  # there may be a backward to come
 
 
 def _take_out(hooks: Hooks, unit: Unit, options: Options, shown: bool) -> Whole:
@@ -175,65 +157,6 @@ def _whole_grad(unit: Unit) -> Tensor | None:
     whole = chunk.new_empty(unit.full_numel)
     all_gather(whole, chunk, unit.shard_group, unit.tag)()
     return whole
-
-
-def _register(whole: Whole) -> None:
-    """Turn the views into parameters, so that torch finds them under their names."""
-    unit, grads = whole.unit, whole.grads
-    for place, (slot, view) in enumerate(zip(unit.slots, whole.views, strict=True)):
-        param = nn.Parameter(view.detach(), requires_grad=unit.shard.requires_grad)
-        param.grad = None if grads is None else grads[place]
-        for module, attribute in slot.owners:
-            module.__dict__.pop(attribute, None)
-            module.register_parameter(attribute, param)
-
-
-def _unregister(unit: Unit) -> None:
-    """Undo :func:`_register`, whatever the caller has put in the parameters' places."""
-    for slot in unit.slots:
-        for module, attribute in slot.owners:
-            module._parameters.pop(attribute, None)
-    unit.hide()
-
-
-def _check_shapes(unit: Unit) -> None:
-    """Refuse what cannot be written back.
-
-    Raises:
-        ValueError: a parameter was removed, or replaced by one of another shape.
-    """
-    for slot in unit.slots:
-        for module, attribute in slot.owners:
-            param = module._parameters.get(attribute)
-            if param is None or param.shape != slot.shape:
-                raise ValueError(
-                    f"parameter {slot.name!r} of unit {unit.label} was replaced inside "
-                    f"summon_full_params by {None if param is None else list(param.shape)}; it has "
-                    f"to stay a tensor of shape {list(slot.shape)}."
-                )
-
-
-def _write_back(whole: Whole) -> None:
-    """Store this rank's chunk of what the parameters, and their gradients, are now."""
-    unit, grads = whole.unit, whole.grads
-    for place, (slot, view) in enumerate(zip(unit.slots, whole.views, strict=True)):
-        for module, attribute in slot.owners:
-            param = module._parameters[attribute]
-            assert param is not None
-            _keep(param.data, view)
-            if grads is not None:
-                none = grads[place].new_zeros(())
-                _keep(none if param.grad is None else param.grad, grads[place])
-    own = slice(unit.rank * unit.chunk.numel(), (unit.rank + 1) * unit.chunk.numel())
-    if whole.flat.data_ptr() != unit.chunk.data_ptr():
-        unit.chunk.copy_(whole.flat[own])
-    if whole.grad is not None and unit.shard.grad is not None:
-        unit.shard.grad.copy_(whole.grad[own][: unit.shard.numel()])
-
-
-def _keep(value: Tensor, view: Tensor) -> None:
-    if value.data_ptr() != view.data_ptr():  # replaced, not changed in place: `weight.data = ...`
-        view.data.copy_(value)
 
 
 def _is_first(unit: Unit) -> bool:

@@ -19,17 +19,18 @@ from minifsdp.api import (
     MixedPrecision,
     ShardingStrategy,
 )
-from minifsdp.borders import check_wrappable, clean, unit_of
-from minifsdp.build import Settings, as_device, as_precision, build_unit, wrap_below
+from minifsdp.borders import check_wrappable
+from minifsdp.build import build_unit, wrap_below
 from minifsdp.clip_grad import clip_grad_norm
 from minifsdp.engine import Engine
 from minifsdp.full_params import Options, summon
-from minifsdp.groups import place
 from minifsdp.hooks import Hooks
 from minifsdp.limiter import Limiter, make_limiter
-from minifsdp.precision import output_cast
-from minifsdp.prefetch import Prefetcher
+from minifsdp.missing import add_missing, refuse
+from minifsdp.prefetch import Prefetcher, make_prefetcher
+from minifsdp.settings import as_settings
 from minifsdp.state_dict import register_hooks
+from minifsdp.tree import clean, name_units
 from minifsdp.wrap import Policy
 
 
@@ -94,33 +95,21 @@ class FullyShardedDataParallel(nn.Module):
         ignored_states: Any = None,
         device_mesh: Any = None,
     ) -> None:
-        _refuse_what_is_not_there(
-            ignored_modules=ignored_modules,
-            ignored_states=ignored_states,
+        refuse(
+            ignored_modules=ignored_modules, ignored_states=ignored_states,
             use_orig_params=use_orig_params,
-        )
+        )  # fmt: skip
         super().__init__()
         check_wrappable(module)
-        settings = Settings(
-            placement=place(
-                sharding_strategy or ShardingStrategy.FULL_SHARD, process_group, device_mesh
-            ),
-            precision=as_precision(mixed_precision),
-            offload=cpu_offload is not None and cpu_offload.offload_params,
-            device=as_device(device_id),
-            init_fn=param_init_fn,
-            synchronize=sync_module_states,
-        )
+        given = dict(
+            process_group=process_group, sharding_strategy=sharding_strategy,
+            cpu_offload=cpu_offload, mixed_precision=mixed_precision, param_init_fn=param_init_fn,
+            device_id=device_id, sync_module_states=sync_module_states, device_mesh=device_mesh,
+        )  # fmt: skip
+        settings = as_settings(**given)
         limiter = make_limiter(limit_all_gathers)
-        forward = ForwardPrefetch.FORWARD_PRE if forward_prefetch is True else forward_prefetch
-        prefetcher = Prefetcher(backward_prefetch, forward or None)
+        prefetcher = make_prefetcher(backward_prefetch, forward_prefetch)
         if auto_wrap_policy is not None:
-            given = dict(
-                process_group=process_group, sharding_strategy=sharding_strategy,
-                cpu_offload=cpu_offload, mixed_precision=mixed_precision,
-                param_init_fn=param_init_fn, device_id=device_id,
-                sync_module_states=sync_module_states, device_mesh=device_mesh,
-            )  # fmt: skip
             wrap_below(
                 module, auto_wrap_policy, settings.precision,
                 lambda inner, **own: FullyShardedDataParallel(inner, **{**given, **own}),
@@ -136,47 +125,26 @@ class FullyShardedDataParallel(nn.Module):
     def _become_root(self, prefetcher: Prefetcher, limiter: Limiter) -> None:
         """Name the units here and below, and give them hooks of their own. The last wrapper to do
         so is the outermost, whichever of them runs first: nothing has to be guessed later."""
-        wrappers = {m: clean(n) for n, m in self.named_modules() if unit_of(m) is not None}
+        wrappers = name_units(self)
         for wrapper in wrappers:
             if "_hooks" in wrapper.__dict__:
                 wrapper._hooks.engine.reset()  # it was a root, and may have been in use
         self._hooks = Hooks(Engine([w._unit for w in wrappers], limiter, prefetcher))
-        for wrapper, name in wrappers.items():
-            wrapper._hooks, wrapper._unit.name = self._hooks, name
-            wrapper._unit.enclosing = [
-                outer._unit
-                for outer, its_name in wrappers.items()
-                if outer is not wrapper and (not its_name or name.startswith(its_name + "."))
-            ]
+        for wrapper in wrappers:
+            wrapper._hooks = self._hooks
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, with its parameters gathered for as long as it runs."""
-        hooks, unit = self._hooks, self._unit
-        hooks.depth += 1
-        try:
-            as_given = output_cast(unit, args, kwargs)
-            args, kwargs = hooks.pre_forward(unit, self.training, args, kwargs)
-            output = self._fsdp_wrapped_module(*args, **kwargs)
-            if as_given is not None:
-                output = as_given(output)
-            hooks.post_forward(unit, output)
-        except BaseException:
-            hooks.forward_failed(unit)
-            raise
-        finally:
-            hooks.depth -= 1
-            del hooks.calls[hooks.depth :]
-        return output
+        return self._hooks.forward(self._unit, self.module, self.training, args, kwargs)
 
     def check_is_root(self) -> bool:
         """Whether no other wrapper is around this one."""
         return self.engine.root is self._unit
 
     @property
-    def module(self) -> nn.Module:
+    def module(self) -> Any:
         """The wrapped module."""
-        wrapped: nn.Module = self._fsdp_wrapped_module
-        return wrapped
+        return self._fsdp_wrapped_module
 
     @property
     def engine(self) -> Engine:
@@ -193,18 +161,16 @@ class FullyShardedDataParallel(nn.Module):
 
     def __getitem__(self, key: int) -> Any:
         """For a wrapped ``nn.Sequential``."""
-        return self.module[key]  # type: ignore[index]
+        return self.module[key]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Flat parameters, or inside :meth:`summon_full_params` the original ones; names as they
         were before wrapping."""
-        for name, param in super().named_parameters(*args, **kwargs):
-            yield clean(name), param
+        return ((clean(name), p) for name, p in super().named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Buffers are not sharded; names as they were before wrapping."""
-        for name, buffer in super().named_buffers(*args, **kwargs):
-            yield clean(name), buffer
+        return ((clean(name), b) for name, b in super().named_buffers(*args, **kwargs))
 
     @staticmethod
     def fsdp_modules(
@@ -214,20 +180,15 @@ class FullyShardedDataParallel(nn.Module):
         wrappers = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         return [w for w in wrappers if not root_only or w.check_is_root()]
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backwards leave whole gradients on this rank, and the first one after it reduces
         them with its own; see unsynced.py.
 
         Raises:
             RuntimeError: this is not the root, or a forward or backward is under way.
         """
-        self._check_root_and_idle("no_sync")
-        before, self._hooks.synchronizes = self._hooks.synchronizes, False
-        try:
-            yield
-        finally:
-            self._hooks.synchronizes = before
+        self._hooks.check_root_and_idle(self._unit, "no_sync")
+        return self._hooks.backward.unsynchronized()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
@@ -238,17 +199,8 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: this is not the root; a forward or backward is under way; gradients of
                 ``no_sync`` wait to be reduced.
         """
-        self._check_root_and_idle("clip_grad_norm_")
+        self._hooks.check_root_and_idle(self._unit, "clip_grad_norm_")
         return clip_grad_norm(self.engine.units, float(max_norm), float(norm_type))
-
-    def _check_root_and_idle(self, method: str) -> None:
-        if not self.check_is_root():
-            raise RuntimeError(
-                f"{method} was called on unit {self._unit.label}, which is inside of another. Call "
-                f"it on the outermost FullyShardedDataParallel: it concerns all units together."
-            )
-        if not self._hooks.idle:
-            raise RuntimeError(f"{method} was called in a forward or backward; call it between.")
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
         """Call ``fn`` on every module, inner ones first, each while the whole parameters of its
@@ -294,14 +246,11 @@ class FullyShardedDataParallel(nn.Module):
             ValueError: ``rank0_only`` with ``writeback``.
         """
         wrappers = FullyShardedDataParallel.fsdp_modules(module)
-        if not recurse:
-            wrappers = [wrapper for wrapper in wrappers if wrapper is module]
+        wrappers = [wrapper for wrapper in wrappers if recurse or wrapper is module]
         with summon(wrappers, Options(writeback, rank0_only, offload_to_cpu, with_grads)):
             yield
 
-    def _apply(
-        self, fn: Callable[[Tensor], Tensor], recurse: bool = True
-    ) -> "FullyShardedDataParallel":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Of ``to()``, ``cuda()``, ``half()``: torch may put a new parameter in our one's place."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         found = self._parameters.get("_flat_param")
@@ -317,31 +266,4 @@ class FullyShardedDataParallel(nn.Module):
         )
 
 
-# Methods of torch's.
-_NOT_THERE = """
-    flatten_sharded_optim_state_dict full_optim_state_dict get_state_dict_type optim_state_dict
-    optim_state_dict_to_load register_comm_hook rekey_optim_state_dict
-    scatter_full_optim_state_dict set_state_dict_type shard_full_optim_state_dict
-    sharded_optim_state_dict state_dict_type
-"""
-
-
-def _not_there(name: str) -> Callable[..., NoReturn]:
-    def method(*args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"minifsdp: {name} is not there yet. FSDP.summon_full_params(model) gives access to "
-            f"whole parameters under their own names."
-        )
-
-    return method
-
-
-for _name in _NOT_THERE.split():
-    setattr(FullyShardedDataParallel, _name, _not_there(_name))
-
-
-def _refuse_what_is_not_there(**arguments: Any) -> None:
-    """Better no sharding than another one than was asked for."""
-    for name, value in arguments.items():
-        if value is not None and value is not False:
-            raise NotImplementedError(f"minifsdp: {name}={value!r} is not there yet")
+add_missing(FullyShardedDataParallel)

@@ -28,7 +28,6 @@ first steps, and afterwards only if it ever made a difference.
 
 from collections.abc import Callable
 from enum import IntEnum
-from itertools import zip_longest
 from math import prod
 from typing import NamedTuple
 
@@ -36,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 from minifsdp.collectives import Group, all_gather, gather_objects
+from minifsdp.compare import Notes, describe, difference
 from minifsdp.unit import Unit
 
 CHECKED_STEPS = 2
@@ -66,15 +66,6 @@ class Circle(NamedTuple):
 
     groups: list[Group]  # word goes along the first and then, with hybrid sharding, the second
     members: list[Unit]
-
-
-class Notes(NamedTuple):
-    """What one rank says of its units."""
-
-    rank: int
-    complaint: str | None  # found in another circle
-    units: list[tuple[str, str]]
-    tags: list[int]
 
 
 class Lockstep:
@@ -125,10 +116,10 @@ class Lockstep:
         complaint: str | None = None
         for groups, members in self._circles:
             tags = [unit.tag for unit in members]
-            said = [Notes(dist.get_rank(), complaint, [_describe(unit) for unit in members], tags)]
+            said = [Notes(dist.get_rank(), complaint, [describe(unit) for unit in members], tags)]
             for group in groups:
                 said = [note for notes in gather_objects(said, group) for note in notes]
-            complaint = next((n.complaint for n in said if n.complaint), None) or _difference(said)
+            complaint = next((n.complaint for n in said if n.complaint), None) or difference(said)
             for place, unit in enumerate(members if complaint is None else []):
                 # They differ, if a model before this one was not built alike.
                 ranks = _ranks(_groups(unit)[:1])
@@ -226,35 +217,6 @@ def _breadth(groups: list[Group]) -> int:
 
 def _ranks(groups: list[Group]) -> set[int]:
     return {rank for group in groups for rank in dist.get_process_group_ranks(group)}
-
-
-def _describe(unit: Unit) -> tuple[str, str]:
-    copies = unit.replicate_group.size() if unit.replicate_group is not None else 1
-    dtypes = (
-        f"{unit.chunk.dtype}, computed with as {unit.precision.param_dtype or unit.chunk.dtype}"
-    )
-    trained = "trained" if unit.shard.requires_grad else "frozen"
-    when = "freed" if unit.reshard_after_forward else "kept"
-    return f"unit {unit.label}", (
-        f" ({unit.numel} elements, {dtypes}, sharded over {unit.ranks} and replicated over "
-        f"{copies} ranks, {trained}, {when} after forward)"
-    )
-
-
-def _difference(said: list[Notes]) -> str | None:
-    """The first rank that has other units than the first of all, in words; None if all agree."""
-    first = said[0]
-    for note in said[1:]:
-        for words in (1, 2):  # names first: a missing unit also shows in the size of one around it
-            for one, other in zip_longest(first.units, note.units, fillvalue=("no more units", "")):
-                if one[:words] != other[:words]:
-                    return (
-                        f"the ranks have wrapped different modules: rank {first.rank} has "
-                        f"{''.join(one)} where rank {note.rank} has {''.join(other)}. Build the "
-                        f"same model with the same settings on all ranks; only the values of "
-                        f"parameters may differ."
-                    )
-    return None
 
 
 def _by_rank(what: dict[int, str]) -> str:

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp.borders import Modules, unit_of
 from minifsdp.collectives import Group, broadcast, gather_objects
+from minifsdp.tree import Modules, unit_of
 from minifsdp.unit import Unit
 
 

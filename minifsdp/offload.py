@@ -26,9 +26,10 @@ from minifsdp.streams import Event, Finish, Streams
 HOST = torch.device("cpu")
 
 
-def host_copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy of ``tensor`` in the host's memory, for ``device`` to copy from."""
-    return _host_memory(tensor, device).copy_(tensor)
+def host_copy(tensor: Tensor, device: torch.device | None) -> Tensor:
+    """A copy of ``tensor`` in the host's memory, for ``device`` to copy from. None: no offload, so
+    the tensor itself."""
+    return tensor if device is None else _host_memory(tensor, device).copy_(tensor)
 
 
 def upload(chunk: Tensor, streams: Streams, unit: str) -> Callable[[], Tensor]:

@@ -157,3 +157,14 @@ def _next(order: Order, unit: Unit) -> Unit | None:
     # One without parameters gets no gradient, so that ranks do not agree (lockstep.py) on whether
     # they come to it. If some did and prefetched, the others would be waited for.
     return order.visit(unit) if unit.numel else None
+
+
+def make_prefetcher(
+    backward: BackwardPrefetch | None, forward: bool | ForwardPrefetch | None
+) -> Prefetcher:
+    """What ``backward_prefetch`` and ``forward_prefetch`` mean: True is FORWARD_PRE.
+
+    Raises:
+        TypeError: they are something else.
+    """
+    return Prefetcher(backward, ForwardPrefetch.FORWARD_PRE if forward is True else forward or None)

@@ -17,6 +17,7 @@ Nothing here talks to another rank.
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -79,6 +80,17 @@ class FlatParameter(nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         _GRAD.__delete__(self)
+
+
+def flat_parameter(
+    data: Tensor, requires_grad: bool, is_chunk: bool, grad_dtype: torch.dtype | None
+) -> FlatParameter:
+    """A flat parameter of ``data``, ``[n]``; its gradient has the same dtype, or ``grad_dtype``."""
+    param = FlatParameter(data, requires_grad=requires_grad)
+    param.is_chunk = is_chunk
+    if grad_dtype is not None:
+        param.grad_dtype = grad_dtype
+    return param
 
 
 _GRAD: Any = Tensor.grad  # the property that FlatParameter.grad stands before

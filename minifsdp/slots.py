@@ -30,6 +30,11 @@ class Slot:
         assert param is not None, self.name
         return param
 
+    def clear(self) -> None:
+        """Take the parameter away from all its owners."""
+        for module, attribute in self.owners:
+            delattr(module, attribute)
+
     def put(self, value: object) -> None:
         """Let all owners see ``value`` under the parameter's name."""
         for module, attribute in self.owners:

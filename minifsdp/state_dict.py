@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from minifsdp.borders import WRAPPER_PREFIX, clean, own_modules
+from minifsdp.tree import WRAPPER_PREFIX, clean, own_modules
 from minifsdp.unit import Unit
 
 

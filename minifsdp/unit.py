@@ -15,21 +15,20 @@ Two small state machines say where a unit stands::
     phase    IDLE --forward--> FORWARD --pre-backward--> BACKWARD --gradient ready--> DONE
 """
 
-import weakref
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
 
 from minifsdp.api import MixedPrecision
 from minifsdp.buffers import Buffers
 from minifsdp.flatten import check_flattenable, flatten, unflatten
+from minifsdp.full import Full, Fulls
 from minifsdp.groups import Placement
 from minifsdp.offload import HOST, host_copy
-from minifsdp.shard import FlatParameter, chunk_numel, real_numel, shard
+from minifsdp.shard import FlatParameter, chunk_numel, flat_parameter, real_numel, shard
 from minifsdp.slots import Slot, StandIn
 from minifsdp.streams import Event
 
@@ -49,15 +48,6 @@ class Phase(Enum):
     FORWARD = auto()  # ran with gradients on: a backward may come
     BACKWARD = auto()  # its backward has begun
     DONE = auto()  # its gradient is complete
-
-
-class Full(NamedTuple):
-    """Room for a unit's whole parameters, in one dtype."""
-
-    leaf: Tensor  # what autograd knows; views of it are what the layers compute with
-    buffer: Tensor  # the same memory, for collectives to write to
-    transient: bool  # its storage comes and goes; otherwise it is the chunk's own
-    accumulator: Node | None  # where autograd puts its gradient, if it gets one
 
 
 class Waiting(NamedTuple):
@@ -113,29 +103,24 @@ class Unit:
         self.numel = flat.numel()
         self.full_numel = chunk_numel(self.numel, self.ranks) * self.ranks
 
-        self.chunk = shard(flat, self.rank, self.ranks)  # the shard's memory, and padding after it
-        if offload_from is not None:
-            self.chunk = host_copy(self.chunk, offload_from)
+        # The shard's memory, and padding after it.
+        self.chunk = host_copy(shard(flat, self.rank, self.ranks), offload_from)
         real = self.chunk[: real_numel(self.numel, self.rank, self.ranks)]
         self.shard = self._new_shard(real, bool(params) and params[0].requires_grad)
         self.waiting: Waiting | None = None
         self.views: list[Tensor] = []
-        self._fulls: dict[torch.dtype, Full] = {}  # made when used: the module may move till then
+        self.fulls = Fulls(self._gradient_is_complete)
         self.full: Tensor | None = None  # [n * ranks]: the leaf of the one that is used now,
         self.buffer, self.transient, self.dtype = self.chunk, False, self.chunk.dtype  # its rest,
         self.full_bytes = 0  # and its size
         self._stand_ins = [StandIn(self, slot) for slot in slots]
         for slot in slots:
-            for module, attribute in slot.owners:
-                delattr(module, attribute)
+            slot.clear()
         self.hide()
 
     def _new_shard(self, data: Tensor, requires_grad: bool) -> FlatParameter:
-        shard = FlatParameter(data, requires_grad=requires_grad)
-        shard.is_chunk = self.ranks > 1
-        if self.precision.keep_low_precision_grads and self.precision.param_dtype is not None:
-            shard.grad_dtype = self.precision.param_dtype
-        return shard
+        low = self.precision.param_dtype if self.precision.keep_low_precision_grads else None
+        return flat_parameter(data, requires_grad, self.ranks > 1, low)
 
     def replace_shard(self, found: nn.Parameter) -> FlatParameter:
         """Take over what torch has put in the shard's place, moved or cast."""
@@ -153,11 +138,6 @@ class Unit:
         return self.offload_from or self.shard.device
 
     # -------------------------------------------------------------------------- its two tensors
-
-    @property
-    def accumulators(self) -> list[Node]:
-        """Where autograd would put a gradient of this unit, for each ``full`` there is."""
-        return [full.accumulator for full in self._fulls.values() if full.accumulator is not None]
 
     def refresh(self, training: bool | None) -> None:
         """Follow what the user did to ``shard`` since the last step: moved, cast, froze, replaced.
@@ -190,10 +170,10 @@ class Unit:
     @torch.inference_mode(False)  # what is made here outlives the mode that a forward may run in
     def _take_over(self, shard: FlatParameter, real: int) -> None:
         chunk = shard.data.new_zeros(self.chunk.numel())
-        self.chunk = chunk if self.offload_from is None else host_copy(chunk, self.offload_from)
+        self.chunk = host_copy(chunk, self.offload_from)
         self.chunk[:real] = shard.data
         shard.data = self.chunk[:real]
-        self._fulls.clear()
+        self.fulls.forget()
 
     def choose_precision(self, training: bool | None) -> None:
         """Parameters and buffers in the dtypes to compute with in this mode of the root or, with
@@ -206,10 +186,9 @@ class Unit:
 
     def compute_in(self, dtype: torch.dtype) -> None:
         """Choose the ``full`` of a dtype. The unit is sharded."""
-        full = self._fulls.get(dtype)
-        if full is None or full.leaf.requires_grad != self.shard.requires_grad:
-            full = self._fulls[dtype] = self._make_full(dtype)
-        self._choose(full)
+        trained = self.shard.requires_grad
+        full = self.fulls.get(dtype, trained)
+        self._choose(full if full is not None else self._new_full(dtype, trained))
 
     def compute_with(self, leaf: Tensor) -> None:
         """Choose the ``full`` that a graph was made with, which may be an older one.
@@ -217,15 +196,14 @@ class Unit:
         Raises:
             RuntimeError: the parameters were moved or cast since, and it is gone.
         """
-        for full in self._fulls.values():
-            if full.leaf is leaf:
-                assert self.memory is Memory.SHARDED, self.label
-                self._choose(full)
-                return
-        raise RuntimeError(
-            f"the parameters of unit {self.label} were moved, cast, frozen or replaced between a "
-            f"forward and its backward. Call backward() first."
-        )
+        full = self.fulls.of(leaf)
+        if full is None:
+            raise RuntimeError(
+                f"the parameters of unit {self.label} were moved, cast, frozen or replaced between "
+                f"a forward and its backward. Call backward() first."
+            )
+        assert self.memory is Memory.SHARDED, self.label
+        self._choose(full)
 
     def _choose(self, full: Full) -> None:
         self.full, self.buffer, self.transient = full.leaf, full.buffer, full.transient
@@ -233,32 +211,15 @@ class Unit:
         self.full_bytes = self.full_numel * self.dtype.itemsize
 
     @torch.inference_mode(False)
-    def _make_full(self, dtype: torch.dtype) -> Full:
+    def _new_full(self, dtype: torch.dtype, trained: bool) -> Full:
         whole = self.shard_group is None and self.offload_from is None
         if whole and dtype is self.chunk.dtype:
-            full, transient = self.chunk.data, False  # computed with as it is
-        else:
-            full = torch.empty(self.full_numel, dtype=dtype, device=self.device)
-            transient = self.numel > 0
-        full.requires_grad_(self.shard.requires_grad)
-        accumulator = None
-        if full.requires_grad:
-            unit = weakref.ref(self)  # autograd owns the hook; a strong reference would be a leak
+            return self.fulls.add(self.chunk.data, trained, transient=False)  # it is all there
+        room = torch.empty(self.full_numel, dtype=dtype, device=self.device)
+        return self.fulls.add(room, trained, transient=self.numel > 0)
 
-            def gradient_is_complete(_: Tensor) -> None:
-                alive = unit()
-                if alive is not None:
-                    alive.on_gradient(alive)
-
-            register = full.register_post_accumulate_grad_hook
-            register(gradient_is_complete)  # type: ignore[no-untyped-call]
-            accumulator = get_gradient_edge(full).node
-        # The same memory with a version counter of its own. Collectives write here: written through
-        # `full`, they would look to autograd like a modification of what the forward has saved.
-        buffer = full.data
-        if transient:
-            buffer.untyped_storage().resize_(0)
-        return Full(full, buffer, transient, accumulator)
+    def _gradient_is_complete(self) -> None:
+        self.on_gradient(self)
 
     def resize_storage(self, size: int) -> None:
         """Give the storage of ``full`` room for ``size`` bytes: ``full_bytes``, or 0 to free it."""

@@ -1,7 +1,6 @@
 """build.py: from a module to a unit."""
 
 import gc
-import re
 import weakref
 from contextlib import ExitStack
 from unittest.mock import patch
@@ -15,9 +14,10 @@ from torch import nn
 import minifsdp.build
 from minifsdp import CPUOffload, FlatParameter, MixedPrecision, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.build import Settings, as_device, build_unit, default_device
+from minifsdp.build import build_unit, default_device
 from minifsdp.collectives import gather_objects
 from minifsdp.groups import place
+from minifsdp.settings import Settings, as_device
 from minifsdp.unit import Unit
 from tests.ranks import device, on_ranks
 from tests.small import layers, stack, step
@@ -153,31 +153,6 @@ def test_units_are_computed_with_where_their_group_communicates():
         assert found == (torch.device("cuda", 3) if kind == "cuda" else torch.device("cpu"))
 
 
-def test_device_id_is_a_number_a_name_or_a_device():
-    assert as_device(None) is None
-    for given in ("cpu", "cpu:0", torch.device("cpu")):
-        assert as_device(given) == torch.device("cpu")
-    with (
-        patch.object(torch.cuda, "device_count", lambda: 4),
-        patch.object(torch.cuda, "current_device", lambda: 2),
-    ):
-        for given in (1, "cuda:1", torch.device("cuda", 1)):
-            assert as_device(given) == torch.device("cuda", 1)
-        for given in ("cuda", torch.device("cuda")):
-            assert as_device(given) == torch.device("cuda", 2)
-
-
-@pytest.mark.parametrize("given, match", [
-    (torch.cuda.device_count(), f"torch sees {torch.cuda.device_count()} of them on this machine"),
-    (f"cuda:{torch.cuda.device_count()}", "use device_id='cpu' or leave it out"),
-    ("meta", "device_id='meta': minifsdp runs on cpu and cuda"),
-    ("mps", "device_id='mps': minifsdp runs on cpu and cuda"),
-])  # fmt: skip
-def test_a_device_that_is_not_there_is_refused(given, match):
-    with pytest.raises(ValueError, match=re.escape(match)):
-        as_device(given)
-
-
 @on_ranks(1)
 def test_a_device_that_is_not_there_is_refused_before_anything_changes():
     linear = nn.Linear(2, 2)
@@ -195,10 +170,3 @@ def test_a_model_is_moved_to_its_gpu_unit_by_unit_and_trains_there():
     assert torch.equal(step(found), step(expected))
     offloaded = FSDP(layers(), cpu_offload=CPUOffload(offload_params=True))
     assert offloaded._unit.offload_from == here() != offloaded._unit.shard.device
-
-
-@on_ranks(1)
-def test_torchs_own_mixed_precision_is_refused_by_name():
-    theirs = torch.distributed.fsdp.api.MixedPrecision(param_dtype=torch.bfloat16)
-    with pytest.raises(TypeError, match=r"is a minifsdp\.MixedPrecision, not torch\.distributed\."):
-        FSDP(nn.Linear(2, 2).to(device()), mixed_precision=theirs)

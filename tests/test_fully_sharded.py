@@ -8,7 +8,6 @@ import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 from torch import nn
 
-import minifsdp
 from minifsdp import FlatParameter, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 from tests.parity import check_at_rest
@@ -34,52 +33,6 @@ def test_arguments_are_torchs_in_torchs_order():
     assert ours["backward_prefetch"].default.name == expected["backward_prefetch"].default.name
 
 
-@pytest.mark.parametrize("name", theirs.__all__)
-def test_every_name_of_torchs_is_there_or_says_that_it_is_not(name):
-    try:
-        getattr(minifsdp, name)
-    except NotImplementedError as error:
-        assert f"minifsdp.{name} is not there yet" in str(error)
-    except AttributeError:
-        assert name in NEW_IN_FSDP2, name
-
-
-NEW_IN_FSDP2 = {
-    "CPUOffloadPolicy", "DataParallelMeshDims", "FSDPMeshInfo", "FSDPModule",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy", "UnshardHandle", "fully_shard", "register_fsdp_forward_method",
-    "get_cls_to_fsdp_cls", "disable_fsdp_module_new_init", "share_comm_ctx", "ShardPlacementResult",
-}  # fmt: skip
-
-
-def test_other_names_are_just_not_there():
-    with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
-        _ = minifsdp.Nonsense
-
-
-@pytest.mark.parametrize(
-    "argument, value", [("ignored_modules", []), ("use_orig_params", True), ("ignored_states", [])]
-)
-@on_ranks(1)
-def test_what_is_not_there_yet_says_so(argument, value):
-    with pytest.raises(NotImplementedError, match=f"{argument}.* is not there yet"):
-        FSDP(nn.Linear(2, 2), **{argument: value})
-
-
-METHODS = [name for name in vars(theirs.FullyShardedDataParallel) if not name.startswith("_")]
-
-
-@pytest.mark.parametrize("name", METHODS)
-@on_ranks(1)
-def test_every_method_of_torchs_is_there_or_says_that_it_is_not(name):
-    model = stack()
-    assert name in vars(FSDP), name
-    if getattr(vars(FSDP)[name], "__qualname__", "").startswith("_not_there"):
-        for owner in (model, FSDP):
-            with pytest.raises(NotImplementedError, match=f"{name} is not there yet"):
-                getattr(owner, name)()
-
-
 @on_ranks(1)
 def test_the_outermost_wrapper_is_the_root():
     model = stack(1)
@@ -98,26 +51,6 @@ def test_attributes_and_items_are_the_wrapped_modules():
     assert model.answer == 42 and model[1] is model.module[1]
     with pytest.raises(AttributeError, match="nonsense"):
         _ = model.nonsense
-
-
-@on_ranks(2)
-def test_names_are_as_before_wrapping():
-    inner = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).to(device())
-    model = FSDP(nn.Sequential(FSDP(inner)))
-    assert [name for name, _ in model.named_parameters()] == ["0._flat_param"]
-    assert [name for name, _ in model.named_buffers()] == [
-        "0.1.running_mean", "0.1.running_var", "0.1.num_batches_tracked",
-    ]  # fmt: skip
-
-
-@on_ranks(2)
-def test_units_know_their_names_and_those_around_them():
-    inner = FSDP(nn.Linear(2, 2).to(device()))
-    assert inner._unit.label == "<root>"
-    middle = FSDP(nn.Sequential(inner, nn.Linear(2, 2).to(device())))
-    outer = FSDP(nn.Sequential(middle))
-    assert [unit.name for unit in outer.engine.units] == ["", "0", "0.0"]
-    assert inner._unit.enclosing == [outer._unit, middle._unit]
 
 
 @on_ranks(2)

@@ -15,9 +15,9 @@ import minifsdp.build
 import minifsdp.unit
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, ShardingStrategy
-from minifsdp.borders import own_modules
 from minifsdp.collectives import gather_objects
 from minifsdp.materialize import materialize, move
+from minifsdp.tree import own_modules
 from tests.ranks import device, on_ranks
 from tests.small import Block, batch, step
 

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minifsdp import CPUOffload, FlatParameter, MixedPrecision, ShardingStrategy, streams
+from minifsdp import CPUOffload, FlatParameter, MixedPrecision, streams
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.unit import Memory
 from tests.ranks import device, on_ranks
 from tests.small import batch, layers, stack, step, storage
+from tests.test_full import LOW, prepared
 
 
 @on_ranks(2)
@@ -46,23 +47,6 @@ def test_the_original_parameters_are_gone():
     gc.collect()
     assert original() is None
     assert [name for name, _ in model.named_parameters()] == ["_flat_param"]
-
-
-@on_ranks(2)
-def test_full_is_one_tensor_with_one_storage_for_ever():
-    model = stack()
-    step(model)
-    unit = model.engine.units[1]
-    full, pointer = unit.full, unit.full.untyped_storage()._cdata
-    step(model)
-    assert unit.full is full and unit.full.untyped_storage()._cdata == pointer
-
-
-@on_ranks(2)
-def test_gathering_does_not_look_like_a_modification_to_autograd():
-    model = stack()
-    step(model)
-    assert all(unit.full._version == 0 for unit in model.engine.units)
 
 
 @on_ranks(2)
@@ -123,42 +107,6 @@ def test_a_unit_without_parameters_gathers_nothing():
 
 # ------------------------------------------------------------------- one `full` for each dtype
 
-LOW = torch.bfloat16
-
-
-def prepared(strategy="FULL_SHARD", **settings):
-    model = stack(sharding_strategy=ShardingStrategy[strategy], **settings)
-    model.engine.start(training=True)
-    return model.engine.units[1]
-
-
-@on_ranks(2)
-def test_there_is_one_full_for_each_dtype_and_it_is_made_once():
-    unit = prepared()
-    exact = unit.full
-    unit.compute_in(LOW)
-    low = unit.full
-    assert exact.dtype is torch.float32 and low.dtype is LOW and unit.dtype is LOW
-    assert unit.full_bytes == 42 * 2 and exact.numel() == low.numel() == 42
-    unit.compute_in(torch.float32)
-    assert unit.full is exact and unit.full_bytes == 42 * 4
-    assert [full.leaf for full in unit._fulls.values()] == [exact, low]
-    unit.compute_with(low)
-    assert unit.full is low and unit.buffer.data_ptr() == low.data_ptr()
-
-
-@on_ranks(2)
-def test_a_full_of_any_dtype_says_when_its_gradient_is_complete():
-    unit, told = prepared(), []
-    unit.on_gradient = told.append
-    for dtype in (torch.float32, LOW, torch.float32):
-        unit.compute_in(dtype)
-        unit.resize_storage(unit.full_bytes)
-        unit.full.sum().backward()
-        assert unit.full.grad.dtype is dtype
-        unit.resize_storage(0)
-    assert told == [unit] * 3
-
 
 @pytest.mark.parametrize("offload", [None, CPUOffload(True)], ids=["", "offload"])
 @pytest.mark.parametrize("dtype", [torch.float32, LOW], ids=str)
@@ -198,19 +146,6 @@ def test_dtypes_follow_the_roots_mode_if_that_is_asked_for(asked_for):
     assert dtypes == [LOW, torch.float32 if asked_for else LOW, LOW]
 
 
-@on_ranks(2)
-def test_freezing_is_followed_in_every_dtype():
-    unit = prepared()
-    unit.compute_in(LOW)
-    unit.shard.requires_grad_(False)
-    for dtype in (torch.float32, LOW):
-        unit.compute_in(dtype)
-        assert not unit.full.requires_grad
-    unit.shard.requires_grad_(True)
-    unit.compute_in(LOW)
-    assert unit.full.requires_grad
-
-
 @pytest.mark.parametrize("change", ["double", "freeze", "replace"])
 @on_ranks(2)
 def test_a_graph_whose_full_is_gone_is_refused_by_name(change):
@@ -243,13 +178,3 @@ def test_a_unit_without_parameters_has_a_dtype_and_a_place_all_the_same(dtype):
             model.to("meta")
             model.engine.start(training=True)
         assert model._unit.device == model._unit.full.device == torch.device("meta")
-
-
-@on_ranks(2)
-def test_a_discarded_model_is_freed():
-    model = stack()
-    step(model)
-    shard = weakref.ref(model.engine.units[1].chunk)
-    del model
-    gc.collect()
-    assert shard() is None

@@ -24,10 +24,10 @@ When memory ends, it waits for all pending frees, gives whole free segments back
 
 from bisect import bisect_left, insort
 from collections import deque
-from dataclasses import dataclass, field
 
 import torch
 
+from minifsdp.sim.blocks import Block, Level
 from minifsdp.sim.clock import Clock
 
 MiB = 1024 * 1024
@@ -36,38 +36,6 @@ SMALL = 1 * MiB  # the largest that comes from the small pool
 SMALL_SEGMENT, LARGE_SEGMENT = 2 * MiB, 20 * MiB
 OWN_SEGMENT = 10 * MiB  # from this size on
 ROUND_SEGMENT = 2 * MiB  # of those
-
-
-@dataclass(eq=False)
-class Block:
-    """A piece of a segment."""
-
-    address: int
-    size: int
-    stream: str
-    small: bool
-    allocated: bool = False
-    previous: "Block | None" = None  # its neighbours in the segment
-    next: "Block | None" = None
-    users: set[str] = field(default_factory=set)  # other streams
-    events: int = 0  # that have to be passed before it is free
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Best fit: the smallest first, and of those the lowest."""
-        return self.size, self.address
-
-
-@dataclass
-class Level:
-    """How much there is of something, in bytes, and how much there was at most."""
-
-    now: int = 0
-    peak: int = 0
-
-    def add(self, size: int) -> None:
-        self.now += size
-        self.peak = max(self.peak, self.now)
 
 
 class Allocator:
@@ -106,7 +74,7 @@ class Allocator:
         block = self._best_fit(size, stream, small) or self._new_segment(size, stream, small)
         left = block.size - size
         if left >= ROUND if small else left > SMALL:
-            self._split(block, size)
+            self._put(block.cut(size))
         block.allocated = True
         self.allocated.add(block.size)
         self.active.add(block.size)
@@ -183,14 +151,6 @@ class Allocator:
         self._note("segment_alloc", block)
         return block
 
-    def _split(self, block: Block, size: int) -> None:
-        rest = Block(block.address + size, block.size - size, block.stream, block.small)
-        rest.previous, rest.next = block, block.next
-        if block.next is not None:
-            block.next.previous = rest
-        block.next, block.size = rest, size
-        self._put(rest)
-
     def _release(self, block: Block) -> None:
         """Nobody uses it any more: back to the pool, together with its free neighbours."""
         self.active.add(-block.size)
@@ -198,11 +158,7 @@ class Allocator:
         for other in (block.previous, block.next):
             if other is not None and other.address in self._blocks:
                 self._take(other)
-                first, second = sorted((block, other), key=lambda b: b.address)
-                first.size, first.next = first.size + second.size, second.next
-                if second.next is not None:
-                    second.next.previous = first
-                block = first
+                block = block.joined_with(other)
         self._put(block)
 
     def _note(self, action: str, block: Block, label: str = "") -> None:

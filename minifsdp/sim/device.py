@@ -15,7 +15,6 @@ import json
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minifsdp.nest import tensors_in
 from minifsdp.sim.allocator import Allocator
+from minifsdp.sim.calls import Call, accesses, gives_views
 from minifsdp.sim.clock import Clock
 from minifsdp.sim.costs import Cluster, count_flops, is_low, nbytes
 from minifsdp.sim.races import Race, find_races
 from minifsdp.sim.report import report
 from minifsdp.sim.storages import Storages
-from minifsdp.sim.tape import (
-    COMPUTE,
-    HOST,
-    Buffer,
-    Entry,
-    Note,
-    Op,
-    Use,
-    Wait,
-    caller,
-)
+from minifsdp.sim.tape import COMPUTE, HOST, Buffer, Entry, Note, Op, Use, Wait, caller
 from minifsdp.sim.timeline import svg
 from minifsdp.sim.trace import chrome_trace, memory_snapshot
 
@@ -140,13 +130,13 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if operation.namespace == "profiler":
             return operation(*args, **kwargs)
-        read, written = _accesses(operation, args, kwargs)
+        read, written = accesses(operation, args, kwargs)
         result = self._run(operation, args, kwargs, read, written)
         made = [tensor for tensor in tensors_in(result) if not self.storages.knows(tensor)]
         if operation is ITEM:
             if not all(self.in_host_memory(tensor) for tensor in read):
                 self.synchronize()
-        elif made or written or not _gives_views(operation):
+        elif made or written or not gives_views(operation):
             self._charge(Call(operation, args, kwargs, read, written, made, result))
         return result
 
@@ -163,7 +153,7 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return torch.empty_like(args[0], device="cpu", dtype=kwargs.get("dtype"))
         return operation(*args, **kwargs)
 
-    def _charge(self, call: "Call") -> None:
+    def _charge(self, call: Call) -> None:
         """Time for an operator, memory for what it made."""
         by_host, self._running = self._is_the_hosts(call), call.name
         for tensor in call.made:
@@ -200,14 +190,14 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if stream == COMPUTE and crosses and call.blocks:
             self.synchronize()
 
-    def _is_the_hosts(self, call: "Call") -> bool:
+    def _is_the_hosts(self, call: Call) -> bool:
         """Whether it works on the host's memory alone and was not submitted to a stream."""
         given = [*call.read, *call.written]
         leaves = any(tensor.is_meta for tensor in call.made)  # a copy to the device
         here = bool(given) and all(self.in_host_memory(tensor) for tensor in given)
         return here and not leaves and self._current == COMPUTE
 
-    def _collective(self, call: "Call") -> tuple[float, float]:
+    def _collective(self, call: Call) -> tuple[float, float]:
         """Its seconds, and the bytes that this rank sends."""
         boxed = next(arg for arg in call.args if isinstance(arg, torch.ScriptObject))
         group = dist.ProcessGroup.unbox(boxed)
@@ -220,62 +210,3 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.clock.wait(self._current, busy.idle_at)
         busy.idle_at = max(self.clock.lane(self._current).idle_at, self.clock.now) + seconds
         return seconds, sent * rounds
-
-
-@dataclass
-class Call:
-    """An operator that has just run."""
-
-    operation: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    read: list[Tensor]
-    written: list[Tensor]  # that were there before
-    made: list[Tensor]
-    result: Any
-
-    @property
-    def name(self) -> str:
-        """In torch's words, without the namespace."""
-        name: str = self.operation.overloadpacket.__name__
-        return name
-
-    @property
-    def used(self) -> list[Tensor]:
-        """All tensors that it reads or writes."""
-        return [*self.read, *self.written, *self.made]
-
-    @property
-    def moved(self) -> int:
-        """Bytes that it reads and writes."""
-        return sum(map(nbytes, self.used))
-
-    @property
-    def blocks(self) -> bool:
-        """For a copy from or to the host: whether the host waits for it."""
-        asynchronous = self.kwargs.get("non_blocking") or self.args[2:] == (True,)  # of a copy_
-        return not (asynchronous and self.name in ("copy_", "_to_copy"))
-
-
-def _accesses(operation: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Tensors that an operator reads, and those that it writes to, by its schema."""
-    read: list[Tensor] = []
-    written: list[Tensor] = []
-    names = (argument.name for argument in operation._schema.arguments)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    for argument in operation._schema.arguments:
-        value = given.get(argument.name)
-        if isinstance(value, (Tensor, list, tuple)):
-            tensors = list(tensors_in(value))
-            if operation.namespace == "c10d":
-                reads = argument.name.startswith("input")
-                (read if reads else written).extend(tensors)
-            elif argument.alias_info is None:
-                read += tensors
-            elif argument.alias_info.is_write:
-                written += tensors
-    return read, written
-
-
-def _gives_views(operation: Any) -> bool:
-    return all(value.alias_info is not None for value in operation._schema.returns)

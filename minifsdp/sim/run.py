@@ -23,7 +23,8 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.sim.cluster import cluster
 from minifsdp.sim.costs import GB, GPUS
 from minifsdp.sim.device import VirtualGpu
-from minifsdp.sim.models import MODELS, Job, find
+from minifsdp.sim.models import Job
+from minifsdp.sim.presets import MODELS, find
 
 STRATEGIES = {
     "full_shard": ShardingStrategy.FULL_SHARD,

@@ -9,7 +9,8 @@ import weakref
 import torch
 from torch import Tensor
 
-from minifsdp.sim.allocator import Allocator, Block
+from minifsdp.sim.allocator import Allocator
+from minifsdp.sim.blocks import Block
 from minifsdp.sim.tape import HOST, Buffer, Entry, Memory
 
 

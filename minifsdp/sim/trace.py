@@ -8,7 +8,8 @@ what ``torch.cuda.memory._snapshot()`` gives on a GPU: ``python -m torch.cuda._m
 
 from typing import Any
 
-from minifsdp.sim.allocator import Allocator, Block
+from minifsdp.sim.allocator import Allocator
+from minifsdp.sim.blocks import Block
 from minifsdp.sim.tape import HOST, STREAMS, Entry, Mark, Memory, Op, Wait
 
 

@@ -28,7 +28,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
 from minifsdp.sim.__main__ import parser
 from minifsdp.sim.costs import GPUS, Cluster, preset
-from minifsdp.sim.models import find
+from minifsdp.sim.presets import find
 from minifsdp.sim.run import PRECISION, limit_of, simulate
 
 RUNS = [

@@ -1,0 +1,68 @@
+"""Doors into autograd: how to act in the middle of a backward that somebody else runs.
+
+``loss.backward()`` is one call, and what FSDP has to do in it has to be done inside. Autograd walks
+a graph of *nodes*, one for each operation, from the loss to the parameters; and it has doors::
+
+    loss <- ... <- output <- [the operations of a module] <- inputs <- ... <- leaf
+                   |                                         |                |
+                   before_gradient_of                        after_gradients_of   when_complete
+    and, when there is nothing left to walk: at_end_of_backward
+
+All that knows how autograd works inside is in this file, two names that are not public included.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_hook
+
+
+def before_gradient_of(output: Tensor, hook: Callable[[object], None]) -> None:
+    """Call ``hook`` when a gradient has reached ``output``, before it goes on from there. A leaf
+    has nowhere to go on to, and no hook."""
+    # Not the tensor's own hook: where a module's output goes into the same module once more, that
+    # may come after the one of `after_gradients_of`, which is then of a later call.
+    if output.grad_fn is not None:
+        output.grad_fn.register_prehook(hook)
+
+
+def after_gradients_of(inputs: Sequence[Tensor], hook: Callable[[object], None]) -> None:
+    """Call ``hook`` when all of ``inputs`` that will get a gradient have theirs."""
+    if inputs:
+        register_multi_grad_hook(inputs, hook)
+
+
+def when_complete(leaf: Tensor, hook: Callable[[], None]) -> Node:
+    """Call ``hook`` each time that the gradient of ``leaf`` is complete, and in its ``grad``.
+
+    Returns:
+        The node that adds it up, for :func:`will_reach`.
+    """
+    register = leaf.register_post_accumulate_grad_hook
+    register(lambda _: hook())  # type: ignore[no-untyped-call]
+    return get_gradient_edge(leaf).node
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> Callable[[], bool]:
+    """Call ``callback`` after the last operation of the backward that is under way.
+
+    Returns:
+        Whether this is still to come. Not so if an exception has ended the backward: autograd then
+        drops what it was to call, and so the reference to it here is dead.
+    """
+
+    def call() -> None:
+        callback()
+
+    Variable._execution_engine.queue_callback(call)
+    held = weakref.ref(call)
+    return lambda: held() is not None
+
+
+def will_reach(node: Node) -> bool:
+    """Whether the backward that is under way comes to ``node``."""
+    # torch's own multi-grad hooks ask the engine the same question.
+    return torch._C._will_engine_execute_node(node)

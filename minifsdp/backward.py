@@ -1,0 +1,167 @@
+"""The moments of a backward: before a unit's, after a unit's, and at the end of all.
+
+Any unit may be the first to be reached, since the loss may come from a part of the model, and no
+unit is known to be the last. So the first moment of a backward, whichever it is, calls
+:meth:`Backward.begin`, and has autograd call :meth:`Backward.end` when nothing is left to do. If
+something raises in between, that call never comes, and the next step finds out.
+
+hooks.py has the moments of a forward, and the names of all five.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch import Tensor
+
+from minifsdp.autograd import at_end_of_backward, will_reach
+from minifsdp.engine import Engine
+from minifsdp.lockstep import Moment, Use
+from minifsdp.unit import Phase, Unit
+from minifsdp.unshard import wait_for_unshard
+from minifsdp.unsynced import check_waiting_gradient
+
+
+class Call(NamedTuple):
+    """One forward of a unit, and what its backward has to find again."""
+
+    unit: Unit
+    full: Tensor
+    version: int  # of the shard
+    training: bool | None  # the mode of the outermost module
+
+
+class Backward:
+    """The backwards of one root's units, one after the other."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.lockstep = engine, engine.lockstep
+        self.synchronizes = True  # gradients are reduced; not so inside no_sync
+        self._to_end: Callable[[], bool] | None = None
+        for unit in engine.units:
+            unit.on_gradient = self.post_backward
+
+    @property
+    def running(self) -> bool:
+        """Whether one is under way. One that died of an exception is not."""
+        return self._to_end is not None and self._to_end()
+
+    @contextmanager
+    def unsynchronized(self) -> Iterator[None]:
+        """Backwards in this block leave their gradients on this rank; see unsynced.py."""
+        before, self.synchronizes = self.synchronizes, False
+        try:
+            yield
+        finally:
+            self.synchronizes = before
+
+    def begin(self, training: bool | None) -> None:
+        """One has begun, if it had not before.
+
+        Args:
+            training: the mode that its graph was made in.
+        """
+        if self.running:
+            return
+        self.forget_the_dead()
+        self.engine.compute_as(training)  # an evaluation came between, perhaps in full precision
+        self._to_end = at_end_of_backward(self.end)
+        self.engine.prefetcher.start_backward()
+        self.lockstep.at(Moment.START_OF_A_BACKWARD_BELOW, self.engine.root)
+        for unit in self.engine.units:
+            check_waiting_gradient(unit)
+        self.lockstep.agree(_use, self.synchronizes)
+        if self.lockstep.apart:  # once they go different ways, nothing may be gathered any more
+            for unit in self.engine.units:
+                self.engine.gather(unit)
+
+    def pre_backward(self, calls: list[Call], grads: object) -> None:
+        """A gradient has reached an output of a unit, which was computed in the last of ``calls``,
+        inside of the others.
+
+        Raises:
+            RuntimeError: a shard has been changed since; a step came between.
+        """
+        self.begin(calls[-1].training)
+        for call in calls[:-1]:
+            # The loss may come from the inner unit alone, with no gradient for the outputs of those
+            # around it. What they computed before it is part of the graph all the same.
+            if call.unit.phase is not Phase.DONE:
+                self._begin_backward(call)
+        self._begin_backward(calls[-1])
+
+    def _begin_backward(self, call: Call) -> None:
+        unit = call.unit
+        if unit.phase is Phase.BACKWARD:
+            return  # by another output
+        if unit.shard._version != call.version:
+            raise RuntimeError(
+                f"the parameters of unit {unit.label} were changed in place (by an optimizer?) "
+                f"between a forward and its backward, so its gradients would be wrong. Call "
+                f"backward() for every forward before you step."
+            )
+        if unit.transient:
+            self.lockstep.at(Moment.BACKWARD_OF, unit)
+        self.engine.prefetcher.needed(unit)
+        if unit.full is not call.full:
+            self.engine.free(unit)  # gathered for a forward in another precision
+            unit.compute_with(call.full)
+        self.engine.gather(unit)
+        unit.phase = Phase.BACKWARD
+        self.engine.prefetch(self.engine.prefetcher.pre_backward(unit))
+        wait_for_unshard(unit)
+        unit.expose()  # activation checkpointing runs parts of a forward again in here
+
+    def post_backward(self, unit: Unit) -> None:
+        """The gradient of ``unit.full`` is complete: the backward has gone through every use."""
+        self.begin(self.engine.training)
+        assert unit.full is not None and unit.full.grad is not None
+        # Taken away before it is reduced: nobody may add to it while it is being sent.
+        grad, unit.full.grad = unit.full.grad, None
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"unit {unit.label}: gradients of gradients (create_graph=True) are not supported, "
+                f"because the reduction over ranks cannot be differentiated."
+            )
+        unit.phase = Phase.DONE
+        self.engine.done_with(unit)
+        self.engine.prefetch(self.engine.prefetcher.post_backward(unit))
+        if not unit.numel:
+            return
+        if self.synchronizes and not self.lockstep.apart:
+            self.engine.reduce(unit, grad)
+        else:
+            self.engine.keep(unit, grad)
+
+    def end(self) -> None:
+        """Every unit is sharded again, every gradient where the optimizer looks for it."""
+        self.lockstep.at(Moment.END_OF_A_BACKWARD_BELOW, self.engine.root)
+        for unit in self.lockstep.late:
+            self.engine.reduce_kept(unit)
+        self.engine.finish_gradients()
+        if self.lockstep.apart:
+            self.engine.prefetcher.pre_backward_order.forget()  # every rank has seen another one
+            self.lockstep.apart = False
+        self._to_end = None
+        for unit in self.engine.units:
+            self.engine.free(unit)  # its outputs, or some of them, were not part of this backward
+            if unit.phase is not Phase.IDLE:
+                unit.phase = Phase.FORWARD  # another graph may yet come through it
+
+    def forget_the_dead(self) -> None:
+        """If the last one died of an exception, start as if it had never been."""
+        if self._to_end is None:
+            return
+        self._to_end = None
+        ran = [unit for unit in self.engine.units if unit.phase is not Phase.IDLE]
+        self.engine.reset()
+        self.engine.prefetcher.forget()
+        for unit in ran:  # another graph through them may be next
+            unit.phase = Phase.FORWARD
+
+
+def _use(unit: Unit) -> Use:
+    """What the backward that has just begun will have for a unit, on this rank."""
+    if any(will_reach(node) for node in unit.fulls.accumulators):
+        return Use.GRADIENT
+    return Use.WAITING if unit.waiting is not None else Use.NONE

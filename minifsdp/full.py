@@ -1,0 +1,82 @@
+"""Room for a unit's whole parameters: a tensor whose memory comes and goes.
+
+Autograd saves views of it during the forward, and they share its *storage*. So the tensor stays,
+and its storage shrinks to nothing and grows again. Gathering into the same storage brings the views
+back to life; a new tensor would leave them pointing at nothing.
+
+There is one for each dtype that the unit is computed in: mixed precision may be for training only.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from minifsdp.autograd import when_complete
+
+
+class Full(NamedTuple):
+    """Room for all chunks of a unit, in one dtype."""
+
+    leaf: Tensor  # [n * ranks]: what autograd knows; views of it are what the layers compute with
+    buffer: Tensor  # the same memory, for collectives to write to
+    transient: bool  # its storage comes and goes; otherwise it is the chunk's own
+    accumulator: Node | None  # where autograd puts its gradient, if it gets one
+
+
+class Fulls:
+    """Those of one unit, made when they are needed: till then the module may move.
+
+    Args:
+        on_gradient: the unit's method to call when the gradient of one of them is complete.
+    """
+
+    def __init__(self, on_gradient: Callable[[], None]) -> None:
+        # Autograd owns the hook, for as long as a graph lives. It must not keep the unit alive.
+        self._on_gradient = WeakMethod(on_gradient)
+        self._made: dict[torch.dtype, Full] = {}
+
+    def get(self, dtype: torch.dtype, requires_grad: bool) -> Full | None:
+        """The one of this dtype, unless it was made for parameters that were frozen since, or were
+        frozen then."""
+        full = self._made.get(dtype)
+        return None if full is None or full.leaf.requires_grad != requires_grad else full
+
+    def of(self, leaf: Tensor | None) -> Full | None:
+        """The one that has this leaf, if it is still there."""
+        return next((full for full in self._made.values() if full.leaf is leaf), None)
+
+    def forget(self) -> None:
+        """The parameters are elsewhere now."""
+        self._made.clear()
+
+    @property
+    def accumulators(self) -> list[Node]:
+        """Where autograd would put a gradient of the unit."""
+        return [full.accumulator for full in self._made.values() if full.accumulator is not None]
+
+    def add(self, data: Tensor, requires_grad: bool, transient: bool) -> Full:
+        """Make one of ``data``, ``[n * ranks]``, which nobody else has, or the chunk itself."""
+        with torch.inference_mode(False):  # it outlives the mode that a forward may run in
+            leaf = data.requires_grad_(requires_grad)
+            accumulator = when_complete(leaf, _weakly(self._on_gradient)) if requires_grad else None
+            # The same memory with a version counter of its own. Collectives write here: written
+            # through the leaf, they would look to autograd like a modification of what the forward
+            # has saved.
+            buffer = leaf.data
+            if transient:
+                buffer.untyped_storage().resize_(0)
+        self._made[leaf.dtype] = full = Full(leaf, buffer, transient, accumulator)
+        return full
+
+
+def _weakly(method: "WeakMethod[Callable[[], None]]") -> Callable[[], None]:
+    def call() -> None:
+        alive = method()
+        if alive is not None:
+            alive()
+
+    return call

@@ -1,0 +1,73 @@
+"""Operators as they are called: which memory is read, which is written, which is new.
+
+torch says it itself: an operator's *schema* marks arguments that it writes to, and results that are
+views of arguments.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from minifsdp.nest import tensors_in
+from minifsdp.sim.costs import nbytes
+
+
+@dataclass
+class Call:
+    """An operator that has just run."""
+
+    operation: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    read: list[Tensor]
+    written: list[Tensor]  # that were there before
+    made: list[Tensor]
+    result: Any
+
+    @property
+    def name(self) -> str:
+        """In torch's words, without the namespace."""
+        name: str = self.operation.overloadpacket.__name__
+        return name
+
+    @property
+    def used(self) -> list[Tensor]:
+        """All tensors that it reads or writes."""
+        return [*self.read, *self.written, *self.made]
+
+    @property
+    def moved(self) -> int:
+        """Bytes that it reads and writes."""
+        return sum(map(nbytes, self.used))
+
+    @property
+    def blocks(self) -> bool:
+        """For a copy from or to the host: whether the host waits for it."""
+        asynchronous = self.kwargs.get("non_blocking") or self.args[2:] == (True,)  # of a copy_
+        return not (asynchronous and self.name in ("copy_", "_to_copy"))
+
+
+def accesses(operation: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Tensors that an operator reads, and those that it writes to, by its schema."""
+    read: list[Tensor] = []
+    written: list[Tensor] = []
+    names = (argument.name for argument in operation._schema.arguments)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    for argument in operation._schema.arguments:
+        value = given.get(argument.name)
+        if isinstance(value, (Tensor, list, tuple)):
+            tensors = list(tensors_in(value))
+            if operation.namespace == "c10d":
+                reads = argument.name.startswith("input")
+                (read if reads else written).extend(tensors)
+            elif argument.alias_info is None:
+                read += tensors
+            elif argument.alias_info.is_write:
+                written += tensors
+    return read, written
+
+
+def gives_views(operation: Any) -> bool:
+    """Whether all that it returns is memory of its arguments."""
+    return all(value.alias_info is not None for value in operation._schema.returns)

@@ -1,0 +1,83 @@
+"""One unit's parameters while they are out, as ordinary parameters under their own names.
+
+What a caller may do to a parameter is more than to change it in place: he may give it another
+``data`` or ``grad``, or put another parameter in its place. All of that is found again here.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from minifsdp.flatten import unflatten
+from minifsdp.unit import Unit
+
+
+@dataclass
+class Whole:
+    """All chunks of a unit, ``[n * ranks]``, and its gradient, in the same way, if it is wanted."""
+
+    unit: Unit
+    flat: Tensor
+    grad: Tensor | None
+
+    def register(self) -> None:
+        """Turn the views into parameters, so that torch finds them under their names."""
+        grads = self._grads()
+        for place, (slot, view) in enumerate(zip(self.unit.slots, self._views(), strict=True)):
+            param = nn.Parameter(view.detach(), requires_grad=self.unit.shard.requires_grad)
+            param.grad = None if grads is None else grads[place]
+            for module, attribute in slot.owners:
+                module.__dict__.pop(attribute, None)
+                module.register_parameter(attribute, param)
+
+    def unregister(self) -> None:
+        """Undo that, whatever the caller has put in the parameters' places."""
+        for slot in self.unit.slots:
+            for module, attribute in slot.owners:
+                module._parameters.pop(attribute, None)
+        self.unit.hide()
+
+    def check_shapes(self) -> None:
+        """Refuse what cannot be written back.
+
+        Raises:
+            ValueError: a parameter was removed, or replaced by one of another shape.
+        """
+        for slot in self.unit.slots:
+            for module, attribute in slot.owners:
+                param = module._parameters.get(attribute)
+                if param is None or param.shape != slot.shape:
+                    raise ValueError(
+                        f"parameter {slot.name!r} of unit {self.unit.label} was replaced inside "
+                        f"summon_full_params by {None if param is None else list(param.shape)}; it "
+                        f"has to stay a tensor of shape {list(slot.shape)}."
+                    )
+
+    def write_back(self) -> None:
+        """Store this rank's chunk of what the parameters, and their gradients, are now."""
+        unit, grads = self.unit, self._grads()
+        for place, (slot, view) in enumerate(zip(unit.slots, self._views(), strict=True)):
+            for module, attribute in slot.owners:
+                param = module._parameters[attribute]
+                assert param is not None
+                _keep(param.data, view)
+                if grads is not None:
+                    none = grads[place].new_zeros(())
+                    _keep(none if param.grad is None else param.grad, grads[place])
+        own = slice(unit.rank * unit.chunk.numel(), (unit.rank + 1) * unit.chunk.numel())
+        if self.flat.data_ptr() != unit.chunk.data_ptr():
+            unit.chunk.copy_(self.flat[own])
+        if self.grad is not None and unit.shard.grad is not None:
+            unit.shard.grad.copy_(self.grad[own][: unit.shard.numel()])
+
+    def _views(self) -> list[Tensor]:
+        return unflatten(self.flat, [slot.shape for slot in self.unit.slots])
+
+    def _grads(self) -> list[Tensor] | None:
+        shapes = [slot.shape for slot in self.unit.slots]
+        return None if self.grad is None else unflatten(self.grad, shapes)
+
+
+def _keep(value: Tensor, view: Tensor) -> None:
+    if value.data_ptr() != view.data_ptr():  # replaced, not changed in place: `weight.data = ...`
+        view.data.copy_(value)
