@@ -5,8 +5,10 @@ whichever is longer, and never less than a few microseconds. The arithmetic is c
 own flop counter (matrix products, convolutions, attention); for all else bytes decide.
 
 **Collectives** by alpha and beta: each step of a ring has a latency (alpha) and moves a chunk at a
-bandwidth (1 / beta). Of ``n`` ranks each sends ``n - 1`` chunks; an all-reduce does so twice. The
-slowest link decides: within a node that of its GPUs, else the node's network, which its GPUs share.
+bandwidth (1 / beta). Of ``n`` ranks each sends ``n - 1`` chunks; an all-reduce does so twice. For
+the bandwidth the slowest link decides: within a node that of its GPUs, else the node's network,
+which its GPUs share. For the latency it is the way of one chunk around the ring, on which few steps
+leave a node (as in NCCL's own estimate, ``src/graph/tuning.cc``).
 
 **The host** by constants: so much for each kernel, so much for each of the engine's moments.
 
@@ -60,7 +62,7 @@ class Cluster:
     gpus_per_node: int = 8
     network: float = 50 * GB  # of a node, bytes / s in one direction; 400 Gbit/s
     alpha_node: float = 3 * MICRO  # a step of a ring within a node
-    alpha_network: float = 12 * MICRO  # a step that leaves it
+    alpha_network: float = 12 * MICRO  # one that leaves it
     efficiency: float = 0.6  # of matrix products, against the data sheet
     efficiency_bytes: float = 0.8  # of memory and links
     kernel: float = 2 * MICRO  # the shortest
@@ -94,14 +96,16 @@ class Cluster:
         for rank in ranks:
             node = rank // self.gpus_per_node
             by_node[node] = by_node.get(node, 0) + 1
-        bandwidth, alpha = self.gpu.links, self.alpha_node
+        steps, crossings, bandwidth = len(ranks) - 1, 0, self.gpu.links
         if len(by_node) > 1:
             # A ring crosses into each node once. But if each node has k of the ranks that do the
             # same at once in other groups, they share its network.
+            crossings = min(len(by_node), steps)
             rings = self.gpus_per_node // max(by_node.values())
-            bandwidth, alpha = min(bandwidth, self.network / max(rings, 1)), self.alpha_network
-        steps = (len(ranks) - 1) * rounds
-        return steps * alpha + sent * rounds / (bandwidth * self.efficiency_bytes)
+            bandwidth = min(bandwidth, self.network / max(rings, 1))
+        # The last piece to arrive has been on every way, each as often as there are such ways.
+        latency = crossings * self.alpha_network + (steps - crossings) * self.alpha_node
+        return rounds * (latency + sent / (bandwidth * self.efficiency_bytes))
 
     def copy_seconds(self, moved: int) -> float:
         """A copy from or to the host's memory."""
