@@ -65,6 +65,7 @@ def cluster(
             "torch.distributed.destroy_process_group() first, or use another process."
         )
     virtual = VirtualGpu(Cluster(preset(gpu), nodes, gpus_per_node, **constants), kind)
+    hook = sys.excepthook
     with ExitStack() as stack:
         dist.init_process_group(
             "fake",
@@ -73,6 +74,7 @@ def cluster(
             world_size=virtual.cluster.world_size,
         )
         stack.callback(dist.destroy_process_group)
+        stack.callback(setattr, sys, "excepthook", hook)  # torch's would say which rank has failed
         if find_spec("numpy") is None:
             # torch looks for it at every second operator, which is most of what a run takes. This
             # entry tells it at once that there is none.

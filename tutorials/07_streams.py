@@ -1,0 +1,181 @@
+"""Streams: python tutorials/07_streams.py; the page is 07_streams.md."""
+
+# %% [markdown]
+# # Streams: a product that took no time
+#
+# On a GPU you multiply two matrices of 8,192 by 8,192, which is 1.1 trillion operations, and read
+# the clock before and after that line. It took 6 millionths of a second. You do not believe it, so
+# you print a number of the result, and the `print` takes 94 thousandths. What did you time?
+
+# %% [hidden]
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from unittest.mock import patch
+
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+
+import torch
+from torch import nn
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import ModuleWrapPolicy
+from minifsdp.sim import VirtualGpu, cluster
+from minifsdp.streams import Streams
+
+PICTURE = Path(__file__).with_suffix(".svg")
+
+
+# %%
+def a_product() -> None:
+    with cluster(cuda_malloc=0) as gpu:  # what memory costs is on page 08
+        x = torch.empty(8192, 8192)
+        y = x @ x
+        print(f"{gpu.clock.now * 1e3:6.3f} ms, the product is behind us")
+        y[0, 0].item()
+        print(f"{gpu.clock.now * 1e3:6.3f} ms, and we know a number")
+
+
+# %% [markdown]
+# `y = x @ x` computes nothing. It *launches* a *kernel*: it puts an order into a queue, and returns
+# a tensor whose numbers do not exist yet. The *host*, your Python program, goes on; the GPU carries
+# out its orders one by one. The host waits only if it asks for a value, or if the queue is full.
+#
+# These times are from minifsdp's *virtual GPU*. It sees every operator that torch runs, on tensors
+# without values, and asks what it would take on an A100: its arithmetic at 60 % of the data sheet
+# or its bytes at 80 %, whichever is longer, and 6 microseconds of the host. So it says the same
+# everywhere, and is as good as these round constants; nothing is measured. The engine runs on it as
+# it is. As soon as an order is given, it is clear when it will be carried out:
+#
+# {{ minifsdp/sim/clock.py Clock.launch }}
+#
+# ## Two queues
+#
+# Such a queue is a *stream*, and there can be several. What is in one stream happens in order. Two
+# streams run beside each other, unless one is told to wait for an *event*: a mark in the other one.
+# The host can be told so, too. Here are three orders, of 3, 2 and 1 seconds. When does each run?
+
+
+# %%
+def two_streams(wait: bool) -> None:
+    with cluster() as gpu:
+        streams = Streams.on(torch.device("meta"))
+        a = gpu.clock.launch("unshard", 3.0)
+        if wait:
+            streams.compute.wait_event(streams.unshard.record_event())
+        b = gpu.clock.launch("compute", 2.0)
+        c = gpu.clock.launch("unshard", 1.0)
+        ahead = gpu.clock.now
+        streams.compute.record_event().synchronize()
+        print(f"wait: {wait!s:5}  a {a}  b {b}  c {c}  host {ahead}, after b {gpu.clock.now}")
+
+
+# %% [markdown]
+# The host is at second 0 all the while, until it waits for `b` itself: to make `b` wait for `a` is
+# an order, too. And `b` does not wait for `c`, which came into that stream behind the mark.
+#
+# ## Reading a step
+#
+# FSDP has three streams: `compute`, `unshard` for all-gathers, `reduce` for reduce-scatters. (Three
+# more are for pages to come.) Here is a step of four layers, each a unit, on 8 GPUs:
+
+
+# %%
+def a_step() -> VirtualGpu:
+    with cluster() as gpu:
+        module = nn.Sequential(*(nn.TransformerEncoderLayer(1024, 16) for _ in range(4)))
+        units = ModuleWrapPolicy({nn.TransformerEncoderLayer})
+        model = FSDP(module, auto_wrap_policy=units, limit_all_gathers=False)  # page 09
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(6):
+            model(torch.empty(64, 4, 1024)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            gpu.synchronize()  # the host waits, as it would in loss.item()
+            gpu.step()  # pictures and figures are of the last one
+    return gpu
+
+
+def timeline() -> None:
+    gpu = a_step()
+    gpu.timeline(PICTURE, "a step of four layers, 8 x a100-40")
+    for name in ("step", "other host stalls", "compute", "overlap", "exposed communication"):
+        print(f"{name:21} {gpu.report()[name] * 1e3:.1f} ms")
+
+
+# %% [markdown]
+# ![A timeline. On the host's gray line amber begins before the middle. The compute lane has blue
+# boxes 0, 1, 2, 3, 2, 1, 0; unshard and reduce have purple ones. Below is memory.](07_streams.svg)
+#
+# The one thing to notice: nearly all communication (purple) has computation (blue) above it, and
+# costs nothing. Where there is no blue it is *exposed*: before the first layer, and at the end.
+#
+# - **host**: gives all its orders, for forward, backward and optimizer, in less than half of the
+#   step. Amber: it waits (`other host stalls`).
+# - **compute**: waits for gather 0. Then it is never short of work; when it is done with 0, 1 is
+#   there. The long box 3 is forward and backward.
+# - **unshard**: gathers 0 to 3. Then 3 again, which was freed after its forward, and 2, 1, 0.
+# - **reduce**: the gradient of 3 is reduced beside the backward of 2. That of 0 has nothing to hide
+#   behind, and the optimizer, the sliver at the right, has to wait for it.
+# - **memory**: as the host takes and frees it, ahead of the GPU (page [08](08_allocator.md)).
+#
+# No two purple boxes are beside each other: NCCL, the library that communicates, does one
+# collective after another, in the order of the host's calls. That is page [10](10_prefetch.md).
+#
+# ## What breaks without it
+#
+# All this hangs on a few waits. This is the one before a unit is computed with. Take it away:
+#
+# {{ minifsdp/unshard.py wait_for_unshard }}
+
+
+# %%
+def without_the_wait() -> None:
+    with patch("minifsdp.hooks.wait_for_unshard"):  # it is called, and nothing happens
+        gpu = a_step()
+    print(f"step {gpu.report()['step'] * 1e3:.1f} ms", gpu.races()[0], sep="\n")
+
+
+# %% [markdown]
+# The step is faster, and nothing has failed. On a real GPU `addmm`, the first product of layer 0,
+# computes with what was in that memory before. But if compute happens to be busy just then, the
+# gather is there in time and all is right. It is a wrong number on some days.
+#
+# The virtual GPU says it on all days. It knows what each kernel reads and writes, and who was told
+# to wait for what. Two kernels that use the same memory, one of them to write, have to be ordered
+# by a stream or by a wait. If not it is a *race*, whenever they happen to run.
+#
+# On a CPU the engine is the same, and the compute stream is the host. What it submits to `unshard`
+# is a function that *starts* a gather, in threads of the network library, and returns a second one,
+# which waits for its end. A GPU is given both at once. A CPU runs the second when somebody waits
+# for the event, and computes in between ([streams.py](../minifsdp/streams.py)).
+#
+# ## Predict, then run
+#
+# 1. If all of the engine's streams were one, how long would the step take?
+# 2. The wait is missing, but gathers take no time at all. Is it a race?
+
+
+# %%
+def answers() -> None:
+    report = a_step().report()
+    with patch("minifsdp.sim.streams.STREAMS", ("compute",) * 6):
+        assert a_step().report()["step"] > report["compute"] + report["communication"]  # 1. the sum
+    at_once = patch("minifsdp.sim.costs.Cluster.ring_seconds", return_value=0.0)
+    with at_once, patch("minifsdp.hooks.wait_for_unshard"):
+        assert a_step().races()  # 2. yes: nothing orders the two, they only came out so
+
+
+# %% [hidden]
+def main() -> None:
+    a_product()
+    two_streams(wait=False)
+    two_streams(wait=True)
+    timeline()
+    without_the_wait()
+    answers()
+
+
+if __name__ == "__main__":
+    main()
