@@ -11,8 +11,8 @@ they *replicate*: each has the same chunk, and only gradients travel. Four machi
 
 The bit says whether to free the parameters between forward and backward.
 
-PyTorch's FSDP takes a row of length one for NO_SHARD and then reduces over the row: its ranks drift
-apart without a word. Here it is a row of length one.
+PyTorch's FSDP takes HYBRID_SHARD with rows of one rank for NO_SHARD, and then reduces over the row:
+its ranks drift apart (pytorch#154888). Here it is a row of length one.
 
 Sources: the "hybrid sharding" of Zhao et al., arXiv:2304.11277; MiCS, arXiv:2205.00119.
 """

@@ -122,9 +122,7 @@ class Hooks:
             self.lockstep.at(Moment.FORWARD_OF, unit)
         self.engine.prefetcher.needed(unit)
         self.engine.gather(unit)
-        if (
-            not self.backward.running
-        ):  # there, it is activation checkpointing that runs a forward again
+        if not self.backward.running:  # there, it is a checkpoint that runs a forward again
             self.engine.prefetch(self.engine.prefetcher.pre_forward(unit))
         wait_for_unshard(unit)
         unit.make_views()
@@ -166,9 +164,7 @@ class Hooks:
             self.engine.reset()
             self.engine.prefetcher.forget()
         elif unit.phase is not Phase.BACKWARD:
-            self.engine.done_with(
-                unit
-            )  # this one only: its caller may catch the exception and go on
+            self.engine.done_with(unit)  # only this one: its caller may catch the exception
 
     def _stays(self, unit: Unit) -> bool:
         """Whether the unit keeps its parameters when its forward ends."""

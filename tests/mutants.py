@@ -386,6 +386,7 @@ MUTANTS = [
     Mutant("sim/calls", "anything may be asynchronous", 'self.name in ("copy_", "_to_copy")', "True"),
     Mutant("sim/storages", "memory is never freed", "            self._allocator.free(block)\n", "            pass\n"),
     Mutant("sim/storages", "one that grows keeps what it had", "            self._forget(storage._cdata)\n        else:", "            return\n        else:"),
+    Mutant("sim/storages", "where there was no room nothing is known", "        self._buffers[storage._cdata] = Buffer(label, owner, 0), None  # should there be no room\n", ""),
     Mutant("sim/storages", "the host's memory is the device's", "if size and owner != HOST:", "if size:"),
     Mutant("sim/storages", "the allocator is not told of a use", "            self._allocator.record_stream(block, stream)\n", "            pass\n"),
     Mutant("sim/device", "a value is there at once", "            if not all(self.in_host_memory(tensor) for tensor in read):\n", "            if False:\n"),

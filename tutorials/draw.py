@@ -74,4 +74,4 @@ def strips(
 
 def _left(names: Iterable[str]) -> int:
     """Where the names of rows end."""
-    return MARGIN + 8 + round(6.2 * max(map(len, names), default=0))
+    return MARGIN + 8 + round(6.8 * max(map(len, names), default=0))

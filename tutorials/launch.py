@@ -84,6 +84,7 @@ def _torchruns_store() -> dist.Store:
 def _processes(body: Callable[..., Any], count: int, args: tuple[Any, ...]) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "minifsdp"])
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:Failed to initialize NumPy:UserWarning")
     with tempfile.TemporaryDirectory(prefix="minifsdp-") as folder:
         page = inspect.getsourcefile(body)
         pipes, processes = [], []
@@ -157,6 +158,7 @@ def _joined(gpu: int, rank: int, count: int, store: dist.Store) -> Iterator[None
         torch.set_default_device(f"cuda:{gpu}")
     dist.init_process_group(backend, store=store, rank=rank, world_size=count)
     yield
+    dist.barrier()  # who leaves early hangs up on one that is still arriving
     dist.destroy_process_group()
 
 

@@ -47,6 +47,7 @@ class Storages:
         if storage.device.type != self._kind:
             owner = HOST
         size, block = storage.nbytes(), None
+        self._buffers[storage._cdata] = Buffer(label, owner, 0), None  # should there be no room
         if size and owner != HOST:
             block = self._allocator.malloc(size, owner, label)
         buffer = Buffer(label, owner, size)

@@ -64,3 +64,14 @@ def test_another_stream_keeps_what_it_is_known_to_use():
         gpu.record_use(x, "reduce")
         del x
         assert gpu.allocator.allocated.now == 0 and gpu.allocator.active.now == 16 * MiB
+
+
+def test_where_there_is_no_room_what_is_left_of_it_may_still_be_cleaned_up():
+    with cluster() as gpu:
+        x = torch.empty(4 * MiB)
+        gpu.allocator.capacity = 32 * MiB
+        with pytest.raises(torch.OutOfMemoryError):
+            x.untyped_storage().resize_(64 * MiB)
+        gpu.record_use(x, "compute")
+        x.untyped_storage().resize_(0)
+        assert gpu.allocator.allocated.now == 0

@@ -1,0 +1,188 @@
+"""Hooks: python tutorials/05_hooks.py; the page is 05_hooks.md."""
+
+# %% [markdown]
+# # Hooks: a training step from inside autograd
+#
+# The user writes `loss = model(x)` and `loss.backward()`. Inside the first call each layer's
+# parameters have to be gathered just before it runs, and freed after it. Inside the second they
+# have to come back, because the backward of `x @ w` needs `w`, and go when the layer's gradient is
+# there. Both calls are PyTorch's. How do you get a word in? Here are two layers, each with its
+# parameters in one flat tensor, in plain PyTorch. They note every chance.
+
+# %% [hidden]
+import contextlib
+import warnings
+from typing import Any
+from unittest.mock import patch
+
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+
+import torch
+from draw import strips
+from launch import on_ranks
+from torch import Tensor, nn
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import ModuleWrapPolicy
+from minifsdp.backward import Backward
+from minifsdp.hooks import Hooks
+from minifsdp.sim.__main__ import parser
+from minifsdp.sim.run import simulate
+from minifsdp.unit import Phase, Unit
+
+PICTURE, NAMES = __file__.replace(".py", ".svg"), ("root", "block 1", "block 2", "block 3")
+MOMENTS = [(Hooks, "pre_forward"), (Hooks, "post_forward"), (Backward, "_begin_backward")]
+MOMENTS += [(Backward, "post_backward"), (Backward, "end")]
+
+
+def noting(kind: type, name: str, steps: list[Any]) -> Any:
+    method, word = getattr(kind, name), name.split("_")[0] or "pre"
+
+    def noted(these: Any, *args: Any) -> Any:
+        units = these.engine.units
+        unit = getattr(args[0], "unit", args[0]) if args else units[0]
+        again = name == "_begin_backward" and unit.phase is Phase.BACKWARD  # by another output
+        result = method(these, *args)
+        colours = ["purple" if u.phase is Phase.BACKWARD else "blue" for u in units]
+        boxes = [colours[i] if u.full.untyped_storage().size() else "" for i, u in enumerate(units)]
+        if not again:
+            steps[-1].append((word, units.index(unit), boxes))
+        return result
+
+    return patch.object(kind, name, noted)
+
+
+@on_ranks(2)
+def train(make: str, calls: str) -> tuple[list[Any], list[Any]]:
+    steps: list[Any] = []
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in NAMES]
+    net = nn.Sequential(blocks[0][0], *(blocks[int(call)] for call in calls))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(Unit, "make_views", globals()[make]))
+        for kind, name in MOMENTS:
+            stack.enter_context(noting(kind, name, steps))
+        net = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), backward_prefetch=None)
+        for _ in range(3):
+            steps.append([])
+            net(torch.randn(4, 16) + torch.distributed.get_rank()).pow(2).mean().backward()
+    return steps, [unit.shard.grad.tolist() for unit in net.engine.units]
+
+
+def filled(moment: Any) -> int:
+    return sum(map(bool, moment[-1]))
+
+
+def draw(steps: dict[str, list[Any]]) -> None:
+    rows: list[Any] = []
+    for make, step in steps.items():
+        rows.append((make, []))
+        for unit, name in enumerate(NAMES):
+            rows.append((name, [(1, boxes[unit], word * (unit == of)) for word, of, boxes in step]))
+        rows.append(("in all", [(1, "", str(filled(moment))) for moment in step]))
+    strips(PICTURE, "a training step", rows, {"blue": "has memory", "purple": "in its backward"})
+
+
+# %%
+def layer(name: str, x: Tensor, log: list[str]) -> Tensor:
+    flat = torch.ones(4, requires_grad=True)
+    flat.register_post_accumulate_grad_hook(lambda _: log.append(f"post {name}"))
+    log.append(f"pre {name}")
+    y = x @ flat.view(2, 2)
+    y.grad_fn.register_prehook(lambda _: log.append(f"pre {name}"))
+    log.append(f"post {name}")
+    return y
+
+
+def two_layers() -> None:
+    log: list[str] = []
+    y = layer("b", layer("a", torch.ones(1, 2), log), log)
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    y.grad_fn.register_prehook(lambda _: queue(lambda: log.append("end")))
+    y.sum().backward()
+    print(f"forward:  {', '.join(log[:4])}\nbackward: {', '.join(log[4:])}")
+
+
+# %% [markdown]
+# These are the five moments. *Pre-forward* and *post-forward* are lines before and after the
+# computation. *Pre-backward* is a hook on the operation that made the output; it runs just before
+# that operation's backward. *Post-backward* is a hook on the flat tensor: the layer has computed
+# with a view of it, so its gradient is complete when the layer's is. The *end* is a callback. It
+# can only be queued while a backward is running, and runs after the last operation.
+#
+# The engine keeps these hooks in [autograd.py](../minifsdp/autograd.py). Its post-backward:
+#
+# {{ minifsdp/backward.py Backward.post_backward }}
+#
+# (`begin` queues the end. Prefetching is page 10, `synchronizes` page 14, and ranks are `apart` if
+# they use different units.) Two things escape hooks: a tensor that leaves a module by another door
+# than its return value, and the backwards inside the backward of `checkpoint(use_reentrant=True)`.
+#
+# ## What breaks without it
+#
+# Each forward of `layer` makes a new view of the flat tensor, and so does each forward in the
+# engine, for every parameter. Why? They show the same memory as the last ones. Make them once,
+# then, in a model of four *units*, which are gathered and freed as a whole: three blocks, and the
+# *root*, the model itself with the one layer that is in no block. (Nothing is gathered ahead.)
+
+
+# %%
+make_views = Unit.make_views
+
+
+def make_once(unit: Unit) -> None:
+    if not unit.views:
+        make_views(unit)
+
+
+def four_units() -> None:
+    runs = {make: train(make, "123")[0] for make in ("make_views", "make_once")}
+    for make, (steps, _) in runs.items():
+        print(f"{make}: most units at once, by step:", *(max(map(filled, step)) for step in steps))
+    print("the same gradients, in every bit:", runs["make_views"][1] == runs["make_once"][1])
+    draw({make: steps[2] for make, (steps, _) in runs.items()})
+
+
+def a_gpt_on_virtual_gpus() -> None:
+    for make in (make_views, make_once):
+        with patch.object(Unit, "make_views", make):
+            gpu = simulate(parser().parse_args(["--model=gpt-1.3b", "--batch=1", "--seq=512"]))
+        print(f"{make.__name__}: {gpu.report()['peak allocated'] / 2**20:,.0f} MiB at the peak")
+
+
+# %% [markdown]
+# ![Two charts with a row for each of four units and 17 moments side by side. Above, one block at a
+# time has memory beside the root, in the forward and in the backward. Below, in the backward, the
+# three blocks get it one after the other and all keep it until nearly the end.](05_hooks.svg)
+#
+# The one thing to notice is the right half, the backward. Above, the blocks take turns. Below,
+# every "pre" comes before every "post": all units have memory at once: sharding saves nothing.
+# Yet the gradients are right, and in the first step all is. Only the peak of memory gives it away.
+#
+# Autograd has a queue of operations that could run now, and takes the one *created* last. Taking a
+# view is an operation. A new view was made just before its layer's computation, so in the backward
+# its turn comes just after. An old one is older than the whole step, and waits until all is done.
+#
+# ## Predict, then run
+#
+# 1. Block 1 is called twice in each forward, first and last. How often is it gathered in a step,
+#    and how often is its gradient reduced?
+# 2. How many of the four units have memory at once, then?
+
+
+# %%
+def answers() -> None:
+    step = train("make_views", "1231")[0][0][2]
+    assert [word for word, unit, _ in step if unit == 1] == ["pre", "post"] * 3  # 1. three and one
+    assert max(map(filled, step)) == 3  # 2. it stays until the backward of its first call is over
+
+
+# %% [hidden]
+def main() -> None:
+    two_layers()
+    four_units()
+    a_gpt_on_virtual_gpus()
+    answers()
+
+
+if __name__ == "__main__":
+    main()
