@@ -37,6 +37,17 @@ def test_a_tutorial_is_short_and_its_page_is_whole(path):
         assert (path.parent / link).exists(), link
 
 
+def test_the_path_has_every_page_in_order_with_its_picture():
+    path = (ROOT / "tutorials" / "README.md").read_text()
+    rows = re.findall(
+        r'^\| \*\*\[(\d\d) .*\]\((.*)\.md\)\*\*.*<img src="(.*)\.svg" .*\| (\d+) \|', path, re.M
+    )
+    assert [name for _, name, _, _ in rows] == [page.stem for page in build.tutorials([])]
+    assert all(name.startswith(number) and name == drawn for number, name, drawn, _ in rows)
+    assert sum(int(minutes) for *_, minutes in rows) <= 180  # "about three hours"
+    assert "tutorials/README.md" in "\n".join((ROOT / "README.md").read_text().splitlines()[:15])
+
+
 def test_the_readmes_command_draws_the_tutorials_picture(tmp_path, capsys):
     readme = (ROOT / "README.md").read_text()
     (command,) = re.findall(r"\$ python -m minifsdp.sim ([^$]*?--svg limiter.svg)", readme)
