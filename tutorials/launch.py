@@ -83,7 +83,8 @@ def _torchruns_store() -> dist.Store:
 
 def _processes(body: Callable[..., Any], count: int, args: tuple[Any, ...]) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "minifsdp"])
+    # What ranks import late, with the first optimizer or DDP, is most of what their start takes.
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "minifsdp"])
     os.environ.setdefault("PYTHONWARNINGS", "ignore:Failed to initialize NumPy:UserWarning")
     with tempfile.TemporaryDirectory(prefix="minifsdp-") as folder:
         page = inspect.getsourcefile(body)
