@@ -74,9 +74,9 @@ class Search:
     def best(self) -> Settings:
         """That no single change makes better."""
         best: Settings = {name: LEAN[name] for name in self._usual}
-        before: Settings = {}
-        while best != before:
-            before = dict(best)
+        seen: list[Settings] = []
+        while best not in seen:  # "better" forgives small differences, so it may go in a circle
+            seen.append(best)
             for name in self._usual:
                 for value in VALUES[name]:
                     other = {**best, name: value}

@@ -30,7 +30,8 @@ class Race(NamedTuple):
     buffer: Buffer
 
     def __str__(self) -> str:
-        label = self.buffer.label  # either the engine's, or the operator's that made it
+        # Either the engine's, or the operator's that made it.
+        label = self.buffer.label or "somebody"
         what = (
             f"{'memory of' if ' ' in label else 'the result of'} {label} "
             f"({self.buffer.nbytes:,} bytes from the {self.buffer.owner} stream)"

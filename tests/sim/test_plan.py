@@ -1,5 +1,6 @@
 """sim/plan.py: the fastest settings that fit, and why the others lose."""
 
+import argparse
 import re
 
 import pytest
@@ -57,6 +58,16 @@ def test_every_value_of_every_free_setting_is_told_and_none_is_better(capsys):
     assert re.match(r"step [\d.]+ ms, [\d,]+ MiB reserved, bound by \w+", step)
     slower = [float(f) for f in re.findall(r"([\d.]+) x the time", "".join(others))]
     assert slower and min(slower) >= 1.0
+
+
+def test_a_search_that_goes_in_a_circle_ends(monkeypatch):
+    """Each is better than the next: a little slower and smaller, or else much faster."""
+    circle = [figures(1.0, 1), figures(0.996, 2), figures(0.992, 3)]
+    assert all(better(circle[k - 1], circle[k]) for k in range(3))
+    by_limit = dict(zip(VALUES["limit"], circle * 2, strict=False))
+    monkeypatch.setattr(module, "measure", lambda options, steps: (by_limit[options.limit], None))
+    search = module.Search(argparse.Namespace(), {"limit": "2"}, lambda text: None)
+    assert search.best()["limit"] in by_limit
 
 
 def test_what_makes_no_difference_stays_as_it_usually_is(capsys):
