@@ -77,7 +77,7 @@ def let_arrive(reduction: Reduction, streams: Streams) -> None:
 def wait_for(reduction: Reduction) -> None:
     """Wait for the end of a reduction, in the place where it will be added to others."""
     if reduction.unit.offload_from is not None:
-        reduction.event.synchronize()  # it is the host that adds
+        reduction.event.synchronize()  # it is the host that will read it
     else:
         reduction.event.wait()
 

@@ -3,7 +3,7 @@
 A layer asks for ``self.weight`` and has to get the right thing: while its unit is unsharded a view
 of the flat tensor, which computes like any tensor; while it is sharded a *stand-in*, which has the
 parameter's shape and refuses to compute. Without that a layer called at the wrong time would read
-freed memory, which on a CPU is a crash, and on a GPU numbers that look like numbers.
+memory that is not there, and take the whole process down.
 """
 
 import weakref

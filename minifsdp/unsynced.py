@@ -8,8 +8,9 @@ To accumulate over several batches one may reduce once instead of each time::
     loss(model(batches[-1])).backward()       # reduced together with these
 
 It saves communication and costs memory: whole gradients, in the dtype of the computation, on every
-rank. Without ``no_sync`` each batch's gradients are reduced and added up as chunks, which costs the
-reverse; both give the same sums, and may be mixed.
+rank; in a second such backward two sets of them, until it has succeeded. Without ``no_sync`` each
+batch's gradients are reduced and added up as chunks, which costs the reverse; both give the same
+sums, and may be mixed.
 
 What waits is not in ``shard.grad``: it is of another shape. But ``zero_grad()`` has to clear it as
 it clears any other gradient, and all that a user clears is ``shard.grad``. So a mark is left there,

@@ -25,6 +25,7 @@ import importlib.util
 import io
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -63,7 +64,7 @@ def page(path: Path) -> str:
             parts.append(f"```python\n{body}\n```")
             for name in functions(body):
                 if printed.get(name):
-                    parts.append(f"```\n{printed[name].rstrip()}\n```")
+                    parts.append(f"```\n{narrow(printed[name].rstrip())}\n```")
     return "\n\n".join(parts) + "\n"
 
 
@@ -90,6 +91,14 @@ def quote(file: str, name: str) -> str:
     indent = len(lines[0]) - len(lines[0].lstrip())
     code = "\n".join(line[indent:] for line in lines)
     return f"```python\n{code}\n```\n<sub>`{name}` in [{file}](../{file})</sub>"
+
+
+def narrow(text: str) -> str:
+    """With long lines broken, so that nobody has to scroll."""
+    return "\n".join(
+        textwrap.fill(line, 112, subsequent_indent="    ") if len(line) > 112 else line
+        for line in text.splitlines()
+    )
 
 
 def functions(code: str) -> list[str]:

@@ -70,7 +70,8 @@ class _Panel:
         self._memory()
         for at in _ticks(self._end - self._start):
             x = round(self._x(self._start + at), 1)
-            self._drawing.text(x, self._floor - PLOT - 10, f"{at * 1e3:g} ms", "tick")
+            if x < WIDTH - 20:  # else there is no room for the words
+                self._drawing.text(x, self._floor - PLOT - 10, f"{at * 1e3:g} ms", "tick")
 
     def _x(self, time: float) -> float:
         return LEFT + (min(max(time, self._start), self._end) - self._start) * self._scale
