@@ -23,8 +23,8 @@ from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_ho
 def before_gradient_of(output: Tensor, hook: Callable[[object], None]) -> None:
     """Call ``hook`` when a gradient has reached ``output``, before it goes on from there. A leaf
     has nowhere to go on to, and no hook."""
-    # Not the tensor's own hook: where a module's output goes into the same module once more, that
-    # may come after the one of `after_gradients_of`, which is then of a later call.
+    # Not the tensor's own hook. Where the output is an input of the same module once more, it has
+    # one of `after_gradients_of`, which ends the later call; that has to come first, and does.
     if output.grad_fn is not None:
         output.grad_fn.register_prehook(hook)
 

@@ -5,9 +5,8 @@ A unit is a module's parameters, flattened and sharded together. It owns two ten
     shard   [<= n]      this rank's chunk. An nn.Parameter: what the optimizer sees. Always there.
     full    [n * ranks] all chunks. What the layers compute with. There only while it is needed.
 
-``full`` never goes away as an *object*; its *storage* shrinks to nothing and grows again. It has to
-be so: autograd saves views of it during the forward, and those views share its storage. Gathering
-into the same storage brings them back to life; a new tensor would leave them pointing at nothing.
+``full`` never goes away as an *object*; its *storage* shrinks to nothing and grows again. full.py
+says why.
 
 Two small state machines say where a unit stands::
 
