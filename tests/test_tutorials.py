@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
 from minifsdp.sim.__main__ import main
 from tutorials import build
@@ -18,8 +19,12 @@ ROOT = Path(__file__).parents[1]
 def test_a_page_is_not_stale(path):
     pictures = {picture: picture.read_text() for picture in path.parent.glob(f"{path.stem}*.svg")}
     shown = path.with_suffix(".md").read_text()
+    (made_with,) = re.findall(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.M)
     try:
-        assert build.page(path) == shown
+        page = build.page(path)  # its assertions hold, here and now
+        if torch.cuda.is_available() or torch.__version__.partition("+")[0] != made_with:
+            pytest.skip(f"it runs; its page is compared with torch {made_with} on a CPU alone")
+        assert page == shown
         assert {picture: picture.read_text() for picture in pictures} == pictures
     finally:
         for picture, drawn in pictures.items():
