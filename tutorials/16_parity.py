@@ -52,9 +52,9 @@ def two_engines() -> None:
 
 # %% [markdown]
 # It is A. Each of its ranks takes a chunk of its own gradient for a chunk of the mean. Gradient
-# descent forgives that. A public reimplementation of FSDP does what A does; its loss falls.
+# descent forgives that, as it did on page [00](00_ddp.md). A falling loss proves nothing.
 #
-# So compare with what is right: DDP ([00](00_ddp.md)), from the same seed, on the same data. After
+# So compare with what is right: DDP, from the same seed, on the same data. After
 # three steps all losses and parameters must be the same. This is that test, made from the project's
 # own (in `tests/`; they need pytest). A mistake is a function, a piece of its source, and what to
 # put there. The first makes engine A.
