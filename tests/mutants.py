@@ -312,7 +312,7 @@ MUTANTS = [
     Mutant("full_params", "the device holds them all the same", "            whole.grad = None if grad is None else grad.to(HOST)\n            hooks.engine.free(unit)", "            whole.grad = None if grad is None else grad.to(HOST)"),
     Mutant("full_params", "the flat ones stay on the stage", 'flat = wrapper._parameters.pop("_flat_param", None)', "flat = None"),
     Mutant("full_params", "other ranks hold what they do not show", "        if not shown:\n", "        if False:\n"),
-    Mutant("full_params", "some changes are written, others not", "                whole.check_shapes()\n            for whole in out:\n", "                whole.check_shapes()\n"),
+    Mutant("full_params", "some changes are written, others not", "                whole.check_shapes()\n            for whole in out:\n", "                whole.check_shapes()\n", noticed_by="whole"),
     Mutant("full_params", "as rounded for the computation", "engine.start(None)", "engine.start(True)"),
     Mutant("engine", "buffers are rounded before they are used", "self.training: bool | None = None", "self.training: bool | None = True", "buffers"),
     Mutant("full_params", "from host to host is no copy", "torch.empty_like(unit.buffer, device=HOST).copy_(unit.buffer)", "unit.buffer.to(HOST)"),
