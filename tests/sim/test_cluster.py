@@ -138,3 +138,11 @@ def test_prefetching_in_the_backward_hides_communication():
         for prefetch in (None, minifsdp.BackwardPrefetch.BACKWARD_PRE)
     )
     assert pre < none
+
+
+def test_it_leaves_nothing_behind():
+    hook, modules = sys.excepthook, "numpy" in sys.modules
+    with cluster():
+        pass
+    assert sys.excepthook is hook and ("numpy" in sys.modules) == modules
+    assert not dist.is_initialized()
