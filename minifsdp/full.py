@@ -35,8 +35,7 @@ class Fulls:
     """
 
     def __init__(self, on_gradient: Callable[[], None]) -> None:
-        # Autograd owns the hook, for as long as a graph lives. It must not keep the unit alive.
-        self._on_gradient = WeakMethod(on_gradient)
+        self._on_gradient = _weakly(on_gradient)
         self._made: dict[torch.dtype, Full] = {}
 
     def get(self, dtype: torch.dtype, requires_grad: bool) -> Full | None:
@@ -59,24 +58,26 @@ class Fulls:
         return [full.accumulator for full in self._made.values() if full.accumulator is not None]
 
     def add(self, data: Tensor, requires_grad: bool, transient: bool) -> Full:
-        """Make one of ``data``, ``[n * ranks]``, which nobody else has, or the chunk itself."""
-        with torch.inference_mode(False):  # it outlives the mode that a forward may run in
-            leaf = data.requires_grad_(requires_grad)
-            accumulator = when_complete(leaf, _weakly(self._on_gradient)) if requires_grad else None
-            # The same memory with a version counter of its own. Collectives write here: written
-            # through the leaf, they would look to autograd like a modification of what the forward
-            # has saved.
-            buffer = leaf.data
-            if transient:
-                buffer.untyped_storage().resize_(0)
+        """Make one of ``data``, ``[n * ranks]``, which nobody else has, or the chunk itself. Not to
+        be called in inference mode, which it would not outlive."""
+        leaf = data.requires_grad_(requires_grad)
+        accumulator = when_complete(leaf, self._on_gradient) if requires_grad else None
+        # The same memory with a version counter of its own. Collectives write here: written through
+        # the leaf, they would look to autograd like a modification of what the forward has saved.
+        buffer = leaf.data
+        if transient:
+            buffer.untyped_storage().resize_(0)
         self._made[leaf.dtype] = full = Full(leaf, buffer, transient, accumulator)
         return full
 
 
-def _weakly(method: "WeakMethod[Callable[[], None]]") -> Callable[[], None]:
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Autograd owns its hooks for as long as a graph lives. They must not keep the unit alive."""
+    alive = WeakMethod(method)
+
     def call() -> None:
-        alive = method()
-        if alive is not None:
-            alive()
+        found = alive()
+        if found is not None:
+            found()
 
     return call

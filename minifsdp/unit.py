@@ -209,7 +209,7 @@ class Unit:
         self.dtype = full.leaf.dtype
         self.full_bytes = self.full_numel * self.dtype.itemsize
 
-    @torch.inference_mode(False)
+    @torch.inference_mode(False)  # it, too
     def _new_full(self, dtype: torch.dtype, trained: bool) -> Full:
         whole = self.shard_group is None and self.offload_from is None
         if whole and dtype is self.chunk.dtype:

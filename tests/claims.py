@@ -185,7 +185,7 @@ def hybrid() -> Row:
         "arXiv:2304.11277",
         "grows",
         "; ".join(", ".join(f"{gain:.2f}" for gain in each) for each in gains.values()),
-        overtakes and min(gains[128]) > max(gains[16]),
+        overtakes and min(gains[128]) > max(1.5, *gains[16]),
     )
 
 

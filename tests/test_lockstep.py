@@ -293,6 +293,17 @@ def test_a_rank_with_no_use_for_a_unit_gives_zeros(strategy, ranks):
     run(check_whims, ranks, strategy)
 
 
+@on_ranks(2)
+def test_where_all_is_gathered_already_no_prefetch_is_tried():
+    """It would only count as one with a wrong target."""
+    model, _ = whims(FULL_SHARD, backward_prefetch=BackwardPrefetch.BACKWARD_PRE)
+    both = ("head", "layer")
+    for step, uses in enumerate((both, both, both[dist.get_rank() :])):
+        model(batch(step=step), uses).backward()
+    assert model.engine.lockstep._ever_apart
+    assert not any(model.engine.prefetcher.mistargets.values()), model.engine.prefetcher.mistargets
+
+
 def check_whims_that_wait(strategy):
     model, plain = whims(strategy)
     for first, second in product(PLANS, PLANS):

@@ -120,7 +120,8 @@ def apart() -> None:
 def memory(strategy: str, gpus: int) -> float:
     words = f"--model gpt-1.3b --precision fp32 --batch 1 --seq 256 --strategy {strategy}"
     nodes = f"--nodes {max(gpus // 8, 1)} --gpus {min(gpus, 8)}"
-    return simulate(parser().parse_args(f"{words} {nodes}".split())).report()["peak allocated"]
+    gpu = simulate(parser().parse_args(f"{words} {nodes}".split()), steps=2)
+    return gpu.report()["peak allocated"]
 
 
 def compare() -> None:

@@ -14,7 +14,6 @@ machine with enough GPUs each rank has one, NCCL between them, and new tensors a
 
 import contextlib
 import functools
-import importlib.util
 import inspect
 import io
 import itertools
@@ -31,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from build import load
 
 TIMEOUT, GRACE = 120.0, 3.0  # seconds for all ranks; for the others once one has failed
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
@@ -136,14 +136,10 @@ def _serve(
     folder: str,
 ) -> None:
     """The life of a rank."""
-    spec = importlib.util.spec_from_file_location(Path(page).stem, page)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     report, error = None, ""
     with _joined(rank, rank, count, dist.FileStore(f"{folder}/store", count)):
         try:
-            spec.loader.exec_module(module)
-            report = _listen(getattr(module, name).body, args)
+            report = _listen(getattr(load(Path(page)), name).body, args)
         except BaseException:
             error = traceback.format_exc()
         pipe.send_bytes(pickle.dumps((report, error)))

@@ -103,7 +103,7 @@ class Cluster:
             crossings = min(len(by_node), steps)
             rings = self.gpus_per_node // max(by_node.values())
             bandwidth = min(bandwidth, self.network / max(rings, 1))
-        # The last piece to arrive has been on every way, each as often as there are such ways.
+        # A piece goes once around the ring: over the network once for each node, else within them.
         latency = crossings * self.alpha_network + (steps - crossings) * self.alpha_node
         return rounds * (latency + sent / (bandwidth * self.efficiency_bytes))
 

@@ -14,7 +14,9 @@ import torch
 import minifsdp
 from minifsdp import BackwardPrefetch, CPUOffload, ForwardPrefetch, MixedPrecision, ShardingStrategy
 from minifsdp.sim import cluster
+from minifsdp.sim.races import Race
 from minifsdp.sim.streams import VirtualEvent, VirtualStream
+from minifsdp.sim.tape import Buffer, Op
 from tests.small import batch, stack, step
 
 OFFLOADS = {"": None, "offload": CPUOffload(True)}
@@ -185,3 +187,16 @@ def test_each_wait_that_is_left_out_is_told_by_name(wait):
 
 def test_there_are_no_other_waits():
     assert set(map(str, WAITS)) == set(MISSED)
+
+
+@pytest.mark.parametrize(
+    "label, words",
+    [
+        ("all-gather 'a'", "memory of all-gather 'a' (8 bytes"),
+        ("empty", "the result of empty (8 bytes"),
+        ("", "the result of somebody (8 bytes"),
+    ],
+)
+def test_memory_is_told_by_who_made_it(label, words):
+    op = Op("add_", "", "compute", 0.0, 0.0, 1.0, [], [])
+    assert words in str(Race(op, None, Buffer(label, "unshard", 8)))
