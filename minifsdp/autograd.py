@@ -20,13 +20,22 @@ from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_hook
 
 
-def before_gradient_of(output: Tensor, hook: Callable[[object], None]) -> None:
+def before_gradient_of(output: Tensor, hook: Callable[[object], None], first: int) -> None:
     """Call ``hook`` when a gradient has reached ``output``, before it goes on from there. A leaf
-    has nowhere to go on to, and no hook."""
+    has nowhere to go on to, and no hook.
+
+    Args:
+        first: number of the first operation that counts. What is older was handed on, as in a skip
+            connection: its gradient comes long after that of what was computed here.
+    """
     # Not the tensor's own hook. Where the output is an input of the same module once more, it has
     # one of `after_gradients_of`, which ends the later call; that has to come first, and does.
-    if output.grad_fn is not None:
+    if output.grad_fn is not None and output.grad_fn._sequence_nr() >= first:
         output.grad_fn.register_prehook(hook)
+    # Who changes a view in place gives it another operation, and keeps that of its base.
+    base = output._base
+    if base is not None and base.grad_fn is not None and base.grad_fn._sequence_nr() >= first:
+        base.grad_fn.register_prehook(hook)
 
 
 def after_gradients_of(inputs: Sequence[Tensor], hook: Callable[[object], None]) -> None:
@@ -46,8 +55,11 @@ def when_complete(leaf: Tensor, hook: Callable[[], None]) -> Node:
     return get_gradient_edge(leaf).node
 
 
-def at_end_of_backward(callback: Callable[[], None]) -> Callable[[], bool]:
-    """Call ``callback`` after the last operation of the backward that is under way.
+def at_end_of_backward(
+    callback: Callable[[], None], if_it_dies: Callable[[], None]
+) -> Callable[[], bool]:
+    """Call ``callback`` after the last operation of the backward that is under way, or
+    ``if_it_dies`` when an exception has ended it.
 
     Returns:
         Whether this is still to come. Not so if an exception has ended the backward: autograd then
@@ -58,7 +70,8 @@ def at_end_of_backward(callback: Callable[[], None]) -> Callable[[], bool]:
         callback()
 
     Variable._execution_engine.queue_callback(call)
-    held = weakref.ref(call)
+    # After an ordinary end the caller has let go of this reference, and nothing is called.
+    held = weakref.ref(call, lambda _: if_it_dies())
     return lambda: held() is not None
 
 

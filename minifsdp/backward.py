@@ -10,25 +10,16 @@ hooks.py has the moments of a forward, and the names of all five.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
-from torch import Tensor
+import torch
 
 from minifsdp.autograd import at_end_of_backward, will_reach
 from minifsdp.engine import Engine
 from minifsdp.lockstep import Moment, Use
+from minifsdp.saved import Call, Chain, SavedParameters
 from minifsdp.unit import Phase, Unit
 from minifsdp.unshard import wait_for_unshard
 from minifsdp.unsynced import check_waiting_gradient
-
-
-class Call(NamedTuple):
-    """One forward of a unit, and what its backward has to find again."""
-
-    unit: Unit
-    full: Tensor
-    version: int  # of the shard
-    training: bool | None  # the mode of the outermost module
 
 
 class Backward:
@@ -37,6 +28,8 @@ class Backward:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.lockstep = engine, engine.lockstep
         self.synchronizes = True  # gradients are reduced; not so inside no_sync
+        self.calls: list[Call] = []  # forwards that are under way, outermost first
+        self.saved = SavedParameters(self.pre_backward)
         self._to_end: Callable[[], bool] | None = None
         for unit in engine.units:
             unit.on_gradient = self.post_backward
@@ -63,9 +56,14 @@ class Backward:
         """
         if self.running:
             return
+        if _task() < 0:
+            raise RuntimeError(
+                "a parameter that autograd has saved was asked for outside of a backward. It is "
+                "sharded then; read it inside of FSDP.summon_full_params(model)."
+            )
         self.forget_the_dead()
         self.engine.compute_as(training)  # an evaluation came between, perhaps in full precision
-        self._to_end = at_end_of_backward(self.end)
+        self._to_end = at_end_of_backward(self.end, self._hide_all)
         self.engine.prefetcher.start_backward()
         self.lockstep.at(Moment.START_OF_A_BACKWARD_BELOW, self.engine.root)
         for unit in self.engine.units:
@@ -75,9 +73,9 @@ class Backward:
             for unit in self.engine.units:
                 self.engine.gather(unit)
 
-    def pre_backward(self, calls: list[Call], grads: object) -> None:
-        """A gradient has reached an output of a unit, which was computed in the last of ``calls``,
-        inside of the others.
+    def pre_backward(self, calls: Chain, grads: object = None) -> None:
+        """A gradient has reached an output of a unit, or autograd needs one of its parameters. It
+        was computed in the last of ``calls``, inside of the others.
 
         Raises:
             RuntimeError: a shard has been changed since; a step came between.
@@ -107,14 +105,20 @@ class Backward:
             self.engine.free(unit)  # gathered for a forward in another precision
             unit.compute_with(call.full)
         self.engine.gather(unit)
-        unit.phase = Phase.BACKWARD
+        unit.phase, unit.task = Phase.BACKWARD, _task()
         self.engine.prefetch(self.engine.prefetcher.pre_backward(unit))
         wait_for_unshard(unit)
         unit.expose()  # activation checkpointing runs parts of a forward again in here
+        self.saved.uses((call,))  # a backward of which there is a graph saves them once more
 
     def post_backward(self, unit: Unit) -> None:
         """The gradient of ``unit.full`` is complete: the backward has gone through every use."""
         self.begin(self.engine.training)
+        if unit.phase is Phase.BACKWARD and unit.task != _task():
+            return  # a part of it, from a reentrant checkpoint inside of the unit; more will come
+        self._gradient_of(unit)
+
+    def _gradient_of(self, unit: Unit) -> None:
         assert unit.full is not None and unit.full.grad is not None
         # Taken away before it is reduced: nobody may add to it while it is being sent.
         grad, unit.full.grad = unit.full.grad, None
@@ -135,6 +139,9 @@ class Backward:
 
     def end(self) -> None:
         """Every unit is sharded again, every gradient where the optimizer looks for it."""
+        for unit in self.engine.units:
+            if unit.full is not None and unit.full.grad is not None:
+                self._gradient_of(unit)  # all of it came in parts
         self.lockstep.at(Moment.END_OF_A_BACKWARD_BELOW, self.engine.root)
         for unit in self.lockstep.late:
             self.engine.reduce_kept(unit)
@@ -143,10 +150,16 @@ class Backward:
             self.engine.prefetcher.pre_backward_order.forget()  # every rank has seen another one
             self.lockstep.apart = False
         self._to_end = None
+        in_use = {call.unit for call in self.calls}  # if this is torch.autograd.grad in a forward
         for unit in self.engine.units:
-            self.engine.free(unit)  # its outputs, or some of them, were not part of this backward
+            if unit not in in_use:
+                self.engine.free(unit)  # its outputs, or some, were not part of this backward
             if unit.phase is not Phase.IDLE:
                 unit.phase = Phase.FORWARD  # another graph may yet come through it
+
+    def _hide_all(self) -> None:
+        for unit in self.engine.units:
+            unit.hide()  # else parameters() would list views until the next forward
 
     def forget_the_dead(self) -> None:
         """If the last one died of an exception, start as if it had never been."""
@@ -158,6 +171,12 @@ class Backward:
         self.engine.prefetcher.forget()
         for unit in ran:  # another graph through them may be next
             unit.phase = Phase.FORWARD
+
+
+def _task() -> int:
+    """Which backward autograd is running in this thread; -1 if none. A reentrant checkpoint runs one
+    inside of another."""
+    return torch._C._current_graph_task_id()
 
 
 def _use(unit: Unit) -> Use:

@@ -73,6 +73,7 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
         on_device = {p.device for p in params if p.device.type != "cpu"}
         device = on_device.pop() if on_device else default_device(groups[0])
     unit = Unit(
+        module,
         slots,
         params,
         Buffers(list(modules.values()), settings.precision.buffer_dtype),

@@ -4,6 +4,8 @@ Each verb (unshard.py, reshard.py, reduce.py) knows one unit and one stream. Her
 limiter and the books. The hooks call these methods and nothing below them.
 """
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 
@@ -111,6 +113,7 @@ class Engine:
 
     def free(self, unit: Unit) -> None:
         """Reshard a unit, unless it is sharded already. Whoever is unsure may call it."""
+        unit.hide()
         if unit.memory is not Memory.SHARDED:
             self.limiter.freed(unit, reshard(unit, self.streams))
             self.stats.unsharded_units -= 1
@@ -120,12 +123,21 @@ class Engine:
         """Free a unit that has had its turn; but where ranks go different ways, nobody could gather
         it again."""
         if not self.lockstep.apart:
+            leaks = unit.leaks
             self.free(unit)
+            if unit.leaks > leaks == 0:
+                warnings.warn(
+                    f"a parameter of unit {unit.label} is still referred to when the unit is freed "
+                    f"(by an output of its module, an attribute, a closure?). It keeps the values "
+                    f"of this step, and {unit.full_bytes} bytes that sharding would have freed. "
+                    f"Keep a copy instead: parameter.detach().clone().",
+                    stacklevel=2,
+                )
 
     def reduce(self, unit: Unit, grad: Tensor) -> None:
         """Start to reduce the gradient of ``unit.full``, ``[n * ranks]``, with what no_sync has
         left; nobody else may hold it. It is handed over by :meth:`finish_gradients`."""
-        if unit.waiting is not None:
+        if unit.waiting is not None and all(r.unit is not unit for r in self._reductions):
             grad.add_(unit.waiting.grad)  # a copy of it stays, until this backward has succeeded
         if self._reductions:
             # One at a time: else a network slower than the computation would pile up the gradients
@@ -136,7 +148,8 @@ class Engine:
 
     def keep(self, unit: Unit, grad: Tensor) -> None:
         """Hold a gradient that is not to be reduced now."""
-        self._kept[unit] = grad
+        before = self._kept.get(unit)
+        self._kept[unit] = grad if before is None else before.add_(grad)
 
     def reduce_kept(self, unit: Unit) -> None:
         """Reduce what was kept, or nothing: then this rank's part of the sum is zero."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minifsdp.collectives import all_gather
 from minifsdp.hooks import Hooks
@@ -42,7 +42,6 @@ class Wrapper(Protocol):
 
     _unit: Unit
     _hooks: Hooks
-    _parameters: dict[str, nn.Parameter | None]
 
 
 @contextmanager
@@ -54,17 +53,12 @@ def summon(wrappers: Sequence[Wrapper], options: Options) -> Iterator[None]:
     with ExitStack() as stack:
         for hooks, below in by_root.items():
             units = [wrapper._unit for wrapper in below]
-            if stack.enter_context(full_params(hooks, units, options)):
-                for wrapper in below:
-                    # The flat one leaves the stage meanwhile: no element may be listed twice.
-                    flat = wrapper._parameters.pop("_flat_param", None)
-                    if flat is not None:
-                        stack.callback(wrapper._parameters.__setitem__, "_flat_param", flat)
+            stack.enter_context(full_params(hooks, units, options))
         yield
 
 
 @contextmanager
-def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[bool]:
+def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[None]:
     """Hold the full parameters of ``units``, under their own names, as ordinary parameters.
 
     Units that are out already, in a block around this one, are left to that.
@@ -72,13 +66,11 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[b
     Args:
         hooks: of the root that the units belong to.
 
-    Yields:
-        Whether they are to be seen on this rank.
-
     Raises:
         RuntimeError: called in a forward or backward, which gather and free by themselves.
         ValueError: ``writeback`` and ``rank0_only``: the other ranks would have nothing to write.
     """
+    hooks.close_dead_walks()
     if not hooks.idle:
         raise RuntimeError(
             "summon_full_params was called in a forward or in a backward of this model (as "
@@ -103,7 +95,7 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[b
             if shown:
                 whole.register()
                 out.append(whole)
-        yield shown
+        yield
         if options.writeback:
             for whole in out:  # all, or none
                 whole.check_shapes()

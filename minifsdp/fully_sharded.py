@@ -116,9 +116,6 @@ class FullyShardedDataParallel(nn.Module):
             )  # fmt: skip
         self._unit = build_unit(module, settings)
         self._fsdp_wrapped_module = module
-        if self._unit.slots:
-            self._flat_param = self._unit.shard
-        self._walk: list[AbstractContextManager[None]] = []
         register_hooks(self)
         self._become_root(prefetcher, limiter)
 
@@ -253,9 +250,7 @@ class FullyShardedDataParallel(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Of ``to()``, ``cuda()``, ``half()``: torch may put a new parameter in our one's place."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        found = self._parameters.get("_flat_param")
-        if found is not None and found is not self._unit.shard:
-            self._flat_param = self._unit.replace_shard(found)
+        self._unit.adopt()
         return self
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

@@ -6,7 +6,8 @@ in between the layers of both, and there are five places for it::
     pre-forward     before a unit's module runs           gather its parameters
     post-forward    after it                              free them
     pre-backward    when a gradient first reaches one     gather them again
-                    of the module's outputs
+                    of the module's outputs, or
+                    autograd needs a parameter
     post-backward   when the gradient of ``unit.full``    free them, reduce the gradient
                     is complete
     end of          after the last operation of the       collect what is still under way,
@@ -16,25 +17,27 @@ The first two are here, the other three in backward.py. Both say only *when*. Wh
 in unshard.py, reshard.py and reduce.py, what next in prefetch.py, how many at once in limiter.py,
 whether all ranks do the same in lockstep.py.
 
-Two things the hooks cannot see. A tensor that leaves a unit by another door than its module's
-return value (an attribute set on the side): if its gradient comes before that of the unit's
-outputs, the unit is not gathered in time; return such tensors. And *reentrant* activation
-checkpointing, which runs backwards within the backward: a unit with several such checkpoints inside
-gets its gradient in parts, and is freed after the first; ``use_reentrant=False`` avoids that.
+The outputs are what prefetching goes by: they come first, in every ordinary model. What autograd
+has saved is what nothing can get around (saved.py): a module may hand on tensors in ways that
+nobody sees, but no gradient of it can be computed without what it has saved.
 """
 
+import sys
+from contextlib import ExitStack
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
 from minifsdp.autograd import after_gradients_of, before_gradient_of
-from minifsdp.backward import Backward, Call
+from minifsdp.backward import Backward
 from minifsdp.engine import Engine
 from minifsdp.lockstep import Moment
 from minifsdp.nest import tensors_in
 from minifsdp.precision import output_cast, prepare_inputs
+from minifsdp.saved import Call
 from minifsdp.unit import Phase, Unit
 from minifsdp.unshard import wait_for_unshard
 
@@ -46,8 +49,9 @@ class Hooks:
         self.engine, self.lockstep = engine, engine.lockstep
         self.backward = Backward(engine)
         self.depth = 0  # of forwards within forwards
-        self.calls: list[Call] = []  # those forwards, outermost first
+        self.calls = self.backward.calls  # those forwards, outermost first
         self.summoned: set[Unit] = set()  # their parameters are out, between steps (full_params.py)
+        self.walks: dict[Unit, ExitStack] = {}  # of torch, to save or load; they summon it
 
     @property
     def idle(self) -> bool:
@@ -73,6 +77,19 @@ class Hooks:
         """In a forward that is not part of another, nor of a backward."""
         return self.depth == 1 and not self.backward.running
 
+    def close_dead_walks(self, unit: Unit | None = None) -> None:
+        """End the walks of ``state_dict()`` and ``load_state_dict()`` that an exception has ended. What
+        they have loaded is dropped.
+
+        Args:
+            unit: a walk begins there, so that one which had come there before is dead.
+        """
+        if self.walks and (unit in self.walks or not _walking(sys._getframe())):
+            walks, self.walks = self.walks, {}
+            for stack in reversed(walks.values()):
+                error = RuntimeError("a state dict was not finished")
+                stack.__exit__(RuntimeError, error, None)
+
     def forward(
         self, unit: Unit, module: nn.Module, training: bool, args: Any, kwargs: dict[str, Any]
     ) -> Any:
@@ -81,14 +98,21 @@ class Hooks:
         Args:
             training: the module's mode; the outermost one's counts.
         """
+        self.close_dead_walks()
+        if self.summoned:
+            self._check_summoned(unit)
+            if unit in self.summoned:
+                return module(*args, **kwargs)
         self.depth += 1
+        first = torch._C._autograd._get_sequence_nr()  # of the operations to come
         try:
             as_given = output_cast(unit, args, kwargs)
             args, kwargs = self.pre_forward(unit, training, args, kwargs)
-            output = module(*args, **kwargs)
+            with self.backward.saved.hooks():
+                output = module(*args, **kwargs)
             if as_given is not None:
                 output = as_given(output)
-            self.post_forward(unit, output)
+            self.post_forward(unit, output, first)
         except BaseException:
             self.forward_failed(unit)
             raise
@@ -104,16 +128,8 @@ class Hooks:
 
         Returns:
             What the module should be called with.
-
-        Raises:
-            RuntimeError: the model was called inside ``summon_full_params``.
         """
-        if self.summoned:
-            raise RuntimeError(
-                "the model was called inside summon_full_params, which holds its parameters. "
-                "Leave the block first; forward gathers by itself."
-            )
-        if self._outermost:
+        if self._outermost and not self.summoned:
             self.backward.forget_the_dead()
             self.engine.start(training)
             self.lockstep.steps += 1
@@ -122,45 +138,52 @@ class Hooks:
             self.lockstep.at(Moment.FORWARD_OF, unit)
         self.engine.prefetcher.needed(unit)
         self.engine.gather(unit)
-        if not self.backward.running:  # there, it is a checkpoint that runs a forward again
+        if self._in_order:
             self.engine.prefetch(self.engine.prefetcher.pre_forward(unit))
         wait_for_unshard(unit)
         unit.make_views()
         unit.expose()
         assert unit.full is not None
-        version = unit.shard._version
-        self.calls.append(Call(unit, unit.full, version, self.engine.training))
+        version = unit.shard._version, unit.full._version
+        self.calls.append(Call(unit, unit.full, *version, self.engine.training))
+        self.backward.saved.uses(tuple(self.calls))
         if unit.transient and not unit.shard.requires_grad and torch.is_grad_enabled():
             self._free_when_inputs_have_gradients(unit, args, kwargs)
         # Also where a checkpoint around the root runs it again, which is then not the outermost.
         is_root = unit is self.engine.root or self._outermost
         return prepare_inputs(unit, is_root, args, kwargs)
 
-    def post_forward(self, unit: Unit, output: object) -> None:
+    def post_forward(self, unit: Unit, output: object, first: int) -> None:
         """The module has run. Free its parameters, and see that the backward finds them again.
 
+        Args:
+            first: number of the first operation that autograd may have recorded in it.
+
         Raises:
-            RuntimeError: the output is one of those parameters.
+            RuntimeError: it has changed or replaced a parameter.
         """
+        unit.check_untouched(self.calls[-1].full_version)
         if torch.is_grad_enabled():
             if unit.phase is not Phase.BACKWARD:
                 unit.phase = Phase.FORWARD
-            self._hook_outputs(unit, output)
+            hook = partial(self.backward.pre_backward, tuple(self.calls))
+            for tensor in tensors_in(output):
+                before_gradient_of(tensor, hook, first)
         if not self._stays(unit):
             self.engine.done_with(unit)
-        if not self.backward.running:
+        elif unit.phase is not Phase.BACKWARD:
+            unit.hide()  # kept for the backward, not for anybody who looks at the model till then
+        if self._in_order:
             self.engine.prefetch(self.engine.prefetcher.post_forward(unit))
         if self._outermost:
             self.lockstep.at(Moment.END_OF_FORWARD_OF, unit)
             for other in self.engine.units:  # prefetched for a forward that did not come
-                if not self._stays(other):
+                if not self._stays(other) and other not in self.summoned:
                     self.engine.free(other)
 
     def forward_failed(self, unit: Unit) -> None:
         """The module raised. Leave everything so that the next forward finds it in order."""
-        if self.summoned:
-            return  # refused above: nothing was touched, and nothing may be
-        if self._outermost:
+        if self._outermost and not self.summoned:
             self.engine.reset()
             self.engine.prefetcher.forget()
         elif unit.phase is not Phase.BACKWARD:
@@ -175,18 +198,20 @@ class Hooks:
             return unit is self.engine.root or not unit.reshard_after_forward
         return unit.phase is Phase.BACKWARD  # checkpointing: its backward is waiting for this
 
-    def _hook_outputs(self, unit: Unit, output: object) -> None:
-        hook = partial(self.backward.pre_backward, list(self.calls))
-        for tensor in tensors_in(output):
-            if tensor._base is not None and tensor._base is unit.full:
-                if not self._stays(unit):
-                    raise RuntimeError(
-                        f"the module of unit {unit.label} returns one of its own parameters, which "
-                        f"is freed when its forward ends. Return a copy (parameter.clone()), or "
-                        f"use it inside the module."
-                    )
-            else:
-                before_gradient_of(tensor, hook)
+    @property
+    def _in_order(self) -> bool:
+        """Whether forwards come as in a step: none of a checkpoint that runs one again, and none of
+        an evaluation inside of summon_full_params."""
+        return not self.backward.running and not self.summoned
+
+    def _check_summoned(self, unit: Unit) -> None:
+        """Refuse to train inside of summon_full_params."""
+        if torch.is_grad_enabled() and any(u.shard.requires_grad for u in self.engine.units):
+            raise RuntimeError(
+                f"unit {unit.label} was called inside summon_full_params with gradients enabled. "
+                f"They would reach parameters that are there for the time of the block only. Leave "
+                f"the block first, since forward gathers by itself; or use torch.no_grad()."
+            )
 
     def _free_when_inputs_have_gradients(self, unit: Unit, args: object, kwargs: object) -> None:
         # A frozen unit gets no gradient, so no post-backward. It is done with when its inputs have
@@ -198,3 +223,11 @@ class Hooks:
             self.engine.done_with(unit)
 
         after_gradients_of(inputs, free)
+
+
+def _walking(frame: FrameType | None) -> bool:
+    """Whether a module's ``state_dict`` or ``load_state_dict`` is among the callers."""
+    walks = (nn.Module.state_dict.__code__, nn.Module.load_state_dict.__code__)
+    while frame is not None and frame.f_code not in walks:
+        frame = frame.f_back
+    return frame is not None

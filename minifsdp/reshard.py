@@ -24,6 +24,6 @@ def reshard(unit: Unit, streams: Streams) -> Event:
         unit.gathered = None
     # The memory belongs to the unshard stream and was read on the compute stream.
     streams.compute.record_use(unit.buffer)
-    unit.resize_storage(0)
+    unit.release()
     unit.memory = Memory.SHARDED
     return streams.compute.record_event()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass
@@ -30,18 +30,28 @@ class Slot:
         assert param is not None, self.name
         return param
 
-    def clear(self) -> None:
-        """Take the parameter away from all its owners."""
+    def expose(self, view: Tensor) -> None:
+        """Let all owners see ``view`` as a parameter: also ``module.parameters()`` lists it."""
         for module, attribute in self.owners:
-            delattr(module, attribute)
+            _tell(module, attribute, view)
+            module.__dict__.pop(attribute, None)  # it would be found before the parameter
+            module._parameters[attribute] = view  # type: ignore[assignment]  # not a leaf
 
-    def put(self, value: object) -> None:
-        """Let all owners see ``value`` under the parameter's name."""
+    def hide(self, stand_in: "StandIn") -> None:
+        """Let all owners see ``stand_in`` as an attribute, and no parameter."""
         for module, attribute in self.owners:
-            if type(module).__setattr__ is nn.Module.__setattr__:
-                module.__dict__[attribute] = value  # a tenth of setattr's price, in every pass
-            else:
-                setattr(module, attribute, value)  # an RNN keeps a list of its weights there
+            _tell(module, attribute, stand_in)
+            # The name stays, with nothing in it: it keeps its place in the order of the parameters,
+            # and torch refuses to assign what is no parameter to it.
+            module._parameters[attribute] = None
+            module.__dict__[attribute] = stand_in
+
+
+def _tell(module: nn.Module, attribute: str, value: object) -> None:
+    """An RNN keeps a list of its weights, up to date with a ``__setattr__`` of its own."""
+    if type(module).__setattr__ is not nn.Module.__setattr__:
+        module._parameters.pop(attribute, None)  # else torch would take it for a wrong parameter
+        setattr(module, attribute, value)
 
 
 class Owner(Protocol):
@@ -94,6 +104,13 @@ class StandIn:
 
     def _refuse(self, *_: object) -> NoReturn:
         raise RuntimeError(self._message())
+
+    def __setattr__(self, attribute: str, value: object) -> None:
+        # Taken without a word, ``weight.data = ...`` and ``bias.requires_grad = False`` would be
+        # read by nobody.
+        if attribute not in ("_unit", "_name", "shape"):
+            raise RuntimeError(f"{attribute!r} cannot be set: {self._message()}")
+        object.__setattr__(self, attribute, value)
 
     def __getattr__(self, attribute: str) -> NoReturn:
         # Python asks a copy for its special methods before it has been given a name.

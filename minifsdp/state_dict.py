@@ -4,17 +4,21 @@
 had been wrapped; ``model.load_state_dict()`` takes such a dict. So checkpoints move between DDP, a
 plain model and any number of ranks. Every rank has to call them: parameters are gathered together.
 
-torch walks the tree of modules and calls hooks around each. The ones here hold the parameters of a
-wrapper's own unit for as long as the walk is inside of it, so there are never more units out than
-lie within each other. What is returned are copies; they are where the parameters are computed with.
-(A plain module returns its own tensors, which the next step changes.)
+torch walks the tree of modules and calls hooks around each. The hooks on a *wrapped* module gather
+its unit for as long as the walk is inside of it, so there are never more units out than lie within
+each other, and ``model.module.state_dict()`` works as well. The hooks on the *wrapper* only take its
+part out of the names. What is returned are copies, on the device that computes: writing to them does
+not change the model. (A plain module returns its own tensors, which the next step changes.)
 """
 
+import weakref
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from minifsdp.hooks import Hooks
 from minifsdp.tree import WRAPPER_PREFIX, clean, own_modules
 from minifsdp.unit import Unit
 
@@ -23,7 +27,7 @@ class Wrapper(Protocol):
     """What is needed of a ``FullyShardedDataParallel``."""
 
     _unit: Unit
-    _walk: list[AbstractContextManager[Any]]  # the block that holds its unit, during a walk
+    _hooks: Hooks
 
     @property
     def module(self) -> nn.Module: ...
@@ -33,36 +37,41 @@ class Wrapper(Protocol):
     ) -> AbstractContextManager[None]: ...
 
 
-def register_hooks(wrapper: nn.Module) -> None:
+def register_hooks(wrapper: Any) -> None:
     """Let ``wrapper`` save and load whole parameters, wherever in a tree of modules it is."""
-    wrapper.register_state_dict_pre_hook(_before_save)  # type: ignore[no-untyped-call]
-    wrapper.register_state_dict_post_hook(_after_save)  # type: ignore[no-untyped-call]
-    wrapper.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
-    wrapper.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
+    wrapper.register_state_dict_post_hook(_shorten_names)
+    wrapper.register_load_state_dict_pre_hook(_lengthen_names)
+    module, own = wrapper.module, weakref.ref(wrapper)  # the module may outlive its wrapper
+    module.register_state_dict_pre_hook(partial(_before_save, own))
+    module.register_state_dict_post_hook(partial(_after_save, own))
+    module.register_load_state_dict_pre_hook(partial(_before_load, own))
+    module.register_load_state_dict_post_hook(partial(_after_load, own))
 
 
-def _before_save(wrapper: Wrapper, prefix: str, keep_vars: bool) -> None:
-    _enter(wrapper, False)
+Own = weakref.ref[Wrapper]
 
 
-def _after_save(wrapper: Wrapper, state: dict[str, Any], prefix: str, metadata: object) -> None:
+def _before_save(own: Own, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    _enter(own, module, writeback=False)
+
+
+def _after_save(
+    own: Own, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
+) -> None:
     copies: dict[tuple[object, ...], Tensor] = {}  # a parameter with two names stays one tensor
-    own = _own_memory(wrapper.module)
+    memory = _own_memory(module)
     for key in _below(state, prefix):
-        value = state.pop(key)  # and put back: so that the order stays
-        if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in own:
+        value = state[key]
+        if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in memory:
             place = (value.data_ptr(), value.shape, value.dtype)
             copies.setdefault(place, value.detach().clone())
-            value = copies[place]
-        state[_unwrapped(key, prefix)] = value
-    versions = getattr(state, "_metadata", {})
-    for key in _below(versions, prefix):
-        versions[_unwrapped(key + ".", prefix).removesuffix(".")] = versions.pop(key)
-    _leave(wrapper)
+            state[key] = copies[place]
+    _leave(own, module)
 
 
 def _before_load(
-    wrapper: Wrapper,
+    own: Own,
+    module: nn.Module,
     state: dict[str, Any],
     prefix: str,
     metadata: object,
@@ -71,24 +80,44 @@ def _before_load(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    _enter(wrapper, True, missing, unexpected, errors)
+    _enter(own, module, True, missing, unexpected, errors)
+
+
+def _after_load(own: Own, module: nn.Module, incompatible: object) -> None:
+    _leave(own, module)
+
+
+def _shorten_names(
+    wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: object
+) -> None:
+    for key in _below(state, prefix):
+        state[_unwrapped(key, prefix)] = state.pop(key)  # each one, so that the order stays
+    versions = getattr(state, "_metadata", {})
+    for key in _below(versions, prefix):
+        versions[_unwrapped(key + ".", prefix).removesuffix(".")] = versions.pop(key)
+
+
+def _lengthen_names(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     for key in _below(state, prefix):
         state[prefix + WRAPPER_PREFIX + key.removeprefix(prefix)] = state.pop(key)
 
 
-def _after_load(wrapper: Wrapper, incompatible: object) -> None:
-    _leave(wrapper)
-
-
-def _enter(wrapper: Wrapper, writeback: bool, *found: list[str]) -> None:
+def _enter(own: Own, module: nn.Module, writeback: bool, *found: list[str]) -> None:
+    wrapper = own()
+    if wrapper is None or wrapper.module is not module:
+        return  # a module that has outlived its wrapper, or a copy of it
+    hooks = wrapper._hooks
+    hooks.close_dead_walks(wrapper._unit)
     with ExitStack() as stack:
         stack.callback(_clean_all, found)
         stack.enter_context(wrapper.summon_full_params(wrapper, recurse=False, writeback=writeback))
-        wrapper._walk.append(stack.pop_all())
+        hooks.walks[wrapper._unit] = stack.pop_all()
 
 
-def _leave(wrapper: Wrapper) -> None:
-    wrapper._walk.pop().__exit__(None, None, None)
+def _leave(own: Own, module: nn.Module) -> None:
+    wrapper = own()
+    if wrapper is not None and wrapper.module is module:
+        wrapper._hooks.walks.pop(wrapper._unit).close()
 
 
 def _clean_all(found: tuple[list[str], ...]) -> None:

@@ -32,6 +32,9 @@ from minifsdp.slots import Slot, StandIn
 from minifsdp.streams import Event
 
 
+FLAT_PARAM = "_flat_param"  # the shard's name on the unit's module, as in torch
+
+
 class Memory(Enum):
     """Whether ``full`` has storage and data."""
 
@@ -62,6 +65,7 @@ class Unit:
     """The parameters of one module, as one sharded flat parameter.
 
     Args:
+        module: the unit's module.
         slots: where the parameters are; those of nested units excluded. May be empty.
         params: the parameters themselves, in the same order. They are copied, and let go.
         buffers: those of the same modules.
@@ -76,6 +80,7 @@ class Unit:
 
     def __init__(
         self,
+        module: nn.Module,
         slots: list[Slot],
         params: list[nn.Parameter],
         buffers: Buffers,
@@ -86,12 +91,13 @@ class Unit:
     ) -> None:
         check_flattenable({s.name: p for s, p in zip(slots, params, strict=True)})
         self.name = ""  # the wrapper's place in the root; the root itself keeps ""
-        self.slots, self.buffers = slots, buffers
+        self.module, self.slots, self.buffers = module, slots, buffers
         self.shard_group, self.replicate_group, self.reshard_after_forward = placement
         self.precision, self.offload_from = precision, offload_from
         self.tag = tag
         self.enclosing: list[Unit] = []  # units around this one, outermost first
         self.memory, self.phase = Memory.SHARDED, Phase.IDLE
+        self.task = -1  # of autograd: the backward in which its own has begun
         self.gathered: Event | None = None  # while GATHERING: passed when the data is there
         self.on_gradient: Callable[[Unit], None] = lambda unit: None  # set by the root; see hooks
 
@@ -108,13 +114,13 @@ class Unit:
         self.shard = self._new_shard(real, bool(params) and params[0].requires_grad)
         self.waiting: Waiting | None = None
         self.views: list[Tensor] = []
+        self.exposed = True  # its modules see parameters, and not stand-ins
+        self.leaks = 0  # how often somebody else has kept the memory
         self.fulls = Fulls(self._gradient_is_complete)
         self.full: Tensor | None = None  # [n * ranks]: the leaf of the one that is used now,
         self.buffer, self.transient, self.dtype = self.chunk, False, self.chunk.dtype  # its rest,
-        self.full_bytes = 0  # and its size
+        self.full_bytes, self.storage = 0, self.chunk.untyped_storage()  # and its memory
         self._stand_ins = [StandIn(self, slot) for slot in slots]
-        for slot in slots:
-            slot.clear()
         self.hide()
 
     def _new_shard(self, data: Tensor, requires_grad: bool) -> FlatParameter:
@@ -125,6 +131,12 @@ class Unit:
         """Take over what torch has put in the shard's place, moved or cast."""
         self.shard = self._new_shard(found.data, found.requires_grad)
         return self.shard
+
+    def adopt(self) -> None:
+        """Take over the shard if torch has put another parameter in its place (``module.to(...)``)."""
+        found = self.module._parameters.get(FLAT_PARAM)
+        if found is not None and found is not self.shard:
+            self.module._parameters[FLAT_PARAM] = self.replace_shard(found)
 
     @property
     def label(self) -> str:
@@ -148,6 +160,7 @@ class Unit:
             ValueError: ``shard`` was replaced by one of another size.
             RuntimeError: it was moved away from the host, where it should stay.
         """
+        self.adopt()  # it was moved through its module, not through the wrapper
         shard, real = self.shard, real_numel(self.numel, self.rank, self.ranks)
         if shard.numel() != real:
             raise ValueError(
@@ -205,9 +218,12 @@ class Unit:
         self._choose(full)
 
     def _choose(self, full: Full) -> None:
+        if full.leaf is not self.full:
+            self.views = []  # they are of another one
         self.full, self.buffer, self.transient = full.leaf, full.buffer, full.transient
         self.dtype = full.leaf.dtype
         self.full_bytes = self.full_numel * self.dtype.itemsize
+        self.storage = full.buffer.untyped_storage()
 
     @torch.inference_mode(False)  # it, too
     def _new_full(self, dtype: torch.dtype, trained: bool) -> Full:
@@ -220,9 +236,28 @@ class Unit:
     def _gradient_is_complete(self) -> None:
         self.on_gradient(self)
 
-    def resize_storage(self, size: int) -> None:
-        """Give the storage of ``full`` room for ``size`` bytes: ``full_bytes``, or 0 to free it."""
-        self.buffer.untyped_storage().resize_(size)
+    def allocate(self) -> None:
+        """Give the storage of ``full`` room for all chunks."""
+        self.storage.resize_(self.full_bytes)
+
+    def release(self) -> None:
+        """Give the storage's memory back, unless somebody else still refers to it.
+
+        A parameter may have left its module: as an output, in an attribute, in a closure. Whoever
+        has it keeps the memory, with the values of this step, and ``full`` gets another storage.
+        Without that he would read memory that is not there, and take the process down.
+        """
+        ours = 3 + len(self.views)  # ``full``, ``buffer``, ``storage``; all else is a leak
+        if torch._C._storage_Use_Count(self.storage._cdata) <= ours:
+            self.storage.resize_(0)
+            return
+        assert self.full is not None
+        with torch.inference_mode(False):
+            room = torch.empty_like(self.buffer)
+        self.full.data, self.buffer.data, self.views = room, room, []
+        self.storage = room.untyped_storage()
+        self.storage.resize_(0)
+        self.leaks += 1
 
     # ------------------------------------------------------------- what its modules see of them
 
@@ -239,12 +274,44 @@ class Unit:
 
     def expose(self) -> None:
         """Let the modules compute with the views."""
-        if self.views and self.views[0]._base is not self.full:
+        if len(self.views) != len(self.slots):
             self.make_views()  # the last forward was in another precision
+        self.exposed = True
+        self.module._parameters.pop(FLAT_PARAM, None)  # or its elements would be listed twice
         for slot, view in zip(self.slots, self.views, strict=True):
-            slot.put(view)
+            slot.expose(view)
+
+    def check_untouched(self, version: int) -> None:
+        """Refuse what the module has done to its gathered parameters, which are about to be freed.
+
+        Args:
+            version: of ``full``, when the forward began.
+
+        Raises:
+            RuntimeError: it has changed one in place, or put another tensor in its place.
+        """
+        assert self.full is not None
+        how = "changed in place" if self.transient and self.full._version != version else ""
+        name = self.slots[0].name if self.slots else ""
+        for slot, view in zip(self.slots, self.views, strict=True):
+            if any(
+                module._parameters.get(attribute) is not view for module, attribute in slot.owners
+            ):
+                how, name = "replaced", slot.name
+        if how:
+            raise RuntimeError(
+                f"a parameter of unit {self.label} ({name!r} or another one) was {how} in the "
+                f"forward of its module. There it is a copy that is freed afterwards, so the change "
+                f"would be lost. Change parameters between steps, inside of "
+                f"FSDP.summon_full_params(model), or keep what a forward changes in a buffer."
+            )
 
     def hide(self) -> None:
-        """Put stand-ins where the views were, which say what is wrong when they are used."""
-        for slot, stand_in in zip(self.slots, self._stand_ins, strict=True):
-            slot.put(stand_in)
+        """Put stand-ins where the views were, which say what is wrong when they are used, and show
+        the flat parameter to whoever lists the module's parameters."""
+        if self.exposed:
+            self.exposed = False
+            for slot, stand_in in zip(self.slots, self._stand_ins, strict=True):
+                slot.hide(stand_in)
+            if self.slots:
+                self.module._parameters[FLAT_PARAM] = self.shard

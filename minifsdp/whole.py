@@ -6,10 +6,11 @@ What a caller may do to a parameter is more than to change it in place: he may g
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from minifsdp.flatten import unflatten
-from minifsdp.unit import Unit
+from minifsdp.unit import FLAT_PARAM, Unit
 
 
 @dataclass
@@ -23,18 +24,16 @@ class Whole:
     def register(self) -> None:
         """Turn the views into parameters, so that torch finds them under their names."""
         grads = self._grads()
+        self.unit.exposed = True
+        self.unit.module._parameters.pop(FLAT_PARAM, None)  # no element may be listed twice
         for place, (slot, view) in enumerate(zip(self.unit.slots, self._views(), strict=True)):
             param = nn.Parameter(view.detach(), requires_grad=self.unit.shard.requires_grad)
             param.grad = None if grads is None else grads[place]
             for module, attribute in slot.owners:
-                module.__dict__.pop(attribute, None)
-                module.register_parameter(attribute, param)
+                setattr(module, attribute, param)  # which an RNN notices, too
 
     def unregister(self) -> None:
         """Undo that, whatever the caller has put in the parameters' places."""
-        for slot in self.unit.slots:
-            for module, attribute in slot.owners:
-                module._parameters.pop(attribute, None)
         self.unit.hide()
 
     def check_shapes(self) -> None:
@@ -65,7 +64,9 @@ class Whole:
                     none = grads[place].new_zeros(())
                     _keep(none if param.grad is None else param.grad, grads[place])
         own = slice(unit.rank * unit.chunk.numel(), (unit.rank + 1) * unit.chunk.numel())
-        if self.flat.data_ptr() != unit.chunk.data_ptr():
+        # Only what differs: a graph that is waiting for its backward would take a copy of the same
+        # values for a change.
+        if not torch.equal(self.flat[own], unit.chunk):
             unit.chunk.copy_(self.flat[own])
         if self.grad is not None and unit.shard.grad is not None:
             unit.shard.grad.copy_(self.grad[own][: unit.shard.numel()])

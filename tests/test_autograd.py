@@ -42,7 +42,7 @@ def test_every_door_opens_at_its_moment():
     before_gradient_of(output, lambda _: heard.append("before the output"))
 
     def begin(grad: Tensor) -> None:
-        at_end_of_backward(lambda: heard.append("the end"))
+        at_end_of_backward(lambda: heard.append("the end"), lambda: heard.append("death"))
 
     loss = Loud.apply(output, heard, "the loss").sum()
     loss.register_hook(begin)
@@ -96,7 +96,9 @@ def test_the_end_is_still_to_come_until_it_came_or_never_will(fails):
     output = Loud.apply(leaf, [], "boom" if fails else "")
 
     def begin(grad: Tensor) -> None:
-        still.append(at_end_of_backward(lambda: ended.append(still[0]())))
+        still.append(
+            at_end_of_backward(lambda: ended.append(still[0]()), lambda: ended.append("death"))
+        )
         assert still[0]()
 
     output.register_hook(begin)

@@ -1,5 +1,6 @@
 """hooks.py: the moments of a training step, and everything that may happen instead of one."""
 
+import warnings
 from collections import OrderedDict, namedtuple
 from contextlib import suppress
 from dataclasses import dataclass
@@ -456,17 +457,22 @@ def test_a_child_that_fails_may_be_left_out_by_its_parent():
 
 
 @on_ranks(2)
-def test_a_unit_that_returns_its_own_parameter_is_refused():
+def test_a_parameter_that_leaves_its_unit_keeps_its_memory_and_that_is_said_once():
     class Leaky(Block):
         def forward(self, x):
             return self[0](x), self[0].weight
 
     model = FSDP(nn.Sequential(Leaky(nn.Linear(6, 6))), auto_wrap_policy=ModuleWrapPolicy({Leaky}))
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="unit '0' returns one of its own parameters"):
-            model(batch())
-        check_at_rest(model)
-        assert model._hooks.idle
+    with FSDP.summon_full_params(model):
+        expected = model.module[0].module[0].weight.detach().clone()
+    with pytest.warns(UserWarning, match="a parameter of unit '0' is still referred to"):
+        _, weight = model(batch())
+    check_at_rest(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, again = model(batch())
+    for leaked in (weight, again):
+        assert torch.equal(leaked, expected)
 
 
 @on_ranks(2)

@@ -129,8 +129,12 @@ def test_all_owners_see_what_is_put_into_a_slot():
     for owner in (first, second):
         del owner.weight
     value = torch.ones(2, 2)
-    slot.put(value)
+    slot.expose(value)
     assert first.weight is second.weight is second.other is value
+    assert all(dict(owner.named_parameters())["weight"] is value for owner in (first, second))
+    slot.hide("hidden")
+    assert first.weight == second.weight == second.other == "hidden"
+    assert all("weight" not in dict(owner.named_parameters()) for owner in (first, second))
 
 
 def weights_of(lstm: nn.LSTM) -> list[object]:

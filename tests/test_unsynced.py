@@ -279,7 +279,8 @@ def test_parameters_that_were_loaded_meanwhile_are_noticed():
     model = stack(2)
     state = model.state_dict()
     waiting_step(model, 0)
-    model.load_state_dict(state)
+    model.load_state_dict(state)  # the same values: nothing has changed
+    model.load_state_dict({name: value + 1 for name, value in state.items()})
     with pytest.raises(RuntimeError, match=r"unit <root>: its parameters were changed"):
         step(model)
 

@@ -1,17 +1,50 @@
 """Promises inside the step: what a module may do in its forward, and a loss with its outputs."""
 
+from collections import deque
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from tests.promises import Block, same, train
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import ShardingStrategy
+from tests.promises import Averaged, Block, batch, refused, same, train
 from tests.ranks import on_ranks
 
+STRATEGIES = [
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+]
 
-class Flat(Block):
-    """Its output is a view."""
 
-    def __init__(self) -> None:
+def square(model, x):
+    return model(x).pow(2).sum()
+
+
+class Chain(nn.Module):
+    """Blocks one after the other. What they keep on the side is added to the loss."""
+
+    def __init__(self, kind, blocks=3):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(kind() for _ in range(blocks))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+# ------------------------------------------------------------------ views that are changed in place
+
+
+class Reshaped(Block):
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(6, 6)
 
@@ -19,27 +52,341 @@ class Flat(Block):
         return self.layer(torch.tanh(x)).reshape(3, 2, 3).flatten(1)
 
 
-class InPlace(nn.Module):
-    def __init__(self) -> None:
+class Transposed(Block):
+    def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(Flat() for _ in range(3))
+        self.layer = nn.Linear(3, 3)
 
     def forward(self, x):
-        for block in self.blocks:
-            y = block(x)
-            y += x
-            x = y
-        return x
+        return self.layer(torch.tanh(x).t()).transpose(0, 1)
 
 
-def a_view_that_its_caller_changes_in_place(wrap):
-    return train(wrap(InPlace()), lambda model, x: model(x).pow(2).sum())
+class Attention(Block):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x):
+        y = x.unsqueeze(0)
+        return self.attention(y, y, y, need_weights=False)[0].squeeze(0)
 
 
-RIGHT = [a_view_that_its_caller_changes_in_place]
+class Recomputes(Reshaped):
+    def forward(self, x):
+        return (
+            checkpoint(self.layer, torch.tanh(x), use_reentrant=False).reshape(3, 2, 3).flatten(1)
+        )
 
 
-@pytest.mark.parametrize("program", RIGHT, ids=lambda program: program.__name__)
+def added_in_place(kind):
+    class Residual(Chain):
+        def forward(self, x):
+            for block in self.blocks:
+                y = block(x)
+                y += x
+                x = y
+            return self.last(x)
+
+    return lambda wrap: train(wrap(Residual(kind)), square)
+
+
+def written_to_a_part(wrap):
+    class Masked(Chain):
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+                x[:, :2] = 0
+                x[0].mul_(2)
+            return self.last(x)
+
+    return train(wrap(Masked(Reshaped)), square)
+
+
+# --------------------------------------------------- modules that read their own parameters
+
+
+class Penalized(Block):
+    """Keeps the norm of what it has, as weight decay in the loss does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        assert next(self.parameters()).dtype is x.dtype
+        assert {n for n, _ in self.named_parameters()} == {"layer.weight", "layer.bias"}
+        self.aux = sum(p.pow(2).sum() for p in self.parameters())
+        return torch.tanh(self.layer(x))
+
+
+def a_penalty_in_units(wrap):
+    def loss(model, x):
+        out = model(x).sum()
+        return 0.1 * sum(m.aux for m in model.modules() if isinstance(m, Penalized)) + out
+
+    return train(wrap(Chain(Penalized)), loss)
+
+
+def a_penalty_in_the_root(wrap):
+    class Root(Chain):
+        def forward(self, x):
+            return super().forward(x) + 0.01 * sum(p.pow(2).sum() for p in self.first.parameters())
+
+    return train(wrap(Root(Reshaped)), square)
+
+
+def recurrent(wrap):
+    class Recurrent(Block):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.LSTM(6, 6, num_layers=2)
+
+        def forward(self, x):
+            return self.rnn(x)[0] + sum(p.mean() for p in self.rnn.parameters())
+
+    return train(wrap(Chain(Recurrent, 2)), square)
+
+
+# ------------------------------------------------------ what leaves a unit by other ways
+
+
+class Aside(Block):
+    """Keeps an activation in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.layer = nn.Linear(6, 3), nn.Linear(6, 6)
+
+    def forward(self, x):
+        self.aux = self.router(x).softmax(-1).pow(2).sum()
+        return self.layer(x)
+
+
+def auxiliary(order):
+    def loss(model, x):
+        main = model(x).pow(2).sum()
+        aux = sum(m.aux for m in model.modules() if isinstance(m, Aside))
+        return {"before": aux + main, "after": main + aux, "alone": aux}[order]
+
+    return lambda wrap: train(wrap(Chain(Aside)), loss)
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Holder(nn.Module):
+    value = None
+
+
+def holding(value):
+    holder = Holder()
+    holder.value = value
+    return holder
+
+
+WAYS = {
+    "slots": (Slotted, lambda o: o.value),
+    "deque": (lambda t: deque([t]), lambda o: o[0]),
+    "generator": (lambda t: (u for u in [t]), next),
+    "closure": (lambda t: lambda: t, lambda o: o()),
+    "partial": (lambda t: partial(torch.mul, t), lambda o: o(1.0)),
+    "dict values": (lambda t: {"a": t}.values(), lambda o: next(iter(o))),
+    "iterator": (lambda t: iter([t]), next),
+    "module": (holding, lambda o: o.value),
+    "map": (lambda t: map(lambda u: u * 1, [t]), next),
+}
+
+
+def returned_in(way):
+    put, take = WAYS[way]
+
+    class Odd(Block):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return put(torch.tanh(self.layer(x)))
+
+    class Model(Chain):
+        def forward(self, x):
+            for block in self.blocks:
+                x = take(block(x))
+            return put(self.last(x))
+
+    return lambda wrap: train(wrap(Model(Odd)), lambda model, x: take(model(x)).pow(2).sum())
+
+
+class Tied(Block):
+    """Hands on its weight, for a head that has none of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        self.__dict__["kept"] = self.layer.weight  # an attribute, no second name for it
+        return self.layer(x), self.layer.weight, self.layer.weight.detach()
+
+
+class TiedModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.between = Tied(), Reshaped()
+
+    def forward(self, x):
+        x, weight, detached = self.body(x)
+        return F.linear(self.between(x), weight) + detached.sum() + self.body.kept.mean()
+
+
+def parameters_that_leave_their_unit(wrap):
+    return train(wrap(TiedModel()), square)
+
+
+def parameters_that_leave_without_gradient(wrap):
+    model = wrap(TiedModel())
+    with torch.no_grad():
+        out = model(batch(3, 6))
+        _, weight, detached = model.module.body(batch(3, 6))
+    return out, weight, detached, weight @ weight.t(), train(model, square)
+
+
+def skip_connections(wrap):
+    class Skips(Block):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x, skips):
+            y = torch.tanh(self.layer(x))
+            return y, [*skips, y]
+
+    class Model(Chain):
+        def forward(self, x):
+            skips = [self.first(x)]
+            for block in self.blocks:
+                x, skips = block(x, skips)
+            return self.last(sum(skips))
+
+    return train(wrap(Model(Skips)), square)
+
+
+# --------------------------------------------------------------- gradients within a forward
+
+
+def forces(wrap):
+    class Energy(Block):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return torch.tanh(self.layer(x))
+
+    class Forces(Chain):
+        def forward(self, x):
+            x = x.requires_grad_()
+            energy = super().forward(x).pow(2).sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=True)
+            return torch.cat([self.last(force), force])
+
+    return train(wrap(Forces(Energy)), square)
+
+
+def gradients_of_inputs_of_a_frozen_model(wrap):
+    model = Chain(Reshaped)
+    trained = nn.Parameter(torch.ones(6))
+    for param in model.parameters():
+        param.requires_grad_(False)
+    model = wrap(model)
+    found = []
+    for step in range(4):
+        x = batch(3, 6, step=step).requires_grad_()
+        found.append(torch.autograd.grad(model(x * trained).pow(2).sum(), [x, trained]))
+    return found
+
+
+def a_graph_that_is_used_twice(wrap):
+    def loss(model, x):
+        total = square(model, x)
+        total.backward(retain_graph=True)
+        return total
+
+    return train(wrap(Chain(Aside)), loss)
+
+
+# ------------------------------------------------------------------------------ checkpoints
+
+
+class Reentrant(Block):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.scale = nn.LayerNorm(6), nn.Parameter(torch.rand(6))
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = self.norm(x) * self.scale
+        x = checkpoint(self.one, x, use_reentrant=True)
+        return checkpoint(self.two, torch.tanh(x), use_reentrant=True) * self.scale
+
+
+def reentrant_checkpoints_in_a_unit(wrap):
+    return train(wrap(Chain(Reentrant)), square)
+
+
+def a_checkpoint_around_units(reentrant):
+    class Model(Chain):
+        def forward(self, x):
+            def body(x):
+                for block in self.blocks:
+                    x = block(x)
+                return x
+
+            return self.last(checkpoint(body, self.first(x), use_reentrant=reentrant))
+
+    return lambda wrap: train(wrap(Model(Aside)), square)
+
+
+def activations_on_the_host(wrap):
+    def loss(model, x):
+        with torch.autograd.graph.save_on_cpu():
+            return square(model, x)
+
+    return train(wrap(Chain(Aside)), loss)
+
+
+# ---------------------------------------------------------------------------------- the table
+
+RIGHT = {
+    "a reshaped output, changed in place": added_in_place(Reshaped),
+    "a transposed output, changed in place": added_in_place(Transposed),
+    "the output of attention, changed in place": added_in_place(Attention),
+    "a recomputed output, changed in place": added_in_place(Recomputes),
+    "a part of an output, overwritten": written_to_a_part,
+    "a penalty on a unit's parameters": a_penalty_in_units,
+    "a penalty on the root's parameters": a_penalty_in_the_root,
+    "an LSTM that lists its parameters": recurrent,
+    **{f"a loss in an attribute, {how}": auxiliary(how) for how in ("before", "after", "alone")},
+    **{f"outputs in a {way}": returned_in(way) for way in WAYS},
+    "parameters that leave their unit": parameters_that_leave_their_unit,
+    "parameters that leave without gradient": parameters_that_leave_without_gradient,
+    "skip connections": skip_connections,
+    "forces": forces,
+    "gradients of the inputs of a frozen model": gradients_of_inputs_of_a_frozen_model,
+    "a graph that is used twice": a_graph_that_is_used_twice,
+    "reentrant checkpoints in a unit": reentrant_checkpoints_in_a_unit,
+    "a reentrant checkpoint around units": a_checkpoint_around_units(True),
+    "a checkpoint around units": a_checkpoint_around_units(False),
+    "activations on the host": activations_on_the_host,
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
+@pytest.mark.parametrize("program", RIGHT)
 @on_ranks(2)
-def test_right(program):
-    same(program)
+def test_right(program, strategy):
+    same(RIGHT[program], Averaged, sharding_strategy=strategy)
