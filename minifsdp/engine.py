@@ -113,7 +113,8 @@ class Engine:
 
     def free(self, unit: Unit) -> None:
         """Reshard a unit, unless it is sharded already. Whoever is unsure may call it."""
-        unit.hide()
+        if unit.exposed:
+            unit.hide()
         if unit.memory is not Memory.SHARDED:
             self.limiter.freed(unit, reshard(unit, self.streams))
             self.stats.unsharded_units -= 1

@@ -132,7 +132,9 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, with its parameters gathered for as long as it runs."""
-        return self._hooks.forward(self._unit, self.module, self.training, args, kwargs)
+        # Looked up as an attribute it would take as long as all that a gather needs of the host.
+        module: Any = self._modules["_fsdp_wrapped_module"]
+        return self._hooks.forward(self._unit, module, self.training, args, kwargs)
 
     def check_is_root(self) -> bool:
         """Whether no other wrapper is around this one."""

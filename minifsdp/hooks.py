@@ -98,7 +98,8 @@ class Hooks:
         Args:
             training: the module's mode; the outermost one's counts.
         """
-        self.close_dead_walks()
+        if self.walks:
+            self.close_dead_walks()
         if self.summoned:
             self._check_summoned(unit)
             if unit in self.summoned:

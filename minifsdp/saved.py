@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from minifsdp.unit import Unit
+from minifsdp.unit import Phase, Unit
 
 Hook = Callable[[Any], Any]
 
@@ -52,7 +52,7 @@ class Note(NamedTuple):
     chain: Chain
     shape: torch.Size
     stride: tuple[int, ...]
-    offset: int  # elements
+    offset: Any  # elements
     theirs: object  # what the hooks around ours have made of a tensor that looks like it
 
 
@@ -84,15 +84,18 @@ class SavedParameters:
 
     def hooks(self) -> AbstractContextManager[object]:
         """Around a forward. Nothing, if they are set already by a forward around this one."""
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():
-            return nullcontext()  # inside of torch.func, which refuses them
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if outer is None:
+            if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+                return _NOTHING  # inside of torch.func, which refuses them
             return self._alone
         owner = getattr(outer[0], "__self__", None)
         if isinstance(owner, _Hooks) and owner.saved is self:
-            return nullcontext()
+            return _NOTHING
         return _Hooks(self, outer)
+
+
+_NOTHING = nullcontext()
 
 
 class _Hooks(saved_tensors_hooks):
@@ -121,9 +124,10 @@ class _Hooks(saved_tensors_hooks):
         if isinstance(saved, Note) and saved.owner is self.saved:
             if self.outer is not None:
                 self.outer[1](saved.theirs)  # a checkpoint computes anew here
-            self.saved.before_use(saved.chain)
-            buffer = saved.chain[-1].unit.buffer
-            return buffer.as_strided(saved.shape, saved.stride, saved.offset)
+            unit = saved.chain[-1].unit
+            if unit.phase is not Phase.BACKWARD or unit.task != torch._C._current_graph_task_id():
+                self.saved.before_use(saved.chain)
+            return unit.buffer.as_strided(saved.shape, saved.stride, saved.offset)
         if self.outer is not None:
             found: Tensor = self.outer[1](saved)
             return found

@@ -33,25 +33,29 @@ class Slot:
     def expose(self, view: Tensor) -> None:
         """Let all owners see ``view`` as a parameter: also ``module.parameters()`` lists it."""
         for module, attribute in self.owners:
-            _tell(module, attribute, view)
+            if type(module).__setattr__ is not _SETATTR:
+                _tell(module, attribute, view)
             module.__dict__.pop(attribute, None)  # it would be found before the parameter
             module._parameters[attribute] = view  # type: ignore[assignment]  # not a leaf
 
     def hide(self, stand_in: "StandIn") -> None:
         """Let all owners see ``stand_in`` as an attribute, and no parameter."""
         for module, attribute in self.owners:
-            _tell(module, attribute, stand_in)
+            if type(module).__setattr__ is not _SETATTR:
+                _tell(module, attribute, stand_in)
             # The name stays, with nothing in it: it keeps its place in the order of the parameters,
             # and torch refuses to assign what is no parameter to it.
             module._parameters[attribute] = None
             module.__dict__[attribute] = stand_in
 
 
+_SETATTR = nn.Module.__setattr__
+
+
 def _tell(module: nn.Module, attribute: str, value: object) -> None:
     """An RNN keeps a list of its weights, up to date with a ``__setattr__`` of its own."""
-    if type(module).__setattr__ is not nn.Module.__setattr__:
-        module._parameters.pop(attribute, None)  # else torch would take it for a wrong parameter
-        setattr(module, attribute, value)
+    module._parameters.pop(attribute, None)  # else torch would take it for a wrong parameter
+    setattr(module, attribute, value)
 
 
 class Owner(Protocol):

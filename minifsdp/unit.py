@@ -31,7 +31,6 @@ from minifsdp.shard import FlatParameter, chunk_numel, flat_parameter, real_nume
 from minifsdp.slots import Slot, StandIn
 from minifsdp.streams import Event
 
-
 FLAT_PARAM = "_flat_param"  # the shard's name on the unit's module, as in torch
 
 
@@ -292,18 +291,16 @@ class Unit:
         """
         assert self.full is not None
         how = "changed in place" if self.transient and self.full._version != version else ""
-        name = self.slots[0].name if self.slots else ""
         for slot, view in zip(self.slots, self.views, strict=True):
-            if any(
-                module._parameters.get(attribute) is not view for module, attribute in slot.owners
-            ):
-                how, name = "replaced", slot.name
+            for module, attribute in slot.owners:
+                if module._parameters.get(attribute) is not view:
+                    how = f"replaced ({slot.name!r})"
         if how:
             raise RuntimeError(
-                f"a parameter of unit {self.label} ({name!r} or another one) was {how} in the "
-                f"forward of its module. There it is a copy that is freed afterwards, so the change "
-                f"would be lost. Change parameters between steps, inside of "
-                f"FSDP.summon_full_params(model), or keep what a forward changes in a buffer."
+                f"a parameter of unit {self.label} was {how} in the forward of its module. There it "
+                f"is a copy that is freed afterwards, so the change would be lost. Change "
+                f"parameters between steps, inside of FSDP.summon_full_params(model), or keep what "
+                f"a forward changes in a buffer."
             )
 
     def hide(self) -> None:
