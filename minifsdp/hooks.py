@@ -161,6 +161,7 @@ class Hooks:
         if self.summoned:
             return  # refused above: nothing was touched, and nothing may be
         if self._outermost:
+            self.lockstep.failed()
             self.engine.reset()
             self.engine.prefetcher.forget()
         elif unit.phase is not Phase.BACKWARD:

@@ -34,12 +34,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from minifsdp.collectives import Group, all_gather, gather_objects
-from minifsdp.compare import Notes, describe, difference
+from minifsdp.collectives import Group, all_gather
+from minifsdp.compare import Notes, answering, describe, judge
+from minifsdp.messages import Kind, Message
+from minifsdp.notes import exchange
 from minifsdp.unit import Unit
+from minifsdp.watch import watch
 
 CHECKED_STEPS = 2
-_MOMENTS, _AGREEMENT = 0x4D46_0000 - 1, 0x4D46_0000 - 2  # tags; units count up from there
 
 
 class Moment(IntEnum):
@@ -76,14 +78,19 @@ class Lockstep:
 
     Args:
         units: the root's first.
+        settings: of the root, in words.
     """
 
-    def __init__(self, units: list[Unit]) -> None:
-        self.units = units
+    def __init__(self, units: list[Unit], settings: str = "") -> None:
+        self.units, self._settings = units, settings
         self.steps = 0
         self.apart = False  # in this backward: some ranks use a unit that others do not
         self.late: list[Unit] = []  # reduced at its end: what only no_sync has left; if apart, all
-        self._compared = False
+        self._compared = self._compared_values = False
+        self._failed = False  # this rank's last forward or backward
+        self._all_failed = False  # all ranks know that all of them have stopped
+        self._said_before = 0  # messages, before it began
+        self._by_mode = next((u for u in units if u.precision.full_precision_in_eval), None)
         self._ever_apart = False
         widest = max(map(_groups, units), key=lambda groups: (_breadth(groups), -len(groups)))
         circles: dict[tuple[str, ...], Circle] = {}
@@ -104,29 +111,51 @@ class Lockstep:
         """Whether moments are compared now."""
         return self.steps <= CHECKED_STEPS
 
-    def start(self) -> None:
-        """A forward begins, or parameters are summoned; the first time, compare the units
-        themselves.
+    def start(self, forward: bool) -> None:
+        """A forward begins, or parameters are summoned. The first time, compare the units
+        themselves, and before the first forward their values.
 
         Raises:
-            ValueError: ranks have wrapped different modules, or in different ways. All raise it.
+            ValueError: ranks have wrapped different modules, or in different ways, or with
+                different values. All raise it.
+            RuntimeError: an exception ended the last step of this rank, and not of the others.
         """
-        if self._compared:
-            return
+        if self._failed:
+            self._failed = False
+            for circle in self._circles:
+                for group in circle.groups:
+                    exchange(group, "the start after an exception", None, lambda said: None)
+            self.steps = 0  # all ranks have stopped; they begin anew, and count alike
+        self._all_failed = False
+        if not self._compared or (forward and not self._compared_values):
+            self._compare(forward)
+        self._said_before = Message.made
+
+    def failed(self) -> None:
+        """An exception has ended a forward or backward. It may have been this rank's alone, so
+        before anything else all of them meet. If nothing was said, nobody has missed anything."""
+        self._failed |= not self._all_failed and Message.made != self._said_before
+
+    def _compare(self, forward: bool) -> None:
         complaint: str | None = None
         for groups, members in self._circles:
+            watch(groups)
+            said = [describe(unit, forward) for unit in members]
             tags = [unit.tag for unit in members]
-            said = [Notes(dist.get_rank(), complaint, [describe(unit) for unit in members], tags)]
             for group in groups:
-                said = [note for notes in gather_objects(said, group) for note in notes]
-            complaint = next((n.complaint for n in said if n.complaint), None) or difference(said)
-            for place, unit in enumerate(members if complaint is None else []):
-                # They differ, if a model before this one was not built alike.
-                ranks = _ranks(_groups(unit)[:1])
-                unit.tag = max(note.tags[place] for note in said if note.rank in ranks)
+                mine = Notes(dist.get_rank(), complaint, forward, self._settings, said, tags)
+                complaint, all_forward, tags = exchange(
+                    group, f"the comparison of what was wrapped ({said[0].name}, ...)", mine, judge
+                )
+                forward &= all_forward
+            for unit, tag in zip(members if complaint is None else [], tags, strict=False):
+                unit.tag = tag
         if complaint:
+            self._all_failed = True
             raise ValueError(complaint)
-        self._compared = True
+        self._compared, self._compared_values = True, forward
+        for unit in self.units if forward else []:
+            unit.values = None
 
     def at(self, moment: Moment, unit: Unit) -> None:
         """Compare with the other ranks of ``unit`` where they are; only in the first steps.
@@ -137,12 +166,16 @@ class Lockstep:
         circle = self._circle.get(unit)
         if circle is None or not self.checking or self.apart:
             return
-        said = self._tell(circle, _MOMENTS, [int(moment), circle.members.index(unit)])
+        mine = [int(moment), circle.members.index(unit), self._mode()]
+        what = f"the comparison of steps ({moment.name.lower().replace('_', ' ')} {unit.label})"
+        said = self._tell(circle, Kind.MOMENT, what, mine)
         if len({tuple(place) for place in said.values()}) > 1:
+            self._all_failed = True
             self.steps = 0  # all ranks have stopped here; they begin anew, and count alike
             where = {
                 rank: f"{Moment(kind).name.lower().replace('_', ' ')} {circle.members[index].label}"
-                for rank, (kind, index) in said.items()
+                f"{('', ' in train() mode', ' in eval() mode')[mode]}"
+                for rank, (kind, index, mode) in said.items()
             }
             raise RuntimeError(
                 f"the ranks are not in step ({_by_rank(where)}). Every rank has to run the "
@@ -150,6 +183,11 @@ class Lockstep:
                 f"condition on the rank or on the data; a unit that a rank has no use for must run "
                 f"there all the same."
             )
+
+    def _mode(self) -> int:
+        """0: it does not matter; 1: as in train(); 2: in full precision, as in eval()."""
+        unit = self._by_mode
+        return 0 if unit is None else 1 + (unit.dtype is unit.chunk.dtype)
 
     def agree(self, use: Callable[[Unit], Use], synchronizes: bool) -> None:
         """Find out whether the ranks are apart in the backward that begins.
@@ -167,19 +205,28 @@ class Lockstep:
         for circle in self._circles if self._asks() else []:
             members = circle.members
             said = self._tell(
-                circle, _AGREEMENT, [synchronizes, self.apart, *(mine[unit] for unit in members)]
+                circle,
+                Kind.AGREEMENT,
+                "the start of a backward",
+                [synchronizes, self.apart, self._mode(), *(mine[unit] for unit in members)],
             )
             for place, unit in enumerate(members):
-                uses = [Use(note[2 + place]) for note in said.values()]
+                uses = [Use(note[3 + place]) for note in said.values()]
                 highest[unit] = max(uses)
                 self.apart |= min(uses) < max(uses) == Use.GRADIENT
             self.apart |= any(note[1] for note in said.values())  # heard of in another circle
             self._ever_apart |= self.apart
-            if circle is self._circles[-1] and len({note[0] for note in said.values()}) > 1:
-                where = {rank: "outside" if note[0] else "inside" for rank, note in said.items()}
+            if circle is self._circles[-1] and len({(n[0], n[2]) for n in said.values()}) > 1:
+                self._all_failed = True
+                modes = ("", " in train() mode", " in eval() mode")
+                where = {
+                    rank: ("outside" if note[0] else "inside") + modes[note[2]]
+                    for rank, note in said.items()
+                }
                 raise RuntimeError(
-                    f"some ranks run this backward inside of no_sync() and others do not "
-                    f"({_by_rank(where)}). They reduce gradients together, or none does."
+                    f"some ranks run this backward inside of no_sync(), or in another mode, and "
+                    f"others do not ({_by_rank(where)}). They reduce gradients together, in one "
+                    f"precision, or none does."
                 )
         if synchronizes:
             late = (Use.WAITING, Use.GRADIENT) if self.apart else (Use.WAITING,)
@@ -193,21 +240,21 @@ class Lockstep:
         # Not that of a unit without parameters: nobody has moved it to where the others are.
         return next((unit.device for unit in self.units if unit.numel), self.units[0].device)
 
-    def _tell(self, circle: Circle, tag: int, mine: list[int]) -> dict[int, list[int]]:
+    def _tell(
+        self, circle: Circle, kind: Kind, what: str, mine: list[int]
+    ) -> dict[int, list[int]]:
         """What each rank of the circle says, by rank. All say equally many numbers."""
         said = [[dist.get_rank(), *mine]]
         for group in circle.groups:
             notes = torch.tensor(said, device=self._device).view(-1)
             heard = notes.new_empty(group.size() * notes.numel())
-            all_gather(heard, notes, group, tag)()
+            all_gather(heard, notes, group, circle.members[0].tag, what, kind)()
             said = heard.view(-1, 1 + len(mine)).tolist()
         return {rank: note for rank, *note in said}
 
 
 def _groups(unit: Unit) -> list[Group]:
-    """Those in which there is somebody to talk to. (torch's fake ranks never answer.)"""
-    both = [g for g in (unit.shard_group, unit.replicate_group) if g is not None and g.size() > 1]
-    return [group for group in both if "fake" not in dist.get_backend_config(group)]
+    return answering((unit.shard_group, unit.replicate_group))
 
 
 def _breadth(groups: list[Group]) -> int:

@@ -1,0 +1,260 @@
+"""Waiting in vain: finding out that a message will never come, and saying why.
+
+A rank that waits for another cannot see what that one does. It may be slow, and then waiting is
+right. But it may have left: it caught an exception that the others did not have, its data ended a
+batch earlier, it saves a checkpoint alone. Then both wait for each other until the timeout of their
+group, minutes later.
+
+So each process has a thread that looks, twice a second, whether the main thread has been waiting
+for a few seconds. If so, it writes a *report* into the store of the process group (no collective,
+so that nobody has to answer): what this rank waits for, and how many messages of each kind it has
+started. Then it reads what the others have written::
+
+    rank 0   waits for gather 7 of unit a      has started reduction 3 of b
+    rank 1   waits for reduction 4 of b        has started gather 6 of a
+
+Each waits for something that the other has not started, and cannot start while it waits. That is a
+proof, whatever the speed of network and ranks; a slow rank that does not wait is never suspected.
+Rank 0 learns the same from the same reports. Both close the connections of their groups, which is
+the only way to make gloo's waits return, and raise what they have read.
+
+Calls of torch's own collectives by the user, such as ``dist.barrier()``, are recognized in the main
+thread's stack. What a rank does without waiting for others, be it for ever, is not.
+"""
+
+import pickle
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from minifsdp.messages import Key, Message, started
+
+POLL = 0.5  # seconds
+PATIENCE = 4  # polls that find the main thread in the same place, before it says so
+_KEY = "minifsdp/watch"
+_HERE = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+_COLLECTIVES = (
+    "all_gather all_gather_into_tensor all_gather_object all_gather_single all_reduce all_to_all "
+    "all_to_all_single barrier broadcast broadcast_object_list destroy_process_group gather "
+    "gather_object monitored_barrier new_group reduce reduce_scatter reduce_scatter_single "
+    "reduce_scatter_tensor scatter scatter_object_list"
+).split()
+
+waiting: Message | None = None
+"""What this process waits for now. Set and cleared around each wait, which costs next to nothing."""
+
+_groups: dict[str, list[dist.ProcessGroup]] = {}  # by name: those of the same model
+_thread: threading.Thread | None = None
+
+
+class Elsewhere(NamedTuple):
+    """A call of torch's own collectives."""
+
+    place: tuple[int, int]  # the frame, and where it is
+    name: str
+    ranks: tuple[int, ...]
+
+
+class Report(NamedTuple):
+    """What a rank says of itself while it waits."""
+
+    what: str
+    ranks: tuple[int, ...]  # all of them have to take part
+    awaited: tuple[Key, int] | None  # None: a call of torch's own
+    started: dict[Key, int]
+    asked: int  # how often others had asked whether it is still so
+
+
+def watch(groups: list[dist.ProcessGroup]) -> None:
+    """From now on, notice when the groups of a model wait in vain."""
+    global _thread
+    for group in groups:
+        _groups[group.group_name] = groups
+    if _thread is None or not _thread.is_alive():  # it does not survive a fork
+        _thread = threading.Thread(target=_run, name="minifsdp-watch", daemon=True)
+        _thread.start()
+
+
+def explain(message: Message, error: Exception) -> RuntimeError:
+    """What to raise when a wait for ``message`` has ended with ``error``."""
+    if message.verdict is None:
+        try:  # the connection may be closed because another rank was the first to find out
+            for group in _groups.get(message.group.group_name, [message.group]):
+                if message.verdict is None and _store().check([f"{_KEY}/why/{group.group_name}"]):
+                    message.verdict = _store().get(f"{_KEY}/why/{group.group_name}").decode()
+        except RuntimeError:
+            pass  # the store is gone as well
+    return RuntimeError(
+        message.verdict
+        or f"rank {dist.get_rank()} waited in {message}{_where(sys._getframe())}, and lost the "
+        f"other ranks: {error}. Look at their output: one of them has raised, ended, or is late. "
+        f"All ranks need the same number of batches, and have to run the same units in the same "
+        f"order."
+    )
+
+
+def stuck(reports: dict[int, Report]) -> set[int]:
+    """The ranks that wait in vain: each for one that waits for one ... that waits for it."""
+    found = set(reports)
+    while True:
+        free = {rank for rank in found if not any(o in found for o in _missing(rank, reports))}
+        if not free:
+            return found
+        found -= free
+
+
+def _missing(rank: int, reports: dict[int, Report]) -> list[int]:
+    """The ranks that have not started what ``rank`` waits for."""
+    report, missing = reports[rank], []
+    for other in report.ranks:
+        theirs = reports.get(other)
+        if other == rank or theirs is None:
+            continue
+        if report.awaited is None:
+            if theirs.awaited is not None:  # it is not in torch's collective, nor will it be
+                missing.append(other)
+        elif theirs.started.get(report.awaited[0], 0) < report.awaited[1]:
+            missing.append(other)
+    return missing
+
+
+def _run() -> None:
+    seen: Message | Elsewhere | None = None
+    watcher: _Wait | None = None
+    polls = 0
+    while True:
+        time.sleep(POLL)
+        now = waiting or _elsewhere()
+        if now is None or now != seen:
+            seen, watcher, polls = now, None, 0
+            continue
+        polls += 1
+        if polls < PATIENCE:
+            continue
+        try:
+            if watcher is None:
+                watcher = _Wait(now)
+            if watcher.report is not None and polls % (1 + len(watcher.report.ranks) // 64) == 0:
+                watcher.look()
+        except Exception:
+            watcher = None  # the process group is being destroyed; this thread must not speak of it
+
+
+class _Wait:
+    """One wait of this rank that has lasted for a while."""
+
+    def __init__(self, now: Message | Elsewhere) -> None:
+        self.now, self.rank, self.store = now, dist.get_rank(), _store()
+        self.questions: dict[int, int] = {}  # rank -> which of its answers to believe
+        self.report: Report | None = None
+        self.publish(0)
+
+    def publish(self, asked: int) -> None:
+        if isinstance(self.now, Message):
+            ranks = tuple(dist.get_process_group_ranks(self.now.group))
+            what, awaited = str(self.now), (self.now.key, self.now.count)
+        else:
+            what, ranks, awaited = f"torch.distributed.{self.now.name}()", self.now.ranks, None
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        report = Report(what + _where(frame), ranks, awaited, dict(started), asked)
+        if (waiting or _elsewhere()) == self.now:  # else it has gone on while this was read
+            self.report = report
+            self.store.set(f"{_KEY}/{self.rank}", pickle.dumps(report))
+
+    def look(self) -> None:
+        """Read the others' reports; if they prove that this wait is in vain, end it."""
+        assert self.report is not None
+        if not isinstance(self.now, Message):
+            asked = self._number(f"{_KEY}/asked/{self.rank}")
+            if asked > self.report.asked:
+                self.publish(asked)
+            return
+        reports, unread = {self.rank: self.report}, set(self.report.ranks)
+        while unread:
+            rank = unread.pop()
+            if rank not in reports and (report := self._read(rank)) is not None:
+                reports[rank] = report
+                unread.update(set(report.ranks) - set(reports))
+        found = stuck(reports)
+        if self.rank in found and waiting is self.now:
+            self.end(self.now, "; ".join(f"rank {r}: in {reports[r].what}" for r in sorted(found)))
+
+    def _read(self, rank: int) -> Report | None:
+        if not self.store.check([f"{_KEY}/{rank}"]):
+            return None
+        report: Report = pickle.loads(self.store.get(f"{_KEY}/{rank}"))
+        if report.awaited is None:
+            # What a report says of messages is true as long as it matters. But a barrier may be
+            # over since, so ask: the answer comes after this rank has begun to wait.
+            if rank not in self.questions:
+                self.questions[rank] = self.store.add(f"{_KEY}/asked/{rank}", 1)
+            if report.asked < self.questions[rank]:
+                return None
+        return report
+
+    def _number(self, key: str) -> int:
+        return int(self.store.get(key)) if self.store.check([key]) else 0
+
+    def end(self, message: Message, where: str) -> None:
+        message.verdict = (
+            f"the ranks have parted ways, and wait for each other in different places ({where}). "
+            f"They would wait for ever. Every rank has to run the same units in the same order, "
+            f"equally often, and in the same mode. Where one rank may catch an exception, raise it "
+            f"on all of them, or skip the batch on all. Where one may have fewer batches, give all "
+            f"the same number. What gathers parameters (state_dict, load_state_dict, "
+            f"summon_full_params) has to be called on every rank. The process group cannot be used "
+            f"any more."
+        )
+        groups = _groups.get(message.group.group_name, [message.group])
+        for group in groups:
+            self.store.set(f"{_KEY}/why/{group.group_name}", message.verdict)
+        for group in groups:
+            _close(group)
+
+
+def _close(group: dist.ProcessGroup) -> None:
+    # gloo has no way to cancel a receive; but if one times out, it closes all connections of its
+    # group, and everything that waits for them is woken with an error.
+    if "gloo" in dist.get_backend_config(group) and group.size() > 1:
+        try:
+            other = (group.rank() + 1) % group.size()
+            group.recv([torch.empty(1)], other, 1 << 30).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            pass
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _elsewhere() -> Elsewhere | None:
+    """The collective of torch's own that the main thread is in, if any."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        if frame.f_code.co_name in _COLLECTIVES and "group" in frame.f_locals | {"group": None}:
+            group = frame.f_locals.get("group")
+            if not isinstance(group, dist.ProcessGroup):
+                group = dist.group.WORLD
+            if group is None:
+                return None
+            ranks = tuple(dist.get_process_group_ranks(group))
+            return Elsewhere((id(frame), frame.f_lasti), frame.f_code.co_name, ranks)
+        frame = frame.f_back
+    return None
+
+
+def _where(frame: FrameType | None) -> str:
+    """The line of the user's that a stack comes from."""
+    while frame is not None and frame.f_code.co_filename.startswith((_HERE, _TORCH)):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f", called from {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -1,0 +1,240 @@
+"""Promises about ranks that part ways: within seconds each raises, and says who is where.
+
+These end the connections of their process groups, so each program runs in a world of its own.
+"""
+
+import re
+import time
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import MixedPrecision, ModuleWrapPolicy, ShardingStrategy, watch
+from tests.promises import Block, batch
+from tests.ranks import World, on_ranks
+from tests.parity import grid
+
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, _ = ShardingStrategy
+SHARDED = [FULL_SHARD, SHARD_GRAD_OP]
+
+
+class Layer(Block):
+    """Runs a function of the user's in its forward."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.then = None  # called with the output
+
+    def forward(self, x):
+        y = self.linear(x).tanh()
+        return y if self.then is None else self.then(y)
+
+
+def stack(strategy: ShardingStrategy = FULL_SHARD, layers: int = 3, **settings) -> FSDP:
+    torch.manual_seed(0)
+    module = nn.Sequential(*(Layer() for _ in range(layers)), nn.Linear(6, 2))
+    mesh = grid(strategy) if strategy is HYBRID_SHARD else None
+    return FSDP(
+        module,
+        sharding_strategy=strategy,
+        device_mesh=mesh,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        **settings,
+    )
+
+
+def step(model: FSDP, at: int) -> None:
+    model(batch(3, 6, step=at)).pow(2).sum().backward()
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.grad is not None:
+                param -= 0.1 * param.grad
+    model.zero_grad()
+
+
+def out_of_memory(*args):
+    raise torch.OutOfMemoryError("out of memory")
+
+
+@contextmanager
+def failing(model: FSDP, where: str, layer: int = 1):
+    """An exception in the forward or the backward of a layer."""
+    then = out_of_memory
+    if where == "backward":
+
+        def then(y):
+            y.register_hook(out_of_memory)
+            return y
+
+    module = model.module[layer].module
+    module.then = then
+    yield
+    module.then = None
+
+
+def call(program, *args, ranks: int = 2):
+    """Each rank's result of a program, which is run in a world of its own."""
+    world = World(ranks)
+    try:
+        return world.call(run, (program, args), {}, 60)
+    finally:
+        world.kill()
+
+
+def run(program, args):
+    """The error that ends a program on this rank, with its type; None if it does not raise."""
+    with patch.multiple(watch, POLL=0.1, PATIENCE=3):
+        try:
+            program(*args)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def parted(program, *args, words, ranks: int = 2):
+    """All ranks raise, and say all of ``words``."""
+    for rank, said in enumerate(call(program, *args, ranks=ranks)):
+        assert said is not None, f"rank {rank} raised nothing"
+        for word in words:
+            assert re.search(word, said), f"rank {rank} does not say {word!r}: {said}"
+
+
+# ------------------------------------------------------------------- exceptions on some ranks only
+
+
+def caught_on_one_rank(strategy, where, at, layer, odd):
+    """As people catch it to skip a batch."""
+    model = stack(strategy)
+    for now in range(8):
+        fails = now == at and dist.get_rank() in odd
+        with failing(model, where, layer) if fails else nullcontext():
+            try:
+                step(model, now)
+            except torch.OutOfMemoryError:
+                model.zero_grad()
+    dist.barrier()
+
+
+CAUGHT = [
+    (strategy, where, at, layer)
+    for strategy in (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD)
+    for where in ("forward", "backward")
+    for at in (0, 1, 4)
+    for layer in (0, 2)
+    # A forward that nobody else is part of, nor hears of, may fail; its step is only missing.
+    if not (strategy is NO_SHARD and where == "forward" and at > 1)
+]
+
+
+@pytest.mark.parametrize("strategy, where, at, layer", CAUGHT)
+def test_an_exception_that_one_rank_catches(strategy, where, at, layer):
+    parted(
+        caught_on_one_rank, strategy, where, at, layer, [0],
+        words=["have parted ways", "rank 0: in the start after an exception", "rank 1: in the"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("odd", [[0], [1, 3], [2, 3]])
+def test_so_in_a_grid(odd, where):
+    parted(caught_on_one_rank, HYBRID_SHARD, where, 4, 1, odd, words=["have parted"], ranks=4)
+
+
+def caught_at_the_very_end():
+    """When all its reductions have started, so that the others can finish their backward."""
+    model = stack(NO_SHARD)
+    for now in range(6):
+        x = batch(3, 6, step=now).requires_grad_()
+        if now == 3 and dist.get_rank() == 0:
+            x.register_hook(out_of_memory)
+        try:
+            model(x).sum().backward()
+        except torch.OutOfMemoryError:
+            model.zero_grad()
+
+
+def test_one_that_comes_when_the_others_can_do_without_this_rank():
+    parted(caught_at_the_very_end, words=["rank 0: in the start after an exception", "rank 1"])
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@on_ranks(2)
+def test_one_that_all_ranks_catch_is_all_right(where):
+    model, other = stack(), stack()
+    for now in range(6):
+        with failing(model, where) if now in (1, 4) else nullcontext():
+            try:
+                step(model, now)
+            except torch.OutOfMemoryError:
+                model.zero_grad()
+        if now not in (1, 4):
+            step(other, now)
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@on_ranks(2)
+def test_one_before_anything_was_said_concerns_nobody_else():
+    model = stack()
+    for now in range(5):
+        step(model, now)
+        if dist.get_rank():
+            model.module[0]._unit.shard.data = torch.zeros(5)  # refused before the step begins
+            before = model.module[0]._unit.chunk[: model.module[0]._unit.shard.numel()]
+            with pytest.raises(ValueError, match="5 elements"):
+                model(batch(3, 6))
+            model.module[0]._unit.shard.data = before
+
+
+# --------------------------------------------------------------------------------- uneven programs
+
+
+def fewer_batches(strategy, at, end):
+    model = stack(strategy)
+    for now in range(at + 2):
+        if now == at and dist.get_rank() == 0:
+            break
+        step(model, now)
+    end(model)
+
+
+def barrier(model):
+    dist.barrier()
+
+
+def leave(model):
+    dist.destroy_process_group()
+
+
+def save(model):
+    model.state_dict()
+    dist.barrier()
+
+
+def evaluate(model):
+    model.eval()
+    with torch.no_grad():
+        for at in range(3):
+            model(batch(3, 6, step=at))
+
+
+ENDS = {  # how the shorter program ends, and what the longer one says
+    barrier: r"rank 0: in torch.distributed.barrier\(\), called from test_ranks_agree.py:\d+",
+    leave: "lost the other ranks",
+    save: "rank 0|not in step",
+    evaluate: "rank 0|not in step",
+}
+
+
+@pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
+@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+def test_a_rank_with_fewer_batches(strategy, at, end):
+    _, said = call(fewer_batches, strategy, at, end)
+    assert said is not None and re.search(ENDS[end], said), said
+    assert "rank 1" in said and "same number" in said or "not in step" in said
