@@ -83,7 +83,7 @@ class Engine:
         """Drop what a failed forward or backward has left, and what a forward without one keeps."""
         reductions, self._reductions = self._reductions, []
         self._kept.clear()
-        self.lockstep.apart = False
+        self.lockstep.reset()
         for reduction in reductions:
             reduction.event.wait()
         for unit in self.units:

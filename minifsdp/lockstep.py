@@ -129,6 +129,10 @@ class Lockstep:
         self._all_failed = False
         if not self._compared or (forward and not self._compared_values):
             self._compare(forward)
+
+    def reset(self) -> None:
+        """A step begins, or has failed and is forgotten."""
+        self.apart = False
         self._said_before = Message.made
 
     def failed(self) -> None:

@@ -26,6 +26,7 @@ import pickle
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -76,8 +77,9 @@ class Report(NamedTuple):
 def watch(groups: list[dist.ProcessGroup]) -> None:
     """From now on, notice when the groups of a model wait in vain."""
     global _thread
-    for group in groups:
-        _groups[group.group_name] = groups
+    gloo = [group for group in groups if "gloo" in dist.get_backend_config(group)]
+    for group in gloo:
+        _groups[group.group_name] = gloo
     if _thread is None or not _thread.is_alive():  # it does not survive a fork
         _thread = threading.Thread(target=_run, name="minifsdp-watch", daemon=True)
         _thread.start()
@@ -86,12 +88,11 @@ def watch(groups: list[dist.ProcessGroup]) -> None:
 def explain(message: Message, error: Exception) -> RuntimeError:
     """What to raise when a wait for ``message`` has ended with ``error``."""
     if message.verdict is None:
-        try:  # the connection may be closed because another rank was the first to find out
+        with suppress(RuntimeError):  # the store may be gone, too
+            # Perhaps the connection was closed by another rank, which was the first to find out.
             for group in _groups.get(message.group.group_name, [message.group]):
                 if message.verdict is None and _store().check([f"{_KEY}/why/{group.group_name}"]):
                     message.verdict = _store().get(f"{_KEY}/why/{group.group_name}").decode()
-        except RuntimeError:
-            pass  # the store is gone as well
     return RuntimeError(
         message.verdict
         or f"rank {dist.get_rank()} waited in {message}{_where(sys._getframe())}, and lost the "
@@ -132,6 +133,8 @@ def _run() -> None:
     polls = 0
     while True:
         time.sleep(POLL)
+        if not dist.is_initialized():
+            _close_all()
         now = waiting or _elsewhere()
         if now is None or now != seen:
             seen, watcher, polls = now, None, 0
@@ -220,15 +223,20 @@ class _Wait:
             _close(group)
 
 
+def _close_all() -> None:
+    """The user has destroyed the process group. Nothing will be said any more, and who still waits
+    for it should know."""
+    for name in list(_groups):
+        for group in _groups.pop(name):
+            _close(group)
+
+
 def _close(group: dist.ProcessGroup) -> None:
     # gloo has no way to cancel a receive; but if one times out, it closes all connections of its
     # group, and everything that waits for them is woken with an error.
-    if "gloo" in dist.get_backend_config(group) and group.size() > 1:
-        try:
-            other = (group.rank() + 1) % group.size()
-            group.recv([torch.empty(1)], other, 1 << 30).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            pass
+    with suppress(RuntimeError):
+        other = (group.rank() + 1) % group.size()
+        group.recv([torch.empty(1)], other, 1 << 30).wait(timedelta(milliseconds=1))
 
 
 def _store() -> Any:
