@@ -17,7 +17,8 @@ from torch import nn
 from minifsdp.api import MixedPrecision
 from minifsdp.borders import check_sharing, collect, select, wrap_inside
 from minifsdp.buffers import Buffers
-from minifsdp.compare import answering, fingerprint, values_when_wrapped
+from minifsdp.circles import answering
+from minifsdp.compare import fingerprint, remember_values
 from minifsdp.materialize import materialize, move, synchronize
 from minifsdp.originals import check_optimizers, mark_taken, originals
 from minifsdp.precision import ISLAND
@@ -83,7 +84,7 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
         device if settings.offload else None,
         tag=next(_tags[groups[0].group_name]),
     )
-    unit.values = values_when_wrapped(unit, whole)
+    remember_values(unit, whole)
     params.clear()  # the last references here; who else has one should not
     mark_taken(unit, before)
     check_optimizers(before)

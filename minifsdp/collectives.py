@@ -122,9 +122,7 @@ def reduce_scatter(
     return total, finish
 
 
-def all_reduce(
-    flat: Tensor, group: Group, scale: float, tag: int = 0, label: str = ""
-) -> Finish:
+def all_reduce(flat: Tensor, group: Group, scale: float, tag: int = 0, label: str = "") -> Finish:
     """Add up ``scale * flat`` over all ranks, in place, on every rank. ``flat``: any shape."""
     flat.mul_(scale)
     message = Message(group, tag, Kind.ALL_REDUCTION, flat.itemsize, label)

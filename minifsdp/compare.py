@@ -12,6 +12,7 @@ long as nobody has changed the chunk: what was loaded since is compared no more.
 from collections.abc import Iterable
 from itertools import zip_longest
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,9 @@ class Values(NamedTuple):
     whole: int | None  # the same on all ranks of the unit
     chunk: int | None  # the same on those that hold the same one
     rank: int  # which one it is
+
+
+_when_wrapped: WeakKeyDictionary[Unit, Values] = WeakKeyDictionary()
 
 
 class Said(NamedTuple):
@@ -149,19 +153,20 @@ def fingerprint(tensors: Iterable[Tensor]) -> int | None:
     return total
 
 
-def values_when_wrapped(unit: Unit, whole: int | None) -> Values:
-    """To be kept until the first forward."""
-    return Values(whole, None if whole is None else fingerprint([unit.chunk]), unit.rank)
+def remember_values(unit: Unit, whole: int | None) -> None:
+    """Keep what the values of a unit are when it is wrapped, until the first forward."""
+    if whole is not None:
+        _when_wrapped[unit] = Values(whole, fingerprint([unit.chunk]), unit.rank)
 
 
-def answering(groups: Iterable[dist.ProcessGroup | None]) -> list[dist.ProcessGroup]:
-    """Those in which there is somebody to talk to. (torch's fake ranks never answer.)"""
-    both = [group for group in groups if group is not None and group.size() > 1]
-    return [group for group in both if "fake" not in dist.get_backend_config(group)]
+def forget_values(units: list[Unit]) -> None:
+    """They have been compared."""
+    for unit in units:
+        _when_wrapped.pop(unit, None)
 
 
 def values_now(unit: Unit) -> Values:
     """The number that was made of the whole, unless the chunk has been changed since."""
-    chunk = fingerprint([unit.chunk])
-    before: Values | None = unit.values
-    return Values(before.whole if before and before.chunk == chunk else None, chunk, unit.rank)
+    chunk, before = fingerprint([unit.chunk]), _when_wrapped.get(unit)
+    whole = before.whole if before is not None and before.chunk == chunk else None
+    return Values(whole, chunk, unit.rank)

@@ -18,9 +18,13 @@ of them gather all units before it and reduce all gradients after it, with zeros
 nothing to give. So the mean is DistributedDataParallel's, and the order of collectives is the same
 on all ranks, whatever each of them computes in between. So is the memory: that of a whole model.
 
-What is not covered, and still leaves ranks waiting for each other: losses that differ from rank to
-rank in which outputs they use, where this decides on a unit that gets no gradient anywhere (it is
-frozen), or on when a checkpoint runs units again.
+**Meetings**, after an exception: a rank that has caught one may be the only one. So before its next
+step it waits for all others to come and say that they have stopped, too. If one of them is still
+in that step, or in the next, watch.py ends the wait.
+
+What is not covered: losses that differ from rank to rank in which outputs they use, where this
+decides on a unit that gets no gradient anywhere (it is frozen), or on when a checkpoint runs units
+again. Ranks that then wait for each other are told by watch.py.
 
 On a GPU this answer costs a wait of the host for the device. There the question is asked in the
 first steps, and afterwards only if it ever made a difference.
@@ -28,20 +32,20 @@ first steps, and afterwards only if it ever made a difference.
 
 from collections.abc import Callable
 from enum import IntEnum
-from math import prod
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from minifsdp.collectives import Group, all_gather
-from minifsdp.compare import Notes, answering, describe, judge
+from minifsdp.circles import Circle, circles
+from minifsdp.collectives import all_gather
+from minifsdp.compare import Notes, describe, forget_values, judge
 from minifsdp.messages import Kind, Message
 from minifsdp.notes import exchange
 from minifsdp.unit import Unit
 from minifsdp.watch import watch
 
 CHECKED_STEPS = 2
+_MODES = ("", " in train() mode", " in eval() mode")  # see Lockstep._mode
 
 
 class Moment(IntEnum):
@@ -54,6 +58,9 @@ class Moment(IntEnum):
     END_OF_A_BACKWARD_BELOW = 4
     SUMMON_FULL_PARAMS_OF = 5
 
+    def __str__(self) -> str:
+        return self.name.lower().replace("_", " ")
+
 
 class Use(IntEnum):
     """What one rank has for a unit in a backward."""
@@ -61,13 +68,6 @@ class Use(IntEnum):
     NONE = 0
     WAITING = 1  # only what no_sync has left
     GRADIENT = 2
-
-
-class Circle(NamedTuple):
-    """Ranks that have to be in step about some units."""
-
-    groups: list[Group]  # word goes along the first and then, with hybrid sharding, the second
-    members: list[Unit]
 
 
 class Lockstep:
@@ -92,19 +92,8 @@ class Lockstep:
         self._said_before = 0  # messages, before it began
         self._by_mode = next((u for u in units if u.precision.full_precision_in_eval), None)
         self._ever_apart = False
-        widest = max(map(_groups, units), key=lambda groups: (_breadth(groups), -len(groups)))
-        circles: dict[tuple[str, ...], Circle] = {}
-        self._circle: dict[Unit, Circle] = {}
-        for unit in units:
-            groups = _groups(unit)
-            if _breadth(groups) == _breadth(widest) and _ranks(groups) <= _ranks(widest):
-                groups = widest
-            if groups:
-                key = tuple(group.group_name for group in groups)
-                self._circle[unit] = circles.setdefault(key, Circle(groups, []))
-                self._circle[unit].members.append(unit)
-        # The one of all ranks comes last: so it hears what was found in the others.
-        self._circles = sorted(circles.values(), key=lambda circle: _breadth(circle.groups))
+        self._circles = circles(units)
+        self._circle = {unit: circle for circle in self._circles for unit in circle.members}
 
     @property
     def checking(self) -> bool:
@@ -158,8 +147,8 @@ class Lockstep:
             self._all_failed = True
             raise ValueError(complaint)
         self._compared, self._compared_values = True, forward
-        for unit in self.units if forward else []:
-            unit.values = None
+        if forward:
+            forget_values(self.units)
 
     def at(self, moment: Moment, unit: Unit) -> None:
         """Compare with the other ranks of ``unit`` where they are; only in the first steps.
@@ -171,14 +160,13 @@ class Lockstep:
         if circle is None or not self.checking or self.apart:
             return
         mine = [int(moment), circle.members.index(unit), self._mode()]
-        what = f"the comparison of steps ({moment.name.lower().replace('_', ' ')} {unit.label})"
+        what = f"the comparison of steps ({moment} {unit.label})"
         said = self._tell(circle, Kind.MOMENT, what, mine)
         if len({tuple(place) for place in said.values()}) > 1:
             self._all_failed = True
             self.steps = 0  # all ranks have stopped here; they begin anew, and count alike
             where = {
-                rank: f"{Moment(kind).name.lower().replace('_', ' ')} {circle.members[index].label}"
-                f"{('', ' in train() mode', ' in eval() mode')[mode]}"
+                rank: f"{Moment(kind)} {circle.members[index].label}{_MODES[mode]}"
                 for rank, (kind, index, mode) in said.items()
             }
             raise RuntimeError(
@@ -222,11 +210,8 @@ class Lockstep:
             self._ever_apart |= self.apart
             if circle is self._circles[-1] and len({(n[0], n[2]) for n in said.values()}) > 1:
                 self._all_failed = True
-                modes = ("", " in train() mode", " in eval() mode")
-                where = {
-                    rank: ("outside" if note[0] else "inside") + modes[note[2]]
-                    for rank, note in said.items()
-                }
+                inside = ("inside", "outside")
+                where = {rank: inside[n[0]] + _MODES[n[2]] for rank, n in said.items()}
                 raise RuntimeError(
                     f"some ranks run this backward inside of no_sync(), or in another mode, and "
                     f"others do not ({_by_rank(where)}). They reduce gradients together, in one "
@@ -244,9 +229,7 @@ class Lockstep:
         # Not that of a unit without parameters: nobody has moved it to where the others are.
         return next((unit.device for unit in self.units if unit.numel), self.units[0].device)
 
-    def _tell(
-        self, circle: Circle, kind: Kind, what: str, mine: list[int]
-    ) -> dict[int, list[int]]:
+    def _tell(self, circle: Circle, kind: Kind, what: str, mine: list[int]) -> dict[int, list[int]]:
         """What each rank of the circle says, by rank. All say equally many numbers."""
         said = [[dist.get_rank(), *mine]]
         for group in circle.groups:
@@ -255,19 +238,6 @@ class Lockstep:
             all_gather(heard, notes, group, circle.members[0].tag, what, kind)()
             said = heard.view(-1, 1 + len(mine)).tolist()
         return {rank: note for rank, *note in said}
-
-
-def _groups(unit: Unit) -> list[Group]:
-    return answering((unit.shard_group, unit.replicate_group))
-
-
-def _breadth(groups: list[Group]) -> int:
-    """How many ranks there are in a row, a column, or a grid."""
-    return prod(group.size() for group in groups)
-
-
-def _ranks(groups: list[Group]) -> set[int]:
-    return {rank for group in groups for rank in dist.get_process_group_ranks(group)}
 
 
 def _by_rank(what: dict[int, str]) -> str:

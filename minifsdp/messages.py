@@ -58,7 +58,7 @@ class Message:
         label: of the unit; or, for other kinds, what the message is about.
     """
 
-    __slots__ = ("key", "count", "group", "label", "kind", "verdict")
+    __slots__ = ("count", "group", "key", "kind", "label", "verdict")
     made: ClassVar[int] = 0  # by this rank, since it began
 
     def __init__(

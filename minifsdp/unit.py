@@ -16,7 +16,7 @@ Two small state machines say where a unit stands::
 
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,6 @@ class Unit:
         self.shard_group, self.replicate_group, self.reshard_after_forward = placement
         self.precision, self.offload_from = precision, offload_from
         self.tag = tag
-        self.values: Any = None  # what they were when it was wrapped, as numbers; see compare.py
         self.enclosing: list[Unit] = []  # units around this one, outermost first
         self.memory, self.phase = Memory.SHARDED, Phase.IDLE
         self.gathered: Event | None = None  # while GATHERING: passed when the data is there

@@ -28,50 +28,22 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from minifsdp.messages import Key, Message, started
+from minifsdp.messages import Message, started
+from minifsdp.reports import Elsewhere, Report, elsewhere, main_frame, stuck, where
 
 POLL = 0.5  # seconds
 PATIENCE = 4  # polls that find the main thread in the same place, before it says so
 _KEY = "minifsdp/watch"
-_HERE = str(Path(__file__).parent)
-_TORCH = str(Path(torch.__file__).parent)
-_COLLECTIVES = (
-    "all_gather all_gather_into_tensor all_gather_object all_gather_single all_reduce all_to_all "
-    "all_to_all_single barrier broadcast broadcast_object_list destroy_process_group gather "
-    "gather_object monitored_barrier new_group reduce reduce_scatter reduce_scatter_single "
-    "reduce_scatter_tensor scatter scatter_object_list"
-).split()
-
 waiting: Message | None = None
-"""What this process waits for now. Set and cleared around each wait, which costs next to nothing."""
+"""What this process waits for now. Set and cleared around each wait; that costs next to nothing."""
 
 _groups: dict[str, list[dist.ProcessGroup]] = {}  # by name: those of the same model
 _thread: threading.Thread | None = None
-
-
-class Elsewhere(NamedTuple):
-    """A call of torch's own collectives."""
-
-    place: tuple[int, int]  # the frame, and where it is
-    name: str
-    ranks: tuple[int, ...]
-
-
-class Report(NamedTuple):
-    """What a rank says of itself while it waits."""
-
-    what: str
-    ranks: tuple[int, ...]  # all of them have to take part
-    awaited: tuple[Key, int] | None  # None: a call of torch's own
-    started: dict[Key, int]
-    asked: int  # how often others had asked whether it is still so
 
 
 def watch(groups: list[dist.ProcessGroup]) -> None:
@@ -95,36 +67,11 @@ def explain(message: Message, error: Exception) -> RuntimeError:
                     message.verdict = _store().get(f"{_KEY}/why/{group.group_name}").decode()
     return RuntimeError(
         message.verdict
-        or f"rank {dist.get_rank()} waited in {message}{_where(sys._getframe())}, and lost the "
+        or f"rank {dist.get_rank()} waited in {message}{where(sys._getframe())}, and lost the "
         f"other ranks: {error}. Look at their output: one of them has raised, ended, or is late. "
         f"All ranks need the same number of batches, and have to run the same units in the same "
         f"order."
     )
-
-
-def stuck(reports: dict[int, Report]) -> set[int]:
-    """The ranks that wait in vain: each for one that waits for one ... that waits for it."""
-    found = set(reports)
-    while True:
-        free = {rank for rank in found if not any(o in found for o in _missing(rank, reports))}
-        if not free:
-            return found
-        found -= free
-
-
-def _missing(rank: int, reports: dict[int, Report]) -> list[int]:
-    """The ranks that have not started what ``rank`` waits for."""
-    report, missing = reports[rank], []
-    for other in report.ranks:
-        theirs = reports.get(other)
-        if other == rank or theirs is None:
-            continue
-        if report.awaited is None:
-            if theirs.awaited is not None:  # it is not in torch's collective, nor will it be
-                missing.append(other)
-        elif theirs.started.get(report.awaited[0], 0) < report.awaited[1]:
-            missing.append(other)
-    return missing
 
 
 def _run() -> None:
@@ -135,7 +82,7 @@ def _run() -> None:
         time.sleep(POLL)
         if not dist.is_initialized():
             _close_all()
-        now = waiting or _elsewhere()
+        now = waiting or elsewhere()
         if now is None or now != seen:
             seen, watcher, polls = now, None, 0
             continue
@@ -166,9 +113,8 @@ class _Wait:
             what, awaited = str(self.now), (self.now.key, self.now.count)
         else:
             what, ranks, awaited = f"torch.distributed.{self.now.name}()", self.now.ranks, None
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        report = Report(what + _where(frame), ranks, awaited, dict(started), asked)
-        if (waiting or _elsewhere()) == self.now:  # else it has gone on while this was read
+        report = Report(what + where(main_frame()), ranks, awaited, dict(started), asked)
+        if (waiting or elsewhere()) == self.now:  # else it has gone on while this was read
             self.report = report
             self.store.set(f"{_KEY}/{self.rank}", pickle.dumps(report))
 
@@ -206,9 +152,9 @@ class _Wait:
     def _number(self, key: str) -> int:
         return int(self.store.get(key)) if self.store.check([key]) else 0
 
-    def end(self, message: Message, where: str) -> None:
+    def end(self, message: Message, places: str) -> None:
         message.verdict = (
-            f"the ranks have parted ways, and wait for each other in different places ({where}). "
+            f"the ranks have parted ways, and wait for each other in different places ({places}). "
             f"They would wait for ever. Every rank has to run the same units in the same order, "
             f"equally often, and in the same mode. Where one rank may catch an exception, raise it "
             f"on all of them, or skip the batch on all. Where one may have fewer batches, give all "
@@ -241,28 +187,3 @@ def _close(group: dist.ProcessGroup) -> None:
 
 def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
-
-
-def _elsewhere() -> Elsewhere | None:
-    """The collective of torch's own that the main thread is in, if any."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-        if frame.f_code.co_name in _COLLECTIVES and "group" in frame.f_locals | {"group": None}:
-            group = frame.f_locals.get("group")
-            if not isinstance(group, dist.ProcessGroup):
-                group = dist.group.WORLD
-            if group is None:
-                return None
-            ranks = tuple(dist.get_process_group_ranks(group))
-            return Elsewhere((id(frame), frame.f_lasti), frame.f_code.co_name, ranks)
-        frame = frame.f_back
-    return None
-
-
-def _where(frame: FrameType | None) -> str:
-    """The line of the user's that a stack comes from."""
-    while frame is not None and frame.f_code.co_filename.startswith((_HERE, _TORCH)):
-        frame = frame.f_back
-    if frame is None:
-        return ""
-    return f", called from {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
