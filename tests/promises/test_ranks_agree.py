@@ -3,7 +3,9 @@
 These end the connections of their process groups, so each program runs in a world of its own.
 """
 
+import os
 import re
+import time
 from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ModuleWrapPolicy, ShardingStrategy, watch
+from minifsdp import MixedPrecision, ModuleWrapPolicy, ShardingStrategy, watch
 from tests.parity import grid
 from tests.promises import Block, batch
 from tests.ranks import World, on_ranks
@@ -238,3 +240,113 @@ def test_a_rank_with_fewer_batches(strategy, at, end):
     _, said = call(fewer_batches, strategy, at, end)
     assert said is not None and re.search(ENDS[end], said), said
     assert "rank 1" in said
+
+
+def end_process(model):
+    os._exit(0)
+
+
+def test_a_rank_whose_process_has_ended():
+    world = World(2)
+    try:
+        for connection, end in zip(world.connections, (end_process, barrier), strict=True):
+            connection.send((run, (fewer_batches, (FULL_SHARD, 4, end)), {}))
+        ok, said = world.connections[1].recv()
+    finally:
+        world.kill()
+    assert ok and re.search("RuntimeError: rank 1 waited in the gather .* called from test_", said)
+
+
+# -------------------------------------------------------------------- what one rank does by itself
+
+
+def alone_on_rank_0(act, at):
+    """All train; then rank 0 does something that concerns all, and they train on."""
+    model = stack()
+    for now in range(8):
+        if now == at and dist.get_rank() == 0:
+            act(model)
+        step(model, now)
+
+
+def summon(model):
+    with FSDP.summon_full_params(model):
+        pass
+
+
+def load(model):
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("act", [FSDP.state_dict, load, summon], ids=lambda act: act.__name__)
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_rank_0_saves_or_loads_alone(at, act):
+    words = ["rank 0: .*rank 1: ", "not in step" if at < 2 else "has to be called on every rank"]
+    parted(alone_on_rank_0, act, at, words=words)
+
+
+def in_other_modes(strategy, at):
+    low = MixedPrecision(torch.bfloat16, full_precision_in_eval=True)
+    model = stack(strategy, mixed_precision=low)
+    for now in range(8):
+        model.train(now < at or dist.get_rank() > 0)
+        step(model, now)
+
+
+@pytest.mark.parametrize("at", [0, 1, 4])
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+def test_ranks_in_train_and_in_eval_where_that_decides_on_the_precision(strategy, at):
+    parted(in_other_modes, strategy, at, words=["rank 0: .*rank 1: ", "mode"])
+
+
+@on_ranks(2)
+def test_ranks_in_train_and_in_eval_are_all_right_where_it_does_not():
+    model = stack()
+    for now in range(4):
+        model.train(dist.get_rank() > 0)
+        step(model, now)
+
+
+def other_orders(strategy):
+    """After the checked steps one rank runs two units in another order."""
+    model = stack(strategy)
+    for now in range(5):
+        if now == 4 and dist.get_rank():
+            layers = model.module
+            layers[0], layers[1] = layers[1], layers[0]
+        step(model, now)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+def test_units_in_another_order_on_one_rank(strategy):
+    parted(other_orders, strategy, words=["of unit '0'", "of unit '1'", "have parted ways"])
+
+
+def build_for_other_groups():
+    """The ranks 0 and 1 share on rank 0, and 1 and 2 on rank 1."""
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 2])]
+    model = FSDP(nn.Linear(6, 6), process_group=pairs[dist.get_rank()])
+    model(batch(3, 6))
+
+
+def test_groups_that_do_not_fit_together():
+    words = [r"rank 0: in the comparison of what was wrapped .* with the ranks \[0, 1\]"]
+    parted(build_for_other_groups, words=words, ranks=3)
+
+
+def a_slow_rank(seconds):
+    """Longer than it takes to be suspected. Nothing is wrong with that."""
+    model = stack()
+    for now in range(4):
+        if dist.get_rank() == now % 2:
+            time.sleep(seconds)
+        step(model, now)
+        if now == 2:
+            if dist.get_rank():
+                time.sleep(seconds)
+            dist.barrier()
+
+
+def test_a_slow_rank_is_waited_for():
+    assert call(a_slow_rank, 1.5) == [None, None]
