@@ -36,6 +36,17 @@ def circles(units: list[Unit]) -> list[Circle]:
     return sorted(found.values(), key=lambda circle: _breadth(circle.groups))
 
 
+def by_rank(what: dict[int, str]) -> str:
+    """``rank 0: this; ranks 1, 2: that``."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in sorted(what.items()):
+        ranks.setdefault(text, []).append(rank)
+    return "; ".join(
+        f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {text}"
+        for text, who in ranks.items()
+    )
+
+
 def answering(groups: Iterable[dist.ProcessGroup | None]) -> list[dist.ProcessGroup]:
     """Those in which there is somebody to talk to. (torch's fake ranks never answer.)"""
     both = [group for group in groups if group is not None and group.size() > 1]

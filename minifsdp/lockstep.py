@@ -36,7 +36,7 @@ from enum import IntEnum
 import torch
 import torch.distributed as dist
 
-from minifsdp.circles import Circle, circles
+from minifsdp.circles import Circle, by_rank, circles
 from minifsdp.collectives import all_gather
 from minifsdp.compare import Notes, describe, forget_values, judge
 from minifsdp.messages import Kind, Message
@@ -170,7 +170,7 @@ class Lockstep:
                 for rank, (kind, index, mode) in said.items()
             }
             raise RuntimeError(
-                f"the ranks are not in step ({_by_rank(where)}). Every rank has to run the "
+                f"the ranks are not in step ({by_rank(where)}). Every rank has to run the "
                 f"same units in the same order, because they gather them together. Look for a "
                 f"condition on the rank or on the data; a unit that a rank has no use for must run "
                 f"there all the same."
@@ -214,7 +214,7 @@ class Lockstep:
                 where = {rank: inside[n[0]] + _MODES[n[2]] for rank, n in said.items()}
                 raise RuntimeError(
                     f"some ranks run this backward inside of no_sync(), or in another mode, and "
-                    f"others do not ({_by_rank(where)}). They reduce gradients together, in one "
+                    f"others do not ({by_rank(where)}). They reduce gradients together, in one "
                     f"precision, or none does."
                 )
         if synchronizes:
@@ -238,14 +238,3 @@ class Lockstep:
             all_gather(heard, notes, group, circle.members[0].tag, what, kind)()
             said = heard.view(-1, 1 + len(mine)).tolist()
         return {rank: note for rank, *note in said}
-
-
-def _by_rank(what: dict[int, str]) -> str:
-    """``rank 0: this; ranks 1, 2: that``."""
-    ranks: dict[str, list[int]] = {}
-    for rank, text in sorted(what.items()):
-        ranks.setdefault(text, []).append(rank)
-    return "; ".join(
-        f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {text}"
-        for text, who in ranks.items()
-    )

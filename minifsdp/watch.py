@@ -104,6 +104,7 @@ class _Wait:
     def __init__(self, now: Message | Elsewhere) -> None:
         self.now, self.rank, self.store = now, dist.get_rank(), _store()
         self.questions: dict[int, int] = {}  # rank -> which of its answers to believe
+        self.found: set[int] = set()  # that wait in vain
         self.report: Report | None = None
         self.publish(0)
 
@@ -133,7 +134,9 @@ class _Wait:
                 reports[rank] = report
                 unread.update(set(report.ranks) - set(reports))
         found = stuck(reports)
-        if self.rank in found and waiting is self.now:
+        before, self.found = self.found, found
+        # Seen twice, so that all who are part of it have had the time to say so.
+        if self.rank in found and found == before and waiting is self.now:
             self.end(self.now, "; ".join(f"rank {r}: in {reports[r].what}" for r in sorted(found)))
 
     def _read(self, rank: int) -> Report | None:
