@@ -166,6 +166,7 @@ class Backward:
         if self._to_end is None:
             return
         self._to_end = None
+        self.lockstep.failed()
         ran = [unit for unit in self.engine.units if unit.phase is not Phase.IDLE]
         self.engine.reset()
         self.engine.prefetcher.forget()

@@ -17,6 +17,8 @@ from torch import nn
 from minifsdp.api import MixedPrecision
 from minifsdp.borders import check_sharing, collect, select, wrap_inside
 from minifsdp.buffers import Buffers
+from minifsdp.circles import answering
+from minifsdp.compare import fingerprint, remember_values
 from minifsdp.materialize import materialize, move, synchronize
 from minifsdp.originals import check_optimizers, mark_taken, originals
 from minifsdp.precision import ISLAND
@@ -72,6 +74,7 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
     if settings.offload and device is None:
         on_device = {p.device for p in params if p.device.type != "cpu"}
         device = on_device.pop() if on_device else default_device(groups[0])
+    whole = fingerprint(params) if answering(groups) else None
     unit = Unit(
         module,
         slots,
@@ -82,6 +85,7 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
         device if settings.offload else None,
         tag=next(_tags[groups[0].group_name]),
     )
+    remember_values(unit, whole)
     params.clear()  # the last references here; who else has one should not
     mark_taken(unit, before)
     check_optimizers(before)

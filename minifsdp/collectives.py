@@ -32,6 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minifsdp import watch
+from minifsdp.messages import Kind, Message
 from minifsdp.streams import Finish
 
 _CHOICE = os.environ.get("MINIFSDP_COLLECTIVES", "")
@@ -45,28 +47,39 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_gather(full: Tensor, chunk: Tensor, group: Group, tag: int) -> Finish:
+def all_gather(
+    full: Tensor,
+    chunk: Tensor,
+    group: Group,
+    tag: int,
+    label: str = "",
+    kind: Kind = Kind.PARAMETERS,
+) -> Finish:
     """Fill ``full`` with the chunks of all ranks, in rank order.
 
     Args:
         full: ``[world_size * n]``, written.
         chunk: ``[n]``, this rank's part; same dtype and device as ``full``.
         group: the ranks that take part.
-        tag: tells apart the conversations of different units, which may overlap. Should two ranks
-            ever disagree on whose turn it is, they then wait for each other until the group's
-            timeout instead of taking one unit's parameters for another's.
+        tag: the unit's number, the same on all ranks. Conversations of different units, and the
+            different ones of one unit, may overlap; messages.py makes tags of their own for them.
+        label: the unit's, for errors.
+        kind: what is gathered.
     """
+    message = Message(group, tag, kind, full.itemsize, label)
     if _native(full):
-        return _wait_for([_all_gather(full, chunk, group=group, async_op=True)])
-    parts, rank = full.chunk(group.size()), group.rank()
+        return _wait_for([_all_gather(full, chunk, group=group, async_op=True)], message)
+    parts, rank, tag = full.chunk(group.size()), group.rank(), message.tag
     works = []
     for to, source in _turns(group):
         works += _exchange(chunk, to, parts[source], source, group, tag)
     parts[rank].copy_(chunk)  # while the others are under way
-    return _wait_for(works)
+    return _wait_for(works, message)
 
 
-def reduce_scatter(flat: Tensor, group: Group, scale: float, tag: int) -> tuple[Tensor, Finish]:
+def reduce_scatter(
+    flat: Tensor, group: Group, scale: float, tag: int, label: str = ""
+) -> tuple[Tensor, Finish]:
     """Add up ``scale * flat`` over all ranks and keep this rank's chunk of the sum.
 
     Each contribution is scaled before it is added, as DistributedDataParallel does: sums of
@@ -76,18 +89,20 @@ def reduce_scatter(flat: Tensor, group: Group, scale: float, tag: int) -> tuple[
         flat: ``[world_size * n]``; may be overwritten; must stay alive until the end.
         group: the ranks that take part.
         scale: ``1 / world_size`` for a mean.
-        tag: as in :func:`all_gather`.
+        tag, label: as in :func:`all_gather`.
 
     Returns:
         The sum, ``[n]``, valid once ``finish`` has run; and ``finish``.
     """
     chunks = flat.chunk(group.size())
     own = chunks[group.rank()]
+    message = Message(group, tag, Kind.REDUCTION, flat.itemsize, label)
     if _native(flat):
         total = flat.new_empty(own.shape)
         flat.mul_(scale)
-        return total, _wait_for([_reduce_scatter(total, flat, group=group, async_op=True)])
-    received, works = [], []
+        work = _reduce_scatter(total, flat, group=group, async_op=True)
+        return total, _wait_for([work], message)
+    received, works, tag = [], [], message.tag
     for to, source in _turns(group):
         received.append(flat.new_empty(own.shape))
         works += _exchange(chunks[to], to, received[-1], source, group, tag)
@@ -96,7 +111,7 @@ def reduce_scatter(flat: Tensor, group: Group, scale: float, tag: int) -> tuple[
     addends = [*received, own]
     total = addends[0] if received else own.clone()
 
-    arrive = _wait_for(works)
+    arrive = _wait_for(works, message)
 
     def finish() -> None:
         arrive()
@@ -107,22 +122,26 @@ def reduce_scatter(flat: Tensor, group: Group, scale: float, tag: int) -> tuple[
     return total, finish
 
 
-def all_reduce(flat: Tensor, group: Group, scale: float) -> Finish:
+def all_reduce(flat: Tensor, group: Group, scale: float, tag: int = 0, label: str = "") -> Finish:
     """Add up ``scale * flat`` over all ranks, in place, on every rank. ``flat``: any shape."""
     flat.mul_(scale)
-    return _wait_for([dist.all_reduce(flat, group=group, async_op=True)])
+    message = Message(group, tag, Kind.ALL_REDUCTION, flat.itemsize, label)
+    return _wait_for([dist.all_reduce(flat, group=group, async_op=True)], message)
 
 
 def add_up(number: Tensor, group: Group, largest: bool = False) -> None:
     """The sum of ``number`` over all ranks, or the largest, in place, now."""
-    dist.all_reduce(number, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    work = dist.all_reduce(number, op, group=group, async_op=True)
+    _wait_for([work], _other(group, "the sum of a number over all ranks"))()
 
 
 def broadcast(tensor: Tensor, group: Group) -> None:
     """Give every rank what the group's first rank has, in place, now."""
     # Whose data it is must not depend on its layout: gloo and NCCL send memory as it lies.
     sent = tensor.contiguous()
-    dist.broadcast(sent, group=group, group_src=0)
+    work = dist.broadcast(sent, group=group, group_src=0, async_op=True)
+    _wait_for([work], _other(group, "the broadcast of rank 0's values"))()
     if sent is not tensor:
         tensor.copy_(sent)
 
@@ -135,11 +154,15 @@ def gather_objects(mine: object, group: Group) -> list[Any]:
     device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
     text = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8).to(device)
     lengths = [torch.empty(1, dtype=torch.long, device=device) for _ in range(group.size())]
-    dist.all_gather(lengths, torch.tensor([len(text)], device=device), group=group)
+    about = _other(group, "an exchange of notes")
+    work = dist.all_gather(
+        lengths, torch.tensor([len(text)], device=device), group=group, async_op=True
+    )
+    _wait_for([work], about)()
     padded = text.new_zeros(max(int(length) for length in lengths))
     padded[: len(text)] = text
     texts = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(texts, padded, group=group)
+    _wait_for([dist.all_gather(texts, padded, group=group, async_op=True)], about)()
     return [
         pickle.loads(bytes(text[: int(length)].tolist()))
         for text, length in zip(texts, lengths, strict=True)
@@ -165,10 +188,20 @@ def _native(tensor: Tensor) -> bool:
     return NATIVE or tensor.device.type != "cpu"
 
 
-def _wait_for(works: Sequence[dist.Work | None]) -> Finish:
+def _other(group: Group, label: str) -> Message:
+    return Message(group, 0, Kind.OTHER, 1, label)
+
+
+def _wait_for(works: Sequence[dist.Work | None], message: Message) -> Finish:
     def finish() -> None:
-        for work in works:
-            if work is not None:  # a rank outside of the group has none
-                work.wait()
+        watch.waiting = message
+        try:
+            for work in works:
+                if work is not None:  # a rank outside of the group has none
+                    work.wait()
+        except RuntimeError as error:
+            raise watch.explain(message, error) from error
+        finally:
+            watch.waiting = None
 
     return finish

@@ -32,7 +32,11 @@ class Engine:
         self.units, self.root = units, units[0]
         self.limiter, self.prefetcher, self.stats = limiter, prefetcher, Stats()
         self.streams = Streams.on(torch.device("cpu"))  # till the first forward
-        self.lockstep = Lockstep(units)
+        self.lockstep = Lockstep(
+            units,
+            f"limit_all_gathers={getattr(limiter, 'limit', False)}, "
+            f"backward_prefetch={prefetcher.backward}, forward_prefetch={prefetcher.forward}",
+        )
         self.training: bool | None = None  # the mode of the outermost module, last time it ran
         self._reductions: list[Reduction] = []  # of this backward, in the order of their start
         self._kept: dict[Unit, Tensor] = {}  # gradients of this backward that are not reduced yet
@@ -65,7 +69,7 @@ class Engine:
         for unit in self.units:
             unit.refresh(training)
             check_waiting_gradient(unit)
-        self.lockstep.start()
+        self.lockstep.start(forward=training is not None)
         # The gathers to come must send what the optimizer has just written.
         self.streams.unshard.wait_event(self.streams.compute.record_event())
 
@@ -81,7 +85,7 @@ class Engine:
         """Drop what a failed forward or backward has left, and what a forward without one keeps."""
         reductions, self._reductions = self._reductions, []
         self._kept.clear()
-        self.lockstep.apart = False
+        self.lockstep.reset()
         for reduction in reductions:
             reduction.event.wait()
         for unit in self.units:

@@ -21,6 +21,7 @@ from torch import Tensor
 from minifsdp.collectives import all_gather
 from minifsdp.hooks import Hooks
 from minifsdp.lockstep import Moment
+from minifsdp.messages import Kind
 from minifsdp.offload import HOST
 from minifsdp.unit import Unit
 from minifsdp.unshard import wait_for_unshard
@@ -83,6 +84,7 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[N
         )
     engine = hooks.engine
     if not hooks.summoned:
+        hooks.backward.forget_the_dead()
         engine.start(None)
     engine.lockstep.at(Moment.SUMMON_FULL_PARAMS_OF, engine.root)
     units = [unit for unit in units if unit not in hooks.summoned]
@@ -147,7 +149,7 @@ def _whole_grad(unit: Unit) -> Tensor | None:
     if unit.shard_group is None:
         return chunk
     whole = chunk.new_empty(unit.full_numel)
-    all_gather(whole, chunk, unit.shard_group, unit.tag)()
+    all_gather(whole, chunk, unit.shard_group, unit.tag, unit.label, Kind.GRADIENT)()
     return whole
 
 

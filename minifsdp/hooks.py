@@ -185,6 +185,7 @@ class Hooks:
     def forward_failed(self, unit: Unit) -> None:
         """The module raised. Leave everything so that the next forward finds it in order."""
         if self._outermost and not self.summoned:
+            self.lockstep.failed()
             self.engine.reset()
             self.engine.prefetcher.forget()
         elif unit.phase is not Phase.BACKWARD:

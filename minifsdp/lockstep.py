@@ -18,9 +18,13 @@ of them gather all units before it and reduce all gradients after it, with zeros
 nothing to give. So the mean is DistributedDataParallel's, and the order of collectives is the same
 on all ranks, whatever each of them computes in between. So is the memory: that of a whole model.
 
-What is not covered, and still leaves ranks waiting for each other: losses that differ from rank to
-rank in which outputs they use, where this decides on a unit that gets no gradient anywhere (it is
-frozen), or on when a checkpoint runs units again.
+**Meetings**, after an exception: a rank that has caught one may be the only one. So before its next
+step it waits for all others to come and say that they have stopped, too. If one of them is still
+in that step, or in the next, watch.py ends the wait.
+
+What is not covered: losses that differ from rank to rank in which outputs they use, where this
+decides on a unit that gets no gradient anywhere (it is frozen), or on when a checkpoint runs units
+again. Ranks that then wait for each other are told by watch.py.
 
 On a GPU this answer costs a wait of the host for the device. There the question is asked in the
 first steps, and afterwards only if it ever made a difference.
@@ -28,18 +32,20 @@ first steps, and afterwards only if it ever made a difference.
 
 from collections.abc import Callable
 from enum import IntEnum
-from math import prod
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from minifsdp.collectives import Group, all_gather, gather_objects
-from minifsdp.compare import Notes, describe, difference
+from minifsdp.circles import Circle, by_rank, circles
+from minifsdp.collectives import all_gather
+from minifsdp.compare import Notes, describe, forget_values, judge
+from minifsdp.messages import Kind, Message
+from minifsdp.notes import exchange
 from minifsdp.unit import Unit
+from minifsdp.watch import watch
 
 CHECKED_STEPS = 2
-_MOMENTS, _AGREEMENT = 0x4D46_0000 - 1, 0x4D46_0000 - 2  # tags; units count up from there
+_MODES = ("", " in train() mode", " in eval() mode")  # see Lockstep._mode
 
 
 class Moment(IntEnum):
@@ -52,6 +58,9 @@ class Moment(IntEnum):
     END_OF_A_BACKWARD_BELOW = 4
     SUMMON_FULL_PARAMS_OF = 5
 
+    def __str__(self) -> str:
+        return self.name.lower().replace("_", " ")
+
 
 class Use(IntEnum):
     """What one rank has for a unit in a backward."""
@@ -59,13 +68,6 @@ class Use(IntEnum):
     NONE = 0
     WAITING = 1  # only what no_sync has left
     GRADIENT = 2
-
-
-class Circle(NamedTuple):
-    """Ranks that have to be in step about some units."""
-
-    groups: list[Group]  # word goes along the first and then, with hybrid sharding, the second
-    members: list[Unit]
 
 
 class Lockstep:
@@ -76,57 +78,77 @@ class Lockstep:
 
     Args:
         units: the root's first.
+        settings: of the root, in words.
     """
 
-    def __init__(self, units: list[Unit]) -> None:
-        self.units = units
+    def __init__(self, units: list[Unit], settings: str = "") -> None:
+        self.units, self._settings = units, settings
         self.steps = 0
         self.apart = False  # in this backward: some ranks use a unit that others do not
         self.late: list[Unit] = []  # reduced at its end: what only no_sync has left; if apart, all
-        self._compared = False
+        self._compared = self._compared_values = False
+        self._failed = False  # this rank's last forward or backward
+        self._all_failed = False  # all ranks know that all of them have stopped
+        self._said_before = 0  # messages, before it began
+        self._by_mode = next((u for u in units if u.precision.full_precision_in_eval), None)
         self._ever_apart = False
-        widest = max(map(_groups, units), key=lambda groups: (_breadth(groups), -len(groups)))
-        circles: dict[tuple[str, ...], Circle] = {}
-        self._circle: dict[Unit, Circle] = {}
-        for unit in units:
-            groups = _groups(unit)
-            if _breadth(groups) == _breadth(widest) and _ranks(groups) <= _ranks(widest):
-                groups = widest
-            if groups:
-                key = tuple(group.group_name for group in groups)
-                self._circle[unit] = circles.setdefault(key, Circle(groups, []))
-                self._circle[unit].members.append(unit)
-        # The one of all ranks comes last: so it hears what was found in the others.
-        self._circles = sorted(circles.values(), key=lambda circle: _breadth(circle.groups))
+        self._circles = circles(units)
+        self._circle = {unit: circle for circle in self._circles for unit in circle.members}
 
     @property
     def checking(self) -> bool:
         """Whether moments are compared now."""
         return self.steps <= CHECKED_STEPS
 
-    def start(self) -> None:
-        """A forward begins, or parameters are summoned; the first time, compare the units
-        themselves.
+    def start(self, forward: bool) -> None:
+        """A forward begins, or parameters are summoned. The first time, compare the units
+        themselves, and before the first forward their values.
 
         Raises:
-            ValueError: ranks have wrapped different modules, or in different ways. All raise it.
+            ValueError: ranks have wrapped different modules, or in different ways, or with
+                different values. All raise it.
+            RuntimeError: an exception ended the last step of this rank, and not of the others.
         """
-        if self._compared:
-            return
+        if self._failed:
+            self._failed = False
+            for circle in self._circles:
+                for group in circle.groups:
+                    exchange(group, "the start after an exception", None, lambda said: None)
+            self.steps = 0  # all ranks have stopped; they begin anew, and count alike
+        self._all_failed = False
+        if not self._compared or (forward and not self._compared_values):
+            self._compare(forward)
+
+    def reset(self) -> None:
+        """A step begins, or has failed and is forgotten."""
+        self.apart = False
+        self._said_before = Message.made
+
+    def failed(self) -> None:
+        """An exception has ended a forward or backward. It may have been this rank's alone, so
+        before anything else all of them meet. If nothing was said, nobody has missed anything."""
+        self._failed |= not self._all_failed and Message.made != self._said_before
+
+    def _compare(self, forward: bool) -> None:
         complaint: str | None = None
         for groups, members in self._circles:
+            watch(groups)
+            said = [describe(unit, forward) for unit in members]
             tags = [unit.tag for unit in members]
-            said = [Notes(dist.get_rank(), complaint, [describe(unit) for unit in members], tags)]
             for group in groups:
-                said = [note for notes in gather_objects(said, group) for note in notes]
-            complaint = next((n.complaint for n in said if n.complaint), None) or difference(said)
-            for place, unit in enumerate(members if complaint is None else []):
-                # They differ, if a model before this one was not built alike.
-                ranks = _ranks(_groups(unit)[:1])
-                unit.tag = max(note.tags[place] for note in said if note.rank in ranks)
+                mine = Notes(dist.get_rank(), complaint, forward, self._settings, said, tags)
+                complaint, all_forward, tags = exchange(
+                    group, f"the comparison of what was wrapped ({said[0].name}, ...)", mine, judge
+                )
+                forward &= all_forward
+            for unit, tag in zip(members if complaint is None else [], tags, strict=False):
+                unit.tag = tag
         if complaint:
+            self._all_failed = True
             raise ValueError(complaint)
-        self._compared = True
+        self._compared, self._compared_values = True, forward
+        if forward:
+            forget_values(self.units)
 
     def at(self, moment: Moment, unit: Unit) -> None:
         """Compare with the other ranks of ``unit`` where they are; only in the first steps.
@@ -137,19 +159,27 @@ class Lockstep:
         circle = self._circle.get(unit)
         if circle is None or not self.checking or self.apart:
             return
-        said = self._tell(circle, _MOMENTS, [int(moment), circle.members.index(unit)])
+        mine = [int(moment), circle.members.index(unit), self._mode()]
+        what = f"the comparison of steps ({moment} {unit.label})"
+        said = self._tell(circle, Kind.MOMENT, what, mine)
         if len({tuple(place) for place in said.values()}) > 1:
+            self._all_failed = True
             self.steps = 0  # all ranks have stopped here; they begin anew, and count alike
             where = {
-                rank: f"{Moment(kind).name.lower().replace('_', ' ')} {circle.members[index].label}"
-                for rank, (kind, index) in said.items()
+                rank: f"{Moment(kind)} {circle.members[index].label}{_MODES[mode]}"
+                for rank, (kind, index, mode) in said.items()
             }
             raise RuntimeError(
-                f"the ranks are not in step ({_by_rank(where)}). Every rank has to run the "
+                f"the ranks are not in step ({by_rank(where)}). Every rank has to run the "
                 f"same units in the same order, because they gather them together. Look for a "
                 f"condition on the rank or on the data; a unit that a rank has no use for must run "
                 f"there all the same."
             )
+
+    def _mode(self) -> int:
+        """0: it does not matter; 1: as in train(); 2: in full precision, as in eval()."""
+        unit = self._by_mode
+        return 0 if unit is None else 1 + (unit.dtype is unit.chunk.dtype)
 
     def agree(self, use: Callable[[Unit], Use], synchronizes: bool) -> None:
         """Find out whether the ranks are apart in the backward that begins.
@@ -167,19 +197,25 @@ class Lockstep:
         for circle in self._circles if self._asks() else []:
             members = circle.members
             said = self._tell(
-                circle, _AGREEMENT, [synchronizes, self.apart, *(mine[unit] for unit in members)]
+                circle,
+                Kind.AGREEMENT,
+                "the start of a backward",
+                [synchronizes, self.apart, self._mode(), *(mine[unit] for unit in members)],
             )
             for place, unit in enumerate(members):
-                uses = [Use(note[2 + place]) for note in said.values()]
+                uses = [Use(note[3 + place]) for note in said.values()]
                 highest[unit] = max(uses)
                 self.apart |= min(uses) < max(uses) == Use.GRADIENT
             self.apart |= any(note[1] for note in said.values())  # heard of in another circle
             self._ever_apart |= self.apart
-            if circle is self._circles[-1] and len({note[0] for note in said.values()}) > 1:
-                where = {rank: "outside" if note[0] else "inside" for rank, note in said.items()}
+            if circle is self._circles[-1] and len({(n[0], n[2]) for n in said.values()}) > 1:
+                self._all_failed = True
+                inside = ("inside", "outside")
+                where = {rank: inside[n[0]] + _MODES[n[2]] for rank, n in said.items()}
                 raise RuntimeError(
-                    f"some ranks run this backward inside of no_sync() and others do not "
-                    f"({_by_rank(where)}). They reduce gradients together, or none does."
+                    f"some ranks run this backward inside of no_sync(), or in another mode, and "
+                    f"others do not ({by_rank(where)}). They reduce gradients together, in one "
+                    f"precision, or none does."
                 )
         if synchronizes:
             late = (Use.WAITING, Use.GRADIENT) if self.apart else (Use.WAITING,)
@@ -193,38 +229,12 @@ class Lockstep:
         # Not that of a unit without parameters: nobody has moved it to where the others are.
         return next((unit.device for unit in self.units if unit.numel), self.units[0].device)
 
-    def _tell(self, circle: Circle, tag: int, mine: list[int]) -> dict[int, list[int]]:
+    def _tell(self, circle: Circle, kind: Kind, what: str, mine: list[int]) -> dict[int, list[int]]:
         """What each rank of the circle says, by rank. All say equally many numbers."""
         said = [[dist.get_rank(), *mine]]
         for group in circle.groups:
             notes = torch.tensor(said, device=self._device).view(-1)
             heard = notes.new_empty(group.size() * notes.numel())
-            all_gather(heard, notes, group, tag)()
+            all_gather(heard, notes, group, circle.members[0].tag, what, kind)()
             said = heard.view(-1, 1 + len(mine)).tolist()
         return {rank: note for rank, *note in said}
-
-
-def _groups(unit: Unit) -> list[Group]:
-    """Those in which there is somebody to talk to. (torch's fake ranks never answer.)"""
-    both = [g for g in (unit.shard_group, unit.replicate_group) if g is not None and g.size() > 1]
-    return [group for group in both if "fake" not in dist.get_backend_config(group)]
-
-
-def _breadth(groups: list[Group]) -> int:
-    """How many ranks there are in a row, a column, or a grid."""
-    return prod(group.size() for group in groups)
-
-
-def _ranks(groups: list[Group]) -> set[int]:
-    return {rank for group in groups for rank in dist.get_process_group_ranks(group)}
-
-
-def _by_rank(what: dict[int, str]) -> str:
-    """``rank 0: this; ranks 1, 2: that``."""
-    ranks: dict[str, list[int]] = {}
-    for rank, text in sorted(what.items()):
-        ranks.setdefault(text, []).append(rank)
-    return "; ".join(
-        f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {text}"
-        for text, who in ranks.items()
-    )

@@ -49,8 +49,10 @@ def reduce_gradient(unit: Unit, grad: Tensor, streams: Streams) -> Reduction:
         reduction.result, reduction.sent = low, (grad, low)
         if shards is None:
             assert replicas is not None
-            return all_reduce(low, replicas, 1 / replicas.size())
-        reduction.result, finish = reduce_scatter(low, shards, 1 / shards.size(), unit.tag)
+            return all_reduce(low, replicas, 1 / replicas.size(), unit.tag, unit.label)
+        reduction.result, finish = reduce_scatter(
+            low, shards, 1 / shards.size(), unit.tag, unit.label
+        )
         return finish
 
     reduction.event = streams.reduce.submit(launch, f"reduce {unit.label}")
@@ -66,7 +68,7 @@ def let_arrive(reduction: Reduction, streams: Streams) -> None:
         replicas = unit.replicate_group
         streams.replicate.wait_event(reduction.event)
         reduction.event = streams.replicate.submit(
-            lambda: all_reduce(result, replicas, 1 / replicas.size()),
+            lambda: all_reduce(result, replicas, 1 / replicas.size(), unit.tag, unit.label),
             f"all-reduce {unit.label}",
         )
     if unit.offload_from is not None:

@@ -37,7 +37,7 @@ def unshard(unit: Unit, streams: Streams) -> None:
         chunk = uploaded() if uploaded is not None else unit.chunk
         if unit.shard_group is not None:
             sent = chunk if chunk.dtype is unit.dtype else chunk.to(unit.dtype)
-            return all_gather(unit.buffer, sent, unit.shard_group, unit.tag)
+            return all_gather(unit.buffer, sent, unit.shard_group, unit.tag, unit.label)
         unit.buffer.copy_(chunk)  # casts as well
         return lambda: None
 

@@ -19,9 +19,11 @@ from minifsdp import (
     lockstep,
 )
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.collectives import all_gather, gather_objects
+from minifsdp.collectives import all_gather
 from minifsdp.groups import HYBRID
 from minifsdp.lockstep import CHECKED_STEPS, Lockstep
+from minifsdp.messages import Kind
+from minifsdp.notes import exchange
 from tests.parity import alone, check_at_rest, grid
 from tests.ranks import device, on_ranks, run
 from tests.small import (
@@ -443,18 +445,18 @@ def test_experts_that_each_rank_has_for_itself_ask_nobody():
 
 @contextmanager
 def messages():
-    """What ranks say to each other about units, by its tag."""
+    """What ranks say to each other about units, by its kind."""
     tags = []
 
-    def noted(full, chunk, group, tag):
-        tags.append(tag)
-        return all_gather(full, chunk, group, tag)
+    def noted(full, chunk, group, tag, label, kind):
+        tags.append(kind)
+        return all_gather(full, chunk, group, tag, label, kind)
 
-    def asked(mine, group):
+    def asked(group, *args):
         tags.append("units")
-        return gather_objects(mine, group)
+        return exchange(group, *args)
 
-    with patch.multiple(lockstep, all_gather=noted, gather_objects=asked):
+    with patch.multiple(lockstep, all_gather=noted, exchange=asked):
         yield tags
 
 
@@ -466,13 +468,13 @@ def test_after_the_checked_steps_one_message_a_backward_is_left(strategy, words)
         with messages() as said:
             step(model, at)
         # Four forwards begin and one ends, four backwards and their start and end.
-        assert said.count(lockstep._MOMENTS) == (5 + 6) * words
+        assert said.count(Kind.MOMENT) == (5 + 6) * words
         assert said.count("units") == (words if at == 0 else 0)
     for at in range(3):
         with messages() as said:
             step(model, at)
             summon(model)
-        assert said == [lockstep._AGREEMENT] * words
+        assert said == [Kind.AGREEMENT] * words
 
 
 @every_strategy

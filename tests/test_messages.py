@@ -1,0 +1,63 @@
+"""messages.py: tags that no two messages share by accident, the same on both sides."""
+
+import pytest
+import torch.distributed as dist
+
+from minifsdp.collectives import gather_objects
+from minifsdp.messages import Kind, Message, started
+from tests.ranks import on_ranks
+
+UNIT = 0x4D46_0000  # where numbers of units begin
+
+
+def new(number=UNIT, kind=Kind.PARAMETERS, size=4):
+    return Message(dist.group.WORLD, number, kind, size, "'a'")
+
+
+@on_ranks(2)
+def test_messages_that_differ_in_anything_have_other_tags():
+    differ = [
+        (UNIT + unit, kind, size) for unit in range(40) for kind in Kind for size in (1, 2, 4, 8)
+    ]
+    tags = {new(*what).tag for what in differ} | {new(*what).tag for what in differ}
+    assert len(tags) == 2 * len(differ)
+    assert all(1 << 30 <= tag < 1 << 31 for tag in tags)  # positive, and far from users' own
+
+
+@on_ranks(2)
+def test_both_sides_count_alike_whatever_else_they_say():
+    number = UNIT + 5000
+    other = dist.new_group()
+    for _ in range(dist.get_rank()):
+        new(number + 1)
+        new(number, Kind.REDUCTION)
+        Message(other, number, Kind.PARAMETERS, 4, "")
+    tags = gather_objects([new(number).tag for _ in range(3)], dist.group.WORLD)
+    assert tags[0] == tags[1] and len(set(tags[0])) == 3
+
+
+@on_ranks(1)
+def test_what_was_started_is_known():
+    before, message = Message.made, new(UNIT + 6000, Kind.REDUCTION)
+    assert started[message.key] == message.count == 1
+    assert new(UNIT + 6000, Kind.REDUCTION).count == started[message.key] == 2
+    assert Message.made == before + 2
+
+
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        (Kind.PARAMETERS, "the gather of the parameters of unit 'a' (4 bytes per element)"),
+        (Kind.REDUCTION, "the reduction of the gradient of unit 'a'"),
+        (Kind.OTHER, "'a'"),
+    ],
+)
+@on_ranks(1)
+def test_a_message_in_words(kind, words):
+    assert str(new(UNIT + 7000, kind)) == words
+
+
+@on_ranks(2)
+def test_notes_are_counted_by_ranks_because_groups_may_differ():
+    keys = [Message(dist.new_group(), 0, Kind.NOTES, 1, "").key for _ in range(2)]
+    assert keys[0] == keys[1]
