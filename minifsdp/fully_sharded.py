@@ -23,6 +23,7 @@ from minifsdp.borders import check_wrappable
 from minifsdp.build import build_unit, wrap_below
 from minifsdp.clip_grad import clip_grad_norm
 from minifsdp.engine import Engine
+from minifsdp.from_torch import as_ours
 from minifsdp.full_params import Options, summon
 from minifsdp.hooks import Hooks
 from minifsdp.limiter import Limiter, make_limiter
@@ -102,16 +103,17 @@ class FullyShardedDataParallel(nn.Module):
         super().__init__()
         check_wrappable(module)
         given = dict(
-            process_group=process_group, sharding_strategy=sharding_strategy,
-            cpu_offload=cpu_offload, mixed_precision=mixed_precision, param_init_fn=param_init_fn,
-            device_id=device_id, sync_module_states=sync_module_states, device_mesh=device_mesh,
+            process_group=process_group, sharding_strategy=as_ours(sharding_strategy),
+            cpu_offload=as_ours(cpu_offload), mixed_precision=as_ours(mixed_precision),
+            param_init_fn=param_init_fn, device_id=device_id,
+            sync_module_states=sync_module_states, device_mesh=device_mesh,
         )  # fmt: skip
         settings = as_settings(**given)
         limiter = make_limiter(limit_all_gathers)
-        prefetcher = make_prefetcher(backward_prefetch, forward_prefetch)
+        prefetcher = make_prefetcher(as_ours(backward_prefetch), forward_prefetch)
         if auto_wrap_policy is not None:
             wrap_below(
-                module, auto_wrap_policy, settings.precision,
+                module, as_ours(auto_wrap_policy), settings.precision,
                 lambda inner, **own: FullyShardedDataParallel(inner, **{**given, **own}),
             )  # fmt: skip
         self._unit = build_unit(module, settings)
