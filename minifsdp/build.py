@@ -64,6 +64,7 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
     groups = [g for g in (settings.placement.shard_group, settings.placement.replicate_group) if g]
     device = settings.device
     materialize(modules, device or default_device(groups[0]), settings.init_fn)
+    modules, slots = own_modules(module), collect(module)  # a param_init_fn may put new ones there
     if device is not None:
         move(modules, device)
     if settings.synchronize:

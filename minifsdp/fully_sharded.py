@@ -49,8 +49,8 @@ class FullyShardedDataParallel(nn.Module):
             :class:`~minifsdp.wrap.ModuleWrapPolicy`. None: only what is wrapped by hand.
         backward_prefetch: see prefetch.py; None is none.
         mixed_precision: see precision.py.
-        param_init_fn: called with each module that has something on the meta device, to give it
-            values; if None, its ``reset_parameters()`` is. See materialize.py.
+        param_init_fn: called with each module of a unit that has something on the meta device, to
+            give it memory and values; None: ``reset_parameters()`` does. See materialize.py.
         device_id: move the module there first, unit by unit.
         sync_module_states: give every rank the parameters and buffers that the first one has.
         forward_prefetch: see prefetch.py; True is ``ForwardPrefetch.FORWARD_PRE``.

@@ -88,6 +88,7 @@ POLICIES = {
     "transformer": lambda m: partial(m.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
     "size": lambda m: partial(m.size_based_auto_wrap_policy, min_num_params=20),
     "always": lambda m: m.always_wrap_policy,
+    "partial": lambda m: partial(m.always_wrap_policy),
     "or": lambda m: partial(
         m._or_policy,
         policies=[
