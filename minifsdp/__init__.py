@@ -49,7 +49,6 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-
 def __getattr__(name: str) -> Missing:
     if name in MISSING:  # torch.distributed.fsdp has these, and minifsdp will
         return MISSING[name]

@@ -71,9 +71,7 @@ def _numel(params: set[nn.Parameter]) -> int:
     return sum(param.numel() for param in params)  # a shared one counts once
 
 
-def check_wrappable(
-    module: nn.Module, name: str = "", borders: Container[nn.Module] = ()
-) -> None:
+def check_wrappable(module: nn.Module, name: str = "", borders: Container[nn.Module] = ()) -> None:
     """Refuse a wrapper; and a container, such as ``nn.ModuleList``, whose parameters would be its
     own unit's: they would never be gathered. It may be wrapped if those in it are.
 

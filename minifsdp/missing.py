@@ -22,7 +22,7 @@ NAMES = """
 """
 
 
-class NotThereYet(NotImplementedError, AttributeError):
+class NotThereYetError(NotImplementedError, AttributeError):
     """Of an attribute that is not there yet. ``hasattr`` takes it for False."""
 
 
@@ -42,7 +42,7 @@ class Missing(type):
     def __getattr__(cls, name: str) -> NoReturn:
         if name.startswith("__"):  # Python itself asks for such names, to print it, say
             raise AttributeError(name)
-        raise NotThereYet(f"minifsdp.{cls.__name__}.{name} is not there yet")
+        raise NotThereYetError(f"minifsdp.{cls.__name__}.{name} is not there yet")
 
 
 MISSING = {name: Missing(name, (), {"__module__": "minifsdp"}) for name in NAMES.split()}

@@ -29,9 +29,9 @@ def check_inside(module: nn.Module) -> None:
         if isinstance(inner, AROUND) or hasattr(inner, FSDP_MARK):
             cls = type(inner)
             raise ValueError(
-                f"module {clean(name) or '<root>'!r} is {cls.__module__}.{cls.__qualname__}'s, or "
-                f"torch's FSDP has it: that shards or reduces by itself. Wrap the plain module: "
-                f"FullyShardedDataParallel reduces gradients itself."
+                f"module {clean(name) or '<root>'!r} ({cls.__module__}.{cls.__qualname__}) shards "
+                f"or reduces by itself, as FullyShardedDataParallel does. Wrap the plain module "
+                f"that is in it."
             )
         for attribute, param in inner._parameters.items():
             if isinstance(param, DTensor):

@@ -302,7 +302,7 @@ def test_units_inside_keep_their_values_when_all_below_a_module_get_theirs(init_
 def test_who_looks_into_a_unit_inside_for_a_value_is_told_where_it_is():
     root = on_meta(Around)
     inner = root.inner = FSDP(Block(nn.Linear(6, 6)).to(device()))
-    with pytest.raises(AttributeError, match="'weight' of 'inner' cannot be seen while .* a unit"):
+    with pytest.raises(AttributeError, match=r"'weight' of 'inner' cannot be seen while .* a unit"):
         FSDP(root, param_init_fn=lambda module: module.inner.weight.fill_(1))
     assert root.inner is inner
 

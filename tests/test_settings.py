@@ -41,7 +41,7 @@ def test_a_device_that_is_not_there_is_refused(given, match):
 
 
 @pytest.mark.parametrize("argument, value, match", [
-    ("mixed_precision", torch.distributed.fsdp.MixedPrecisionPolicy(), r"minifsdp\.MixedPrecision,"),
+    ("mixed_precision", torch.distributed.fsdp.MixedPrecisionPolicy(), r"minifsdp\.MixedPrec"),
     ("mixed_precision", torch.bfloat16, r"minifsdp\.MixedPrecision, not torch\.dtype"),
     ("cpu_offload", True, r"minifsdp\.CPUOffload, not builtins.bool: True"),
     ("param_init_fn", True, "a function of a module, not True"),
