@@ -34,6 +34,7 @@ class Transparent(nn.Module):
     """Base of the wrapper."""
 
     def __getattr__(self, name: str) -> Any:
+        # Python comes here for what is not in __dict__ nor in the class, so also for submodules.
         module = self.__dict__.get("_modules", {}).get(WRAPPED)
         try:
             return super().__getattr__(name)
@@ -43,6 +44,8 @@ class Transparent(nn.Module):
         try:
             return getattr(module, name)
         except AttributeError as error:
+            # Said by name: else it would be the inner module's message, about a class that the
+            # program may never have called.
             if name in YIELDING:
                 return getattr(self, YIELDING[name])
             raise AttributeError(
@@ -52,6 +55,8 @@ class Transparent(nn.Module):
             ) from error  # fmt: skip
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # The first sets a mark on all modules before it touches a parameter, fully_shard puts a
+        # DTensor in the place of each. Refused here, neither has changed anything of ours.
         if name == FSDP_MARK or isinstance(value, DTensor):
             refuse_around("torch's FSDP", self)
         if self._is_modules_own(name):
@@ -60,6 +65,7 @@ class Transparent(nn.Module):
             setattr(module, name, value)
             return
         super().__setattr__(name, value)
+        # Set on one module alone, as is done for batch norms, it is the wrapped module's mode.
         if name == "training" and (module := self._modules.get(WRAPPED)) is not None:
             module.training = value
 
@@ -107,7 +113,13 @@ class Transparent(nn.Module):
         super().register_parameter(name, param)
 
     def _is_modules_own(self, name: str) -> bool:
-        """Whether a program that sets ``name`` means the wrapped module's attribute."""
+        """Whether a program that sets ``name`` means the wrapped module's attribute.
+
+        What reads as the wrapper's is set there: setting ``forward`` on the wrapped module, to a
+        function that calls the wrapper's, would never end. A new name is for the module, whose
+        forward may ask for it; but one that begins with ``_`` is a mark that a framework leaves
+        on the module that it was given.
+        """
         if "_hooks" not in self.__dict__:  # not built yet
             return False
         if _has(self, name):

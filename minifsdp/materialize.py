@@ -102,6 +102,7 @@ def _reset(modules: Modules, shared: Shared, device: torch.device) -> None:
                 f"has no reset_parameters() to give it values. Add that method, or pass "
                 f"param_init_fn=, which is called with each module."
             )
+    # All of them first: reset_parameters() of one module may read what another one has.
     for tensor, places in shared.items():
         memory = torch.empty_like(tensor, device=device)
         if isinstance(tensor, nn.Parameter):
@@ -113,7 +114,9 @@ def _reset(modules: Modules, shared: Shared, device: torch.device) -> None:
 
 
 def _settle(modules: Modules, shared: Shared) -> None:
-    for places in shared.values():  # each may have been made in each of its places, or in one
+    # What was one tensor may have been made in each of its places, or in one. The first counts:
+    # without this a model with tied weights would train two of them.
+    for places in shared.values():
         made = [t for p in places if (t := p.tensors.get(p.name)) is not None and not t.is_meta]
         for place in places if made else ():
             place.put(made[0])
