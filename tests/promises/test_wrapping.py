@@ -1,7 +1,6 @@
 """Promises at wrapping: what a script may say there, and do to the wrapped model afterwards."""
 
 import inspect
-from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -162,15 +161,12 @@ def all_below(module: nn.Module) -> None:
         module.apply(steady)
 
 
-def from_meta(init_fn, **settings):
+def from_meta(init_fn):
     def wrap(module):
+        with torch.device("meta"):
+            hollow = type(module)()
         policy = minifsdp.ModuleWrapPolicy({Block})
-        return FSDP(
-            deepcopy(module).to("meta"),
-            auto_wrap_policy=policy,
-            param_init_fn=init_fn,
-            **settings,
-        )
+        return FSDP(hollow, auto_wrap_policy=policy, param_init_fn=init_fn)
 
     return wrap
 
