@@ -211,6 +211,8 @@ MUTANTS = [
     Mutant("tree", "names keep the wrapper's", 'return name.replace(WRAPPER_PREFIX, "")', "return name"),
     Mutant("tree", "what is inside a wrapper is one's own", "and unit_of(child) is None:", "and True:"),
     Mutant("fully_sharded", "a former root is not cleaned up", "wrapper._hooks.engine.reset()", "pass"),
+    Mutant("collectives", "scaled addends are not rounded", "exact = math.frexp(scale)[0] == 0.5 and flat.dtype is not torch.float16", "exact = True"),
+    Mutant("collectives", "fp16 has room for every exponent", "exact = math.frexp(scale)[0] == 0.5 and flat.dtype is not torch.float16", "exact = math.frexp(scale)[0] == 0.5"),
     Mutant("members", "new parameters come in unnoticed", "    if before.keys() == after.keys():", "    if before.keys() >= after.keys():"),
     Mutant("members", "parameters go unnoticed", "    if before.keys() == after.keys():", "    if before.keys() <= after.keys():"),
     Mutant("members", "nobody is told of new modules", "register_module_module_registration_hook(check_part)", "pass"),

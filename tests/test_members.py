@@ -32,6 +32,7 @@ REPLACED = {
     "added": lambda model: setattr(model[1], "more", nn.Linear(6, 6)),
     "added to a list": lambda model: model.module.append(nn.Linear(6, 6)),
     "added by name": lambda model: model[1].add_module("more", nn.Linear(6, 6)),
+    "a private one": lambda model: setattr(model[1], "_more", nn.Linear(6, 6)),
     "added in one without": lambda model: setattr(model[1].module[1], "more", nn.Linear(6, 6)),
     "around the old and a new one": lambda model: setattr(
         model[1], "0", nn.Sequential(model[1][0], nn.Linear(6, 6))
