@@ -3,8 +3,6 @@
 The README has the map of the files, in the order in which to read them.
 """
 
-from typing import NoReturn
-
 from minifsdp.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -15,6 +13,7 @@ from minifsdp.api import (
 )
 from minifsdp.fully_sharded import FullyShardedDataParallel
 from minifsdp.limiter import EventQueue, Limiter, NoLimit, SynchronizeAfterFree
+from minifsdp.missing import MISSING, Missing
 from minifsdp.shard import FlatParameter
 from minifsdp.wrap import (
     CustomPolicy,
@@ -49,15 +48,8 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# torch.distributed.fsdp has these, and minifsdp will.
-_NOT_YET = """
-    FullOptimStateDictConfig FullStateDictConfig fully_shard LocalOptimStateDictConfig
-    LocalStateDictConfig OptimStateDictConfig OptimStateKeyType ShardedOptimStateDictConfig
-    ShardedStateDictConfig StateDictConfig StateDictSettings StateDictType
-"""
 
-
-def __getattr__(name: str) -> NoReturn:
-    if name in _NOT_YET.split():
-        raise NotImplementedError(f"minifsdp.{name} is not there yet")
+def __getattr__(name: str) -> Missing:
+    if name in MISSING:  # torch.distributed.fsdp has these, and minifsdp will
+        return MISSING[name]
     raise AttributeError(f"module 'minifsdp' has no attribute {name!r}")

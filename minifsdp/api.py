@@ -93,8 +93,8 @@ class MixedPrecision:
     running statistics do not survive in 8 bits of mantissa."""
 
     full_precision_in_eval: bool = False
-    """Compute in the shards' dtype while the root is in ``eval()``. (torch has an environment
-    variable for this, FSDP_USE_FULL_PREC_IN_EVAL.)"""
+    """Compute in the shards' dtype while the root is in ``eval()``. The environment variable
+    FSDP_USE_FULL_PREC_IN_EVAL=1 asks for this in every wrapper built from then on, as in torch."""
 
 
 @dataclass

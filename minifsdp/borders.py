@@ -5,7 +5,7 @@ memory at the peak, one for each layer sends many small messages. A good border 
 model repeats. This file finds the modules to wrap, and checks that no parameter straddles a border.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -36,7 +36,7 @@ def select(root: nn.Module, policy: Policy) -> dict[nn.Module, dict[str, Any]]:
             _select(child, policy, selected, seen)
     for name, module in root.named_modules():
         if module in selected:
-            check_wrappable(module, name)
+            check_wrappable(module, name, selected.keys() - {module})
     return selected
 
 
@@ -57,7 +57,7 @@ def _select(
     for child in module.children():
         free |= _select(child, policy, selected, seen)
     answer = policy(module=module, recurse=False, nonwrapped_numel=_numel(free))
-    if not answer:
+    if not answer or not (free or has_forward(module)):  # a container, with nothing to gather
         return free
     selected[module] = answer if isinstance(answer, dict) else {}
     return set()
@@ -71,20 +71,35 @@ def _numel(params: set[nn.Parameter]) -> int:
     return sum(param.numel() for param in params)  # a shared one counts once
 
 
-def check_wrappable(module: nn.Module, name: str = "") -> None:
-    """Refuse a wrapper, and containers that are only looked into.
+def check_wrappable(module: nn.Module, name: str = "", borders: Container[nn.Module] = ()) -> None:
+    """Refuse a wrapper; and a container, such as ``nn.ModuleList``, whose parameters would be its
+    own unit's: they would never be gathered. It may be wrapped if those in it are.
+
+    Args:
+        borders: modules below that will be wrapped.
 
     Raises:
         ValueError: it is one.
     """
     if unit_of(module) is not None:
         raise ValueError("the module is a FullyShardedDataParallel already. Wrap a module once.")
-    if not has_forward(module):
+    left = None if has_forward(module) else next(_left(module, "", borders), None)
+    if left is not None:
         what = f"module {name!r} ({type(module).__name__})" if name else type(module).__name__
         raise ValueError(
-            f"{what} has no forward, so there is no moment to gather its unit. Wrap the modules in "
-            f"it, or the one that holds it."
+            f"{what} has no forward, so there is no moment to gather its unit, which would have "
+            f"{left!r}. Wrap the modules in it (auto_wrap_policy=ModuleWrapPolicy({{...}}) with "
+            f"their classes does), or the one that holds it."
         )
+
+
+def _left(module: nn.Module, prefix: str, borders: Container[nn.Module]) -> Iterator[str]:
+    """The names of the parameters at and below ``module`` that are in none of ``borders``."""
+    if unit_of(module) is None:
+        yield from (prefix + name for name, p in module._parameters.items() if p is not None)
+        for name, child in module.named_children():
+            if child not in borders:
+                yield from _left(child, f"{prefix}{name}.", borders)
 
 
 def check_sharing(root: nn.Module, borders: Iterable[nn.Module]) -> None:

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from minifsdp.api import MixedPrecision
-from minifsdp.borders import check_sharing, collect, select, wrap_inside
+from minifsdp.borders import check_sharing, check_wrappable, collect, select, wrap_inside
 from minifsdp.buffers import Buffers
 from minifsdp.circles import answering
 from minifsdp.compare import fingerprint, remember_values
 from minifsdp.materialize import materialize, move, synchronize
+from minifsdp.members import check_free, join
 from minifsdp.originals import check_optimizers, mark_taken, originals
 from minifsdp.precision import ISLAND
 from minifsdp.settings import Settings
@@ -43,6 +44,7 @@ def wrap_below(
         wrapper: called with a module, and the settings that it has of its own.
     """
     borders = select(module, policy)
+    check_wrappable(module, borders=borders.keys())
     if precision.param_dtype is not None:
         for island in select(module, ModuleWrapPolicy(precision._module_classes_to_ignore)):
             borders[island] = {"mixed_precision": ISLAND, **borders.get(island, {})}
@@ -61,11 +63,13 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
         RuntimeError: an optimizer holds them.
     """
     modules = own_modules(module)
-    slots = collect(module)  # first: it may refuse
+    check_free(modules)  # first: these may refuse
+    slots = collect(module)
     before = originals(modules)
     groups = [g for g in (settings.placement.shard_group, settings.placement.replicate_group) if g]
     device = settings.device
     materialize(modules, device or default_device(groups[0]), settings.init_fn)
+    modules, slots = own_modules(module), collect(module)  # a param_init_fn may put new ones there
     if device is not None:
         move(modules, device)
     if settings.synchronize:
@@ -88,6 +92,7 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
     remember_values(unit, whole)
     params.clear()  # the last references here; who else has one should not
     mark_taken(unit, before)
+    join(unit, modules)
     check_optimizers(before)
     return unit
 

@@ -19,14 +19,17 @@ from minifsdp.api import (
     MixedPrecision,
     ShardingStrategy,
 )
+from minifsdp.attributes import Forward, Transparent
 from minifsdp.borders import check_wrappable
 from minifsdp.build import build_unit, wrap_below
 from minifsdp.clip_grad import clip_grad_norm
 from minifsdp.engine import Engine
+from minifsdp.from_torch import as_ours
 from minifsdp.full_params import Options, summon
 from minifsdp.hooks import Hooks
 from minifsdp.limiter import Limiter, make_limiter
 from minifsdp.missing import add_missing, refuse
+from minifsdp.other_wrappers import check_inside
 from minifsdp.prefetch import Prefetcher, make_prefetcher
 from minifsdp.settings import as_settings
 from minifsdp.state_dict import register_hooks
@@ -34,7 +37,7 @@ from minifsdp.tree import clean, name_units
 from minifsdp.wrap import Policy
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(Transparent):
     """Shard a module's parameters, gradients and optimizer state over the ranks of a group.
 
     Args:
@@ -48,8 +51,8 @@ class FullyShardedDataParallel(nn.Module):
             :class:`~minifsdp.wrap.ModuleWrapPolicy`. None: only what is wrapped by hand.
         backward_prefetch: see prefetch.py; None is none.
         mixed_precision: see precision.py.
-        param_init_fn: called with each module that has something on the meta device, to give it
-            values; if None, its ``reset_parameters()`` is. See materialize.py.
+        param_init_fn: called with each module of a unit that has something on the meta device, to
+            give it memory and values; None: ``reset_parameters()`` does. See materialize.py.
         device_id: move the module there first, unit by unit.
         sync_module_states: give every rank the parameters and buffers that the first one has.
         forward_prefetch: see prefetch.py; True is ``ForwardPrefetch.FORWARD_PRE``.
@@ -100,24 +103,29 @@ class FullyShardedDataParallel(nn.Module):
             use_orig_params=use_orig_params,
         )  # fmt: skip
         super().__init__()
-        check_wrappable(module)
+        if auto_wrap_policy is None:
+            check_wrappable(module)
+        check_inside(module)
         given = dict(
-            process_group=process_group, sharding_strategy=sharding_strategy,
-            cpu_offload=cpu_offload, mixed_precision=mixed_precision, param_init_fn=param_init_fn,
-            device_id=device_id, sync_module_states=sync_module_states, device_mesh=device_mesh,
+            process_group=process_group, sharding_strategy=as_ours(sharding_strategy),
+            cpu_offload=as_ours(cpu_offload), mixed_precision=as_ours(mixed_precision),
+            param_init_fn=param_init_fn, device_id=device_id,
+            sync_module_states=sync_module_states, device_mesh=device_mesh,
         )  # fmt: skip
         settings = as_settings(**given)
         limiter = make_limiter(limit_all_gathers)
-        prefetcher = make_prefetcher(backward_prefetch, forward_prefetch)
+        prefetcher = make_prefetcher(as_ours(backward_prefetch), forward_prefetch)
         if auto_wrap_policy is not None:
             wrap_below(
-                module, auto_wrap_policy, settings.precision,
+                module, as_ours(auto_wrap_policy), settings.precision,
                 lambda inner, **own: FullyShardedDataParallel(inner, **{**given, **own}),
             )  # fmt: skip
         self._unit = build_unit(module, settings)
         self._fsdp_wrapped_module = module
         register_hooks(self)
         self._become_root(prefetcher, limiter)
+        self.training = module.training
+        self.__dict__["forward"] = Forward(type(self).forward, self)
 
     def _become_root(self, prefetcher: Prefetcher, limiter: Limiter) -> None:
         """Name the units here and below, and give them hooks of their own. The last wrapper to do
@@ -134,11 +142,11 @@ class FullyShardedDataParallel(nn.Module):
         """The wrapped module's forward, with its parameters gathered for as long as it runs."""
         # Looked up as an attribute it would take as long as all that a gather needs of the host.
         module: Any = self._modules["_fsdp_wrapped_module"]
-        return self._hooks.forward(self._unit, module, self.training, args, kwargs)
+        return self._hooks.forward(self._unit, module, module.training, args, kwargs)
 
     def check_is_root(self) -> bool:
         """Whether no other wrapper is around this one."""
-        return self.engine.root is self._unit
+        return self._engine.root is self._unit
 
     @property
     def module(self) -> Any:
@@ -146,21 +154,10 @@ class FullyShardedDataParallel(nn.Module):
         return self._fsdp_wrapped_module
 
     @property
-    def engine(self) -> Engine:
-        """What this wrapper's root shares among its units: counts, orders, limiter."""
+    def _engine(self) -> Engine:
+        """What this wrapper's root shares among its units: counts, orders, limiter. It can be
+        reached as ``engine`` too, unless the wrapped module has something of that name."""
         return self._hooks.engine
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "_fsdp_wrapped_module":
-                raise  # not wrapped yet: looking there would never end
-            return getattr(self._fsdp_wrapped_module, name)
-
-    def __getitem__(self, key: int) -> Any:
-        """For a wrapped ``nn.Sequential``."""
-        return self.module[key]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Flat parameters, or inside :meth:`summon_full_params` the original ones; names as they
@@ -199,7 +196,7 @@ class FullyShardedDataParallel(nn.Module):
                 ``no_sync`` wait to be reduced.
         """
         self._hooks.check_root_and_idle(self._unit, "clip_grad_norm_")
-        return clip_grad_norm(self.engine.units, float(max_norm), float(norm_type))
+        return clip_grad_norm(self._engine.units, float(max_norm), float(norm_type))
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
         """Call ``fn`` on every module, inner ones first, each while the whole parameters of its

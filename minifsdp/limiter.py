@@ -97,6 +97,7 @@ def make_limiter(limit: "bool | int | Limiter") -> Limiter:
 
     Raises:
         ValueError: the number is less than 1.
+        TypeError: it is something else, such as None.
     """
     if limit is False:
         return NoLimit()
@@ -109,6 +110,12 @@ def make_limiter(limit: "bool | int | Limiter") -> Limiter:
                 f"Use False for no limit."
             )
         return EventQueue(limit)
+    methods = (getattr(limit, name, None) for name in ("admit", "freed"))
+    if isinstance(limit, type) or not all(callable(method) for method in methods):
+        raise TypeError(
+            f"limit_all_gathers={limit!r}: it is True (at most 2 units alive), False (no limit), a "
+            f"number of units, or a minifsdp.Limiter, which has the methods admit and freed."
+        )
     return limit
 
 

@@ -16,7 +16,8 @@ from rank 0, which sends them to the others (``sync_module_states``). In the fir
 rank draws its own, so give all ranks the same seed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minifsdp.collectives import Group, broadcast, gather_objects
-from minifsdp.tree import Modules, unit_of
-from minifsdp.unit import Unit
+from minifsdp.tree import Modules, own_modules, unit_of
 
 
 class Place(NamedTuple):
@@ -43,6 +43,10 @@ class Place(NamedTuple):
         self.tensors[self.name] = tensor
 
 
+Shared = dict[Tensor, list[Place]]
+"""What is on the meta device, and where: one tensor may be in several places."""
+
+
 def _places(modules: Modules) -> list[Place]:
     return [
         Place(f"{prefix}.{name}" if prefix else name, tensors, name)
@@ -56,77 +60,109 @@ def _places(modules: Modules) -> list[Place]:
 def materialize(
     modules: Modules, device: torch.device, init_fn: Callable[[nn.Module], None] | None
 ) -> None:
-    """Give memory and values to what is on the meta device.
+    """Give memory and values to what is on the meta device. What is shared there stays shared.
 
     Args:
         modules: of one unit, by name.
         device: where it should be.
-        init_fn: called with each module that had something on the meta device, to set its own
-            parameters and buffers, not those of its children; None: its ``reset_parameters()``.
+        init_fn: called with each module, outer ones first, while everything is still on the meta
+            device, as torch does: it may ask ``p.is_meta``, and make all that is below a module or
+            only what the module itself has. None: each module that has something on the meta device
+            gets memory, and its ``reset_parameters()`` gives the values.
 
     Raises:
         ValueError: there is no ``init_fn``, and a module has no ``reset_parameters``: nothing has
-            been changed then. Or ``init_fn`` has changed another unit.
+            been changed then. Or ``init_fn`` has left something on the meta device.
     """
-    if device.type == "meta":
-        return  # a virtual GPU, where nothing has values
+    shared: Shared = {}
+    for place in _places(modules):
+        if place.get().is_meta:
+            shared.setdefault(place.get(), []).append(place)
+    if device.type == "meta" or not shared:
+        return  # "meta": a virtual GPU, where nothing has values
+    with _hidden_units(modules), torch.no_grad():
+        if init_fn is None:
+            _reset(modules, shared, device)
+        else:
+            for _, module in sorted(modules.items(), key=lambda item: item[0].count(".")):
+                init_fn(module)
+    _settle(modules, shared)
+
+
+def _reset(modules: Modules, shared: Shared, device: torch.device) -> None:
     on_meta = {
         name: module
         for name, module in modules.items()
         if any(place.get().is_meta for place in _places({name: module}))
     }
     for name, module in on_meta.items():
-        if init_fn is None and not callable(getattr(module, "reset_parameters", None)):
+        if not callable(getattr(module, "reset_parameters", None)):
             raise ValueError(
                 f"module {name or '<root>'!r} ({type(module).__name__}) is on the meta device and "
                 f"has no reset_parameters() to give it values. Add that method, or pass "
-                f"param_init_fn=, which is called with each such module."
+                f"param_init_fn=, which is called with each module."
             )
-    copies = _give_memory(on_meta, device)
-    _tie(copies)
-    _give_values(on_meta, init_fn, _units_inside(modules))
-    _tie(copies)  # again: an init_fn may have put new tensors in their places
-
-
-def _give_memory(on_meta: Modules, device: torch.device) -> list[tuple[Place, Place]]:
-    """Replace what is on the meta device. Returns where something is for another time, and where
-    for the first."""
-    made: dict[Tensor, Place] = {}
-    copies: list[tuple[Place, Place]] = []
-    for place in _places(on_meta):
-        tensor = place.get()
-        if not tensor.is_meta:
-            continue
-        if tensor in made:
-            copies.append((place, made[tensor]))
-            continue
-        made[tensor] = place
+    # All of them first: reset_parameters() of one module may read what another one has.
+    for tensor, places in shared.items():
         memory = torch.empty_like(tensor, device=device)
         if isinstance(tensor, nn.Parameter):
             memory = nn.Parameter(memory, tensor.requires_grad)
-        place.put(memory)
-    return copies
+        for place in places:
+            place.put(memory)
+    for module in on_meta.values():
+        module.reset_parameters()  # type: ignore[operator]
 
 
-def _give_values(
-    on_meta: Modules, init_fn: Callable[[nn.Module], None] | None, inside: dict[str, Unit]
-) -> None:
-    before = [_fingerprint(unit) for unit in inside.values()]
-    for name, module in on_meta.items():
-        with torch.no_grad():
-            if init_fn is not None:
-                init_fn(module)
-            else:
-                module.reset_parameters()  # type: ignore[operator]
-        for (other, unit), was in zip(inside.items(), before, strict=True):
-            if _fingerprint(unit) != was:
-                what = "reset_parameters()" if init_fn is None else "param_init_fn"
-                raise ValueError(
-                    f"{what} of module {name or '<root>'!r} has also changed {other!r} inside of "
-                    f"it, which is a unit of its own and has its values already. It should set "
-                    f"what the module itself has, as module.to_empty(device=..., recurse=False) "
-                    f"does, and leave the rest alone."
-                )
+def _settle(modules: Modules, shared: Shared) -> None:
+    # What was one tensor may have been made in each of its places, or in one. The first counts:
+    # without this a model with tied weights would train two of them.
+    for places in shared.values():
+        made = [t for p in places if (t := p.tensors.get(p.name)) is not None and not t.is_meta]
+        for place in places if made else ():
+            place.put(made[0])
+    for place in _places(own_modules(modules[""])):  # an init_fn may have put new modules there
+        if place.get().is_meta:
+            raise ValueError(
+                f"param_init_fn has left {place.label!r} on the meta device, where it has no "
+                f"memory. It is called with each module of the unit and has to give memory and "
+                f"values to what the module has: module.to_empty(device=..., recurse=False), then "
+                f"module.reset_parameters(), say."
+            )
+
+
+class _Made(nn.Module):
+    """Stands where a unit inside is. That has its values, and is a chunk by now: a function that
+    gives values to all below a module would write over them."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.label = name
+
+    def reset_parameters(self) -> None:
+        """Nothing to do."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{name!r} of {self.label!r} cannot be seen while the modules around it get their "
+            f"values: it is a unit of its own and has its values already."
+        )
+
+
+@contextmanager
+def _hidden_units(modules: Modules) -> Iterator[None]:
+    inside = [
+        (module, name, child, _Made(f"{prefix}.{name}" if prefix else name))
+        for prefix, module in modules.items()
+        for name, child in module._modules.items()
+        if child is not None and unit_of(child) is not None
+    ]
+    for module, name, _, made in inside:
+        module._modules[name] = made
+    try:
+        yield
+    finally:
+        for module, name, child, _ in inside:
+            module._modules[name] = child
 
 
 def move(modules: Modules, device: torch.device) -> None:
@@ -189,22 +225,3 @@ def _check_alike(states: dict[str, Tensor], groups: list[Group]) -> None:
                     )
     if problem is not None:
         raise ValueError(f"sync_module_states cannot send rank 0's values to all ranks: {problem}.")
-
-
-def _tie(copies: list[tuple[Place, Place]]) -> None:
-    for copy, first in copies:
-        copy.put(first.get())
-
-
-def _units_inside(modules: Modules) -> dict[str, Unit]:
-    """The units just inside of ``modules``, by name."""
-    return {
-        f"{prefix}.{name}" if prefix else name: unit
-        for prefix, module in modules.items()
-        for name, child in module.named_children()
-        if (unit := unit_of(child)) is not None
-    }
-
-
-def _fingerprint(unit: Unit) -> tuple[int, int]:
-    return unit.shard.data_ptr(), unit.shard._version

@@ -4,7 +4,7 @@ An argument that is silently not obeyed is worse than an error: better no shardi
 than was asked for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Any, NoReturn
 
 METHODS = """
@@ -13,6 +13,40 @@ METHODS = """
     scatter_full_optim_state_dict set_state_dict_type shard_full_optim_state_dict
     sharded_optim_state_dict state_dict_type
 """
+
+
+NAMES = """
+    FullOptimStateDictConfig FullStateDictConfig fully_shard LocalOptimStateDictConfig
+    LocalStateDictConfig OptimStateDictConfig OptimStateKeyType ShardedOptimStateDictConfig
+    ShardedStateDictConfig StateDictConfig StateDictSettings StateDictType
+"""
+
+
+class NotThereYetError(NotImplementedError, AttributeError):
+    """Of an attribute that is not there yet. ``hasattr`` takes it for False."""
+
+
+class Missing(type):
+    """A class in the place of one that is not there. A script may import it and name it in its
+    annotations; whoever calls it or asks it for a member is refused."""
+
+    def _refuse(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"minifsdp.{cls.__name__} is not there yet")
+
+    __call__ = __getitem__ = __iter__ = __contains__ = _refuse
+
+    def __init__(cls, name: str, bases: tuple[Any, ...], namespace: dict[str, Any]) -> None:
+        for base in bases:
+            base._refuse()
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("__"):  # Python itself asks for such names, to print it, say
+            raise AttributeError(name)
+        raise NotThereYetError(f"minifsdp.{cls.__name__}.{name} is not there yet")
+
+
+MISSING = {name: Missing(name, (), {"__module__": "minifsdp"}) for name in NAMES.split()}
+"""By their names, which are those of ``torch.distributed.fsdp``."""
 
 
 def add_missing(wrapper: type) -> None:
@@ -32,11 +66,16 @@ def _not_there(name: str) -> Callable[..., NoReturn]:
 
 
 def refuse(**arguments: Any) -> None:
-    """Refuse arguments that were given and would change nothing.
+    """Refuse arguments that ask for something, which would not be done.
 
     Raises:
         NotImplementedError: with the first one's name.
     """
     for name, value in arguments.items():
-        if value is not None and value is not False:
+        if _asks(value):
             raise NotImplementedError(f"minifsdp: {name}={value!r} is not there yet")
+
+
+def _asks(value: object) -> bool:
+    empty = isinstance(value, Sized) and len(value) == 0  # no modules, no parameters
+    return not (value is None or value is False or empty)

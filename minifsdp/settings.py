@@ -1,7 +1,8 @@
 """What the arguments of one wrapper mean for its unit."""
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +41,10 @@ def as_settings(
         ValueError, TypeError, RuntimeError: as it does.
     """
     strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+    if cpu_offload is not None and not isinstance(cpu_offload, CPUOffload):
+        raise TypeError(_wrong_type("cpu_offload", CPUOffload, cpu_offload))
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise TypeError(f"param_init_fn is a function of a module, not {param_init_fn!r}")
     return Settings(
         placement=place(strategy, process_group, device_mesh),
         precision=as_precision(mixed_precision),
@@ -54,17 +59,22 @@ def as_precision(mixed_precision: object) -> MixedPrecision:
     """What that argument means: without it, everything is done in the parameters' dtype.
 
     Raises:
-        TypeError: it is something else, such as torch's record of the same name.
+        TypeError: it is something else, such as FSDP2's record.
     """
-    if mixed_precision is None:
-        return MixedPrecision()
-    if not isinstance(mixed_precision, MixedPrecision):
-        found = type(mixed_precision)
-        raise TypeError(
-            f"mixed_precision is a minifsdp.MixedPrecision, not {found.__module__}."
-            f"{found.__qualname__}: {mixed_precision!r}"
-        )
-    return mixed_precision
+    precision = MixedPrecision() if mixed_precision is None else mixed_precision
+    if not isinstance(precision, MixedPrecision):
+        raise TypeError(_wrong_type("mixed_precision", MixedPrecision, precision))
+    if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":  # torch reads it here, too
+        precision = replace(precision, full_precision_in_eval=True)
+    return precision
+
+
+def _wrong_type(argument: str, expected: type, found: object) -> str:
+    cls = type(found)
+    return (
+        f"{argument} is a minifsdp.{expected.__name__}, not {cls.__module__}.{cls.__qualname__}: "
+        f"{found!r}"
+    )
 
 
 def as_device(device_id: int | str | torch.device | None) -> torch.device | None:

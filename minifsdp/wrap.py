@@ -95,6 +95,13 @@ def transformer_auto_wrap_policy(
     return recurse or isinstance(module, classes)
 
 
+def _or_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Policy]
+) -> bool:
+    """What any of these functions wants. torch's name for it, with which scripts import it."""
+    return any(p(module, recurse, nonwrapped_numel) for p in policies)
+
+
 def size_based_auto_wrap_policy(
     module: nn.Module,
     recurse: bool,

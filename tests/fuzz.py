@@ -77,6 +77,7 @@ def sharded(case: Case) -> FSDP:
 
     def init(inner: nn.Module) -> None:
         source = original.get_submodule(names[inner])
+        inner.to_empty(device=device(), recurse=False)
         for kind in ("_parameters", "_buffers"):
             for name, tensor in getattr(inner, kind).items():
                 tensor.copy_(getattr(source, kind)[name])

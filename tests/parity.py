@@ -225,6 +225,7 @@ def sharded(case: Case, init: str = "before", **settings: Any) -> FSDP:
 
 def copy_own(source: nn.Module, target: nn.Module) -> None:
     """Give a module, but not its children, the values of another."""
+    target.to_empty(device=device(), recurse=False)
     own = (*target.named_parameters(recurse=False), *target.named_buffers(recurse=False))
     for name, tensor in own:
         tensor.copy_(getattr(source, name))

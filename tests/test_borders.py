@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ModuleWrapPolicy, size_based_auto_wrap_policy
+from minifsdp import ModuleWrapPolicy, ShardingStrategy, size_based_auto_wrap_policy
 from minifsdp.borders import check_sharing, select
 from tests.models import SharedTransformer
 from tests.ranks import device, on_ranks
-from tests.small import Block, step
+from tests.small import Block, batch, step
 
 
 def tree():
@@ -77,8 +77,93 @@ def test_what_is_not_a_policy_is_refused(policy):
 def test_a_policy_that_wants_a_container_is_refused_before_anything_changes():
     model = tree()
     with pytest.raises(ValueError, match=r"module '1' \(ModuleList\) has no forward"):
-        FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear, nn.ModuleList}))
+        FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.ModuleList}))
     assert not FSDP.fsdp_modules(model) and isinstance(model[0].weight, nn.Parameter)
+
+
+@on_ranks(1)
+def test_a_container_of_which_a_unit_would_have_parameters_is_refused_before_anything_changes():
+    parts = {"a": nn.Linear(2, 2), "b": nn.LayerNorm(2)}
+    linear = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
+    for container, settings, left in (
+        (nn.ModuleList(parts.values()), {}, "0.weight"),
+        (nn.ModuleList(parts.values()), linear, "1.weight"),
+        (nn.ModuleDict(parts), linear, "b.weight"),
+        (nn.ParameterList([torch.ones(1)]), {}, "0"),
+    ):
+        with pytest.raises(ValueError, match=f"has no forward.*'{left}'.*auto_wrap_policy="):
+            FSDP(container, **settings)
+        assert not FSDP.fsdp_modules(container)
+
+
+def test_a_container_with_nothing_left_is_not_selected():
+    root = tree()
+    assert root[1] not in select(root, ModuleWrapPolicy({nn.ModuleList, Block}))
+
+
+class Chain(nn.Module):
+    """What a program does with a container, as a module that DDP can run."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        return through(self.layers, x)
+
+
+def through(layers, x):
+    for layer in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
+        x = layer(x)
+    return x
+
+
+def listed():
+    torch.manual_seed(0)
+    return nn.ModuleList([nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)]).to(device())
+
+
+CONTAINERS = {
+    "list": lambda layers: FSDP(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})),
+    "sharded once": lambda layers: FSDP(
+        layers,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+    ),
+    "dict": lambda layers: FSDP(
+        nn.ModuleDict({f"l{place}": layer for place, layer in enumerate(layers)}),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+    ),
+    "by hand": lambda layers: FSDP(
+        nn.ModuleList([FSDP(layer) if place != 1 else layer for place, layer in enumerate(layers)])
+    ),
+    "inside": lambda layers: FSDP(
+        Chain(FSDP(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+@on_ranks(2)
+def test_a_container_whose_modules_are_units_trains_as_with_ddp(name):
+    expected = nn.parallel.DistributedDataParallel(Chain(listed()))
+    found = CONTAINERS[name](listed())
+    results = []
+    for model in (expected, found):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        losses = []
+        for at in range(4):
+            container = isinstance(getattr(model, "module", model), (nn.ModuleList, nn.ModuleDict))
+            x = batch(step=at)
+            y = through(model if name != "dict" else model.module, x) if container else model(x)
+            loss = y.pow(2).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        results.append(losses)
+    assert results[0] == results[1], results
+    assert len(list(found.parameters())) == 2
 
 
 @on_ranks(2)

@@ -73,6 +73,25 @@ def test_reduce_scatter_scales_before_it_adds(world_size):
     run(check_reduce_scatter, world_size, 6, 1 / world_size)
 
 
+def check_rounding(dtype, scale):
+    """Numbers of all sizes: small ones in fp16 lose bits when they are scaled."""
+    count = 1000 * dist.get_world_size()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    sizes = 10.0 ** -torch.randint(0, 9, (count,), generator=generator)
+    flat = (torch.randn(count, generator=generator) * sizes).to(device(), dtype)
+    expected = torch.empty(1000, dtype=dtype, device=device())
+    collectives._reduce_scatter(expected, flat * scale)
+    total, finish = collectives.reduce_scatter(flat, world(), scale, tag=7)
+    finish()
+    assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("world_size, scale", [(2, 1 / 2), (3, 1 / 3), (2, 1.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_what_is_scaled_is_rounded_before_it_is_added(dtype, world_size, scale):
+    run(check_rounding, world_size, dtype, scale)
+
+
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_all_reduce_is_torchs(world_size):
     run(check_all_reduce, world_size)

@@ -138,3 +138,9 @@ def test_what_the_argument_means():
 def test_a_limit_that_admits_nothing_is_refused(limit):
     with pytest.raises(ValueError, match=f"limit_all_gathers={limit}: at least 1 unit"):
         make_limiter(limit)
+
+
+@pytest.mark.parametrize("limit", [None, "2", 2.5, NoLimit])
+def test_a_limit_of_another_kind_is_refused(limit):
+    with pytest.raises(TypeError, match=r"limit_all_gathers=.*: it is True .*, False .*, a number"):
+        make_limiter(limit)

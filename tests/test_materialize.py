@@ -56,13 +56,27 @@ def empty(module: nn.Module) -> None:
     module.to_empty(device=device(), recurse=False)
 
 
+def reset(module: nn.Module) -> None:
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
 def empty_and_reset(module: nn.Module) -> None:
     empty(module)
-    module.reset_parameters()
+    reset(module)
 
 
-def reset(module: nn.Module) -> None:
-    module.reset_parameters()
+def where_on_meta(module: nn.Module) -> None:
+    """One of the two usual styles of a ``param_init_fn``."""
+    if any(param.is_meta for param in module.parameters(recurse=False)):
+        empty_and_reset(module)
+
+
+def all_below(module: nn.Module) -> None:
+    """The other one: a class whose first values come from the whole of it."""
+    if isinstance(module, (nn.Sequential, Block, Both)):
+        module.to_empty(device=device())
+        module.apply(reset)
 
 
 def whole(model: FSDP) -> dict[str, Tensor]:
@@ -76,7 +90,7 @@ def whole(model: FSDP) -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------ the meta device
 
 
-@pytest.mark.parametrize("init_fn", [None, empty_and_reset, reset])
+@pytest.mark.parametrize("init_fn", [None, empty_and_reset, where_on_meta, all_below])
 @on_ranks(2)
 def test_a_model_from_the_meta_device_trains_like_one_that_was_there(init_fn):
     expected = FSDP(model().to(device()), **wrap_blocks)
@@ -93,19 +107,33 @@ def test_a_model_from_the_meta_device_trains_like_one_that_was_there(init_fn):
 
 
 @on_ranks(1)
-def test_only_modules_with_something_of_their_own_on_meta_are_initialized():
+def test_a_function_is_called_with_every_module_of_the_unit_outer_ones_first_on_meta():
     root, called = on_meta(model), []
-    here = root[3][0] = Steady(6, 6).to(device())
-    weight = here.weight
-    materialize(own_modules(root), device(), called.append)
-    assert called == [root[0], root[1][0], root[1][1], root[2][0]]
-    assert here.weight is weight and not root[0].weight.is_meta
+    weight = root[3][0].weight = nn.Parameter(torch.ones(6, 6, device=device()))
+
+    def note(module):
+        assert all(param.is_meta or param is weight for param in module.parameters())
+        called.append(module)
+
+    with pytest.raises(ValueError, match=r"param_init_fn has left '0.weight' on the meta device"):
+        materialize(own_modules(root), device(), note)
+    assert called == [root, *root, root[1][0], root[1][1], root[2][0], root[3][0], root[3][1]]
+    assert root[3][0].weight is weight
+
+
+@on_ranks(1)
+def test_a_unit_that_is_there_is_not_initialized_anew():
+    model, called = Block(nn.Linear(2, 2)).to(device()), []
+    weight = model[0].weight
+    materialize(own_modules(model), device(), called.append)
+    assert not called and model[0].weight is weight
 
 
 @on_ranks(1)
 def test_values_are_set_without_autograd():
     def initialize(module):
         assert not torch.is_grad_enabled()
+        empty(module)
         module.weight.fill_(3)
 
     found = FSDP(on_meta(lambda: nn.Linear(2, 2, bias=False)), param_init_fn=initialize)
@@ -155,13 +183,22 @@ def check_shared(both: Both) -> None:
     assert both.first.bias is not both.second.bias
 
 
-@pytest.mark.parametrize("init_fn", [None, empty, empty_and_reset])
+def one_of_two(module: nn.Module) -> None:
+    """It leaves a layer on meta whose weight another layer has, too."""
+    if isinstance(module, Both):
+        empty_and_reset(module.second)
+        module.first.bias = nn.Parameter(torch.ones(4, device=device()))
+
+
+@pytest.mark.parametrize(
+    "init_fn", [None, empty, empty_and_reset, where_on_meta, all_below, one_of_two]
+)
 @on_ranks(1)
 def test_what_is_shared_on_meta_stays_shared(init_fn):
     both = on_meta(Both)
-    materialize(own_modules(both), torch.device("cpu"), init_fn)
+    materialize(own_modules(both), device(), init_fn)
     check_shared(both)
-    assert not both.first.weight.is_meta and not both.second.bias.is_meta
+    assert not any(tensor.is_meta for tensor in (*both.parameters(), *both.buffers()))
 
 
 def test_what_is_shared_is_moved_once():
@@ -181,7 +218,7 @@ def test_what_is_shared_is_moved_once():
 
 @on_ranks(2)
 def test_a_shared_parameter_from_meta_is_one_parameter_of_its_unit():
-    found = FSDP(on_meta(Both), param_init_fn=empty_and_reset)
+    found = FSDP(on_meta(Both), param_init_fn=where_on_meta)
     assert [slot.name for slot in found.engine.root.slots] == [
         "first.weight", "first.bias", "second.bias",
     ]  # fmt: skip
@@ -191,7 +228,8 @@ def test_strides_are_as_on_meta():
     module = nn.Module()
     with META:
         module.weight = nn.Parameter(torch.empty(3, 5).t())
-    materialize(own_modules(module), torch.device("cpu"), lambda module: None)
+    module.reset_parameters = lambda: None
+    materialize(own_modules(module), torch.device("cpu"), None)
     assert module.weight.stride() == (1, 5)
 
 
@@ -226,34 +264,88 @@ def test_without_reset_parameters_a_module_is_refused_by_name_before_anything_ch
     FSDP(root, param_init_fn=empty)
 
 
-def empty_all(module: nn.Module) -> None:
-    module.to_empty(device=device())
-
-
-def zero_all(module: nn.Module) -> None:
-    for param in module.parameters():
-        param.zero_()
-
-
 class Around(nn.Module):
-    """A unit's module that has a parameter of its own."""
+    """A unit's module that has a parameter of its own, and resets all that is below it."""
 
     def __init__(self):
         super().__init__()
-        self.inner, self.own = Block(nn.Linear(2, 2)), nn.Parameter(torch.empty(2))
+        self.inner, self.own = Block(nn.Linear(6, 6)), nn.Parameter(torch.empty(6))
 
     def forward(self, x):
         return self.inner(x) + self.own
 
+    def reset_parameters(self):
+        self.inner.reset_parameters()
+        for param in self.parameters():
+            nn.init.ones_(param)
 
-@pytest.mark.parametrize("init_fn", [empty_all, zero_all])
+
+def ones_below(module: nn.Module) -> None:
+    module.to_empty(device=device())
+    for param in module.parameters():
+        nn.init.ones_(param)
+
+
+@pytest.mark.parametrize("init_fn", [None, ones_below])
 @on_ranks(2)
-def test_a_function_that_also_changes_units_inside_is_refused(init_fn):
-    # Their values would be lost without a word.
-    with pytest.raises(
-        ValueError, match="param_init_fn of module '<root>' has also changed 'inner'"
-    ):
-        FSDP(on_meta(Around), param_init_fn=init_fn, **wrap_blocks)
+def test_units_inside_keep_their_values_when_all_below_a_module_get_theirs(init_fn):
+    root = on_meta(Around)
+    inner = root.inner = FSDP(Block(nn.Linear(6, 6)).to(device()))
+    chunk = inner._unit.shard.detach().clone()
+    found = FSDP(root, param_init_fn=init_fn)
+    assert found.module.inner is inner and torch.equal(inner._unit.shard, chunk)
+    assert (found._unit.shard == 1).all()
+    step(found)
+
+
+@on_ranks(1)
+def test_who_looks_into_a_unit_inside_for_a_value_is_told_where_it_is():
+    root = on_meta(Around)
+    inner = root.inner = FSDP(Block(nn.Linear(6, 6)).to(device()))
+    with pytest.raises(AttributeError, match=r"'weight' of 'inner' cannot be seen while .* a unit"):
+        FSDP(root, param_init_fn=lambda module: module.inner.weight.fill_(1))
+    assert root.inner is inner
+
+
+def only_weights(module: nn.Module) -> None:
+    if hasattr(module, "weight"):
+        module.weight = nn.Parameter(torch.ones(2))
+
+
+def only_parameters(module: nn.Module) -> None:
+    for name, _ in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(torch.ones(2)))
+
+
+LEFT = {
+    "nothing done": ("0.weight", lambda module: None),
+    "reset on meta": ("0.weight", reset),
+    "cast": ("0.weight", lambda module: module.to(torch.float64)),
+    "weights": ("0.bias", only_weights),
+    "parameters": ("1.running_mean", only_parameters),
+}
+
+
+@pytest.mark.parametrize("what", LEFT)
+@on_ranks(2)
+def test_what_a_function_leaves_on_meta_is_refused_by_name(what):
+    left, init_fn = LEFT[what]
+    root = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    match = f"param_init_fn has left '{left}' on the meta device.*module.to_empty"
+    with pytest.raises(ValueError, match=match):
+        FSDP(root, param_init_fn=init_fn)
+
+
+@on_ranks(2)
+def test_a_function_may_put_other_modules_and_shapes_in_place():
+    def widen(module):
+        if isinstance(module, nn.Sequential):
+            module[0], module[1] = Steady(6, 8).to(device()), Steady(8, 6).to(device())
+
+    expected = nn.Sequential(Steady(6, 8), Steady(8, 6)).to(device())
+    found = FSDP(on_meta(lambda: nn.Sequential(Steady(6, 6), Steady(6, 6))), param_init_fn=widen)
+    check_equal(whole(found), dict(expected.named_parameters()))
+    assert torch.equal(step(found), expected(batch()).pow(2).sum())
 
 
 # --------------------------------------------------------------------------------------- memory

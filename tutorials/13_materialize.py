@@ -58,7 +58,7 @@ def seven_billion() -> None:
 #
 # Values come from one of three places. Most of torch's own modules have `reset_parameters()`, which
 # they call when they are built. For others there is `param_init_fn`, a function of yours, called
-# with each module that had something on meta. Or rank 0 has read a checkpoint: there the model is
+# with each module, on meta. Or rank 0 has read a checkpoint: there the model is
 # built as usual, elsewhere on meta, and with `sync_module_states=True` rank 0 sends what it has,
 # unit by unit. Here are sixteen layers of 1 MiB, on four ranks. (`held()` adds up what tensors the
 # process has, in MiB.)
@@ -108,7 +108,7 @@ def draw() -> None:
 #
 # Buffers are on meta, too. What `reset_parameters()` forgets to fill is whatever was in that
 # memory, and nobody can tell. Two other mistakes are told, by name: a module that has no way to its
-# values, and a function that also writes to a unit inside, which is made already and has its own:
+# values, and a function that sets values where there is no memory yet:
 
 
 # %%

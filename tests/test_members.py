@@ -1,0 +1,102 @@
+"""members.py: the modules of a unit stay."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from tests.ranks import device, on_ranks
+from tests.small import (
+    assert_same_gradients,
+    batch,
+    gathered_gradients,
+    layers,
+    mean_gradients,
+    stack,
+    step,
+)
+
+REPLACED = {
+    "of the root": lambda model: setattr(model, "0", nn.Linear(6, 6)),
+    "of a unit": lambda model: setattr(model[1], "0", nn.Linear(6, 6)),
+    "of a wrapped module": lambda model: setattr(model.module[1].module, "0", nn.Linear(6, 6)),
+    "an item": lambda model: model[1].__setitem__(0, nn.Linear(6, 6)),
+    "by none": lambda model: setattr(model[1].module, "0", None),
+    "by one without parameters": lambda model: setattr(model[1], "0", nn.Identity()),
+    "deleted": lambda model: delattr(model[1], "0"),
+    "a unit": lambda model: setattr(model.module, "1", nn.Linear(6, 6)),
+    "a unit by one without": lambda model: setattr(model, "1", nn.Identity()),
+    "added": lambda model: setattr(model[1], "more", nn.Linear(6, 6)),
+    "added to a list": lambda model: model.module.append(nn.Linear(6, 6)),
+    "added by name": lambda model: model[1].add_module("more", nn.Linear(6, 6)),
+    "a private one": lambda model: setattr(model[1], "_more", nn.Linear(6, 6)),
+    "added in one without": lambda model: setattr(model[1].module[1], "more", nn.Linear(6, 6)),
+    "around the old and a new one": lambda model: setattr(
+        model[1], "0", nn.Sequential(model[1][0], nn.Linear(6, 6))
+    ),
+}
+
+
+@pytest.mark.parametrize("how", REPLACED)
+@on_ranks(2)
+def test_a_part_with_parameters_cannot_be_replaced(how):
+    model, plain = stack(1), layers(1)
+    match = "in unit .* cannot be replaced, added or removed after wrapping"
+    with pytest.raises(RuntimeError, match=match):
+        REPLACED[how](model)
+    with FSDP.summon_full_params(model), pytest.raises(RuntimeError, match=match):
+        REPLACED[how](model)
+    assert torch.equal(step(model), plain(batch()).pow(2).sum())
+
+
+@on_ranks(2)
+def test_the_message_names_unit_module_and_parameters():
+    model = stack(1)
+    match = r"'0' of Block in unit '1' .*; '0' would be missing .* use FSDP.summon_full_params"
+    with pytest.raises(RuntimeError, match=match):
+        model[1][0] = nn.Linear(6, 6)
+
+
+@on_ranks(2)
+def test_what_has_no_parameters_may_be_replaced():
+    model, plain = stack(2), layers(2)
+    for either in (model, plain):
+        either[1][1] = nn.GELU()
+        either[2][1] = nn.Sequential(nn.Tanh(), nn.GELU())
+        either.append(nn.Tanh())
+    assert torch.equal(step(model), plain(batch()).pow(2).sum())
+
+
+@on_ranks(2)
+def test_activation_checkpointing_may_be_put_around_parts_afterwards():
+    model, plain = stack(2), layers(2)
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
+    expected = mean_gradients(plain, plain(batch()).pow(2).sum())
+    step(model)
+    found = gathered_gradients(model)
+    assert_same_gradients(found, expected)
+
+
+@on_ranks(1)
+def test_a_module_of_a_unit_cannot_be_wrapped_again():
+    model = stack(1)
+    with pytest.raises(ValueError, match=r"'<root>' \(Linear\) is in unit '1' .* Wrap inner mod"):
+        model[1][0] = FSDP(model[1][0])
+    with pytest.raises(ValueError, match=r"'0' \(Linear\) is in unit '1'"):
+        FSDP(nn.Sequential(model[1][0], nn.Tanh()))
+
+
+@on_ranks(2)
+def test_one_activation_in_two_units_is_in_nobodys_way():
+    tanh = nn.Tanh()
+    parts = [nn.Sequential(nn.Linear(6, 6), tanh).to(device()) for _ in range(2)]
+    step(FSDP(nn.Sequential(*(FSDP(part) for part in parts))))
+
+
+def test_a_model_that_is_not_wrapped_is_left_alone():
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0] = nn.Linear(3, 3)
+    model.more = nn.Linear(2, 2)
