@@ -18,7 +18,8 @@ from minifsdp.api import MixedPrecision
 from minifsdp.borders import check_sharing, collect, select, wrap_inside
 from minifsdp.buffers import Buffers
 from minifsdp.materialize import materialize, move, synchronize
-from minifsdp.originals import check_optimizers, mark_taken, originals
+from minifsdp.optimizers import watch_optimizers
+from minifsdp.originals import check_hooks, check_optimizers, mark_taken, originals
 from minifsdp.precision import ISLAND
 from minifsdp.settings import Settings
 from minifsdp.tree import own_modules
@@ -40,6 +41,7 @@ def wrap_below(
     Args:
         wrapper: called with a module, and the settings that it has of its own.
     """
+    _check_outsiders(dict(module.named_modules()))  # before the first of them is wrapped
     borders = select(module, policy)
     if precision.param_dtype is not None:
         for island in select(module, ModuleWrapPolicy(precision._module_classes_to_ignore)):
@@ -59,7 +61,8 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
         RuntimeError: an optimizer holds them.
     """
     modules = own_modules(module)
-    slots = collect(module)  # first: it may refuse
+    _check_outsiders(modules)  # first, as these may refuse
+    slots = collect(module)
     before = originals(modules)
     groups = [g for g in (settings.placement.shard_group, settings.placement.replicate_group) if g]
     device = settings.device
@@ -83,8 +86,13 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
     )
     params.clear()  # the last references here; who else has one should not
     mark_taken(unit, before)
-    check_optimizers(before)
+    watch_optimizers()
     return unit
+
+
+def _check_outsiders(modules: dict[str, nn.Module]) -> None:
+    check_optimizers(modules)
+    check_hooks(modules)
 
 
 def default_device(group: dist.ProcessGroup) -> torch.device:
