@@ -61,8 +61,8 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
         RuntimeError: an optimizer holds them.
     """
     modules = own_modules(module)
-    _check_outsiders(modules)  # first, as these may refuse
-    slots = collect(module)
+    _check_outsiders(modules)
+    slots = collect(module)  # first: it may refuse
     before = originals(modules)
     groups = [g for g in (settings.placement.shard_group, settings.placement.replicate_group) if g]
     device = settings.device

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -68,18 +69,18 @@ class FlatParameter(nn.Parameter):
 def flat_parameter(
     data: Tensor,
     requires_grad: bool,
-    unit: Callable[[], Any],
+    unit: object,
     is_chunk: bool,
     grad_dtype: torch.dtype | None,
 ) -> FlatParameter:
     """A flat parameter of ``data``, ``[n]``; its gradient has the same dtype, or ``grad_dtype``.
 
     Args:
-        unit: a weak reference to the unit that it belongs to.
+        unit: that it belongs to. It knows it, and does not keep it alive.
         is_chunk: other ranks have the rest of it.
     """
     param = FlatParameter(data, requires_grad=requires_grad)
-    param.unit, param.is_chunk = unit, is_chunk
+    param.unit, param.is_chunk = ref(unit), is_chunk
     if grad_dtype is not None:
         param.grad_dtype = grad_dtype
     return param

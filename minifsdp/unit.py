@@ -17,7 +17,6 @@ Two small state machines say where a unit stands::
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -121,7 +120,7 @@ class Unit:
 
     def _new_shard(self, data: Tensor, requires_grad: bool) -> FlatParameter:
         low = self.precision.param_dtype if self.precision.keep_low_precision_grads else None
-        return flat_parameter(data, requires_grad, ref(self), self.ranks > 1, low)
+        return flat_parameter(data, requires_grad, self, self.ranks > 1, low)
 
     def replace_shard(self, found: nn.Parameter) -> FlatParameter:
         """Take over what torch has put in the shard's place, moved or cast."""
