@@ -28,6 +28,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer
 
 _TOTAL_NORM = {"get_total_norm", "_get_total_norm"}
+_REFUSED = {"clip_grad_norm_", *_TOTAL_NORM}
 _NORMS = {"norm", "vector_norm", "matrix_norm", "_foreach_norm"}
 
 
@@ -89,9 +90,8 @@ def flat_parameter(
 def _for_reader(grad: Tensor | None, frame: FrameType) -> Tensor | None:
     """The gradient of a chunk, for the code in ``frame`` that reads it."""
     reader = _function(frame)
-    names = (*frame.f_code.co_names, *reader.f_code.co_names)
     function, module = reader.f_code.co_name, reader.f_globals.get("__name__", "")
-    if module == "torch.nn.utils.clip_grad" and function in ("clip_grad_norm_", *_TOTAL_NORM):
+    if module == "torch.nn.utils.clip_grad" and function in _REFUSED:
         raise _no_norm(function)
     if function == "_unscale_grads_" and _is_plain(reader.f_locals.get("self")):
         raise RuntimeError(
@@ -99,8 +99,9 @@ def _for_reader(grad: Tensor | None, frame: FrameType) -> Tensor | None:
             "and NaN in this rank's chunks only, so one rank would skip a step that others make, "
             "and their scales part. Use minifsdp.ShardedGradScaler, with the same arguments."
         )
-    if grad is None or module.startswith(("torch.", "minifsdp.")):  # the optimizers, say
-        return grad
+    if grad is None or module.startswith(("torch.", "minifsdp.")):
+        return grad  # the optimizers, say: several times in each step, so this has to be quick
+    names = (*frame.f_code.co_names, *reader.f_code.co_names)
     if not _TOTAL_NORM.isdisjoint(names):
         return grad.as_subclass(_ChunkOfGradient)
     if not _NORMS.isdisjoint(names):

@@ -258,7 +258,7 @@ MUTANTS = [
     Mutant("flat_parameter", "whoever mentions get_total_norm is refused", "return grad.as_subclass(_ChunkOfGradient)", 'raise _no_norm("get_total_norm")'),
     Mutant("flat_parameter", "every scaler is refused", "getattr(type(scaler), name) is getattr(GradScaler, name)", "name"),
     Mutant("flat_parameter", "norms by hand are not seen", "if not _NORMS.isdisjoint(names):", "if False:"),
-    Mutant("flat_parameter", "whoever asks is an optimizer", 'if frame.f_code.co_name == "add_param_group" and', "if"),
+    Mutant("flat_parameter", "whoever asks is an optimizer", ' and frame.f_globals is _OPTIMIZER', ""),
     Mutant("flat_parameter", "it keeps its unit alive", "param.unit, param.is_chunk = ref(unit)", "param.unit, param.is_chunk = (lambda: unit)"),
     Mutant("grad_scaler", "every rank for itself", "        add_up(anywhere, group, largest=True)\n", ""),
     Mutant("grad_scaler", "in all ranks there are", "self.process_group or", ""),

@@ -108,11 +108,16 @@ def test_torchs_scaler_does_not_get_it_and_one_that_knows_better_does(scaler):
     assert torch.equal(whole.grad, torch.full((3,), 2.0 / scaler.get_scale()))
 
 
+def add_param_group(self):  # somebody else's
+    return self.is_leaf
+
+
 def test_it_hears_of_optimizers_and_is_a_leaf():
     heard = []
     param = flat_parameter(is_chunk=True)
     with patch.object(FlatParameter, "on_optimizer", lambda *about: heard.append(about)):
         assert param.is_leaf
+        assert add_param_group(param)
         assert not heard
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1)), param], lr=1.0)
     ((built, frame),) = heard

@@ -145,7 +145,7 @@ def test_what_one_rank_says_all_raise():
         agree("mine" if dist.get_rank() else None, params)
     agree(None, [{"params": [nn.Parameter(torch.ones(1))]}])
     if dist.get_rank():  # nobody to tell
-        with pytest.raises(RuntimeError, match="^alone"):
+        with pytest.raises(RuntimeError, match=r"^alone"):
             agree("alone", [{"params": []}])
 
 

@@ -37,7 +37,7 @@ def test_names_tell_what_an_optimizer_looks_at(strategy):
         optimizer = someones(name)(model.parameters(), lr=0.1)
         step(model)
         optimizer.step()
-    with pytest.raises(RuntimeError, match="^Mine looks at"):
+    with pytest.raises(RuntimeError, match=r"^Mine looks at"):
         type("Mine", (torch.optim.Adafactor,), {})(model.parameters())
 
 
