@@ -93,11 +93,12 @@ def _for_reader(grad: Tensor | None, frame: FrameType) -> Tensor | None:
     function, module = reader.f_code.co_name, reader.f_globals.get("__name__", "")
     if module == "torch.nn.utils.clip_grad" and function in _REFUSED:
         raise _no_norm(function)
-    if function == "_unscale_grads_" and _is_plain(reader.f_locals.get("self")):
+    if function == "_unscale_grads_" and _is_alone(reader):
         raise RuntimeError(
-            "torch.amp.GradScaler was used on the parameters of a sharded model. It looks for inf "
-            "and NaN in this rank's chunks only, so one rank would skip a step that others make, "
-            "and their scales part. Use minifsdp.ShardedGradScaler, with the same arguments."
+            f"{type(reader.f_locals['self']).__name__} was used on the parameters of a sharded "
+            f"model. It looks for inf and NaN in this rank's chunks only, so one rank would skip a "
+            f"step that others make, and their scales part. Use minifsdp.ShardedGradScaler, with "
+            f"the same arguments by name."
         )
     if grad is None or module.startswith(("torch.", "minifsdp.")):
         return grad  # the optimizers, say: several times in each step, so this has to be quick
@@ -142,12 +143,16 @@ def _no_norm(function: str) -> RuntimeError:
     )
 
 
-def _is_plain(scaler: object) -> bool:
-    """Whether each rank looks for inf by itself: nobody has overridden how it is done."""
-    return isinstance(scaler, GradScaler) and all(
-        getattr(type(scaler), name) is getattr(GradScaler, name)
-        for name in ("unscale_", "_unscale_grads_")
-    )
+def _is_alone(reader: FrameType) -> bool:
+    """Whether a gradient scaler looks for inf on this rank, and will not ask the others."""
+    scaler = type(reader.f_locals.get("self"))
+    if not issubclass(scaler, GradScaler) or getattr(scaler, "asks_all_ranks", False):
+        return False
+    if scaler.unscale_ is GradScaler.unscale_:
+        return scaler._unscale_grads_ is GradScaler._unscale_grads_
+    # Torch's sharded one asks in its unscale_(), and does not if an optimizer that is fused, and
+    # skips by itself, is stepped without that. (pytorch 2.13)
+    return reader.f_back is not None and reader.f_back.f_code.co_name == "_check_inf_per_device"
 
 
 _GRAD: Any = Tensor.grad  # the properties that those of FlatParameter stand before

@@ -37,6 +37,8 @@ class ShardedGradScaler(GradScaler):
     All of them have to call ``step`` (or ``unscale_``) for the same optimizers in the same order.
     """
 
+    asks_all_ranks = True  # flat parameters look for this
+
     def __init__(
         self,
         device: str = "cuda",

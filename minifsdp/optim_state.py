@@ -49,7 +49,7 @@ class Mark:
         self.places = places
 
     def __repr__(self) -> str:
-        return f"Mark({self.places})"
+        return f"<chunks of {len(self.places)} parameters>"
 
     def __reduce__(self) -> tuple[type, tuple[list[tuple[str, list[str]]]]]:
         # Saved and copied as something that torch.load(weights_only=True) knows.

@@ -148,7 +148,8 @@ def _warn_of_groups(optimizer: Optimizer, groups: Groups) -> None:
     if not full or not (empty or filtered):
         return
     optimizer.__dict__["_minifsdp_warned"] = True
-    units = ", ".join(p.unit().label for p in flat[full[0]] if p.unit() is not None)
+    labels = [param.unit().label for param in flat[full[0]] if param.unit() is not None]
+    units = ", ".join(labels[:3]) + ", ..." * (len(labels) > 3)
     warnings.warn(
         f"{type(optimizer).__name__} was given {len(groups)} parameter groups; "
         + (f"number {empty[0]} is empty, and " if empty else "")

@@ -93,6 +93,16 @@ class Own(GradScaler):
         super().unscale_(optimizer)
 
 
+def test_a_scaler_that_asks_in_its_unscale_is_refused_where_that_is_not_called():
+    param = flat_parameter(is_chunk=True)
+    scaler, optimizer = Own("cpu"), torch.optim.AdamW([param], fused=True)
+    scaler.scale(torch.ones(()))
+    with pytest.raises(RuntimeError, match=r"^Own was used on the parameters of a sharded model"):
+        scaler.step(optimizer)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
 @pytest.mark.parametrize("scaler", [GradScaler, Own])
 def test_torchs_scaler_does_not_get_it_and_one_that_knows_better_does(scaler):
     scaler, param = scaler("cpu"), flat_parameter(is_chunk=True)

@@ -23,15 +23,15 @@ every_strategy = pytest.mark.parametrize(
 
 
 @every_strategy
-@on_ranks(2)
+@on_ranks(3)
 def test_a_tensor_hook_gets_this_ranks_gradient_of_the_whole_unit(strategy):
-    model, seen = stack(2, width=5, sharding_strategy=strategy), {}
+    model, seen = stack(2, width=4, sharding_strategy=strategy), {}
     for unit in model.engine.units:
         hook = lambda grad, unit=unit: seen.__setitem__(unit.name, grad.clone())  # noqa: E731
         unit.shard.register_hook(hook)
-    model(batch(5)).pow(2).sum().backward()
-    plain = layers(2, width=5)
-    plain(batch(5)).pow(2).sum().backward()
+    model(batch(4)).pow(2).sum().backward()
+    plain = layers(2, width=4)
+    plain(batch(4)).pow(2).sum().backward()
     for unit in model.engine.units:
         prefix = f"{unit.name}." if unit.name else ""
         own = [plain.get_parameter(prefix + slot.name) for slot in unit.slots]

@@ -39,7 +39,7 @@ def test_a_mark_is_saved_and_copied_as_what_torch_knows():
     assert torch.load(file, weights_only=True) == {"groups": [{MARK: plain}]}
     assert copy.deepcopy(mark) == plain and type(copy.deepcopy(mark)) is OrderedDict
     assert pickle.loads(pickle.dumps(mark)) == plain
-    assert repr(mark) == "Mark(['chunk 1 of 2 of 3 elements'])"
+    assert repr(mark) == "<chunks of 1 parameters>"  # an optimizer may have hundreds
 
 
 @on_ranks(2)
