@@ -1,5 +1,6 @@
 """optimizers.py: which optimizers of flat parameters are refused, or warned of, and when."""
 
+import gc
 import warnings
 from unittest.mock import patch
 
@@ -64,7 +65,7 @@ def test_an_optimizer_of_other_parameters_is_nobodys_business():
 def test_a_group_that_is_added_later_is_looked_at():
     model, other = stack(1), nn.Linear(6, 6)
     held = list(other.parameters())
-    FSDP(other)
+    wrapped = FSDP(other)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model)
     optimizer.step()
@@ -74,19 +75,23 @@ def test_a_group_that_is_added_later_is_looked_at():
         with pytest.raises(RuntimeError, match=r"\(SGD\) holds 'weight' of unit <root> as it was"):
             optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert wrapped is not None
 
 
 @on_ranks(2)
 def test_a_parameter_in_a_list_that_is_exchanged_is_looked_at():
     model, other = stack(1), nn.Linear(6, 6)
     held = list(other.parameters())
-    FSDP(other)
+    wrapped = FSDP(other)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model)
     optimizer.step()
     optimizer.param_groups[0]["params"] = held
     with pytest.raises(RuntimeError, match="as it was before"):
         optimizer.step()
+    del wrapped
+    gc.collect()
+    optimizer.step()  # nobody has them now, and whoever wants may use them
 
 
 @on_ranks(2)
