@@ -11,10 +11,11 @@ from minifsdp.api import (
     ShardingStrategy,
     Stats,
 )
+from minifsdp.flat_parameter import FlatParameter
 from minifsdp.fully_sharded import FullyShardedDataParallel
+from minifsdp.grad_scaler import ShardedGradScaler
 from minifsdp.limiter import EventQueue, Limiter, NoLimit, SynchronizeAfterFree
 from minifsdp.missing import MISSING, Missing
-from minifsdp.shard import FlatParameter
 from minifsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -37,6 +38,7 @@ __all__ = [
     "MixedPrecision",
     "ModuleWrapPolicy",
     "NoLimit",
+    "ShardedGradScaler",
     "ShardingStrategy",
     "Stats",
     "SynchronizeAfterFree",

@@ -15,6 +15,7 @@ import torch
 
 from minifsdp.autograd import at_end_of_backward, will_reach
 from minifsdp.engine import Engine
+from minifsdp.grad_hooks import change_gradient
 from minifsdp.lockstep import Moment, Use
 from minifsdp.saved import Call, Chain, SavedParameters
 from minifsdp.unit import Phase, Unit
@@ -127,6 +128,7 @@ class Backward:
                 f"unit {unit.label}: gradients of gradients (create_graph=True) are not supported, "
                 f"because the reduction over ranks cannot be differentiated."
             )
+        grad = change_gradient(unit, grad)
         unit.phase = Phase.DONE
         self.engine.done_with(unit)
         self.engine.prefetch(self.engine.prefetcher.post_backward(unit))

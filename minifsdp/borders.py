@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from minifsdp.flat_parameter import FlatParameter
 from minifsdp.originals import taken_by
-from minifsdp.shard import FlatParameter
 from minifsdp.slots import Slot
 from minifsdp.tree import clean, own_modules, unit_of
 from minifsdp.wrap import Policy, has_forward

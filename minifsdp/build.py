@@ -21,7 +21,8 @@ from minifsdp.circles import answering
 from minifsdp.compare import fingerprint, remember_values
 from minifsdp.materialize import materialize, move, synchronize
 from minifsdp.members import check_free, join
-from minifsdp.originals import check_optimizers, mark_taken, originals
+from minifsdp.optimizers import watch_optimizers
+from minifsdp.originals import check_hooks, check_optimizers, mark_taken, originals
 from minifsdp.precision import ISLAND
 from minifsdp.settings import Settings
 from minifsdp.tree import own_modules
@@ -43,6 +44,7 @@ def wrap_below(
     Args:
         wrapper: called with a module, and the settings that it has of its own.
     """
+    _check_outsiders(dict(module.named_modules()))  # before the first of them is wrapped
     borders = select(module, policy)
     check_wrappable(module, borders=borders.keys())
     if precision.param_dtype is not None:
@@ -64,6 +66,7 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
     """
     modules = own_modules(module)
     check_free(modules)  # first: these may refuse
+    _check_outsiders(modules)
     slots = collect(module)
     before = originals(modules)
     groups = [g for g in (settings.placement.shard_group, settings.placement.replicate_group) if g]
@@ -93,8 +96,13 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
     params.clear()  # the last references here; who else has one should not
     mark_taken(unit, before)
     join(unit, modules)
-    check_optimizers(before)
+    watch_optimizers()
     return unit
+
+
+def _check_outsiders(modules: dict[str, nn.Module]) -> None:
+    check_optimizers(modules)
+    check_hooks(modules)
 
 
 def default_device(group: dist.ProcessGroup) -> torch.device:

@@ -6,9 +6,9 @@ The norm is taken over the whole model, but each rank has only chunks::
 
 So each rank adds up its own and an all-reduce adds up the ranks'. Two things can go wrong without
 a word: to take the local sum for the whole, as ``torch.nn.utils.clip_grad_norm_`` would (it is
-refused for that, see shard.py), and to count twice what several ranks hold alike. Replicas count
-once: the first of each group speaks for them. Experts that each rank has for itself count all, so
-that every rank finds the same norm and scales what they share alike.
+refused for that, see flat_parameter.py), and to count twice what several ranks hold alike. Replicas
+count once: the first of each group speaks for them. Experts that each rank has for itself count
+all, so that every rank finds the same norm and scales what they share alike.
 """
 
 import math

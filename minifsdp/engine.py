@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from minifsdp.api import Stats
+from minifsdp.grad_hooks import after_gradient
 from minifsdp.limiter import Limiter
 from minifsdp.lockstep import Lockstep
 from minifsdp.prefetch import Prefetcher
@@ -173,8 +174,11 @@ class Engine:
             store_gradient(reduction)
         for unit, grad in self._kept.items():
             store_unreduced(unit, grad)
+        complete = [reduction.unit for reduction in self._reductions]
         self._reductions.clear()
         self._kept.clear()
+        for unit in complete:  # last: a hook may raise, or be an optimizer
+            after_gradient(unit)
 
     def _unshard(self, unit: Unit) -> None:
         stats = self.stats

@@ -6,11 +6,14 @@ is not in; or an optimizer, whose steps would change nothing.
 """
 
 import gc
+import sys
+from collections import Counter
 from weakref import ref
 
 from torch import nn
 from torch.optim import Optimizer
 
+from minifsdp.flat_parameter import FlatParameter
 from minifsdp.unit import Unit
 
 Originals = dict[str, "ref[nn.Parameter]"]
@@ -23,7 +26,7 @@ def originals(modules: dict[str, nn.Module]) -> Originals:
         f"{name}.{attribute}" if name else attribute: ref(param)
         for name, module in modules.items()
         for attribute, param in module._parameters.items()
-        if param is not None
+        if param is not None and not isinstance(param, FlatParameter)
     }
 
 
@@ -41,22 +44,65 @@ def taken_by(param: nn.Parameter) -> tuple[Unit | None, str]:
     return unit(), name
 
 
-def check_optimizers(originals: Originals) -> None:
+def check_optimizers(modules: dict[str, nn.Module]) -> None:
     """Refuse an optimizer that was built before wrapping: it would step tensors nobody uses.
 
+    Called before anything is wrapped, so that the model stays as it was.
+
+    Args:
+        modules: those whose parameters are about to be taken, by name.
+
     Raises:
-        RuntimeError: an optimizer does.
+        RuntimeError: an optimizer holds one of these.
     """
-    if not _holders(originals):
+    held_elsewhere = _held_elsewhere(modules)
+    if not held_elsewhere or not _holders(held_elsewhere):
         return
     gc.collect()  # one that nobody uses any more may wait for this, and is no mistake
-    for optimizer, held in _holders(originals).items():
+    for optimizer, held in _holders(held_elsewhere).items():
         raise RuntimeError(
             f"an optimizer ({optimizer}) was built before wrapping. It holds {', '.join(held)}, "
-            f"which wrapping has replaced by a sharded flat parameter, so its steps would change "
-            f"nothing. Build the model anew (this one's parameters are gone), wrap it, and build "
-            f"the optimizer after that, from the wrapped model's parameters()."
+            f"which wrapping replaces by a sharded flat parameter, so its steps would change "
+            f"nothing. Wrap first (this model is as it was), and build the optimizer after that, "
+            f"from the wrapped model's parameters()."
         )
+
+
+def check_hooks(modules: dict[str, nn.Module]) -> None:
+    """Refuse hooks on parameters that are about to be taken: nobody would call them.
+
+    Raises:
+        ValueError: a parameter has one.
+    """
+    for name, original in originals(modules).items():
+        param = original()
+        if param is not None and (param._backward_hooks or param._post_accumulate_grad_hooks):
+            raise ValueError(
+                f"parameter {name!r} has a hook (register_hook or "
+                f"register_post_accumulate_grad_hook), which would never be called: wrapping "
+                f"replaces the parameter by a part of a flat one. Remove it, wrap, and register "
+                f"it on the wrapped model's parameters(); grad_hooks.py says what it gets there."
+            )
+
+
+def _held_elsewhere(modules: dict[str, nn.Module]) -> Originals:
+    """The parameters that somebody else than these modules has a reference to."""
+    alone = nn.Module()
+    alone.only = nn.Parameter()
+    usual = _references(alone, "only")
+    owners = Counter(id(p) for module in modules.values() for p in module._parameters.values())
+    found = {}
+    for name, module in modules.items():
+        for attribute in module._parameters:
+            spare = usual - 1 + owners[id(module._parameters[attribute])]
+            if module._parameters[attribute] is not None and _references(module, attribute) > spare:
+                found.update(originals({name: module}))
+    return found
+
+
+def _references(module: nn.Module, attribute: str) -> int:
+    """Counted in the same way for all. What a number means is up to the version of Python."""
+    return sys.getrefcount(module._parameters[attribute])
 
 
 def _holders(originals: Originals) -> dict[str, list[str]]:

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 
 from minifsdp.api import MixedPrecision
 from minifsdp.buffers import Buffers
+from minifsdp.flat_parameter import FlatParameter, flat_parameter
 from minifsdp.flatten import check_flattenable, flatten, unflatten
 from minifsdp.full import Full, Fulls
 from minifsdp.groups import Placement
 from minifsdp.offload import HOST, host_copy
-from minifsdp.shard import FlatParameter, chunk_numel, flat_parameter, real_numel, shard
+from minifsdp.shard import chunk_numel, real_numel, shard
 from minifsdp.slots import Slot, StandIn
 from minifsdp.streams import Event
 
@@ -124,7 +125,7 @@ class Unit:
 
     def _new_shard(self, data: Tensor, requires_grad: bool) -> FlatParameter:
         low = self.precision.param_dtype if self.precision.keep_low_precision_grads else None
-        return flat_parameter(data, requires_grad, self.ranks > 1, low)
+        return flat_parameter(data, requires_grad, self, self.ranks > 1, low)
 
     def replace_shard(self, found: nn.Parameter) -> FlatParameter:
         """Take over what torch has put in the shard's place, moved or cast."""

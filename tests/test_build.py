@@ -45,8 +45,8 @@ def on_meta(make):
 
 @on_ranks(2)
 def test_the_steps_come_in_the_order_that_keeps_memory_low():
-    names = ["collect", "materialize", "collect"]
-    names += ["move", "synchronize", "Unit", "check_optimizers"]
+    names = ["check_optimizers", "collect", "materialize", "collect"]
+    names += ["move", "synchronize", "Unit"]
     log = []
 
     def noted(name):

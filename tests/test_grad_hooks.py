@@ -1,0 +1,139 @@
+"""grad_hooks.py: hooks on flat parameters are called, when and with what it says."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minifsdp import ShardingStrategy
+from tests.ranks import on_ranks
+from tests.small import (
+    assert_same_gradients,
+    batch,
+    gathered_gradients,
+    layers,
+    mean_gradients,
+    stack,
+    step,
+)
+
+every_strategy = pytest.mark.parametrize(
+    "strategy",
+    [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD],
+)
+
+
+@every_strategy
+@on_ranks(3)
+def test_a_tensor_hook_gets_this_ranks_gradient_of_the_whole_unit(strategy):
+    model, seen = stack(2, width=4, sharding_strategy=strategy), {}
+    for unit in model.engine.units:
+        hook = lambda grad, unit=unit: seen.__setitem__(unit.name, grad.clone())  # noqa: E731
+        unit.shard.register_hook(hook)
+    model(batch(4)).pow(2).sum().backward()
+    plain = layers(2, width=4)
+    plain(batch(4)).pow(2).sum().backward()
+    for unit in model.engine.units:
+        prefix = f"{unit.name}." if unit.name else ""
+        own = [plain.get_parameter(prefix + slot.name) for slot in unit.slots]
+        expected = torch.cat([param.grad.reshape(-1) for param in own])
+        torch.testing.assert_close(seen[unit.name], expected)  # and nothing of the padding
+
+
+@every_strategy
+@on_ranks(2)
+def test_what_it_returns_is_reduced_and_the_next_one_gets_it(strategy):
+    model = stack(2, sharding_strategy=strategy)
+    for param in model.parameters():
+        param.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+        param.register_hook(lambda grad: grad * (4 if dist.get_rank() else 0))
+    step(model)
+    found = gathered_gradients(model)
+    plain = layers(2)
+    for param in plain.parameters():
+        param.register_hook(lambda grad: grad.clamp(-0.01, 0.01) * (4 if dist.get_rank() else 0))
+    assert_same_gradients(found, mean_gradients(plain, plain(batch()).pow(2).sum()))
+
+
+@on_ranks(2)
+def test_a_hook_that_is_removed_is_not_called():
+    model = stack(1)
+    for param in model.parameters():
+        param.register_hook(lambda grad: 1 / 0).remove()
+        param.register_post_accumulate_grad_hook(lambda param: 1 / 0).remove()
+    step(model)
+
+
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_by_name():
+    model = stack(1)
+    model.engine.units[1].shard.register_hook(lambda grad: grad[:-1])
+    words = r"(?s)flat parameter of unit '1' failed.*of 42 elements"
+    with pytest.raises(RuntimeError, match=words):
+        step(model)
+
+
+@every_strategy
+@on_ranks(2)
+def test_a_hook_after_accumulation_finds_every_gradient_reduced(strategy):
+    model, seen = stack(2, sharding_strategy=strategy), []
+
+    def hook(param):
+        assert not torch.is_grad_enabled()
+        seen.append((param, [p.grad.clone() for p in model.parameters()]))
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(hook)
+    for at in range(2):  # the second one adds to the first
+        seen.clear()
+        step(model, at)
+        params = list(model.parameters())
+        assert len(seen) == 3 and {id(param) for param, _ in seen} == set(map(id, params))
+        for _, found in seen:
+            assert all(torch.equal(a, p.grad) for a, p in zip(found, params, strict=True))
+
+
+@on_ranks(2)
+def test_it_is_not_called_for_units_without_a_gradient_or_while_gradients_wait():
+    model, seen = stack(2), []
+    for unit in model.engine.units:
+        unit.shard.register_post_accumulate_grad_hook(lambda _, unit=unit: seen.append(unit.name))
+    with model.no_sync():
+        step(model)
+    assert not seen
+    step(model)
+    assert sorted(seen) == ["", "1", "2"]
+    seen.clear()
+    outputs = []
+    model.module[1].register_forward_hook(lambda m, a, output: outputs.append(output))
+    model(batch())
+    outputs[0].sum().backward()
+    assert sorted(seen) == ["", "1"]
+
+
+@on_ranks(2)
+def test_after_one_that_raises_every_gradient_is_there_and_the_next_step_is_right():
+    model, plain = stack(2), layers(2)
+
+    def hook(param):
+        raise KeyError
+
+    handle = next(iter(model.parameters())).register_post_accumulate_grad_hook(hook)
+    with pytest.raises(KeyError):
+        step(model)
+    expected = mean_gradients(plain, plain(batch()).pow(2).sum())
+    assert_same_gradients(gathered_gradients(model), expected)
+    handle.remove()
+    model.zero_grad()
+    step(model)
+    assert_same_gradients(gathered_gradients(model), expected)
+
+
+@on_ranks(2)
+def test_torchs_optimizers_in_the_backward_step_and_clear():
+    model = stack(1)
+    before = [param.detach().clone() for param in model.parameters()]
+    for param in model.parameters():
+        param._in_backward_optimizers = [torch.optim.SGD([param], lr=0.1)]
+    step(model)
+    assert all(param.grad is None for param in model.parameters())
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
