@@ -298,8 +298,8 @@ def test_where_all_is_gathered_already_no_prefetch_is_tried():
     """It would only count as one with a wrong target."""
     model, _ = whims(FULL_SHARD, backward_prefetch=BackwardPrefetch.BACKWARD_PRE)
     both = ("head", "layer")
-    for step, uses in enumerate((both, both, both[dist.get_rank() :])):
-        model(batch(step=step), uses).backward()
+    for at, uses in enumerate((both, both, both[dist.get_rank() :])):
+        model(batch(step=at), uses).backward()
     assert model.engine.lockstep._ever_apart
     assert not any(model.engine.prefetcher.mistargets.values()), model.engine.prefetcher.mistargets
 
