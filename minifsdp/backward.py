@@ -153,11 +153,8 @@ class Backward:
         if self._to_end is None:
             return
         self._to_end = None
-        ran = [unit for unit in self.engine.units if unit.phase is not Phase.IDLE]
         self.engine.reset()
         self.engine.prefetcher.forget()
-        for unit in ran:  # another graph through them may be next
-            unit.phase = Phase.FORWARD
 
 
 def _use(unit: Unit) -> Use:

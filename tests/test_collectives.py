@@ -173,6 +173,29 @@ def test_a_mean_in_half_precision_does_not_overflow_on_the_way():
     assert (total == 60000).all()
 
 
+@on_ranks(2)
+def test_nor_does_that_of_an_all_reduce():
+    flat = torch.full((4,), 60000.0, dtype=torch.float16, device=device())
+    collectives.all_reduce(flat, world(), 0.5)()
+    assert (flat == 60000).all()
+
+
+@on_ranks(4)
+def test_only_ranks_of_the_group_take_part():
+    rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    mates = torch.tensor([0.0, 1.0], device=device()) + dist.get_rank() // 2 * 2
+    row, mine = rows[dist.get_rank() // 2], mates[dist.get_rank() % 2]
+    full = torch.empty(2, device=device())
+    collectives.all_gather(full, mine.view(1), row, tag=7)()
+    assert torch.equal(full, mates)
+    total, finish = collectives.reduce_scatter(mine.repeat(2), row, 0.5, tag=7)
+    finish()
+    assert total == mates.mean()
+    flat = mine.repeat(3)
+    collectives.all_reduce(flat, row, 0.5)()
+    assert (flat == mates.mean()).all()
+
+
 @on_ranks(3)
 def test_conversations_with_different_tags_may_be_started_in_any_order():
     if device().type == "cuda" or collectives.NATIVE:

@@ -33,6 +33,7 @@ def check_views(offload, precision):
     wait_for_unshard(unit)
     unit.make_views()
     unit.expose()
+    assert storage(unit) == unit.full_numel * unit.dtype.itemsize  # room for what comes, no more
     expected = layers()[1][0].to(unit.dtype)
     assert torch.equal(unit.views[0], expected.weight) and torch.equal(unit.views[1], expected.bias)
     assert unit.slots[0].owners[0][0].weight is unit.views[0]
