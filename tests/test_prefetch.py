@@ -328,12 +328,16 @@ def test_a_step_that_broke_off_does_not_say_what_comes_next(where, forward):
     units = [FSDP(nn.Sequential(layers(0), *[fails] * (at == 1))) for at in range(3)]
     model = FSDP(nn.Sequential(*units), forward_prefetch=forward)
     for _ in range(2):
+        before = model.engine.prefetcher.prefetches
         expected = recorded(model)
+    made = model.engine.prefetcher.prefetches - before
     fails.fails_in = where
     with pytest.raises(InterruptedError):
         recorded(model)
     fails.fails_in = ""
+    before = model.engine.prefetcher.prefetches
     after, backward = recorded(model)
+    assert model.engine.prefetcher.prefetches - before == made
     assert (after[after.index("+") :], backward) == expected  # first, what was left is freed
     assert not mistargets(model), mistargets(model)
 
