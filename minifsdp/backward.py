@@ -169,11 +169,8 @@ class Backward:
             return
         self._to_end = None
         self.lockstep.failed()
-        ran = [unit for unit in self.engine.units if unit.phase is not Phase.IDLE]
         self.engine.reset()
         self.engine.prefetcher.forget()
-        for unit in ran:  # another graph through them may be next
-            unit.phase = Phase.FORWARD
 
 
 def _task() -> int:

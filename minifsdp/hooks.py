@@ -193,12 +193,12 @@ class Hooks:
 
     def _stays(self, unit: Unit) -> bool:
         """Whether the unit keeps its parameters when its forward ends."""
-        if not torch.is_grad_enabled():
+        if unit.phase is Phase.BACKWARD:
+            return True  # checkpointing: its backward is under way, and computes with them
+        if not torch.is_grad_enabled() or unit.phase is not Phase.FORWARD:
             return False  # no backward will come for them
-        if unit.phase is Phase.FORWARD:
-            # The root's backward comes right after its forward: freeing it would gain nothing.
-            return unit is self.engine.root or not unit.reshard_after_forward
-        return unit.phase is Phase.BACKWARD  # checkpointing: its backward is waiting for this
+        # The root's backward comes right after its forward: freeing it would gain nothing.
+        return unit is self.engine.root or not unit.reshard_after_forward
 
     @property
     def _in_order(self) -> bool:

@@ -269,7 +269,9 @@ class Unit:
         complete before its end, and all units would be unsharded at once.
         """
         assert self.full is not None
-        with torch.enable_grad():  # a recomputation may meet what an evaluation has left here
+        # A reentrant checkpoint may run again, in its backward, with views that an evaluation has
+        # left. Made without gradients they would keep the gradient that should go on to `full`.
+        with torch.inference_mode(False):  # which leaves no_grad as well
             self.views = unflatten(self.full, [slot.shape for slot in self.slots])
 
     def expose(self) -> None:

@@ -9,6 +9,9 @@ takes a second). Here each world size has its own processes, forked from a serve
 imported already, with their own rendezvous file and no port. A failure on any rank is reported with
 what *every* rank was doing, then that world's processes are killed and the next test gets new ones.
 
+A rank that hangs is given up after a while. Limits are in seconds of an idle machine (patience.py),
+and count from when all ranks are there.
+
 On a machine with GPUs a world runs on NCCL if there are enough of them for it; pytest-xdist's
 workers take disjoint ones.
 """
@@ -35,7 +38,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.patience import Patience
+
 TIMEOUT = float(os.environ.get("RANKS_TIMEOUT", 60))  # seconds for one test's function
+START = 120.0  # seconds for the processes of a world to find each other
 GRACE = 3.0  # seconds for the other ranks to report, once one has failed
 
 _worlds: dict[int, "World"] = {}
@@ -74,9 +80,12 @@ def run(
     `function` has to be importable by its name. Raises RankFailure.
     """
     world = _worlds.get(world_size)
+    new = world is None
     if world is None:
         world = _worlds[world_size] = World(world_size)
     try:
+        if new:
+            world.results(START)  # not counted as the function's own time
         return world.call(function, args, kwargs, timeout)
     except pytest.skip.Exception:
         raise
@@ -122,15 +131,20 @@ class World:
     def call(self, function: Callable, args: tuple, kwargs: dict, timeout: float) -> list[Any]:
         for connection in self.connections:
             connection.send((function, args, kwargs))
+        return self.results(timeout)
+
+    def results(self, timeout: float) -> list[Any]:
+        """What the ranks return from what they do now, by rank."""
         reports: dict[int, tuple[bool, Any]] = {}
-        deadline = time.monotonic() + timeout
-        while len(reports) < len(self.connections) and time.monotonic() < deadline:
+        patience = Patience(timeout)
+        while len(reports) < len(self.connections) and patience.left:
             waiting = [c for r, c in enumerate(self.connections) if r not in reports]
-            for connection in wait(waiting, max(0.0, deadline - time.monotonic())):
+            for connection in wait(waiting, patience.turn):
                 rank = self.connections.index(connection)
                 reports[rank] = self._receive(rank)
                 if not reports[rank][0]:  # the others may now wait for it for ever
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    patience.at_most(GRACE)
+            patience.count()
         if len(reports) == len(self.connections) and all(ok for ok, _ in reports.values()):
             results = [reports[rank][1] for rank in range(len(reports))]
             if isinstance(results[0], Skipped):
@@ -142,18 +156,23 @@ class World:
         try:
             return self.connections[rank].recv()
         except EOFError:
-            self.processes[rank].join(1)
+            self.processes[rank].join(GRACE)
             return False, f"died with exit code {self.processes[rank].exitcode}"
 
     def _describe(self, reports: dict[int, tuple[bool, Any]], timeout: float) -> str:
         silent = [rank for rank in range(len(self.processes)) if rank not in reports]
+        stacks = {rank: Path(self.folder.name, f"stack{rank}") for rank in silent}
         for rank in silent:
-            os.kill(self.processes[rank].pid, signal.SIGUSR1)  # faulthandler writes its stack
-        time.sleep(0.3 if silent else 0)
+            if stacks[rank].exists():  # it has come so far that it listens
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)  # faulthandler writes its stack
+        patience = Patience(GRACE)
+        while patience.left and not all(map(_is_written, stacks.values())):
+            time.sleep(0.1)
+            patience.count()
         lines = []
         for rank in range(len(self.processes)):
             if rank in silent:
-                stack = Path(self.folder.name, f"stack{rank}").read_text()
+                stack = stacks[rank].read_text() if stacks[rank].exists() else "it was starting"
                 lines.append(
                     f"rank {rank} did not finish (limit {timeout:g} s); it was here:\n{stack}"
                 )
@@ -171,6 +190,12 @@ class World:
         for connection in self.connections:
             connection.close()
         self.folder.cleanup()
+
+
+def _is_written(stack: Path) -> bool:
+    """Whether faulthandler has written all of a stack: its last line is of the outermost function,
+    which is this file's or Python's own."""
+    return stack.exists() and stack.read_text().rstrip().endswith("in <module>")
 
 
 def _serve(
@@ -191,6 +216,7 @@ def _serve(
         timeout=timedelta(minutes=5),
     )
     warnings.simplefilter("error", FutureWarning)  # of functions that torch renames
+    connection.send((True, None))
     for calls in range(10**9):
         try:
             function, args, kwargs = connection.recv()

@@ -1,5 +1,7 @@
 """backward.py: the moments of a backward, and one that fails."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -163,6 +165,27 @@ def test_an_exception_in_backward_then_another_backward_at_once():
     expected = mean_gradients(plain, plain(batch(step=1)).pow(2).sum())
     assert_same_gradients(gathered_gradients(model), expected)
     check_at_rest(model)
+
+
+@on_ranks(2)
+def test_a_backward_that_died_halfway_does_not_say_what_comes_next():
+    """Prefetches follow the order of the last backward that came to its end."""
+    model, backwards = stack(3), []
+    for at in range(4):
+        handle = model.module[2].register_full_backward_hook(interrupt) if at == 2 else None
+        loss = model(batch(step=at)).sum()
+        with watch(model) as log, suppress(InterruptedError):
+            loss.backward()
+        backwards.append(log)
+        if handle is not None:
+            handle.remove()
+    assert backwards[0] == backwards[1] == backwards[3]
+    assert backwards[3] == ["+3", "+2", "-3", "+1", "-2", "-1", "-root"]
+    assert backwards[2] != backwards[1]
+
+
+def interrupt(*_):
+    raise InterruptedError
 
 
 @on_ranks(2)

@@ -86,6 +86,15 @@ def test_what_a_graph_has_saved_is_not_changed():
     assert torch.equal(x.grad, torch.ones(3))
 
 
+def test_what_was_made_in_an_inference_may_be_trained_with():
+    tables, buffers = both()
+    with torch.inference_mode():
+        buffers.place(CPU, full_precision=False)
+    x = torch.ones(3, dtype=BF16, requires_grad=True)
+    (x * tables.float32).sum().backward()
+    assert torch.equal(x.grad, torch.ones(3, dtype=BF16))
+
+
 class Counting(nn.Module):
     """Uses its buffers, and keeps count in one of them."""
 

@@ -202,6 +202,19 @@ def test_without_any_gradient_the_norm_is_zero():
     assert torch.equal(stack().clip_grad_norm_(1.0).cpu(), torch.tensor(0.0))
 
 
+@pytest.mark.parametrize("value", [0.0, 1e-7])
+@on_ranks(2)
+def test_gradients_that_are_next_to_nothing_are_scaled_as_torch_scales_them(value):
+    """By a norm that is a little larger, so that nothing is divided by zero."""
+    model, plain = stack(), layers()
+    for param in (*model.parameters(), *plain.parameters()):
+        param.grad = torch.full_like(param, value)
+    model.clip_grad_norm_(1e-6)
+    clip_grad_norm_(plain.parameters(), 1e-6)
+    found, expected = next(model.parameters()).grad, next(plain.parameters()).grad.flatten()
+    torch.testing.assert_close(found, expected[: len(found)], rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("p", P)
 @on_ranks(2)

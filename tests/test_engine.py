@@ -1,5 +1,6 @@
 """engine.py: what the units of one root share, and the verbs with it."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest.mock import Mock, patch
 
@@ -9,13 +10,26 @@ import torch.distributed as dist
 from torch import nn
 
 import minifsdp.engine
-from minifsdp import CPUOffload, ShardingStrategy
+from minifsdp import CPUOffload, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
+from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.reduce import reduce_gradient
 from minifsdp.sim import cluster
 from minifsdp.streams import CpuEvent, CpuStream, Streams
 from tests.parity import check_at_rest, grid
 from tests.ranks import device, on_ranks
-from tests.small import batch, layers, stack, step, storage
+from tests.small import (
+    Block,
+    assert_same_gradients,
+    batch,
+    gathered_gradients,
+    layers,
+    mean_gradients,
+    stack,
+    step,
+    storage,
+    watch,
+)
+from tests.test_full import TwoEnds
 
 
 @on_ranks(1)
@@ -148,3 +162,55 @@ def test_the_last_gradient_gets_its_second_half_too():
         model.engine.reduce(unit, grad)
     model.engine.finish_gradients()
     assert [float(unit.shard.grad[0]) for unit in model.engine.units[:2]] == [0.5, 1.5]
+
+
+@pytest.mark.parametrize("synchronizes", [True, False])
+@on_ranks(2)
+def test_what_a_backward_that_failed_has_left_is_dropped(synchronizes):
+    """Gradients that it kept, and how far its units and ranks were: the ranks had gone apart."""
+    torch.manual_seed(0)
+    plain = TwoEnds().to(device())
+    torch.manual_seed(0)
+    model = FSDP(TwoEnds().to(device()), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    with watch(model) as before:
+        model(batch())
+    x = batch().requires_grad_()
+    x.register_hook(interrupt)
+    with (
+        pytest.raises(InterruptedError),
+        nullcontext() if synchronizes else model.no_sync(),
+    ):
+        model(x)[dist.get_rank()].backward()
+    with watch(model) as after:
+        losses = model(batch())
+    assert after[after.index("+root") :] == before  # first, what was left is freed
+    assert model.engine.stats.unsharded_units == 1  # the root stays, and nobody else
+    with nullcontext() if synchronizes else model.no_sync():
+        sum(losses).backward()
+    sum(model(batch(step=1))).backward()
+    expected = [sum(plain(batch(step=at))) for at in range(2)]
+    assert_same_gradients(gathered_gradients(model), mean_gradients(plain, *expected))
+
+
+@on_ranks(2)
+def test_ranks_without_a_gradient_send_zeros_in_the_dtype_of_the_others():
+    torch.manual_seed(0)
+    plain = TwoEnds().to(device(), torch.bfloat16)
+    torch.manual_seed(0)
+    low = MixedPrecision(torch.bfloat16)
+    policy = ModuleWrapPolicy({Block})
+    model = FSDP(TwoEnds().to(device()), auto_wrap_policy=policy, mixed_precision=low)
+    model(batch())[dist.get_rank()].backward()
+    losses = plain(batch().to(torch.bfloat16))
+    losses[1 - dist.get_rank()] *= 0
+    expected = mean_gradients(plain, *losses)
+    for name, grad in gathered_gradients(model).items():
+        assert torch.equal(grad, expected[name].float()), name
+
+
+@on_ranks(2)
+def test_prefetches_for_which_there_is_no_room_are_counted():
+    model = stack(3, limit_all_gathers=1)
+    for at in range(2):
+        step(model, at)
+        assert model.engine.stats.declined_prefetches == 2 * (at + 1)  # the root's has room

@@ -3,11 +3,15 @@
 import gc
 import weakref
 
+import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from minifsdp import ShardingStrategy
-from tests.ranks import on_ranks
-from tests.small import stack, step
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import MixedPrecision, ModuleWrapPolicy, ShardingStrategy
+from tests.ranks import device, on_ranks
+from tests.small import Block, batch, stack, step
 
 LOW = torch.bfloat16
 
@@ -84,3 +88,37 @@ def test_a_discarded_model_is_freed():
     del model
     gc.collect()
     assert shard() is None
+
+
+class TwoEnds(nn.Module):
+    """Two outputs, each from a unit of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.ends = nn.ModuleList(Block(nn.Linear(6, 6)) for _ in range(2))
+
+    def forward(self, x):
+        x = self.first(x)
+        return [end(x).float().pow(2).sum() for end in self.ends]
+
+
+@pytest.mark.parametrize("low", [True, False])
+@on_ranks(2)
+def test_ranks_agree_on_who_uses_a_unit_whatever_dtypes_it_was_computed_in(low):
+    """Each rank's loss comes from another unit; another forward was in another dtype."""
+    precision = MixedPrecision(LOW, full_precision_in_eval=True)
+    gradients = []
+    for other in ("none", "before", "after"):
+        torch.manual_seed(0)
+        policy = ModuleWrapPolicy({Block})
+        model = FSDP(TwoEnds().to(device()), auto_wrap_policy=policy, mixed_precision=precision)
+        if other == "before":
+            model.train(not low)(batch(step=1))
+        losses = model.train(low)(batch())
+        if other == "after":
+            model.train(not low)(batch(step=1))
+        losses[dist.get_rank()].backward()
+        gradients.append([param.grad for param in model.parameters()])
+    for expected, *found in zip(*gradients, strict=True):
+        assert expected.any() and all(torch.equal(grad, expected) for grad in found)

@@ -4,6 +4,8 @@ import warnings
 from collections import OrderedDict, namedtuple
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from minifsdp import ForwardPrefetch, MixedPrecision, ModuleWrapPolicy, ShardingStrategy, streams
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ModuleWrapPolicy, ShardingStrategy
+from minifsdp.streams import CpuStream, Streams
 from tests.parity import check_at_rest, full_parameters
 from tests.ranks import device, on_ranks
 from tests.small import (
@@ -25,7 +28,9 @@ from tests.small import (
     stack,
     step,
     storage,
+    watch,
 )
+from tests.test_prefetch import Twofold
 
 STRATEGIES = [s for s in ShardingStrategy if "HYBRID" not in s.name]
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
@@ -354,6 +359,119 @@ def test_units_without_parameters_may_run_again_on_some_ranks_only():
         check_at_rest(model)
 
 
+class Checkpointed(nn.Module):
+    """Units that run again in their backward, one by one or two at a time."""
+
+    def __init__(self, together):
+        super().__init__()
+        self.first, self.together = nn.Linear(6, 6), together
+        self.blocks = nn.ModuleList(Block(nn.Linear(6, 6), nn.LayerNorm(6)) for _ in range(4))
+
+    def forward(self, x):
+        x = self.first(x)
+        for at in range(0, 4, self.together):
+            run = nn.Sequential(*self.blocks[at : at + self.together])
+            x = checkpoint(run, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("prefetch", ForwardPrefetch)
+@pytest.mark.parametrize("together", [1, 2])
+@on_ranks(2)
+def test_what_runs_again_in_a_backward_is_no_part_of_the_forwards_order(together, prefetch):
+    """A backward gathers the same, whatever a forward prefetches; and the next forward knows what
+    comes next."""
+    logs = []
+    for forward in (None, prefetch):
+        model = wrap(
+            Checkpointed(together).to(device()), backward_prefetch=None, forward_prefetch=forward
+        )
+        for at in range(3):
+            with watch(model) as log:
+                loss = model(batch(step=at)).sum()
+                forward_log = list(log)
+                log.clear()
+                loss.backward()
+        logs.append(log)
+    assert logs[0] == logs[1]
+    ahead = {
+        ForwardPrefetch.FORWARD_PRE: "+root +0 +1 -0 +2 -1 +3 -2 -3",
+        ForwardPrefetch.FORWARD_POST: "+root +0 -0 +1 -1 +2 -2 +3 -3",
+    }
+    assert " ".join(forward_log).replace("blocks.", "") == ahead[prefetch]
+    assert not any(model.engine.prefetcher.mistargets.values()), model.engine.prefetcher.mistargets
+
+
+@on_ranks(2)
+def test_what_was_gathered_for_a_forward_that_did_not_come_is_freed_at_the_end():
+    model = FSDP(Twofold(), forward_prefetch=True)
+    for order in ("abc", "abc", "ab"):
+        model.module.order = order
+        with watch(model) as log:
+            model(batch())
+    assert log == ["+a", "+b", "-a", "+c", "-b", "-c"]
+    assert model.engine.stats.unsharded_units == 0
+
+
+@every_strategy
+@on_ranks(2)
+def test_after_an_evaluation_nothing_is_kept(strategy):
+    """Also of units that need gradients in it, as models do that compute forces."""
+
+    class Forces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.energy, self.last = Block(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 6)
+
+        def forward(self, x):
+            with torch.enable_grad():
+                energy = self.energy(x.detach().requires_grad_())
+            return self.last(energy)
+
+    model = wrap(Forces().to(device()), sharding_strategy=strategy)
+    with torch.no_grad():
+        model(batch())
+    assert model.engine.stats.unsharded_units == 0
+
+
+@every_strategy
+@on_ranks(2)
+def test_a_call_without_gradients_leaves_the_unit_to_a_backward_that_needs_it(strategy):
+    """A consistency loss: the same unit once more, without gradients. Where a checkpoint runs both
+    again, the backward of the first is under way, and computes with what the second would free."""
+
+    class Consistent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.block = nn.Linear(6, 6), Block(nn.Linear(6, 6), nn.LayerNorm(6))
+
+        def both(self, x):
+            y = self.block(x)
+            with torch.no_grad():
+                target = self.block(x * 1.1)
+            return y + target  # of which nothing is saved, so that it runs again inside of `y`
+
+        def forward(self, x):
+            with set_checkpoint_early_stop(False):
+                return checkpoint(self.both, self.first(x), use_reentrant=False)
+
+    check_gradients(Consistent, lambda m: [m(batch()).pow(2).sum()], sharding_strategy=strategy)
+
+
+@on_ranks(2)
+def test_the_outermost_module_that_is_called_casts_what_it_is_given():
+    """Be it the root, a unit inside of it, or the root inside of a checkpoint's recomputation."""
+    low = MixedPrecision(torch.bfloat16)
+    model, plain = stack(mixed_precision=low), layers().to(torch.bfloat16)
+    for m, p in ((model, plain), (model.module[1], plain[1]), (model.module[2:], plain[2:])):
+        x = batch().requires_grad_()
+        assert torch.equal(m(x), p(x.to(torch.bfloat16)))
+    checkpoint(model, x, use_reentrant=False).sum().backward()
+    expected = mean_gradients(plain, plain(batch().to(torch.bfloat16)).sum())
+    found = gathered_gradients(model)
+    assert all(torch.equal(found[name], grad.float()) for name, grad in expected.items())
+
+
 # --------------------------------------------------------------------------- exceptions, and after
 
 
@@ -429,6 +547,23 @@ def test_an_exception_in_forward_then_training_goes_on(strategy):
     assert all(torch.equal(found[name], param) for name, param in plain.named_parameters())
     boundary.fails = False
     check_training_goes_on(model, plain)
+
+
+@on_ranks(2)
+def test_a_forward_that_died_halfway_does_not_say_what_comes_next():
+    model, logs = stack(3, forward_prefetch=True), []
+    for at in range(4):
+        handle = model.module[2].register_forward_hook(interrupt) if at == 2 else None
+        with watch(model) as log, suppress(InterruptedError):
+            model(batch(step=at))
+        logs.append(" ".join(log))
+        if handle is not None:
+            handle.remove()
+    assert logs[1] == "-root +root +1 +2 -1 +3 -2 -3" == logs[3].replace("+root", "-root +root")
+
+
+def interrupt(*_):
+    raise InterruptedError
 
 
 @on_ranks(2)
@@ -508,3 +643,45 @@ class Aside(nn.Module):
     def forward(self, x):
         self.kept = self.stage(self.norm(self.first(x)))
         return self.last(self.kept).detach()
+
+
+# ------------------------------------------------------------------------------------ what overlaps
+
+
+class Noted(CpuStream):
+    """Notes when what is submitted begins and when somebody has waited for its end."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def submit(self, launch, label=""):
+        def noted():
+            self.log.append(f"start {label}")
+            finish = launch()
+            return lambda: (finish(), self.log.append(f"end {label}"))[0]
+
+        return super().submit(noted, label)
+
+
+@on_ranks(2)
+def test_the_next_gather_is_under_way_when_the_host_waits_for_this_one():
+    """In the forward and in the backward. Else only one could be hidden by each computation."""
+    if device().type == "cuda":
+        pytest.skip("the streams are stand-ins")
+    log = []
+
+    def make(where):
+        return Streams(where, CpuStream(), Noted(log), *(CpuStream() for _ in range(4)))
+
+    with patch.dict(streams.BACKENDS, cpu=make):
+        model = stack(3, forward_prefetch=True)
+        for at in range(2):
+            log.clear()
+            step(model, at)
+    gathers = [entry for entry in log if "all-gather" in entry]
+    forward, backward = gathers[:8], gathers[8:]
+    for half, order in ((forward, "123"), (backward, "321")):
+        for this, following in pairwise(order):
+            assert half.index(f"start all-gather '{following}'") < half.index(
+                f"end all-gather '{this}'"
+            )

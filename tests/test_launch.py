@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 
+from tests.patience import run_command
 from tutorials import build
 
 PAGE = """\
@@ -62,9 +63,7 @@ def page(tmp_path):
 
 def run(*command) -> subprocess.CompletedProcess:
     beside = {**os.environ, "PYTHONPATH": str(build.HERE)}
-    return subprocess.run(
-        [sys.executable, *command], env=beside, capture_output=True, text=True, timeout=100
-    )
+    return run_command([sys.executable, *command], env=beside)
 
 
 def test_what_ranks_say_comes_in_their_order_and_so_do_their_results(page):

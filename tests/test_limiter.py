@@ -1,5 +1,7 @@
 """limiter.py: how many units at once."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.profiler import profile
@@ -7,6 +9,7 @@ from torch.profiler import profile
 from minifsdp import BackwardPrefetch, EventQueue, NoLimit, ShardingStrategy, SynchronizeAfterFree
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.limiter import make_limiter
+from minifsdp.streams import CpuEvent
 from tests.lagging import count_alive, lagging_device
 from tests.ranks import on_ranks
 from tests.small import layers, stack, step, watch
@@ -110,6 +113,17 @@ def test_with_a_limit_of_one_no_prefetch_is_admitted():
         (alive.add if entry[0] == "+" else alive.discard)(entry[1:])
         most = max(most, len(alive - {"root"}))
     assert most == 1 and model.engine.stats.declined_prefetches > 0
+
+
+def test_a_prefetch_that_was_declined_takes_no_room():
+    a, b = (SimpleNamespace(reshard_after_forward=True, enclosing=[]) for _ in range(2))
+    limiter = EventQueue(1)
+    assert limiter.admit(a, needed=True)
+    assert not limiter.admit(b, needed=False)
+    limiter.freed(a, CpuEvent())
+    assert limiter.admit(b, needed=False)
+    limiter.freed(b, CpuEvent())
+    assert limiter.admit(a, needed=False)
 
 
 @on_ranks(1)

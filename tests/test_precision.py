@@ -349,6 +349,22 @@ def test_a_units_inputs_are_cast_if_it_says_so(casts, expected):
     assert inside.module.seen == [(expected, expected, torch.long), expected]
 
 
+@on_ranks(1)
+def test_inputs_are_not_cast_where_no_dtype_was_asked_for():
+    """A wrong dtype is the user's to hear of, as from any module."""
+    with pytest.raises(RuntimeError, match="same dtype"):
+        stack()(batch().double())
+
+
+@on_ranks(1)
+def test_a_unit_that_casts_its_inputs_to_compute_low_gives_low_outputs():
+    low = MixedPrecision(LOW, cast_forward_inputs=True)
+    inside = FSDP(nn.Linear(6, 6).to(device()), mixed_precision=low)
+    seen = watch_dtypes(inside)
+    FSDP(nn.Sequential(inside))(batch())
+    assert seen == [(EXACT, LOW)]
+
+
 @on_ranks(2)
 def test_gradients_of_inputs_come_back_in_the_inputs_dtype():
     model, low = mixed(), layers().to(LOW)

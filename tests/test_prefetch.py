@@ -184,6 +184,43 @@ def test_mistarget_not_needed_yet():
 
 
 @on_ranks(2)
+def test_a_wrong_prefetch_is_counted_once_however_many_units_come_before_it():
+    model = FSDP(Twofold(), forward_prefetch=True)
+    for order in ("abc", "abc", "bca"):
+        model.module.order = order
+        model(batch())
+    assert mistargets(model) == {"not needed yet": 1}
+
+
+@pytest.mark.parametrize("forward", ForwardPrefetch)
+@pytest.mark.parametrize("backward", BackwardPrefetch)
+@on_ranks(2)
+def test_units_that_stay_are_no_wrong_targets(backward, forward):
+    model = stack(
+        3,
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+        backward_prefetch=backward,
+        forward_prefetch=forward,
+    )
+    for at in range(3):
+        step(model, at)
+    assert not mistargets(model), mistargets(model)
+
+
+@on_ranks(2)
+def test_a_unit_that_is_on_its_way_already_is_no_wrong_target():
+    """After the inner unit's backward, and again after that of the one around it."""
+    outer = FSDP(nn.Sequential(layers(0), linear()))
+    model = FSDP(
+        nn.Sequential(linear(), outer, layers(0)), backward_prefetch=BackwardPrefetch.BACKWARD_POST
+    )
+    for at in range(3):
+        backward = recorded(model, at)[1]
+    assert backward == "+1 +1.1 -1.1 +0 -1 -0 -root"
+    assert not mistargets(model), mistargets(model)
+
+
+@on_ranks(2)
 def test_mistarget_already_unsharded():
     """In post-forward order a unit is followed by the one around it, which is in use."""
     inner = FSDP(nn.Sequential(layers(0), linear()))
@@ -263,6 +300,45 @@ def test_evaluation_in_between_does_not_confuse_it():
     with torch.no_grad():
         model(batch())
     assert recorded(model) == ("+root +1 +2 -1 +3 -2 -3", "+3 +2 -3 +1 -2 -1 -root")
+    assert not mistargets(model), mistargets(model)
+
+
+class Fails(nn.Identity):
+    """Fails in its forward or in its backward, if it is told to."""
+
+    fails_in = ""
+
+    def forward(self, x):
+        if self.fails_in == "forward":
+            raise InterruptedError
+        if self.fails_in == "backward" and x.requires_grad:
+            x.register_hook(interrupt)
+        return x.clone()
+
+
+def interrupt(*_):
+    raise InterruptedError
+
+
+@pytest.mark.parametrize("forward", ForwardPrefetch)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@on_ranks(2)
+def test_a_step_that_broke_off_does_not_say_what_comes_next(where, forward):
+    fails = Fails()
+    units = [FSDP(nn.Sequential(layers(0), *[fails] * (at == 1))) for at in range(3)]
+    model = FSDP(nn.Sequential(*units), forward_prefetch=forward)
+    for _ in range(2):
+        before = model.engine.prefetcher.prefetches
+        expected = recorded(model)
+    made = model.engine.prefetcher.prefetches - before
+    fails.fails_in = where
+    with pytest.raises(InterruptedError):
+        recorded(model)
+    fails.fails_in = ""
+    before = model.engine.prefetcher.prefetches
+    after, backward = recorded(model)
+    assert model.engine.prefetcher.prefetches - before == made
+    assert (after[after.index("+") :], backward) == expected  # first, what was left is freed
     assert not mistargets(model), mistargets(model)
 
 

@@ -3,10 +3,11 @@
 import ast
 import io
 import re
-import subprocess
 import sys
 import tokenize
 from pathlib import Path
+
+from tests.patience import run_command
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -42,7 +43,7 @@ def test_the_example_runs(tmp_path):
         "--nproc-per-node",
         "2",
     ]
-    result = subprocess.run([*launch, script], capture_output=True, text=True, timeout=100)
+    result = run_command([*launch, script])
     assert result.returncode == 0, result.stderr
     losses = dict(re.findall(r"rank (\d): loss (\d\.\d+)", result.stdout))
     assert losses.keys() == {"0", "1"} and losses["0"] != losses["1"]

@@ -1,12 +1,14 @@
 """reduce.py: turn a unit's gradient into this rank's share of the mean over ranks."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp.groups import HYBRID
-from minifsdp.reduce import let_arrive, reduce_gradient, store_gradient, wait_for
+from minifsdp.reduce import Reduction, let_arrive, reduce_gradient, store_gradient, wait_for
 from minifsdp.sim import cluster
 from tests.lagging import deferring_device
 from tests.parity import grid
@@ -99,6 +101,26 @@ def test_gradients_add_up_until_they_are_cleared(strategy):
         step(model, at)
     losses = [plain(batch(step=at)).pow(2).sum() for at in range(3)]
     assert_same_gradients(gathered_gradients(model), mean_gradients(plain, *losses))
+
+
+@on_ranks(2)
+def test_what_has_waited_is_reduced_once():
+    model, plain = stack(), layers()
+    with model.no_sync():
+        step(model, 0)
+    step(model, 1)
+    step(model, 2)
+    losses = [plain(batch(step=at)).pow(2).sum() for at in range(3)]
+    assert_same_gradients(gathered_gradients(model), mean_gradients(plain, *losses))
+
+
+@OFFLOADS
+@on_ranks(2)
+def test_the_host_waits_only_for_what_it_reads_itself(offload):
+    unit, event = stack(cpu_offload=offload).engine.units[1], Mock()
+    wait_for(Reduction(unit, torch.empty(0), event))
+    assert event.synchronize.called == (offload is not None)
+    assert event.wait.called == (offload is None)
 
 
 @on_ranks(2)

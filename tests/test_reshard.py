@@ -8,6 +8,7 @@ from minifsdp import BackwardPrefetch, ShardingStrategy
 from minifsdp.reshard import reshard
 from minifsdp.unit import Memory
 from minifsdp.unshard import unshard, wait_for_unshard
+from tests.lagging import lagging_device
 from tests.ranks import on_ranks
 from tests.small import batch, stack, step, storage
 
@@ -54,6 +55,17 @@ def test_a_gather_that_nobody_waited_for_is_over_before_its_memory_goes():
     reshard(unit, model.engine.streams)
     assert event.query() and unit.gathered is None and storage(unit) == 0
     dist.barrier()
+
+
+@on_ranks(1)
+def test_it_is_the_computation_that_has_to_be_done_with_the_memory():
+    """The gather was over long ago; what the limiter has to wait for is what reads its result."""
+    with lagging_device():
+        unit, streams = unsharded_unit()
+        done = reshard(unit, streams)
+        assert not done.query()
+        streams.compute.record_event().synchronize()
+        assert done.query()
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])

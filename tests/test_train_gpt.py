@@ -8,18 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import communicate, run_command
+
 SCRIPT = Path(__file__).parent.parent / "tutorials" / "train_gpt.py"
 TINY = ["--steps", "2", "--layers", "2", "--width", "32", "--device", "cpu"]
 
 
 def demo(*arguments, **settings):
-    return subprocess.run(
-        [sys.executable, SCRIPT, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        **settings,
-    )
+    return run_command([sys.executable, SCRIPT, *arguments], **settings)
 
 
 @pytest.mark.parametrize("arguments", [
@@ -76,7 +72,7 @@ def test_interrupting_it_ends_all_ranks(tmp_path):
                 break
         assert len(running(text)) == 3  # the launcher and two ranks
         os.killpg(process.pid, signal.SIGINT)  # what Ctrl-C does in a terminal
-        _, errors = process.communicate(timeout=60)
+        _, errors = communicate(process, 60)
         assert errors.strip() == "stopped; all ranks have ended", errors
         assert process.returncode != 0
         assert not running(text)

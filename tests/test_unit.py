@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from minifsdp import CPUOffload, FlatParameter, MixedPrecision, streams
+from minifsdp import CPUOffload, FlatParameter, MixedPrecision, ModuleWrapPolicy, streams
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.unit import Memory
 from tests.ranks import device, on_ranks
-from tests.small import batch, layers, stack, step, storage
+from tests.small import Block, batch, layers, stack, step, storage
 from tests.test_full import LOW, prepared
 
 
@@ -178,3 +179,70 @@ def test_a_unit_without_parameters_has_a_dtype_and_a_place_all_the_same(dtype):
             model.to("meta")
             model.engine.start(training=True)
         assert model._unit.device == model._unit.full.device == torch.device("meta")
+
+
+@on_ranks(2)
+def test_what_torch_puts_in_the_place_of_a_frozen_shard_is_frozen():
+    """Moved to another kind of device, or where torch is told to, a parameter is another object."""
+    model = stack()
+    model.engine.units[2].shard.requires_grad_(False)
+    before = list(model.parameters())
+    trained = [param.requires_grad for param in before]
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    assert not any(old is new for old, new in zip(before, model.parameters(), strict=True))
+    assert [param.requires_grad for param in model.parameters()] == trained
+    model(batch().double()).pow(2).sum().backward()
+    assert [param.grad is not None for param in model.parameters()] == trained
+
+
+# ----------------------------------------------- what a backward finds where another forward was
+
+
+class Recomputed(Block):
+    """Runs again in its backward, with the views that its unit shows then."""
+
+    reentrant = False  # if so, what runs again is what gradients go through
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("mode", ["enable_grad", "no_grad", "inference_mode"])
+@on_ranks(2)
+def test_what_runs_again_after_an_evaluation_finds_views_that_get_gradients(mode, exact, reentrant):
+    gradients, Recomputed.reentrant = [], reentrant
+    for evaluates in (False, True):
+        torch.manual_seed(0)
+        model = FSDP(
+            nn.Sequential(nn.Linear(6, 6), Recomputed(nn.Linear(6, 6), nn.Tanh())).to(device()),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            mixed_precision=MixedPrecision(LOW, full_precision_in_eval=True) if exact else None,
+        )
+        loss = model(batch()).pow(2).sum()
+        if evaluates:
+            with getattr(torch, mode)():
+                model.eval()(batch(step=1))
+        loss.backward()
+        gradients.append([param.grad for param in model.parameters()])
+    for found, expected in zip(*gradients, strict=True):
+        assert expected.any() and torch.equal(found, expected)
+
+
+@on_ranks(2)
+def test_what_was_made_in_an_inference_may_be_trained_with():
+    """The first forward of all, and the first after the model was cast, makes tensors to keep."""
+    model = stack()
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype)
+        with torch.inference_mode():
+            model(batch().to(dtype))
+        model(batch().to(dtype)).pow(2).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert all(param.grad.dtype is dtype for param in model.parameters())
+        model.zero_grad()

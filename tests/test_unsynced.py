@@ -1,5 +1,7 @@
 """unsynced.py: gradients that wait, and what may happen to them meanwhile."""
 
+import gc
+import weakref
 from unittest.mock import patch
 
 import pytest
@@ -116,6 +118,21 @@ def test_a_unit_that_the_last_backward_does_not_use_is_reduced_all_the_same():
         plain, plain(batch(step=0)).pow(2).sum(), plain[:2](batch(step=1)).sum()
     )
     assert_same_gradients(gathered_gradients(model), expected)
+
+
+@every_strategy
+@on_ranks(2)
+def test_gradients_that_stay_low_may_wait_too(strategy):
+    """An optimizer finds the same dtype in every step, whether something waited or not."""
+    precision = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
+    model = make(strategy, mixed_precision=precision)
+    run_pattern(model, "w")
+    assert {param.grad.dtype for param in model.parameters()} == {torch.bfloat16}
+    model(batch(step=1)).pow(2).sum().backward()
+    expected = by_hand("ws", torch.bfloat16)
+    for name, grad in gathered_gradients(model).items():
+        assert grad.dtype is torch.bfloat16
+        assert torch.equal(grad.float(), expected[name]), name
 
 
 @on_ranks(2)
@@ -258,6 +275,27 @@ def test_a_step_while_something_waits_is_refused_before_it_is_made(strategy, opt
     waiting_step(model, 0)
     optimizer.zero_grad()
     optimizer.step()  # no gradient, nothing to do
+
+
+@on_ranks(2)
+def test_a_step_is_refused_whichever_group_of_the_optimizer_waits():
+    model, other = stack(2), nn.Linear(2, 2)
+    groups = [{"params": list(other.parameters())}, {"params": list(model.parameters())}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    other(torch.ones(2)).sum().backward()
+    waiting_step(model, 0)
+    with pytest.raises(RuntimeError, match="an optimizer is about to step"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_what_waits_in_a_model_that_is_gone_is_gone_too():
+    model = stack(2)
+    waiting_step(model, 0)
+    chunk = weakref.ref(model.engine.units[1].chunk)
+    del model
+    gc.collect()
+    assert chunk() is None
 
 
 @on_ranks(2)
