@@ -102,10 +102,10 @@ def compare() -> None:
 # not freed yet: three units at a time, or all. (The printed peaks are higher than the bars. There
 # are activations, too, and what Adam computes on its way, as much as it has to step.)
 #
-# `SHARD_GRAD_OP` sends exactly what DDP does (page [01](01_collectives.md) says why), in less than
-# half the memory. It is faster, too: half of its traffic is beside the forward, where DDP has none,
-# and a rank steps an eighth of the parameters. Where the orange fits and the network is slow, it is
-# the one to take. `FULL_SHARD` sends 45 % more, and on this network it has to be waited for.
+# `SHARD_GRAD_OP` sends exactly what DDP does (in bfloat16 half as much: page
+# [01](01_collectives.md)), in less than half the memory. It is faster, too: half of its traffic is
+# beside the forward, where DDP has none, and a rank steps an eighth. Where the orange fits and the
+# network is slow, take it. `FULL_SHARD` sends 45 % more, and is waited for.
 #
 # ## What breaks without it
 #
