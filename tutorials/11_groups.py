@@ -150,7 +150,7 @@ def one_gpu_a_machine() -> None:
 # All strategies come to the same. (With more ranks the last bit of a sum depends on its order.) The
 # data of rank 0 want a weight of 1, those of rank 1 want 3. They agree on 2, and no loss goes to 0.
 # With the shortcut each rank learns its own data: two models, and losses that look better than they
-# should. PyTorch's FSDP does the same, up to 2.13 at least. It warns that the world size is 1, and
+# should. PyTorch's FSDP1 does the same, up to 2.13 at least. It warns that the world size is 1, and
 # means the row's ([pytorch#154888](https://github.com/pytorch/pytorch/issues/154888)).
 #
 # ## Predict, then run

@@ -155,9 +155,9 @@ def patchwork() -> None:
 
 # %% [markdown]
 # Each rank has cut its chunk out of its own model. Together they are a patchwork that no rank ever
-# had, half a checkpoint and half noise. Nothing is refused: FSDP compares names and sizes of units
-# between ranks, not their values. (A patchwork of noise and noise is noise, and does less harm. But
-# it is another one for each number of ranks. Give them all the same seed.)
+# had, half a checkpoint and half noise. Nothing is refused: minifsdp compares names and sizes of
+# units between ranks, not their values. (A patchwork of noise and noise is noise, and does less
+# harm. But it is another one for each number of ranks. Give them all the same seed.)
 #
 # ## Predict, then run
 #
