@@ -4,8 +4,8 @@
 # # DDP in forty lines, and why its memory does not scale
 #
 # A step takes a second, and you have two GPUs. Give each of them half of the batch, and it takes
-# half a second. That is *data parallel* training. Each GPU has a process of its own, called a
-# *rank*, and a model of its own. All that they have to agree on is the gradient.
+# little more than half a second. That is *data parallel* training. Each GPU has a process of its
+# own, called a *rank*, and a model of its own. All that they have to agree on is the gradient.
 #
 # This is PyTorch's DistributedDataParallel, without what makes it fast:
 
@@ -74,7 +74,7 @@ def ours_and_torchs() -> None:
 # %% [markdown]
 # (The decorator [starts two processes](launch.py) and prints what each says.) The losses differ,
 # because the data do. What the ranks *learn* is the same: they began with the same parameters and
-# step with the same gradients, so their models are equal for ever, though nobody looks.
+# step with the same gradients, so their models stay equal, though nobody looks.
 #
 # What torch's has on top: it sends gradients in buckets of 25 MB, not one by one, and while the
 # backward is still computing the others.
@@ -105,13 +105,14 @@ def apart() -> None:
 
 # %% [markdown]
 # No error, and the loss goes down. Each rank trains a model of its own, on half of the data, and in
-# the end one of them is saved. A public training library had this mistake. It is seen only if
-# somebody compares ranks that got *different* data.
+# the end one of them is saved. A published library has averaged parameters instead of gradients,
+# [as a reader noticed](https://github.com/huggingface/picotron/issues/39): such a hook is given the
+# parameter. It is seen only if somebody compares ranks that got *different* data.
 #
 # ## What it costs
 #
 # With Adam in fp32 there are sixteen bytes for each parameter: four for itself, four for its
-# gradient, eight for Adam's two averages; and four more while Adam steps. For 1.3 billion
+# gradient, eight for Adam's two averages; and four more while torch's Adam steps. For 1.3 billion
 # parameters these are 27 GB, on each rank. Here is what one GPU holds when it is fullest, under DDP
 # and under FSDP (`FULL_SHARD`), where each GPU keeps a part only:
 

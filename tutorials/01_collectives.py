@@ -3,9 +3,11 @@
 # %% [markdown]
 # # All-reduce is reduce-scatter plus all-gather
 #
-# DDP has one thing to say: `all_reduce`. Each rank brings a gradient, and each leaves with the sum
-# of all of them. FSDP never says it. It says the two halves of it, at two different times, and all
-# that it saves, it saves in between.
+# In a step DDP has one thing to say: `all_reduce`. Each rank brings a gradient, and each leaves
+# with the sum of all of them. FSDP's `FULL_SHARD` says the two halves of it instead, at two
+# different times, and all that it saves, it saves in between. (Before the first step both can
+# broadcast what rank 0 has. And where FSDP keeps copies, it does all-reduce: page
+# [15](15_hybrid.md).)
 #
 # ## Three conversations
 #
@@ -101,17 +103,18 @@ def draw() -> None:
 #
 # ## What they cost
 #
-# Of its `n` bytes a rank keeps one piece of `N` and sends the others: `n (N - 1) / N` for either
-# half, nearly `n`. So an all-reduce costs twice that. DDP needs one for each step. FSDP needs three
-# halves: parameters are gathered for the forward, gathered once more for the backward, and
+# In a reduce-scatter of `n` bytes a rank keeps one piece of `N` and sends the others; in an
+# all-gather it sends one piece to each of the others. Either half is `n (N - 1) / N`, with many
+# ranks nearly `n`, and an all-reduce is twice that. DDP needs one for each step. FULL_SHARD needs
+# three halves: parameters are gathered for the forward, gathered once more for the backward, and
 # gradients are reduced. That is one and a half times DDP's traffic, and it is the price of
-# everything on the pages to come. Count it, in a step of a GPT of 1.3 billion parameters on 8 GPUs
-# (minifsdp brings virtual ones along; they are on page [07](07_streams.md)):
+# everything on the pages to come. Count it, in a step of a GPT of 1.3 billion parameters on 8 GPUs,
+# in bfloat16 (minifsdp brings virtual GPUs along; they are on page [07](07_streams.md)):
 
 
 # %%
-def sent(strategy: str) -> float:
-    words = f"--model gpt-1.3b --batch 1 --strategy {strategy}"
+def sent(strategy: str, precision: str = "bf16") -> float:
+    words = f"--model gpt-1.3b --batch 1 --precision {precision} --strategy {strategy}"
     return simulate(parser().parse_args(words.split())).report()["bytes sent"]
 
 
@@ -122,7 +125,8 @@ def price() -> None:
 
 
 # %% [markdown]
-# (Not 1.50, because the outermost layers are not gathered twice: their backward follows at once.)
+# (Not 1.50, because the outermost layers are not gathered twice: their backward follows at once. In
+# fp32, as on page [11](11_groups.md), the same model sends twice the bytes.)
 #
 # ## What breaks without it
 #
@@ -168,6 +172,7 @@ def answers() -> None:
     assert sum(map(len, torch.empty(6).chunk(3)[1:])) == 4  # 1. two of its three pieces
     assert small() == [[4.0], [6.0]]  # 2. [6]: the second of the sums
     assert sent("shard_grad_op") == sent("no_shard")  # 3. as much as DDP
+    assert sent("no_shard", "fp32") == 2 * sent("no_shard")
 
 
 # %% [hidden]

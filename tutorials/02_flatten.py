@@ -147,8 +147,8 @@ def by_data() -> None:
 # layer's own parameters and leaves the gradients there, in as many tensors as before. The optimizer
 # finds none, and a parameter without a gradient is one that it skips.
 #
-# Not all parameters can share. A tensor has one dtype, is on one device, and either gets a gradient
-# or does not. FSDP refuses a layer whose parameters differ in one of these, and says their names.
+# Not all can share. A tensor has one dtype, is on one device, and gets a gradient or does not.
+# minifsdp refuses a mixture, by name. (PyTorch's `use_orig_params=True` allows that of the last.)
 #
 # ## Predict, then run
 #

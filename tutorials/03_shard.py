@@ -3,11 +3,11 @@
 # %% [markdown]
 # # Shard: a cut that does not look where it cuts
 #
-# Adam keeps two averages for each parameter. With 1.3 billion parameters they take 10 GB, and with
-# DDP each GPU has the same 10 GB. It would be enough if each number were updated on *one* GPU. But
-# on which? You could deal out layers, but such a GPT has 24 of them for 16 GPUs, and an embedding
-# as large as two. FSDP takes the flat tensor of page [02](02_flatten.md) and cuts it into pieces of
-# equal length, *chunks*, one for each rank.
+# Adam keeps two averages for each parameter. In fp32, with 1.3 billion parameters, they take 10.6
+# GB, and with DDP each GPU has the same ones. It would be enough if each number were updated on
+# *one* GPU. But on which? You could deal out layers, but such a GPT has 24 of them for 16 GPUs, and
+# an embedding as large as two. FSDP takes the flat tensor of page [02](02_flatten.md) and cuts it
+# into pieces of equal length, *chunks*, one for each rank.
 #
 # {{ minifsdp/shard.py real_numel }}
 #
@@ -120,8 +120,8 @@ def optimizer_memory() -> None:
 
 # %% [markdown]
 # Half for two ranks, a quarter for four. (The 4 bytes beyond 80,800 count the steps.) Parameters
-# and their gradients are cut alike, so of the sixteen bytes for each parameter a rank keeps
-# `16 / N`. The optimizer has less to do, too.
+# and their gradients are cut alike, so between steps, of the sixteen bytes for each parameter, a
+# rank keeps `16 / N`. The optimizer has less to do, too.
 #
 # ## What breaks without it
 #

@@ -126,8 +126,8 @@ def draw() -> None:
 # ![Eight bars, each as long as a layer and of its colour: 1 to 4 and back to 1. None at the loss
 # and at the end. One for DDP that is four times as long.](04_unshard.svg)
 #
-# The one thing to notice: there is never more than one layer, and none at the loss, though the
-# graph has saved all four. (The chunks are always there, too: half of DDP's bar on 2 ranks.)
+# The one thing to notice: there is one layer at a time (nothing is gathered ahead), and none at the
+# loss, though the graph has saved all four. (The chunks are there too, half of DDP's bar.)
 #
 # ## What breaks without it
 #

@@ -114,8 +114,8 @@ def two_layers() -> None:
 # {{ minifsdp/backward.py Backward.post_backward }}
 #
 # (`begin` queues the end. Prefetching is page 10, `synchronizes` page 14, and ranks are `apart` if
-# they use different units.) Two things escape hooks: a tensor that leaves a module by another door
-# than its return value, and the backwards inside the backward of `checkpoint(use_reentrant=True)`.
+# they use different units.) Some things escape hooks: a tensor that leaves a module by another door
+# than its return value, or the backwards inside the backward of `checkpoint(use_reentrant=True)`.
 #
 # ## What breaks without it
 #
@@ -155,7 +155,7 @@ def a_gpt_on_virtual_gpus() -> None:
 # three blocks get it one after the other and all keep it until nearly the end.](05_hooks.svg)
 #
 # The one thing to notice is the right half, the backward. Above, the blocks take turns. Below,
-# every "pre" comes before every "post": all units have memory at once: sharding saves nothing.
+# every "pre" comes before every "post": all units have memory at once, as if nothing were freed.
 # Yet the gradients are right, and in the first step all is. Only the peak of memory gives it away.
 #
 # Autograd has a queue of operations that could run now, and takes the one *created* last. Taking a

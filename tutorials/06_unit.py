@@ -73,7 +73,8 @@ def three_sizes() -> None:
 # - **block**: while a block is computed with, the next one is gathered.
 # - **part**: the same bytes in three times as many messages. (What is left of a block, a norm, is a
 #   unit as well.) Each has the latency of page [02](02_flatten.md), 0.53 ms among 128 GPUs; 218 of
-#   that alone are 115 ms. And it saves nothing: the peak is at the loss, with no block gathered.
+#   that alone are 115 ms. And it saves no memory here: the peak is at the loss, with no block
+#   gathered.
 #
 # So a unit should take longer to compute with than to gather, and be small beside the model. The
 # block that a model repeats mostly is both. You say so with a *policy*, which is asked about each
@@ -150,7 +151,8 @@ def embedding_apart() -> None:
 # %% [markdown]
 # Two weights that began as copies have parted. Training goes on as if nothing were wrong, and its
 # loss is as good. But the plain model has one weight, keeps what it loads last, and is not the one
-# that was trained. PyTorch's FSDP (2.13) does just this. minifsdp refuses, and changes nothing.
+# that was trained. PyTorch's first FSDP (2.13) does just this, unless you pass
+# `use_orig_params=True`; then the forward fails. minifsdp refuses, and changes nothing.
 #
 # ## Predict, then run
 #

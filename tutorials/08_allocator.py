@@ -13,7 +13,7 @@
 # - **reserved**: memory that PyTorch has asked the driver for, and not given back;
 # - **active**: allocated, and what was freed but may still be read. This page is about that one.
 #
-# It runs on minifsdp's virtual GPU, whose allocator has PyTorch's rules and numbers.
+# It runs on minifsdp's virtual GPU, whose allocator has PyTorch's default rules and numbers.
 
 # %% [hidden]
 from __future__ import annotations
@@ -47,20 +47,22 @@ def asked_and_taken() -> None:
 
 # %% [markdown]
 # The driver is asked for *segments*, and tensors get *blocks* of them, in multiples of 512 bytes.
-# Small blocks come from segments of 2 MiB, larger ones from 20 MiB, and those from 10 MiB on have
-# a segment to themselves. A block is one piece: if ten tensors of 2 MiB fill a segment and every
-# second one is dropped, 10 MiB are free, but not for a tensor of 4 MiB. That is *fragmentation*.
+# Blocks of up to 1 MiB come from segments of 2 MiB, larger ones from 20 MiB, and from 10 MiB on a
+# segment of the block's size is asked for. A block is one piece: if ten tensors of 2 MiB fill a
+# segment and every second one is dropped, 10 MiB are free, but not for a tensor of 4 MiB. That is
+# *fragmentation*.
 #
 # ## Whose memory it is
 #
 # A block that was freed on the host may still be in use on the GPU, which is behind. For the *same
 # stream* this does no harm: its next kernel runs after those that were launched before. So a freed
-# block goes back to the pool of its stream, at once, and no other stream ever gets it.
+# block goes back to the pool of its stream, at once, and no other stream gets it as long as PyTorch
+# keeps it.
 #
 # What if another stream has read it? Then the allocator has to be told, with
 # `tensor.record_stream(stream)`. Freeing the tensor now puts a mark into that stream. Until the
 # stream has passed the mark the block is not allocated any more, and not free: it is *active*. And
-# somebody has to look. That is done at the next allocation, and at no other time.
+# somebody has to look. That is done at the next allocation.
 
 
 # %%
@@ -161,7 +163,12 @@ def answers() -> None:
         gpu.synchronize()
         with gpu.on("unshard"):
             torch.empty(4_000_000)
-        assert gpu.allocator.mallocs == 2  # 2. no: a pool belongs to its stream for ever
+        torch.empty(1_000_000), torch.empty(2_000_000)  # these two are cut from the first one's
+        assert gpu.allocator.mallocs == 2  # 2. no: what is cached belongs to its stream
+        for stream in ("compute", "unshard"):
+            with gpu.on(stream):
+                torch.empty(30 * 2**30, dtype=torch.uint8)
+        assert gpu.allocator.retries == 1  # but when memory ends, the cache goes to the driver
 
 
 # %% [hidden]

@@ -102,10 +102,10 @@ def compare() -> None:
 # not freed yet: three units at a time, or all. (The printed peaks are higher than the bars. There
 # are activations, too, and what Adam computes on its way, as much as it has to step.)
 #
-# `SHARD_GRAD_OP` sends exactly what DDP does (page [01](01_collectives.md) says why), in less than
-# half the memory. It is faster, too: half of its traffic is beside the forward, where DDP has none,
-# and a rank steps an eighth of the parameters. Where the orange fits and the network is slow, it is
-# the one to take. `FULL_SHARD` sends 45 % more, and on this network it has to be waited for.
+# `SHARD_GRAD_OP` sends exactly what DDP does (in bfloat16 half as much: page
+# [01](01_collectives.md)), in less than half the memory. It is faster, too: half of its traffic is
+# beside the forward, where DDP has none, and a rank steps an eighth. Where the orange fits and the
+# network is slow, take it. `FULL_SHARD` sends 45 % more, and is waited for.
 #
 # ## What breaks without it
 #
@@ -150,7 +150,7 @@ def one_gpu_a_machine() -> None:
 # All strategies come to the same. (With more ranks the last bit of a sum depends on its order.) The
 # data of rank 0 want a weight of 1, those of rank 1 want 3. They agree on 2, and no loss goes to 0.
 # With the shortcut each rank learns its own data: two models, and losses that look better than they
-# should. PyTorch's FSDP does the same, up to 2.13 at least. It warns that the world size is 1, and
+# should. PyTorch's FSDP1 does the same, up to 2.13 at least. It warns that the world size is 1, and
 # means the row's ([pytorch#154888](https://github.com/pytorch/pytorch/issues/154888)).
 #
 # ## Predict, then run

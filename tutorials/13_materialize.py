@@ -60,26 +60,27 @@ def seven_billion() -> None:
 # they call when they are built. For others there is `param_init_fn`, a function of yours, called
 # with each module, on meta. Or rank 0 has read a checkpoint: there the model is
 # built as usual, elsewhere on meta, and with `sync_module_states=True` rank 0 sends what it has,
-# unit by unit. Here are sixteen layers of 1 MiB, on four ranks. (`held()` adds up what tensors the
-# process has, in MiB.)
+# unit by unit. Here are sixteen layers of 1 MiB, on four ranks. (`held()` is in MiB.)
 
 
 # %%
 def build(device: torch.device, **settings: Any) -> dict[str, float]:
     gc.collect()
-    before, levels = held(), []
+    before, moments = held(), []
 
-    def cut(*arguments: Any) -> torch.Tensor:
-        chunk = shard(*arguments)
-        levels.append(held() - before)  # a unit, the same laid end to end, and its chunk are there
+    def cut(flat: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        chunk = shard(flat, *arguments)
+        parts = {"chunks": (len(moments) + 1) * chunk.nbytes / 2**20, "layers": 0.0}
+        parts["one laid end to end"] = flat.nbytes / 2**20
+        moments.append(parts | {"layers": round(held() - before - sum(parts.values()), 2)})
         return chunk
 
     with device:
         module = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16)))
     with patch("minifsdp.unit.shard", cut):
         _model = FSDP(module, auto_wrap_policy=LINEAR, **settings)
-    stays = held() - before
-    return {"chunks": round(stays, 2), "what is let go": round(max(levels) - stays, 2)}
+    assert round(held() - before, 2) == 4  # all chunks, and nothing else
+    return max(moments, key=lambda parts: sum(parts.values()))
 
 
 @on_ranks(4)
@@ -99,12 +100,12 @@ def draw() -> None:
 
 
 # %% [markdown]
-# ![Four bars with equal chunks of 4 MiB. Where the model is built there are 13.25 MiB more, where
-# it is received or on meta 2 MiB more.](13_materialize.svg)
+# ![Four bars of parts. Where the model is built: 0.25 MiB of chunks, 16 of layers, 1 of a layer
+# laid end to end. Where it is received or on meta: 4, 1 and 1 MiB.](13_materialize.svg)
 #
-# The one thing to notice: purple, what is let go again, is most of a model or two layers. 17.25 MiB
-# are the model, one of its layers laid end to end, and the first chunk. 6 MiB are the last layer,
-# the same end to end, and all chunks. Rank 0 has to have what it sends, but it is only one of four.
+# The one thing to notice: where the model is built, most is there when the first layer is cut: all
+# layers, one of them laid end to end, and its chunk. Elsewhere it is when the last is cut: that
+# layer, twice, and all chunks. These 4 MiB stay. Rank 0 has to have what it sends.
 #
 # Buffers are on meta, too. What `reset_parameters()` forgets to fill is whatever was in that
 # memory, and nobody can tell. Two other mistakes are told, by name: a module that has no way to its
@@ -132,8 +133,8 @@ def refused() -> None:
 # %% [markdown]
 # ## What breaks without it
 #
-# Rank 0 has read a checkpoint, a unit matrix. Rank 1 has not, and keeps what it drew. They are
-# wrapped without `sync_module_states`, and with it; then the parameter is gathered:
+# Rank 0 has read a checkpoint, a unit matrix. Rank 1 has not. They are wrapped without and with
+# `sync_module_states`, and the parameter is gathered:
 
 
 # %%
@@ -154,9 +155,9 @@ def patchwork() -> None:
 
 # %% [markdown]
 # Each rank has cut its chunk out of its own model. Together they are a patchwork that no rank ever
-# had, half a checkpoint and half noise. Nothing is refused: FSDP compares names and sizes of units
-# between ranks, not their values. (A patchwork of noise and noise is noise, and does less harm. But
-# it is another one for each number of ranks. Give them all the same seed.)
+# had, half a checkpoint and half noise. Nothing is refused: minifsdp compares names and sizes of
+# units between ranks, not their values. (A patchwork of noise and noise is noise, and does less
+# harm. But it is another one for each number of ranks. Give them all the same seed.)
 #
 # ## Predict, then run
 #

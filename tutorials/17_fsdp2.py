@@ -3,9 +3,9 @@
 # %% [markdown]
 # # FSDP2: rows instead of chunks
 #
-# Weight decay should spare biases, so you sort your model's parameters by name, and find one name:
-# `_flat_param`. So it is in minifsdp and in PyTorch's first FSDP, but not in the second,
-# `fully_shard` ([pytorch#114299](https://github.com/pytorch/pytorch/issues/114299)). Here are both:
+# Weight decay should spare biases, so you sort parameters by name, and find one: `_flat_param`. So
+# it is in minifsdp, and in FSDP1 without `use_orig_params=True`, but not in FSDP2, `fully_shard`
+# ([pytorch#114299](https://github.com/pytorch/pytorch/issues/114299)). Here are both:
 
 # %% [hidden]
 import warnings
@@ -87,9 +87,8 @@ def side_by_side() -> None:
 
 
 # %% [markdown]
-# From one seed, on the same data, the losses are equal, to the last of nine digits. `fully_shard`
-# makes a unit of a module's parameters that no unit inside has; hooks gather it before use and free
-# it after; each unit has one all-gather and one reduce-scatter.
+# From one seed, on the same data, the losses are equal in nine digits. `fully_shard` makes a unit
+# of a module's parameters that no unit inside has; hooks gather it before use and free it after.
 #
 # There is no wrapper: the module's class becomes a subclass, and names stay. A parameter is a
 # *DTensor*, which knows its whole shape and holds some of its rows. The block on three ranks:
@@ -104,7 +103,8 @@ def side_by_side() -> None:
 # %% [markdown]
 # ## What breaks without rows
 #
-# A flat tensor has one `requires_grad`. You fine-tune, and one bias has to stay as it is:
+# A flat tensor has one `requires_grad`. (FSDP1's `use_orig_params=True` takes a mixture, and has a
+# gradient for all of it.) You fine-tune, and one bias has to stay as it is:
 
 
 # %%
@@ -129,8 +129,8 @@ def one_frozen_bias() -> None:
 # arrived, out of it to where the parameters are. minifsdp gathers straight into the memory that
 # layers compute with. But that copy is good for something. On page [09](09_limiter.md) tensors of
 # 16 MB, made on one stream and read on another, took 320 MiB, or the host had to wait. FSDP2 has no
-# limiter and never calls `record_stream`. Only the copy reads the buffer, and is soon over, so the
-# next gather can wait for it. What layers read is the compute stream's own. Again:
+# limiter and does not call `record_stream`. Only the copy reads the buffer, and is soon over, so
+# the next gather can wait for it. What layers read is the compute stream's own. Again:
 
 
 # %%

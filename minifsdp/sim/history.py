@@ -10,7 +10,7 @@
     prefetches        computing         freeing           computing          computing
       by the order    reversed          pre-backward      reversed           pre-backward
                       pre-forward                         post-forward
-    the host waits    for the device,   for the device,   for an old free,   until units alive
+    the host waits    for compute,      for compute,      for an old free,   until units alive
                       at every free     at every free     at every gather    are fewer than two
 
 Each is the engine with another prefetcher or limiter: this is all that they differ in. Training
