@@ -21,6 +21,7 @@ from minifsdp.saved import Call, Chain, SavedParameters
 from minifsdp.unit import Phase, Unit
 from minifsdp.unshard import wait_for_unshard
 from minifsdp.unsynced import check_waiting_gradient
+from minifsdp.views import expose, hide
 
 
 class Backward:
@@ -109,7 +110,7 @@ class Backward:
         unit.phase, unit.task = Phase.BACKWARD, _task()
         self.engine.prefetch(self.engine.prefetcher.pre_backward(unit))
         wait_for_unshard(unit)
-        unit.expose()  # activation checkpointing runs parts of a forward again in here
+        expose(unit)  # activation checkpointing runs parts of a forward again in here
         self.saved.uses((call,))  # a backward of which there is a graph saves them once more
 
     def post_backward(self, unit: Unit) -> None:
@@ -161,7 +162,7 @@ class Backward:
 
     def _hide_all(self) -> None:
         for unit in self.engine.units:
-            unit.hide()  # else parameters() would list views until the next forward
+            hide(unit)  # else parameters() would list views until the next forward
 
     def forget_the_dead(self) -> None:
         """If the last one died of an exception, start as if it had never been."""
@@ -174,8 +175,8 @@ class Backward:
 
 
 def _task() -> int:
-    """Which backward autograd is running in this thread; -1 if none. A reentrant checkpoint runs one
-    inside of another."""
+    """Which backward autograd is running in this thread; -1 if none. A reentrant checkpoint runs
+    one inside of another."""
     return torch._C._current_graph_task_id()
 
 

@@ -27,6 +27,7 @@ from minifsdp.precision import ISLAND
 from minifsdp.settings import Settings
 from minifsdp.tree import own_modules
 from minifsdp.unit import Unit
+from minifsdp.views import hide
 from minifsdp.wrap import ModuleWrapPolicy, Policy
 
 # A tag for each unit of a group, the same on all its ranks, since they make its units in the same
@@ -92,6 +93,7 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
         device if settings.offload else None,
         tag=next(_tags[groups[0].group_name]),
     )
+    hide(unit)
     remember_values(unit, whole)
     params.clear()  # the last references here; who else has one should not
     mark_taken(unit, before)

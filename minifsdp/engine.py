@@ -20,6 +20,7 @@ from minifsdp.streams import Streams
 from minifsdp.unit import Memory, Phase, Unit
 from minifsdp.unshard import unshard
 from minifsdp.unsynced import check_waiting_gradient, store_unreduced
+from minifsdp.views import adopt, hide
 
 
 class Engine:
@@ -68,6 +69,7 @@ class Engine:
                     # It has nothing that module.to() would have moved; but inputs, and buffers.
                     unit.replace_shard(nn.Parameter(unit.shard.to(device), requires_grad=False))
         for unit in self.units:
+            adopt(unit)  # it may have been moved through its module, not through the wrapper
             unit.refresh(training)
             check_waiting_gradient(unit)
         self.lockstep.start(forward=training is not None)
@@ -119,7 +121,7 @@ class Engine:
     def free(self, unit: Unit) -> None:
         """Reshard a unit, unless it is sharded already. Whoever is unsure may call it."""
         if unit.exposed:
-            unit.hide()
+            hide(unit)
         if unit.memory is not Memory.SHARDED:
             self.limiter.freed(unit, reshard(unit, self.streams))
             self.stats.unsharded_units -= 1

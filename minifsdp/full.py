@@ -1,14 +1,14 @@
 """Room for a unit's whole parameters: a tensor whose memory comes and goes.
 
-Autograd saves views of it during the forward, and they share its *storage*. So the tensor stays,
-and its storage shrinks to nothing and grows again. Gathering into the same storage brings the views
-back to life; a new tensor would leave them pointing at nothing.
+Gradients arrive at this tensor, and the layers compute with views of it, which share its *storage*.
+So the tensor stays, and its storage shrinks to nothing and grows again. Gathering into the same
+storage brings the views back to life; a new tensor would leave them pointing at nothing.
 
 There is one for each dtype that the unit is computed in: mixed precision may be for training only.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 from weakref import WeakMethod
 
 import torch
@@ -18,13 +18,45 @@ from torch.autograd.graph import Node
 from minifsdp.autograd import when_complete
 
 
-class Full(NamedTuple):
+@dataclass(eq=False)
+class Full:
     """Room for all chunks of a unit, in one dtype."""
 
     leaf: Tensor  # [n * ranks]: what autograd knows; views of it are what the layers compute with
     buffer: Tensor  # the same memory, for collectives to write to
     transient: bool  # its storage comes and goes; otherwise it is the chunk's own
     accumulator: Node | None  # where autograd puts its gradient, if it gets one
+
+    def __post_init__(self) -> None:
+        self.storage = self.buffer.untyped_storage()
+
+    def allocate(self) -> None:
+        """Have memory for all chunks."""
+        self.storage.resize_(self.buffer.numel() * self.buffer.itemsize)
+
+    def release(self, views: int) -> bool:
+        """Give the memory back, unless somebody else still refers to it.
+
+        A parameter may have left its module: as an output, in an attribute, in a closure. Whoever
+        has it keeps the memory, with the values of this step, and ``leaf`` gets a new storage.
+        Otherwise a use of it would read memory that is not there, and take the process down.
+
+        Args:
+            views: how many tensors of the engine's own share the storage.
+
+        Returns:
+            Whether the memory is free now.
+        """
+        ours = 3 + views  # ``leaf``, ``buffer``, ``storage``; all else is somebody's
+        if torch._C._storage_Use_Count(self.storage._cdata) <= ours:
+            self.storage.resize_(0)
+            return True
+        with torch.inference_mode(False):
+            room = torch.empty_like(self.buffer)
+        self.leaf.data, self.buffer.data = room, room
+        self.storage = room.untyped_storage()
+        self.storage.resize_(0)
+        return False
 
 
 class Fulls:
@@ -64,10 +96,9 @@ class Fulls:
         accumulator = when_complete(leaf, self._on_gradient) if requires_grad else None
         # The same memory with a version counter of its own. Collectives write here: written through
         # the leaf, they would look to autograd like a modification of what the forward has saved.
-        buffer = leaf.data
+        self._made[leaf.dtype] = full = Full(leaf, leaf.data, transient, accumulator)
         if transient:
-            buffer.untyped_storage().resize_(0)
-        self._made[leaf.dtype] = full = Full(leaf, buffer, transient, accumulator)
+            full.storage.resize_(0)
         return full
 
 

@@ -34,6 +34,7 @@ from minifsdp.prefetch import Prefetcher, make_prefetcher
 from minifsdp.settings import as_settings
 from minifsdp.state_dict import register_hooks
 from minifsdp.tree import clean, name_units
+from minifsdp.views import adopt
 from minifsdp.wrap import Policy
 
 
@@ -249,7 +250,7 @@ class FullyShardedDataParallel(Transparent):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Of ``to()``, ``cuda()``, ``half()``: torch may put a new parameter in our one's place."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._unit.adopt()
+        adopt(self._unit)
         return self
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

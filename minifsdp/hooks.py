@@ -40,6 +40,7 @@ from minifsdp.precision import output_cast, prepare_inputs
 from minifsdp.saved import Call
 from minifsdp.unit import Phase, Unit
 from minifsdp.unshard import wait_for_unshard
+from minifsdp.views import check_untouched, expose, hide, make_views
 
 
 class Hooks:
@@ -78,8 +79,8 @@ class Hooks:
         return self.depth == 1 and not self.backward.running
 
     def close_dead_walks(self, unit: Unit | None = None) -> None:
-        """End the walks of ``state_dict()`` and ``load_state_dict()`` that an exception has ended. What
-        they have loaded is dropped.
+        """End the walks of ``state_dict()`` and ``load_state_dict()`` that an exception has ended.
+        What they have loaded is dropped.
 
         Args:
             unit: a walk begins there, so that one which had come there before is dead.
@@ -142,8 +143,8 @@ class Hooks:
         if self._in_order:
             self.engine.prefetch(self.engine.prefetcher.pre_forward(unit))
         wait_for_unshard(unit)
-        unit.make_views()
-        unit.expose()
+        make_views(unit)
+        expose(unit)
         assert unit.full is not None
         version = unit.shard._version, unit.full._version
         self.calls.append(Call(unit, unit.full, *version, self.engine.training))
@@ -163,7 +164,7 @@ class Hooks:
         Raises:
             RuntimeError: it has changed or replaced a parameter.
         """
-        unit.check_untouched(self.calls[-1].full_version)
+        check_untouched(unit, self.calls[-1].full_version)
         if torch.is_grad_enabled():
             if unit.phase is not Phase.BACKWARD:
                 unit.phase = Phase.FORWARD
@@ -173,7 +174,7 @@ class Hooks:
         if not self._stays(unit):
             self.engine.done_with(unit)
         elif unit.phase is not Phase.BACKWARD:
-            unit.hide()  # kept for the backward, not for anybody who looks at the model till then
+            hide(unit)  # kept for the backward, not for anybody who looks at the model till then
         if self._in_order:
             self.engine.prefetch(self.engine.prefetcher.post_forward(unit))
         if self._outermost:

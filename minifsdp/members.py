@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from minifsdp.shard import FlatParameter
+from minifsdp.flat_parameter import FlatParameter
 from minifsdp.tree import WRAPPER_PREFIX, Modules, clean, unit_of
 from minifsdp.unit import Unit
 

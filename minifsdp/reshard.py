@@ -7,6 +7,7 @@ nothing, under everybody's eyes, and whoever touches a view before the next unsh
 
 from minifsdp.streams import Event, Streams
 from minifsdp.unit import Memory, Unit
+from minifsdp.views import hide
 
 
 def reshard(unit: Unit, streams: Streams) -> Event:
@@ -17,7 +18,7 @@ def reshard(unit: Unit, streams: Streams) -> Event:
         The host frees long before a GPU gets there; the limiter is about this difference.
     """
     assert unit.memory is not Memory.SHARDED, unit.label
-    unit.hide()
+    hide(unit)
     if unit.gathered is not None:
         # Prefetched and never used. The gather still writes to this memory.
         unit.gathered.wait()

@@ -7,9 +7,9 @@ PyTorch's saved-tensor hooks let us keep a note instead, and act when autograd a
     forward     weight --pack--> note: unit, shape, strides, offset
     backward    note --unpack--> gather the unit, wait for it, a view of the gathered memory
 
-So a parameter is there whenever a backward needs it, by whatever path the gradient has come: from an
-output of the module, from a view that was changed in place, from a loss that the module has kept in
-an attribute. Without these hooks only the first of them would be known in time.
+So a parameter is there whenever a backward needs it, by whatever path the gradient has come: from
+an output of the module, from a view that was changed in place, from a loss that the module has kept
+in an attribute. Without these hooks only the first of them would be known in time.
 
 All other tensors are saved as ever. Hooks replace autograd's own check that nobody has changed them
 since, so that check is here. Hooks that somebody else has set (activation checkpointing, offloading
@@ -70,7 +70,7 @@ class SavedParameters:
 
     def uses(self, chain: Chain) -> None:
         """The unit of the last call is computed with from now on."""
-        self._chains[chain[-1].unit.storage._cdata] = chain
+        self._chains[chain[-1].unit.room.storage._cdata] = chain
 
     def chain_of(self, tensor: Tensor) -> Chain | None:
         """The call whose gathered parameters ``tensor`` is a part of, if it is one."""
@@ -78,7 +78,7 @@ class SavedParameters:
         chain = self._chains.get(address)
         # A unit that had to leave its memory to somebody has other memory now; the address of the
         # old one may be anybody's.
-        if chain is None or chain[-1].unit.storage._cdata != address:
+        if chain is None or chain[-1].unit.room.storage._cdata != address:
             return None
         return chain
 
@@ -108,7 +108,7 @@ class _Hooks(saved_tensors_hooks):
     def pack(self, tensor: Tensor) -> object:
         chain = self.saved.chain_of(tensor)
         # A number type that is not the parameter's, or a flag for "conjugate", is not in a note.
-        # Such a tensor is saved itself, and keeps the memory alive (see Unit.release).
+        # Such a tensor is saved itself, and keeps the memory alive (see Full.release).
         if chain is None or tensor.dtype is not chain[-1].full.dtype or tensor.is_conj():
             if self.outer is not None:
                 return self.outer[0](tensor)

@@ -6,9 +6,9 @@ plain model and any number of ranks. Every rank has to call them: parameters are
 
 torch walks the tree of modules and calls hooks around each. The hooks on a *wrapped* module gather
 its unit for as long as the walk is inside of it, so there are never more units out than lie within
-each other, and ``model.module.state_dict()`` works as well. The hooks on the *wrapper* only take its
-part out of the names. What is returned are copies, on the device that computes: writing to them does
-not change the model. (A plain module returns its own tensors, which the next step changes.)
+each other, and ``model.module.state_dict()`` works as well. The hooks on the *wrapper* only take
+its part out of the names. What is returned are copies, on the device that computes: writing to them
+does not change the model. (A plain module returns its own tensors, which the next step changes.)
 """
 
 import weakref

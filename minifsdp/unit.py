@@ -24,15 +24,13 @@ from torch import Tensor, nn
 from minifsdp.api import MixedPrecision
 from minifsdp.buffers import Buffers
 from minifsdp.flat_parameter import FlatParameter, flat_parameter
-from minifsdp.flatten import check_flattenable, flatten, unflatten
+from minifsdp.flatten import check_flattenable, flatten
 from minifsdp.full import Full, Fulls
 from minifsdp.groups import Placement
 from minifsdp.offload import HOST, host_copy
 from minifsdp.shard import chunk_numel, real_numel, shard
 from minifsdp.slots import Slot, StandIn
 from minifsdp.streams import Event
-
-FLAT_PARAM = "_flat_param"  # the shard's name on the unit's module, as in torch
 
 
 class Memory(Enum):
@@ -119,9 +117,9 @@ class Unit:
         self.fulls = Fulls(self._gradient_is_complete)
         self.full: Tensor | None = None  # [n * ranks]: the leaf of the one that is used now,
         self.buffer, self.transient, self.dtype = self.chunk, False, self.chunk.dtype  # its rest,
-        self.full_bytes, self.storage = 0, self.chunk.untyped_storage()  # and its memory
-        self._stand_ins = [StandIn(self, slot) for slot in slots]
-        self.hide()
+        self.full_bytes = 0  # its size,
+        self.room: Full  # and all of it together
+        self.stand_ins = [StandIn(self, slot) for slot in slots]
 
     def _new_shard(self, data: Tensor, requires_grad: bool) -> FlatParameter:
         low = self.precision.param_dtype if self.precision.keep_low_precision_grads else None
@@ -131,12 +129,6 @@ class Unit:
         """Take over what torch has put in the shard's place, moved or cast."""
         self.shard = self._new_shard(found.data, found.requires_grad)
         return self.shard
-
-    def adopt(self) -> None:
-        """Take over the shard if torch has put another parameter in its place (``module.to(...)``)."""
-        found = self.module._parameters.get(FLAT_PARAM)
-        if found is not None and found is not self.shard:
-            self.module._parameters[FLAT_PARAM] = self.replace_shard(found)
 
     @property
     def label(self) -> str:
@@ -160,7 +152,6 @@ class Unit:
             ValueError: ``shard`` was replaced by one of another size.
             RuntimeError: it was moved away from the host, where it should stay.
         """
-        self.adopt()  # it was moved through its module, not through the wrapper
         shard, real = self.shard, real_numel(self.numel, self.rank, self.ranks)
         if shard.numel() != real:
             raise ValueError(
@@ -220,10 +211,10 @@ class Unit:
     def _choose(self, full: Full) -> None:
         if full.leaf is not self.full:
             self.views = []  # they are of another one
+        self.room = full
         self.full, self.buffer, self.transient = full.leaf, full.buffer, full.transient
         self.dtype = full.leaf.dtype
         self.full_bytes = self.full_numel * self.dtype.itemsize
-        self.storage = full.buffer.untyped_storage()
 
     @torch.inference_mode(False)  # it, too
     def _new_full(self, dtype: torch.dtype, trained: bool) -> Full:
@@ -236,82 +227,8 @@ class Unit:
     def _gradient_is_complete(self) -> None:
         self.on_gradient(self)
 
-    def allocate(self) -> None:
-        """Give the storage of ``full`` room for all chunks."""
-        self.storage.resize_(self.full_bytes)
-
     def release(self) -> None:
-        """Give the storage's memory back, unless somebody else still refers to it.
-
-        A parameter may have left its module: as an output, in an attribute, in a closure. Whoever
-        has it keeps the memory, with the values of this step, and ``full`` gets another storage.
-        Without that he would read memory that is not there, and take the process down.
-        """
-        ours = 3 + len(self.views)  # ``full``, ``buffer``, ``storage``; all else is a leak
-        if torch._C._storage_Use_Count(self.storage._cdata) <= ours:
-            self.storage.resize_(0)
-            return
-        assert self.full is not None
-        with torch.inference_mode(False):
-            room = torch.empty_like(self.buffer)
-        self.full.data, self.buffer.data, self.views = room, room, []
-        self.storage = room.untyped_storage()
-        self.storage.resize_(0)
-        self.leaks += 1
-
-    # ------------------------------------------------------------- what its modules see of them
-
-    def make_views(self) -> None:
-        """New views of ``full`` for a forward, which autograd will record as its first operations.
-
-        Not once for all: autograd runs operations in the reverse of the order in which they were
-        *created*. Old views would come after the whole backward, no unit's gradient would be
-        complete before its end, and all units would be unsharded at once.
-        """
-        assert self.full is not None
-        # A reentrant checkpoint may run again, in its backward, with views that an evaluation has
-        # left. Made without gradients they would keep the gradient that should go on to `full`.
-        with torch.inference_mode(False):  # which leaves no_grad as well
-            self.views = unflatten(self.full, [slot.shape for slot in self.slots])
-
-    def expose(self) -> None:
-        """Let the modules compute with the views."""
-        if len(self.views) != len(self.slots):
-            self.make_views()  # the last forward was in another precision
-        self.exposed = True
-        self.module._parameters.pop(FLAT_PARAM, None)  # or its elements would be listed twice
-        for slot, view in zip(self.slots, self.views, strict=True):
-            slot.expose(view)
-
-    def check_untouched(self, version: int) -> None:
-        """Refuse what the module has done to its gathered parameters, which are about to be freed.
-
-        Args:
-            version: of ``full``, when the forward began.
-
-        Raises:
-            RuntimeError: it has changed one in place, or put another tensor in its place.
-        """
-        assert self.full is not None
-        how = "changed in place" if self.transient and self.full._version != version else ""
-        for slot, view in zip(self.slots, self.views, strict=True):
-            for module, attribute in slot.owners:
-                if module._parameters.get(attribute) is not view:
-                    how = f"replaced ({slot.name!r})"
-        if how:
-            raise RuntimeError(
-                f"a parameter of unit {self.label} was {how} in the forward of its module. There it "
-                f"is a copy that is freed afterwards, so the change would be lost. Change "
-                f"parameters between steps, inside of FSDP.summon_full_params(model), or keep what "
-                f"a forward changes in a buffer."
-            )
-
-    def hide(self) -> None:
-        """Put stand-ins where the views were, which say what is wrong when they are used, and show
-        the flat parameter to whoever lists the module's parameters."""
-        if self.exposed:
-            self.exposed = False
-            for slot, stand_in in zip(self.slots, self._stand_ins, strict=True):
-                slot.hide(stand_in)
-            if self.slots:
-                self.module._parameters[FLAT_PARAM] = self.shard
+        """Give the memory of ``full`` back; see :meth:`Full.release`."""
+        if not self.room.release(len(self.views)):
+            self.views = []
+            self.leaks += 1

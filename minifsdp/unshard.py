@@ -33,7 +33,7 @@ def unshard(unit: Unit, streams: Streams) -> None:
     def launch() -> Finish:
         # Inside, so that on CUDA the memory is taken from the unshard stream's pool: the gather may
         # write to it at once, without waiting for whatever the compute stream is still doing.
-        unit.allocate()
+        unit.room.allocate()
         chunk = uploaded() if uploaded is not None else unit.chunk
         if unit.shard_group is not None:
             sent = chunk if chunk.dtype is unit.dtype else chunk.to(unit.dtype)

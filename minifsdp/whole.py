@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from minifsdp.flatten import unflatten
-from minifsdp.unit import FLAT_PARAM, Unit
+from minifsdp.unit import Unit
+from minifsdp.views import FLAT_PARAM, hide
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Whole:
 
     def unregister(self) -> None:
         """Undo that, whatever the caller has put in the parameters' places."""
-        self.unit.hide()
+        hide(self.unit)
 
     def check_shapes(self) -> None:
         """Refuse what cannot be written back.

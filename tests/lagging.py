@@ -123,7 +123,7 @@ def deferring_device() -> Iterator[None]:
 
     def unshard_into_nan(unit, its_streams):
         unshard(unit, its_streams)
-        unit.allocate()  # as on a GPU: taken at once, filled later
+        unit.room.allocate()  # as on a GPU: taken at once, filled later
         unit.buffer.fill_(torch.nan)
 
     def nan_on_host(like: Tensor, device: torch.device) -> Tensor:

@@ -60,7 +60,7 @@ def test_a_full_of_any_dtype_says_when_its_gradient_is_complete():
     unit.on_gradient = told.append
     for dtype in (torch.float32, LOW, torch.float32):
         unit.compute_in(dtype)
-        unit.allocate()
+        unit.room.allocate()
         unit.full.sum().backward()
         assert unit.full.grad.dtype is dtype
         unit.release()

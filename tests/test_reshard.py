@@ -8,6 +8,7 @@ from minifsdp import BackwardPrefetch, ShardingStrategy
 from minifsdp.reshard import reshard
 from minifsdp.unit import Memory
 from minifsdp.unshard import unshard, wait_for_unshard
+from minifsdp.views import expose, make_views
 from tests.lagging import lagging_device
 from tests.ranks import on_ranks
 from tests.small import batch, stack, step, storage
@@ -19,8 +20,8 @@ def unsharded_unit():
     unit, streams = model.engine.units[1], model.engine.streams
     unshard(unit, streams)
     wait_for_unshard(unit)
-    unit.make_views()
-    unit.expose()
+    make_views(unit)
+    expose(unit)
     return unit, streams
 
 

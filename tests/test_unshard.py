@@ -12,6 +12,7 @@ from minifsdp.sim import cluster
 from minifsdp.sim.tape import Op
 from minifsdp.unit import Memory
 from minifsdp.unshard import unshard, wait_for_unshard
+from minifsdp.views import expose, make_views
 from tests.lagging import deferring_device
 from tests.parity import check_at_rest
 from tests.ranks import device, on_ranks
@@ -31,8 +32,8 @@ def check_views(offload, precision):
     _, unit, streams = prepared(cpu_offload=offload, mixed_precision=precision)
     unshard(unit, streams)
     wait_for_unshard(unit)
-    unit.make_views()
-    unit.expose()
+    make_views(unit)
+    expose(unit)
     assert storage(unit) == unit.full_numel * unit.dtype.itemsize  # room for what comes, no more
     expected = layers()[1][0].to(unit.dtype)
     assert torch.equal(unit.views[0], expected.weight) and torch.equal(unit.views[1], expected.bias)
