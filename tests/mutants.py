@@ -200,7 +200,7 @@ MUTANTS = [
     Mutant("autograd", "the end is held by us", "held = weakref.ref(call)", "held = lambda: call"),
     Mutant("autograd", "everything is reached", "return torch._C._will_engine_execute_node(node)", "return True"),
     Mutant("lockstep", "nobody meets after an exception", "            for circle in self._circles:\n", "            for circle in ():\n", noticed_by="promises/ranks_agree"),
-    Mutant("lockstep", "where all have failed, some wait for the others", "not self._all_failed and Message.made", "Message.made"),
+    Mutant("lockstep", "where all have failed, some wait for the others", "not self._all_failed and made()", "made()"),
     Mutant("lockstep", "modes are not compared", "return 0 if unit is None else 1 +", "return 0 if True else 1 +", noticed_by="promises/ranks_agree"),
     Mutant("circles", "that of all ranks comes first", "key=lambda circle: _breadth(circle.groups))", "key=lambda circle: -_breadth(circle.groups))"),
     Mutant("circles", "a rank talks to itself", "group is not None and group.size() > 1", "group is not None"),
