@@ -66,12 +66,15 @@ def at_end_of_backward(
         drops what it was to call, and so the reference to it here is dead.
     """
 
+    ended = False
+
     def call() -> None:
+        nonlocal ended
+        ended = True
         callback()
 
     Variable._execution_engine.queue_callback(call)
-    # After an ordinary end the caller has let go of this reference, and nothing is called.
-    held = weakref.ref(call, lambda _: if_it_dies())
+    held = weakref.ref(call, lambda _: None if ended else if_it_dies())
     return lambda: held() is not None
 
 

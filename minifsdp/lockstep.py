@@ -39,7 +39,7 @@ import torch.distributed as dist
 from minifsdp.circles import Circle, by_rank, circles
 from minifsdp.collectives import all_gather
 from minifsdp.compare import Notes, describe, forget_values, judge
-from minifsdp.messages import Kind, Message
+from minifsdp.messages import Kind, made
 from minifsdp.notes import exchange
 from minifsdp.unit import Unit
 from minifsdp.watch import watch
@@ -122,12 +122,12 @@ class Lockstep:
     def reset(self) -> None:
         """A step begins, or has failed and is forgotten."""
         self.apart = False
-        self._said_before = Message.made
+        self._said_before = made()
 
     def failed(self) -> None:
         """An exception has ended a forward or backward. It may have been this rank's alone, so
         before anything else all of them meet. If nothing was said, nobody has missed anything."""
-        self._failed |= not self._all_failed and Message.made != self._said_before
+        self._failed |= not self._all_failed and made() != self._said_before
 
     def _compare(self, forward: bool) -> None:
         complaint: str | None = None

@@ -16,7 +16,6 @@ all the same, so that watch.py can tell who has started them.
 """
 
 from enum import IntEnum
-from typing import ClassVar
 
 import torch.distributed as dist
 
@@ -59,15 +58,13 @@ class Message:
     """
 
     __slots__ = ("count", "group", "key", "kind", "label", "verdict")
-    made: ClassVar[int] = 0  # by this rank, since it began
 
     def __init__(
         self, group: dist.ProcessGroup, number: int, kind: Kind, size: int, label: str
     ) -> None:
         # Notes are also exchanged by ranks that hold different groups of the same ranks.
         name = str(dist.get_process_group_ranks(group)) if kind is Kind.NOTES else group.group_name
-        self.key: Key = (name, number, kind, size)
-        Message.made += 1
+        self.key: Key = (name, number, kind.value, size)
         self.count = started[self.key] = started.get(self.key, 0) + 1
         self.group, self.label, self.kind = group, label, kind
         self.verdict: str | None = None  # why it will never arrive, once watch.py knows
@@ -81,3 +78,8 @@ class Message:
 
     def __str__(self) -> str:
         return _WORDS.get(self.kind, "{}").format(self.label, self.key[-1])
+
+
+def made() -> int:
+    """How many messages this rank has started since it began."""
+    return sum(started.values())

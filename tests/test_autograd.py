@@ -39,7 +39,7 @@ def test_every_door_opens_at_its_moment():
     output = Loud.apply(inputs, heard, "the operations of a module")
     when_complete(leaf, lambda: heard.append(f"complete: {leaf.grad.tolist()}"))
     after_gradients_of([inputs], lambda _: heard.append("inputs have theirs"))
-    before_gradient_of(output, lambda _: heard.append("before the output"))
+    before_gradient_of(output, lambda _: heard.append("before the output"), 0)
 
     def begin(grad: Tensor) -> None:
         at_end_of_backward(lambda: heard.append("the end"), lambda: heard.append("death"))
@@ -60,17 +60,29 @@ def test_every_door_opens_at_its_moment():
 
 def test_a_leaf_and_no_inputs_have_no_door():
     leaf, heard = torch.ones(2, requires_grad=True), []
-    before_gradient_of(leaf, heard.append)
+    before_gradient_of(leaf, heard.append, 0)
     after_gradients_of([], heard.append)
     leaf.sum().backward()
     assert heard == []
+
+
+def test_what_was_handed_on_is_not_heard_and_the_base_of_a_view_is():
+    heard: list[str] = []
+    older = torch.ones(2, requires_grad=True) * 2
+    first = torch._C._autograd._get_sequence_nr()
+    view = (older * 3).view(2, 1)
+    before_gradient_of(older, lambda _: heard.append("older"), first)
+    before_gradient_of(view, lambda _: heard.append("view"), first)
+    view.mul_(2)  # its operation is another one now
+    view.sum().backward()
+    assert heard == ["view"]
 
 
 def test_an_output_that_is_an_input_again_is_heard_after_that_input():
     """A frozen module called twice: its second call ends before its first one's backward begins."""
     heard: list[str] = []
     first = torch.ones(2, requires_grad=True) * 2
-    before_gradient_of(first, lambda _: heard.append("first call's output"))
+    before_gradient_of(first, lambda _: heard.append("first call's output"), 0)
     second = first * 3
     after_gradients_of([first], lambda _: heard.append("second call's input"))
     second.sum().backward()
@@ -108,7 +120,7 @@ def test_the_end_is_still_to_come_until_it_came_or_never_will(fails):
     else:
         output.sum().backward()
     gc.collect()
-    assert ended == ([] if fails else [True]) and not still[0]()
+    assert ended == (["death"] if fails else [True]) and not still[0]()
 
 
 def test_a_hook_of_a_leaf_goes_with_it():

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from minifsdp.collectives import gather_objects
-from minifsdp.messages import Kind, Message, started
+from minifsdp.messages import Kind, Message, made, started
 from tests.ranks import on_ranks
 
 UNIT = 0x4D46_0000  # where numbers of units begin
@@ -38,10 +38,10 @@ def test_both_sides_count_alike_whatever_else_they_say():
 
 @on_ranks(1)
 def test_what_was_started_is_known():
-    before, message = Message.made, new(UNIT + 6000, Kind.REDUCTION)
+    before, message = made(), new(UNIT + 6000, Kind.REDUCTION)
     assert started[message.key] == message.count == 1
     assert new(UNIT + 6000, Kind.REDUCTION).count == started[message.key] == 2
-    assert Message.made == before + 2
+    assert made() == before + 2
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def train(make: str, calls: str) -> tuple[list[Any], list[Any]]:
     blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in NAMES]
     net = nn.Sequential(blocks[0][0], *(blocks[int(call)] for call in calls))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(Unit, "make_views", globals()[make]))
+        stack.enter_context(patch.object(minifsdp.hooks, "make_views", globals()[make]))
         for kind, name in MOMENTS:
             stack.enter_context(noting(kind, name, steps))
         net = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), backward_prefetch=None)
@@ -114,8 +114,9 @@ def two_layers() -> None:
 # {{ minifsdp/backward.py Backward.post_backward }}
 #
 # (`begin` queues the end. Prefetching is page 10, `synchronizes` page 14, and ranks are `apart` if
-# they use different units.) Some things escape hooks: a tensor that leaves a module by another door
-# than its return value, or the backwards inside the backward of `checkpoint(use_reentrant=True)`.
+# they use different units.) A tensor may also leave a module by other ways than its return value, in
+# an attribute for example. So `pre_backward` is called a second time, when autograd asks for a
+# parameter that it has saved: `minifsdp/saved.py` sees that it saves a note instead.
 #
 # ## What breaks without it
 #
@@ -126,7 +127,7 @@ def two_layers() -> None:
 
 
 # %%
-make_views = Unit.make_views
+make_views = minifsdp.views.make_views
 
 
 def make_once(unit: Unit) -> None:
@@ -144,7 +145,7 @@ def four_units() -> None:
 
 def a_gpt_on_virtual_gpus() -> None:
     for make in (make_views, make_once):
-        with patch.object(Unit, "make_views", make):
+        with patch.object(minifsdp.hooks, "make_views", make):
             gpu = simulate(parser().parse_args(["--model=gpt-1.3b", "--batch=1", "--seq=512"]))
         print(f"{make.__name__}: {gpu.report()['peak allocated'] / 2**20:,.0f} MiB at the peak")
 

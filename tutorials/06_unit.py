@@ -114,7 +114,7 @@ def units() -> None:
 # uses. Later both see a *stand-in*: it has a shape, no values, and a message. Without it, a module
 # that is called at the wrong time would compute with freed memory.
 #
-# {{ minifsdp/slots.py Slot.put }}
+# {{ minifsdp/slots.py Slot.expose }}
 #
 # ## What breaks without it
 #
