@@ -22,6 +22,7 @@ from draw import strips
 from launch import on_ranks
 from torch import Tensor, nn
 
+import minifsdp.hooks
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
 from minifsdp.backward import Backward
@@ -114,9 +115,9 @@ def two_layers() -> None:
 # {{ minifsdp/backward.py Backward.post_backward }}
 #
 # (`begin` queues the end. Prefetching is page 10, `synchronizes` page 14, and ranks are `apart` if
-# they use different units.) A tensor may also leave a module by other ways than its return value, in
-# an attribute for example. So `pre_backward` is called a second time, when autograd asks for a
-# parameter that it has saved: `minifsdp/saved.py` sees that it saves a note instead.
+# they use different units.) A tensor may also leave a module by other ways than its return
+# value, in an attribute for example. So `pre_backward` is called as well when autograd asks for a
+# parameter that it has saved; `minifsdp/saved.py` sees to it that it saves a note instead.
 #
 # ## What breaks without it
 #
@@ -127,7 +128,7 @@ def two_layers() -> None:
 
 
 # %%
-make_views = minifsdp.views.make_views
+make_views = minifsdp.hooks.make_views
 
 
 def make_once(unit: Unit) -> None:
