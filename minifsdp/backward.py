@@ -131,7 +131,8 @@ class Backward:
             )
         grad = change_gradient(unit, grad)
         unit.phase = Phase.DONE
-        self.engine.done_with(unit)
+        if not self._keeps(unit):
+            self.engine.done_with(unit)
         self.engine.prefetch(self.engine.prefetcher.post_backward(unit))
         if not unit.numel:
             return
@@ -155,10 +156,18 @@ class Backward:
         self._to_end = None
         in_use = {call.unit for call in self.calls}  # if this is torch.autograd.grad in a forward
         for unit in self.engine.units:
-            if unit not in in_use:
+            if self._keeps(unit):
+                unit.kept_version = unit.shard._version
+                hide(unit)
+            elif unit not in in_use:
                 self.engine.free(unit)  # its outputs, or some, were not part of this backward
             if unit.phase is not Phase.IDLE:
                 unit.phase = Phase.FORWARD  # another graph may yet come through it
+
+    def _keeps(self, unit: Unit) -> bool:
+        """Whether a unit stays gathered after a backward: in no_sync, for the next forward, since
+        no optimizer steps in between; unless the strategy is to save its memory."""
+        return not (self.synchronizes or unit.reshard_after_forward)
 
     def _hide_all(self) -> None:
         for unit in self.engine.units:

@@ -55,7 +55,7 @@ class Engine:
                 with different units.
             RuntimeError: parameters were moved, or stepped, when they should not have been.
         """
-        self.reset()
+        self.reset(keep=training is not None and training is self.training)
         self.training = self.training if training is None else training
         by_device = {unit.device: unit.label for unit in self.units if unit.numel}
         if len(by_device) > 1:
@@ -84,15 +84,20 @@ class Engine:
                 self.free(unit)
                 unit.choose_precision(training)
 
-    def reset(self) -> None:
-        """Drop what a failed forward or backward has left, and what a forward without one keeps."""
+    def reset(self, keep: bool = False) -> None:
+        """Drop what a failed forward or backward has left, and what a forward without one keeps.
+
+        Args:
+            keep: what a backward in no_sync has left gathered, if nobody has changed it since.
+        """
         reductions, self._reductions = self._reductions, []
         self._kept.clear()
         self.lockstep.reset()
         for reduction in reductions:
             reduction.event.wait()
         for unit in self.units:
-            self.free(unit)
+            if not keep or unit.moved or unit.kept_version != unit.shard._version:
+                self.free(unit)
             unit.phase = Phase.IDLE
             if unit.full is not None:
                 unit.full.grad = None

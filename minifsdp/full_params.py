@@ -71,7 +71,7 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[N
         RuntimeError: called in a forward or backward, which gather and free by themselves.
         ValueError: ``writeback`` and ``rank0_only``: the other ranks would have nothing to write.
     """
-    hooks.close_dead_walks()
+    hooks.walks.close_dead()
     if not hooks.idle:
         raise RuntimeError(
             "summon_full_params was called in a forward or in a backward of this model (as "

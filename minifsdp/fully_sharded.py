@@ -23,6 +23,7 @@ from minifsdp.attributes import Forward, Transparent
 from minifsdp.borders import check_wrappable
 from minifsdp.build import build_unit, wrap_below
 from minifsdp.clip_grad import clip_grad_norm
+from minifsdp.compiled import uncompiled, watched
 from minifsdp.engine import Engine
 from minifsdp.from_torch import as_ours
 from minifsdp.full_params import Options, summon
@@ -139,11 +140,13 @@ class FullyShardedDataParallel(Transparent):
         for wrapper in wrappers:
             wrapper._hooks = self._hooks
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    @uncompiled
+    def forward(self, watcher: Any, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, with its parameters gathered for as long as it runs."""
         # Looked up as an attribute it would take as long as all that a gather needs of the host.
         module: Any = self._modules["_fsdp_wrapped_module"]
-        return self._hooks.forward(self._unit, module, module.training, args, kwargs)
+        called = module if watcher is None else watched(module, watcher)
+        return self._hooks.forward(self._unit, called, module.training, args, kwargs)
 
     def check_is_root(self) -> bool:
         """Whether no other wrapper is around this one."""

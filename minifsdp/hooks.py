@@ -22,14 +22,11 @@ has saved is what nothing can get around (saved.py): a module may hand on tensor
 nobody sees, but no gradient of it can be computed without what it has saved.
 """
 
-import sys
-from contextlib import ExitStack
+from collections.abc import Callable
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
 
 from minifsdp.autograd import after_gradients_of, before_gradient_of
 from minifsdp.backward import Backward
@@ -41,6 +38,7 @@ from minifsdp.saved import Call
 from minifsdp.unit import Phase, Unit
 from minifsdp.unshard import wait_for_unshard
 from minifsdp.views import check_untouched, expose, hide, make_views
+from minifsdp.walks import Walks
 
 
 class Hooks:
@@ -52,7 +50,7 @@ class Hooks:
         self.depth = 0  # of forwards within forwards
         self.calls = self.backward.calls  # those forwards, outermost first
         self.summoned: set[Unit] = set()  # their parameters are out, between steps (full_params.py)
-        self.walks: dict[Unit, ExitStack] = {}  # of torch, to save or load; they summon it
+        self.walks = Walks()
 
     @property
     def idle(self) -> bool:
@@ -78,29 +76,21 @@ class Hooks:
         """In a forward that is not part of another, nor of a backward."""
         return self.depth == 1 and not self.backward.running
 
-    def close_dead_walks(self, unit: Unit | None = None) -> None:
-        """End the walks of ``state_dict()`` and ``load_state_dict()`` that an exception has ended.
-        What they have loaded is dropped.
-
-        Args:
-            unit: a walk begins there, so that one which had come there before is dead.
-        """
-        if self.walks and (unit in self.walks or not _walking(sys._getframe())):
-            walks, self.walks = self.walks, {}
-            for stack in reversed(walks.values()):
-                error = RuntimeError("a state dict was not finished")
-                stack.__exit__(RuntimeError, error, None)
-
     def forward(
-        self, unit: Unit, module: nn.Module, training: bool, args: Any, kwargs: dict[str, Any]
+        self,
+        unit: Unit,
+        module: Callable[..., Any],
+        training: bool,
+        args: Any,
+        kwargs: dict[str, Any],
     ) -> Any:
         """The forward of a unit's module, with its parameters gathered for as long as it runs.
 
         Args:
             training: the module's mode; the outermost one's counts.
         """
-        if self.walks:
-            self.close_dead_walks()
+        if self.walks.held:
+            self.walks.close_dead()
         if self.summoned:
             self._check_summoned(unit)
             if unit in self.summoned:
@@ -226,11 +216,3 @@ class Hooks:
             self.engine.done_with(unit)
 
         after_gradients_of(inputs, free)
-
-
-def _walking(frame: FrameType | None) -> bool:
-    """Whether a module's ``state_dict`` or ``load_state_dict`` is among the callers."""
-    walks = (nn.Module.state_dict.__code__, nn.Module.load_state_dict.__code__)
-    while frame is not None and frame.f_code not in walks:
-        frame = frame.f_back
-    return frame is not None

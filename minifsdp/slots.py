@@ -30,12 +30,26 @@ class Slot:
         assert param is not None, self.name
         return param
 
-    def expose(self, view: Tensor) -> None:
-        """Let all owners see ``view`` as a parameter: also ``module.parameters()`` lists it."""
+    def expose(self, view: Tensor, hidden: bool) -> None:
+        """Let all owners see ``view`` as a parameter: also ``module.parameters()`` lists it.
+
+        Args:
+            hidden: they see a stand-in now.
+
+        Raises:
+            RuntimeError: somebody has put another parameter in its place.
+        """
         for module, attribute in self.owners:
             if type(module).__setattr__ is not _SETATTR:
                 _tell(module, attribute, view)
-            module.__dict__.pop(attribute, None)  # it would be found before the parameter
+            found = module.__dict__.pop(attribute, None)  # it would be found before the parameter
+            if hidden and found is None:
+                raise RuntimeError(
+                    f"parameter {self.name!r} was replaced after wrapping. Its unit was made of "
+                    f"the old one, and trains that; the new one would be trained by nobody. "
+                    f"Replace it before you wrap the model, or set its values inside of "
+                    f"FSDP.summon_full_params(model)."
+                )
             module._parameters[attribute] = view  # type: ignore[assignment]  # not a leaf
 
     def hide(self, stand_in: "StandIn") -> None:

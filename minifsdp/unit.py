@@ -113,6 +113,7 @@ class Unit:
         self.waiting: Waiting | None = None
         self.views: list[Tensor] = []
         self.exposed = True  # its modules see parameters, and not stand-ins
+        self.kept_version = -1  # of the shard, if a no_sync backward has left it gathered
         self.leaks = 0  # how often somebody else has kept the memory
         self.fulls = Fulls(self._gradient_is_complete)
         self.full: Tensor | None = None  # [n * ranks]: the leaf of the one that is used now,
@@ -164,11 +165,17 @@ class Unit:
                 f"CPUOffload they live on the CPU and are uploaded when they are needed. Do not "
                 f"move the model after wrapping; it computes on {self.offload_from} by itself."
             )
-        # Compared by address: module.to() and `param.data = ...` put new memory under it.
-        moved = shard.device != self.chunk.device or shard.dtype != self.chunk.dtype
-        if moved or (real and shard.data_ptr() != self.chunk.data_ptr()):
+        if self.moved:
             self._take_over(shard, real)
         self.choose_precision(training)
+
+    @property
+    def moved(self) -> bool:
+        """Whether the shard has other memory than it was given."""
+        shard, chunk = self.shard, self.chunk
+        # Compared by address: module.to() and `param.data = ...` put new memory under it.
+        moved = shard.numel() > 0 and shard.data_ptr() != chunk.data_ptr()
+        return moved or shard.device != chunk.device or shard.dtype != chunk.dtype
 
     @torch.inference_mode(False)  # what is made here outlives the mode that a forward may run in
     def _take_over(self, shard: FlatParameter, real: int) -> None:

@@ -34,10 +34,10 @@ def expose(unit: Unit) -> None:
     """Let the modules compute with the views."""
     if len(unit.views) != len(unit.slots):
         make_views(unit)  # the last forward was in another precision
-    unit.exposed = True
+    hidden, unit.exposed = not unit.exposed, True
     unit.module._parameters.pop(FLAT_PARAM, None)  # or its elements would be listed twice
     for slot, view in zip(unit.slots, unit.views, strict=True):
-        slot.expose(view)
+        slot.expose(view, hidden)
 
 
 def hide(unit: Unit) -> None:

@@ -129,7 +129,7 @@ def test_all_owners_see_what_is_put_into_a_slot():
     for owner in (first, second):
         del owner.weight
     value = torch.ones(2, 2)
-    slot.expose(value)
+    slot.expose(value, hidden=False)
     assert first.weight is second.weight is second.other is value
     assert all(dict(owner.named_parameters())["weight"] is value for owner in (first, second))
     slot.hide("hidden")

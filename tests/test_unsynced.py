@@ -374,3 +374,52 @@ def test_where_it_may_not_be_called_it_says_so():
     model.module[1].module[0].register_full_backward_hook(within)
     with pytest.raises(RuntimeError, match="no_sync was called in a forward or backward"):
         step(model)
+
+
+# --------------------------------------------------------------- parameters that stay in no_sync
+
+
+@on_ranks(2)
+def test_parameters_that_stay_are_gathered_once_for_all_batches_and_anew_after_a_step():
+    model = stack(2, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    plain = layers(2)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    gathers = []
+    for at in range(3):
+        with model.no_sync():
+            for micro in range(2):
+                step(model, 3 * at + micro)
+                gathers.append(model.engine.stats.all_gathers)
+        step(model, 3 * at + 2)
+        expected = mean_gradients(
+            plain, *(plain(batch(step=3 * at + i)).pow(2).sum() for i in range(3))
+        )
+        assert_same_gradients(gathered_gradients(model), expected)
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+    assert gathers == [3, 3, 6, 6, 9, 9]
+
+
+@on_ranks(2)
+def test_parameters_that_stay_follow_what_is_done_to_them_in_between():
+    for change in ("in place", "data", "evaluation", "state dict"):
+        model = stack(1, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+        plain = layers(1)
+        with model.no_sync():
+            step(model)
+            model.zero_grad()
+            if change == "in place":
+                with torch.no_grad():
+                    for param in (*model.parameters(), *plain.parameters()):
+                        param.mul_(2)
+            elif change == "data":
+                for param in (*model.parameters(), *plain.parameters()):
+                    param.data = param.data * 2
+            elif change == "state dict":
+                plain.load_state_dict({n: 2 * p for n, p in plain.state_dict().items()})
+                model.load_state_dict(plain.state_dict())
+            else:
+                model.eval()(batch())
+                model.train()
+            assert torch.equal(model(batch()), plain(batch())), change
