@@ -44,7 +44,7 @@ MUTANTS = [
     Mutant("full", "collectives write through autograd's tensor",
            "Full(leaf, leaf.data, ", "Full(leaf, leaf.detach(), "),
     Mutant("unit", "a replaced shard is not noticed",
-           "shard.data_ptr() != self.chunk.data_ptr()", "False"),
+           "shard.data_ptr() != chunk.data_ptr()", "False"),
     Mutant("unit", "the originals stay alive", "self.module, self.slots, self.buffers = module, slots, buffers", "self.module, self.slots, self.buffers, self.p = module, slots, buffers, params[:]"),
     Mutant("full", "freezing is not noticed", "full.leaf.requires_grad != requires_grad", "False"),
     Mutant("full", "a full for the last dtype only", "self._made[leaf.dtype] = full =", "self._made.clear()\n        self._made[leaf.dtype] = full ="),
