@@ -55,8 +55,7 @@ class Transparent(nn.Module):
             ) from error  # fmt: skip
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The first sets a mark on all modules before it touches a parameter, fully_shard puts a
-        # DTensor in the place of each. Refused here, neither has changed anything of ours.
+        # Set on all modules before a parameter is touched: refused here, nothing has changed.
         if name == FSDP_MARK or isinstance(value, DTensor):
             refuse_around("torch's FSDP", self)
         if self._is_modules_own(name):

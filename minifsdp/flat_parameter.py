@@ -57,6 +57,21 @@ class FlatParameter(nn.Parameter):
     def grad(self) -> None:
         _GRAD.__delete__(self)
 
+    def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
+        """True. torch's ``fully_shard`` asks for this before it changes anything.
+
+        Raises:
+            TypeError: asked by that: it would shard a chunk once more.
+        """
+        if sys._getframe(1).f_globals.get("__name__", "").endswith("._fsdp_param"):
+            label = getattr(self.unit(), "label", "?")
+            raise TypeError(
+                f"torch's FSDP cannot wrap this: unit {label} is a minifsdp."
+                f"FullyShardedDataParallel, which is sharded already. Leave torch's FSDP out; wrap "
+                f"what is around the sharded part in FullyShardedDataParallel, too."
+            )
+        return super().is_contiguous(*args, **kwargs)
+
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
         """True. An optimizer that is being built asks each of its parameters for this."""

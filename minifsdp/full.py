@@ -7,6 +7,7 @@ storage brings the views back to life; a new tensor would leave them pointing at
 There is one for each dtype that the unit is computed in: mixed precision may be for training only.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakMethod
@@ -34,7 +35,7 @@ class Full:
         """Have memory for all chunks."""
         self.storage.resize_(self.buffer.numel() * self.buffer.itemsize)
 
-    def release(self, views: int) -> bool:
+    def release(self, views: list[Tensor]) -> bool:
         """Give the memory back, unless somebody else still refers to it.
 
         A parameter may have left its module: as an output, in an attribute, in a closure. Whoever
@@ -42,12 +43,14 @@ class Full:
         Otherwise a use of it would read memory that is not there, and take the process down.
 
         Args:
-            views: how many tensors of the engine's own share the storage.
+            views: the engine's own; emptied, if somebody else has one of them.
 
         Returns:
             Whether the memory is free now.
         """
-        ours = 3 + views  # ``leaf``, ``buffer``, ``storage``; all else is somebody's
+        if any(count > _ALONE for count in _references(views)):
+            views.clear()  # to see whether that is still so
+        ours = 3 + len(views)  # ``leaf``, ``buffer``, ``storage``; all else is somebody's
         if torch._C._storage_Use_Count(self.storage._cdata) <= ours:
             self.storage.resize_(0)
             return True
@@ -112,3 +115,10 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
             found()
 
     return call
+
+
+def _references(items: list[Tensor]) -> list[int]:
+    return [sys.getrefcount(item) for item in items]
+
+
+_ALONE = _references([torch.empty(0)])[0]  # of what only the list has; differs by version of Python

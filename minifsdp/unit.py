@@ -236,6 +236,6 @@ class Unit:
 
     def release(self) -> None:
         """Give the memory of ``full`` back; see :meth:`Full.release`."""
-        if not self.room.release(len(self.views)):
+        if not self.room.release(self.views):
             self.views = []
             self.leaks += 1

@@ -80,12 +80,9 @@ def run(
     `function` has to be importable by its name. Raises RankFailure.
     """
     world = _worlds.get(world_size)
-    new = world is None
     if world is None:
         world = _worlds[world_size] = World(world_size)
     try:
-        if new:
-            world.results(START)  # not counted as the function's own time
         return world.call(function, args, kwargs, timeout)
     except pytest.skip.Exception:
         raise
@@ -116,6 +113,7 @@ class World:
         context.set_forkserver_preload(["torch", "torch.distributed", "minifsdp", "tests.models"])
         self.folder = tempfile.TemporaryDirectory(prefix="minifsdp-")
         self.processes, self.connections = [], []
+        self.ready = False  # all ranks have found each other
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -129,6 +127,9 @@ class World:
             self.connections.append(ours)
 
     def call(self, function: Callable, args: tuple, kwargs: dict, timeout: float) -> list[Any]:
+        if not self.ready:
+            self.results(START)  # not counted as the function's own time
+            self.ready = True
         for connection in self.connections:
             connection.send((function, args, kwargs))
         return self.results(timeout)

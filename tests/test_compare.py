@@ -215,7 +215,7 @@ def test_replicas_that_load_other_values_are_told():
 def test_values_are_compared_once():
     model = wrap(layers(), NO_SHARD)
     step(model)
-    model.module[2].module[0].bias.data += dist.get_rank()
+    model.engine.units[2].shard.data[-1] += dist.get_rank()
     with patch.object(compare, "fingerprint", None):
         step(model)
 

@@ -175,12 +175,16 @@ def test_two_forwards_then_two_backwards():
 
 
 @on_ranks(2)
-def test_gradients_of_gradients_are_refused_by_name():
-    """torch: the same."""
-    model, x = stack(), batch().requires_grad_()
-    (grad,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError):
-        grad.sum().backward()
+def test_gradients_of_gradients_are_right_for_inputs_and_refused_by_name_for_parameters():
+    """torch: both fail."""
+    model, plain, x = stack(), layers(), batch().requires_grad_()
+    penalties = []
+    for each in (model, plain):
+        (grad,) = torch.autograd.grad(each(x).pow(2).sum(), x, create_graph=True)
+        penalties.append(grad.pow(2).sum())
+    penalties[0].backward()
+    assert_same_gradients(gathered_gradients(model), mean_gradients(plain, penalties[1]))
+    model.zero_grad()
     with pytest.raises(RuntimeError, match=r"gradients of gradients \(create_graph=True\)"):
         loss_of(model).backward(create_graph=True)
     assert_right_from_now_on(model)

@@ -55,7 +55,7 @@ def test_the_address_of_memory_that_was_left_to_others_means_nothing():
     saved.uses((Call(unit, unit.full, 0, 0, True),))
     part = unit.full.detach()[:3]
     assert saved.chain_of(part) is not None
-    assert not unit.room.release(0)  # `part` refers to it
+    assert not unit.room.release([])  # `part` refers to it
     assert saved.chain_of(part) is None
 
 
