@@ -10,6 +10,8 @@ would do to the whole. These do not, and are told when they are built, or at the
 - Groups by name or by dimension: "no weight decay for biases". A flat parameter is all of a unit's
   parameters, has one dimension, and no names, so they all land in one group. That is a warning.
 - Its state, in the hands of a rank with another chunk: see optim_state.py.
+- A step without any gradient, since ``loss.backward(inputs=...)`` does not reach flat parameters.
+  That is a warning, too.
 
 All of it is looked at again when the groups change, and not in every step.
 """
@@ -28,6 +30,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from minifsdp.flat_parameter import FlatParameter
 from minifsdp.optim_state import agree, check_state, mark_groups, refuse_distributed_checkpoints
 from minifsdp.originals import taken_by
+from minifsdp.unit import Phase
 
 Groups = list[dict[str, Any]]
 
@@ -71,6 +74,14 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         RuntimeError: on every rank, whichever found the reason.
     """
     groups: Groups = optimizer.param_groups
+    if _has_no_gradient(groups) and "_minifsdp_idle" not in optimizer.__dict__:
+        optimizer.__dict__["_minifsdp_idle"] = True
+        warnings.warn(
+            f"{type(optimizer).__name__} is about to step, the model has run, and none of its flat "
+            f"parameters has a gradient. loss.backward(inputs=model.parameters()) does not reach "
+            f"them: call loss.backward(), and freeze what should get no gradient.",
+            stacklevel=3,
+        )
     seen = optimizer.__dict__.get("_minifsdp_seen", [])
     if len(seen) == len(groups) and all(
         group is before and group["params"] is params
@@ -87,6 +98,19 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     mark_groups(groups)
     refuse_distributed_checkpoints(optimizer, groups)
     optimizer.__dict__["_minifsdp_seen"] = [(group, group["params"]) for group in groups]
+
+
+def _has_no_gradient(groups: Groups) -> bool:
+    """Whether a forward was run for a backward, and has left nothing to step with."""
+    ran = False
+    for group in groups:
+        for param in group["params"]:
+            if isinstance(param, FlatParameter) and param.requires_grad and param.numel():
+                if param.grad is not None:
+                    return False  # as a rule the first one has
+                unit = param.unit()
+                ran = ran or (unit is not None and unit.phase is Phase.FORWARD)
+    return ran
 
 
 def _refuse_by_name(optimizer: Optimizer, groups: Groups) -> None:

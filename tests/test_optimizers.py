@@ -12,7 +12,7 @@ import minifsdp.optimizers
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy
 from tests.ranks import device, on_ranks
-from tests.small import stack, step
+from tests.small import batch, stack, step
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD]
 
@@ -102,6 +102,23 @@ def test_a_flat_parameter_that_was_replaced_is_noticed():
     unit.module._flat_param = unit.replace_shard(nn.Parameter(unit.shard.detach().clone()))
     step(model)
     with pytest.raises(RuntimeError, match="holds a flat parameter of unit '1' that has been repl"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_a_step_without_a_gradient_is_told_once_and_a_step_before_any_forward_is_not():
+    model = stack(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()  # as some do to make its state
+    model(batch()).sum().backward(inputs=list(model.parameters()))
+    with pytest.warns(UserWarning, match=r"none of its flat parameters has a gradient.*inputs="):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        step(model)
         optimizer.step()
 
 
