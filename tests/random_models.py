@@ -80,6 +80,31 @@ class Centered(nn.Module):
         return (x - self.mean.to(x.dtype)) * self.weight
 
 
+class Viewed(nn.Module):
+    """Its output is a view, which a block may change in place."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).unsqueeze(0).squeeze(0)
+
+
+class Keeps(nn.Module):
+    """Keeps what it has computed in an attribute, and returns little of it."""
+
+    kept: Tensor | None = None
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.layer(x)
+        return x * 0.5
+
+
 class Boom(Exception):  # noqa: N818
     """What a trap raises."""
 
@@ -132,6 +157,8 @@ LEAVES = {
     "spare": Spare,
     "centered": Centered,
     "trap": Trap,
+    "viewed": Viewed,
+    "keeps": Keeps,
 }
 
 
@@ -141,6 +168,8 @@ class Block(nn.Sequential):
     def __init__(self, part: "Part", parts: list[nn.Module]) -> None:
         super().__init__(*parts)
         self.plan, self.shape, self.tied = part.plan, part.shape, part.tied
+        self.viewed = [isinstance(inner, Viewed) for inner in parts]
+        self.keeping = [isinstance(inner, Keeps) for inner in parts]
         for place in self.tied[1:]:
             self[place].weight = self[self.tied[0]].weight
 
@@ -156,10 +185,17 @@ class Block(nn.Sequential):
                 continue
             y, more = split(y)
             side += more
+            if self.keeping[place]:
+                side.append(part.kept)
             if how == "aside":
                 side.append(y)
             elif how != "drop":
-                x = (x + y) / 2 if how == "add" else y
+                if how == "add" and self.viewed[place]:
+                    y += x
+                    y /= 2
+                    x = y
+                else:
+                    x = (x + y) / 2 if how == "add" else y
         return {"tensor": x, "tuple": (x, side), "dict": {"side": side, "main": x}}[self.shape]
 
 
@@ -295,7 +331,7 @@ def _random_part(rng: random.Random, depth: int, made: list[Part]) -> Part:
         return Part("again", which=rng.choice(reusable))
     if depth and len(made) < 12 and rng.random() < 0.5:
         return _random_block(rng, depth, made)
-    made.append(Part(rng.choices(list(LEAVES), (4, 3, 2, 2, 1, 1, 2, 1, 2, 2, 4))[0]))
+    made.append(Part(rng.choices(list(LEAVES), (4, 3, 2, 2, 1, 1, 2, 1, 2, 2, 4, 3, 2))[0]))
     return made[-1]
 
 

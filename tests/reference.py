@@ -118,7 +118,7 @@ def _ring_mean(parts: list[Tensor], owner: int) -> Tensor:
     first, *others = [parts[(owner - distance) % ranks] for distance in (*range(1, ranks), 0)]
     total = first * (1 / ranks)
     for part in others:
-        total.add_(part, alpha=1 / ranks)
+        total.add_(part * (1 / ranks))  # rounded before it is added, as by torch
     return total
 
 
