@@ -28,10 +28,10 @@ def unsharded_unit():
 @on_ranks(2)
 def test_the_storage_is_really_gone():
     unit, streams = unsharded_unit()
-    view = unit.views[0]
-    assert view.untyped_storage().size() == unit.full_bytes
+    storage = unit.room.storage
+    assert storage.size() == unit.full_bytes
     reshard(unit, streams)
-    assert view.untyped_storage().size() == 0 and unit.memory is Memory.SHARDED
+    assert storage.size() == 0 and unit.memory is Memory.SHARDED
     with pytest.raises(RuntimeError, match="sharded"):
         torch.add(unit.slots[0].owners[0][0].weight, 1)
 

@@ -85,8 +85,6 @@ def filled_again() -> None:
 # In the engine a unit has two such tensors for the whole parameters, `full` for autograd and
 # `buffer`, its `.data`, for the collectives. They are made once. Only their storage comes and goes:
 #
-# {{ minifsdp/full.py Full.allocate }}
-#
 # {{ minifsdp/full.py Full.release }}
 #
 # {{ minifsdp/unshard.py unshard }}

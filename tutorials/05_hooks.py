@@ -22,9 +22,8 @@ from draw import strips
 from launch import on_ranks
 from torch import Tensor, nn
 
-import minifsdp.hooks
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ModuleWrapPolicy
+from minifsdp import ModuleWrapPolicy, hooks
 from minifsdp.backward import Backward
 from minifsdp.hooks import Hooks
 from minifsdp.sim.__main__ import parser
@@ -59,7 +58,7 @@ def train(make: str, calls: str) -> tuple[list[Any], list[Any]]:
     blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in NAMES]
     net = nn.Sequential(blocks[0][0], *(blocks[int(call)] for call in calls))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(minifsdp.hooks, "make_views", globals()[make]))
+        stack.enter_context(patch.object(hooks, "make_views", globals()[make]))
         for kind, name in MOMENTS:
             stack.enter_context(noting(kind, name, steps))
         net = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), backward_prefetch=None)
@@ -115,9 +114,8 @@ def two_layers() -> None:
 # {{ minifsdp/backward.py Backward.post_backward }}
 #
 # (`begin` queues the end. Prefetching is page 10, `synchronizes` page 14, and ranks are `apart` if
-# they use different units.) A tensor may also leave a module by other ways than its return
-# value, in an attribute for example. So `pre_backward` is called as well when autograd asks for a
-# parameter that it has saved; `minifsdp/saved.py` sees to it that it saves a note instead.
+# they use different units.) A tensor may leave a module in an attribute, too, so
+# `pre_backward` is also called when autograd needs a saved parameter: `minifsdp/saved.py`.
 #
 # ## What breaks without it
 #
@@ -128,7 +126,7 @@ def two_layers() -> None:
 
 
 # %%
-make_views = minifsdp.hooks.make_views
+make_views = hooks.make_views
 
 
 def make_once(unit: Unit) -> None:
@@ -146,7 +144,7 @@ def four_units() -> None:
 
 def a_gpt_on_virtual_gpus() -> None:
     for make in (make_views, make_once):
-        with patch.object(minifsdp.hooks, "make_views", make):
+        with patch.object(hooks, "make_views", make):
             gpu = simulate(parser().parse_args(["--model=gpt-1.3b", "--batch=1", "--seq=512"]))
         print(f"{make.__name__}: {gpu.report()['peak allocated'] / 2**20:,.0f} MiB at the peak")
 

@@ -158,8 +158,7 @@ def both() -> None:
 #
 # ## Predict, then run
 #
-# 1. `SHARD_GRAD_OP` gathers once for each micro-batch, in `no_sync` once for all of them, since no
-#    step changes the parameters in between. How much of the traffic does that save?
+# 1. `SHARD_GRAD_OP` gathers for each micro-batch, in `no_sync` once for all. What does that save?
 # 2. Every rank's chunk has a norm below `max_norm`. Can there be anything to clip?
 
 

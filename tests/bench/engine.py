@@ -130,7 +130,7 @@ def bench_host(rounds: int, units: int = 100) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    minifsdp.unshard.all_gather = lambda full, chunk, group, tag: lambda: None
+    minifsdp.unshard.all_gather = lambda *_: lambda: None
     minifsdp.reduce.reduce_scatter = lambda flat, *_: (flat[: len(flat) // 2].clone(), lambda: None)
     for name in ("all_gather", "reduce_scatter_tensor", "reduce_scatter_single"):
         setattr(dist, name, lambda *_, **__: None)
