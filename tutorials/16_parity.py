@@ -108,15 +108,15 @@ def engine_a() -> None:
 #
 # The fourth is green in all of them: gradients are cleared after each step, so there is nothing to
 # overwrite. Somebody has to think of two backwards before a step. Or nobody: `tests/fuzz.py` makes
-# up models, settings and programs, and compares after each operation. Its first one fails:
+# up models, settings and programs, and compares after each operation. Here is one that fails:
 
 
 # %%
 @on_ranks(2)
 def a_random_program() -> None:
-    fuzz.check(seed=0)
+    fuzz.check(seed=3)
     with mistake("overwrites what is there"), pytest.raises(fuzz.Differs) as found:
-        fuzz.check(seed=0)
+        fuzz.check(seed=3)
     print(found.value)
 
 
