@@ -145,7 +145,8 @@ def fingerprint(tensors: Iterable[Tensor]) -> int | None:
     for place, tensor in enumerate(tensors, 1):
         if tensor.is_meta:
             return None
-        bits = tensor.detach().reshape(-1).view(torch.uint8)
+        flat = tensor.detach().reshape(-1).contiguous()
+        bits = flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a lone element's may differ
         end = bits.numel() // 8 * 8
         words = bits[:end].clone() if bits.storage_offset() % 8 else bits[:end]
         rest = int.from_bytes(bytes(bits[end:].tolist()), "little")

@@ -13,6 +13,7 @@ from minifsdp.api import Stats
 from minifsdp.grad_hooks import after_gradient
 from minifsdp.limiter import Limiter
 from minifsdp.lockstep import Lockstep
+from minifsdp.members import check_tree
 from minifsdp.prefetch import Prefetcher
 from minifsdp.reduce import Reduction, let_arrive, reduce_gradient, store_gradient, wait_for
 from minifsdp.reshard import reshard
@@ -55,6 +56,8 @@ class Engine:
                 with different units.
             RuntimeError: parameters were moved, or stepped, when they should not have been.
         """
+        if not self.lockstep.steps:
+            check_tree(self.root.module)
         self.reset(keep=training is not None and training is self.training)
         self.training = self.training if training is None else training
         by_device = {unit.device: unit.label for unit in self.units if unit.numel}

@@ -37,7 +37,7 @@ from minifsdp.precision import output_cast, prepare_inputs
 from minifsdp.saved import Call
 from minifsdp.unit import Phase, Unit
 from minifsdp.unshard import wait_for_unshard
-from minifsdp.views import check_untouched, expose, hide, make_views
+from minifsdp.views import check_untouched, expose, hide, make_views, values
 from minifsdp.walks import Walks
 
 
@@ -100,8 +100,13 @@ class Hooks:
         try:
             as_given = output_cast(unit, args, kwargs)
             args, kwargs = self.pre_forward(unit, training, args, kwargs)
-            with self.backward.saved.hooks():
-                output = module(*args, **kwargs)
+            try:
+                with self.backward.saved.hooks():
+                    output = module(*args, **kwargs)
+            except RuntimeError:
+                if unit.exposed:  # autograd may refuse a parameter that was changed, unnamed
+                    check_untouched(unit, self.calls[-1].values)
+                raise
             if as_given is not None:
                 output = as_given(output)
             self.post_forward(unit, output, first)
@@ -136,8 +141,8 @@ class Hooks:
         make_views(unit)
         expose(unit)
         assert unit.full is not None
-        version = unit.shard._version, unit.full._version
-        self.calls.append(Call(unit, unit.full, *version, self.engine.training))
+        before = values(unit, thoroughly=self.lockstep.compares(unit))
+        self.calls.append(Call(unit, unit.full, unit.shard._version, before, self.engine.training))
         self.backward.saved.uses(tuple(self.calls))
         if unit.transient and not unit.shard.requires_grad and torch.is_grad_enabled():
             self._free_when_inputs_have_gradients(unit, args, kwargs)
@@ -154,7 +159,7 @@ class Hooks:
         Raises:
             RuntimeError: it has changed or replaced a parameter.
         """
-        check_untouched(unit, self.calls[-1].full_version)
+        check_untouched(unit, self.calls[-1].values)
         if torch.is_grad_enabled():
             if unit.phase is not Phase.BACKWARD:
                 unit.phase = Phase.FORWARD

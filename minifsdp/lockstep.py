@@ -150,15 +150,19 @@ class Lockstep:
         if forward:
             forget_values(self.units)
 
+    def compares(self, unit: Unit) -> bool:
+        """Whether ranks compare what they do with ``unit`` now: in the first steps."""
+        return self.checking and not self.apart and unit in self._circle
+
     def at(self, moment: Moment, unit: Unit) -> None:
         """Compare with the other ranks of ``unit`` where they are; only in the first steps.
 
         Raises:
             RuntimeError: some rank is elsewhere. All of them raise it.
         """
-        circle = self._circle.get(unit)
-        if circle is None or not self.checking or self.apart:
+        if not self.compares(unit):
             return
+        circle = self._circle[unit]
         mine = [int(moment), circle.members.index(unit), self._mode()]
         what = f"the comparison of steps ({moment} {unit.label})"
         said = self._tell(circle, Kind.MOMENT, what, mine)

@@ -1,4 +1,4 @@
-"""Other wrappers around a sharded model, or inside of one: refused by name.
+"""Other wrappers around a sharded model, and what cannot be sharded inside: refused by name.
 
 DistributedDataParallel sends rank 0's parameters to all ranks when it is built. To chunks, of which
 each rank has another one, that is the end: all ranks hold rank 0's. Even where nothing is sharded
@@ -7,6 +7,7 @@ put into another one; DistributedDataParallel and DataParallel put what they wra
 before they touch it, so that is the moment to refuse. torch's own FSDP marks all modules first.
 """
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -20,12 +21,22 @@ FSDP_MARK = "_is_fsdp_managed_module"  # torch's FSDP and fully_shard set it on 
 
 
 def check_inside(module: nn.Module) -> None:
-    """Refuse to wrap what another wrapper has.
+    """Refuse to wrap what another wrapper has, and what cannot be cut into chunks.
 
     Raises:
         ValueError: naming it.
     """
     for name, inner in module.named_modules():
+        if isinstance(inner, torch.jit.ScriptModule):
+            raise ValueError(
+                f"module {clean(name) or '<root>'!r} is compiled by torch.jit, which does not let "
+                f"its parameters be replaced by views. Wrap the plain module; torch.compile works."
+            )
+        if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.sparse:
+            raise ValueError(
+                f"module {clean(name) or '<root>'!r} ({type(inner).__name__}) has sparse "
+                f"gradients, which cannot be parts of a flat one. Build it with sparse=False."
+            )
         if isinstance(inner, AROUND) or hasattr(inner, FSDP_MARK):
             cls = type(inner)
             raise ValueError(
@@ -34,9 +45,15 @@ def check_inside(module: nn.Module) -> None:
                 f"that is in it."
             )
         for attribute, param in inner._parameters.items():
+            where = clean(f"{name}.{attribute}").lstrip(".")
+            if param is not None and param.layout is not torch.strided:
+                raise ValueError(
+                    f"parameter {where!r} has the layout {param.layout}, so it cannot be a part "
+                    f"of a flat tensor. FullyShardedDataParallel takes dense tensors."
+                )
             if isinstance(param, DTensor):
                 raise ValueError(
-                    f"parameter {clean(f'{name}.{attribute}').lstrip('.')!r} is a DTensor, which "
+                    f"parameter {where!r} is a DTensor, which "
                     f"is distributed already. FullyShardedDataParallel takes plain tensors."
                 )
 

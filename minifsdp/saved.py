@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from minifsdp.unit import Phase, Unit
+from minifsdp.views import Values
 
 Hook = Callable[[Any], Any]
 
@@ -37,7 +38,7 @@ class Call(NamedTuple):
     unit: Unit
     full: Tensor  # the leaf whose views it computed with
     version: int  # of the shard
-    full_version: int  # of ``full``
+    values: Values  # of ``full``, when the forward began
     training: bool | None  # the mode of the outermost module
 
 
@@ -127,7 +128,13 @@ class _Hooks(saved_tensors_hooks):
             unit = saved.chain[-1].unit
             if unit.phase is not Phase.BACKWARD or unit.task != torch._C._current_graph_task_id():
                 self.saved.before_use(saved.chain)
-            return unit.buffer.as_strided(saved.shape, saved.stride, saved.offset)
+            memory = unit.buffer
+            if torch.is_grad_enabled():
+                # This backward is recorded, and saves the tensor once more, for as long as its own
+                # graph lives. The next gather has other memory then (see Full.release), so it must
+                # not count as a change of this one.
+                memory = memory.data
+            return memory.as_strided(saved.shape, saved.stride, saved.offset)
         if self.outer is not None:
             found: Tensor = self.outer[1](saved)
             return found

@@ -8,8 +8,11 @@ stand-ins (slots.py), and the unit's module has the flat parameter, for an optim
     gathered    linear.weight: view [3, 2]      parameters(): weight, bias
 """
 
+from typing import NamedTuple
+
 import torch
 
+from minifsdp.compare import fingerprint
 from minifsdp.flatten import unflatten
 from minifsdp.unit import Unit
 
@@ -51,21 +54,44 @@ def hide(unit: Unit) -> None:
         unit.module._parameters[FLAT_PARAM] = unit.shard
 
 
-def check_untouched(unit: Unit, version: int) -> None:
+class Values(NamedTuple):
+    """What tells whether somebody has changed the gathered parameters of a unit."""
+
+    version: int  # autograd counts the changes that are made through the views
+    number: int | None  # of all bits: a change through ``weight.data`` is not counted
+
+
+def values(unit: Unit, thoroughly: bool) -> Values:
+    """Those of now.
+
+    Args:
+        thoroughly: read all values, for the first steps.
+    """
+    assert unit.full is not None
+    # Without sharding the views are the parameters themselves, so that changes last.
+    number = fingerprint([unit.buffer]) if thoroughly and unit.transient else None
+    return Values(unit.full._version, number)
+
+
+def check_untouched(unit: Unit, before: Values) -> None:
     """Refuse what a module has done to its gathered parameters, which are about to be freed.
 
     Args:
-        version: of ``unit.full``, when the forward began.
+        before: the values, when the forward began.
 
     Raises:
         RuntimeError: it has changed one in place, or put another tensor in its place.
     """
-    assert unit.full is not None
-    how = "changed in place" if unit.transient and unit.full._version != version else ""
+    how = ""
+    if unit.transient and values(unit, before.number is not None) != before:
+        how = "changed in place"
+    memory = unit.room.storage._cdata
     for slot, view in zip(unit.slots, unit.views, strict=True):
         for module, attribute in slot.owners:
             if module._parameters.get(attribute) is not view:
                 how = f"replaced ({slot.name!r})"
+        if view.untyped_storage()._cdata != memory:
+            how = f"given other data ({slot.name!r}.data = ...)"
     if how:
         raise RuntimeError(
             f"a parameter of unit {unit.label} was {how} in the forward of its module. It is a "

@@ -246,3 +246,5 @@ def test_a_fingerprint_depends_on_all_bits_and_on_nothing_else(numel, dtype):
         assert compare.fingerprint([other]) != number
     assert compare.fingerprint([values, values + 1]) != compare.fingerprint([values + 1, values])
     assert compare.fingerprint([values.to("meta")]) is None
+    apart = torch.stack([values, values + 1], 1)[:, 0]
+    assert compare.fingerprint([apart]) == compare.fingerprint([values])

@@ -1,5 +1,8 @@
 """members.py: the modules of a unit stay."""
 
+import copy
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -100,3 +103,54 @@ def test_a_model_that_is_not_wrapped_is_left_alone():
     model = nn.Sequential(nn.Linear(2, 2))
     model[0] = nn.Linear(3, 3)
     model.more = nn.Linear(2, 2)
+
+
+@on_ranks(2)
+def test_a_part_says_which_parameters_it_cannot_list():
+    model = stack(2)
+    part = model[1][0]
+    for ask in (
+        part.parameters,
+        part.named_parameters,
+        part.zero_grad,
+        lambda: part.parameters(recurse=False),
+        lambda: part.named_parameters("prefix", False),
+    ):
+        with pytest.warns(UserWarning, match="weight.* of Linear are a part of .* of unit '1'"):
+            assert not list(ask() or [])
+    with pytest.raises(RuntimeError, match=r"weight.* of Linear .*unit '1'.* cannot be frozen"):
+        part.requires_grad_(False)
+
+
+@on_ranks(2)
+def test_where_parameters_can_be_listed_nothing_is_said():
+    model, seen = stack(2), []
+    part = model[1][0]
+    part.register_forward_hook(lambda module, *_: seen.extend(p.shape for p in module.parameters()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model)
+        assert seen == [p.shape for p in nn.Linear(6, 6).parameters()]
+        with FSDP.summon_full_params(model):
+            assert [p.shape for p in part.parameters()] == seen
+            copied = copy.deepcopy(part)
+        assert list(model.parameters()) and list(model[1].parameters())
+        assert list(model[1].module.parameters())
+        assert not list(model[1].module[1].parameters())  # an activation has none
+        model.module.requires_grad_(False)
+        # A copy that was made while they were there is an ordinary module.
+        assert [p.shape for p in copied.parameters()] == seen
+        copied.requires_grad_(False)
+        assert not any(p.requires_grad for p in copied.parameters())
+
+
+@on_ranks(2)
+def test_in_a_forward_there_is_room_for_no_new_parameter_either():
+    class Late(nn.Linear):
+        def forward(self, x):
+            self.scale = nn.Parameter(torch.ones(6))
+            return super().forward(x) * self.scale
+
+    model = FSDP(nn.Sequential(Late(6, 6).to(device())))
+    with pytest.raises(RuntimeError, match="parameter 'scale' of Late in unit <root> cannot be"):
+        model(batch())

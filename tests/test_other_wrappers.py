@@ -63,6 +63,21 @@ def test_no_other_wrapper_may_be_inside(other):
 
 
 @on_ranks(2)
+def test_what_cannot_be_flattened_is_refused_by_name():
+    for bag in (nn.Embedding, nn.EmbeddingBag):
+        root = nn.Sequential(nn.Linear(6, 6), bag(6, 6, sparse=True)).to(device())
+        with pytest.raises(ValueError, match=r"module '1' \(Embedding.* sparse=False"):
+            FSDP(root)
+    with pytest.raises(ValueError, match=r"module '0' is compiled by torch\.jit"):
+        FSDP(nn.Sequential(torch.jit.script(nn.Linear(6, 6))))
+    root = nn.Linear(6, 6)
+    root.weight = nn.Parameter(torch.eye(6).to_sparse())
+    with pytest.raises(ValueError, match=r"parameter 'weight' has the layout torch\.sparse"):
+        FSDP(root)
+    FSDP(nn.Embedding(6, 6).to(device()))
+
+
+@on_ranks(2)
 def test_distributed_tensors_are_refused_by_name():
     root = layers(1)
     mesh = init_device_mesh(device().type, (2,))

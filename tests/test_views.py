@@ -1,11 +1,14 @@
 """views.py: what modules see of their parameters, and when."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ShardingStrategy
+from minifsdp import ShardingStrategy, views
+from minifsdp.compare import fingerprint
 from minifsdp.slots import StandIn
 from tests.ranks import device, on_ranks
 from tests.small import batch, stack, step
@@ -59,12 +62,29 @@ class Changes(nn.Linear):
         if self.how == "in place":
             with torch.no_grad():
                 self.bias.zero_()
+        elif self.how == "in place, and used":
+            with torch.no_grad():
+                self.bias.zero_()
+            out = out + self.bias  # which autograd refuses, without a name
+        elif self.how == "other data":
+            self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.1)
+        elif self.how == "in its data":
+            self.weight.data.clamp_(-0.01, 0.01)
         elif self.how == "another":
             self.weight = nn.Parameter(torch.zeros(6, 6))
         return out
 
 
-@pytest.mark.parametrize("how, words", [("in place", "changed in place"), ("another", "'weight'")])
+CHANGES = [
+    ("in place", "changed in place"),
+    ("in place, and used", "changed in place"),
+    ("other data", "given other data .'weight'.data"),
+    ("in its data", "changed in place"),  # seen in the first steps
+    ("another", "'weight'"),
+]
+
+
+@pytest.mark.parametrize("how, words", CHANGES)
 @on_ranks(2)
 def test_what_a_forward_does_to_its_parameters_is_not_lost_without_a_word(how, words):
     module = Changes(6, 6)
@@ -112,3 +132,19 @@ def test_after_a_backward_that_died_parameters_are_flat_again():
     assert all(p.is_leaf for p in model.module.parameters())
     torch.optim.SGD(model.module.parameters(), lr=0.1)
     step(model)
+
+
+@on_ranks(2)
+def test_all_values_are_read_in_the_first_steps_only():
+    model, numbers = stack(2), []
+
+    def count(tensors):
+        numbers.append(1)
+        return fingerprint(tensors)
+
+    step(model)  # compares the units themselves, too
+    with patch.object(views, "fingerprint", count):
+        step(model)
+        assert len(numbers) == 2 * len(model.engine.units)
+        step(model)
+    assert len(numbers) == 2 * len(model.engine.units)

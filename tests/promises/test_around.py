@@ -211,7 +211,28 @@ def freezing_a_part(wrap):
 def another_parameter(wrap):
     model = wrap(Model())
     model.module.first.weight = nn.Parameter(torch.zeros(6, 6))
+
+
+def one_parameter_more(wrap):
+    wrap(Model()).module.parts[1].module.layer.register_parameter("scale", nn.Parameter(batch(6)))
+
+
+def a_block_in_between(wrap):
+    model = wrap(Model())
+    model.module.parts.insert(1, nn.Linear(6, 6))  # which torch tells nobody
     model(batch(3, 6))
+
+
+def freezing_a_part_as_a_module(wrap):
+    wrap(Model()).module.parts[0].module.layer.requires_grad_(False)
+
+
+def sparse_gradients(wrap):
+    wrap(nn.Sequential(nn.Embedding(6, 6, sparse=True)))
+
+
+def a_scripted_part(wrap):
+    wrap(nn.Sequential(torch.jit.script(nn.Linear(6, 6))))
 
 
 def tying_afterwards(wrap):
@@ -228,7 +249,12 @@ def training_in_summon_full_params(wrap):
 REFUSED = [
     (setting_data, RuntimeError, ["'data' cannot be set", "'layer.weight'", "unit 'parts.0'"]),
     (freezing_a_part, RuntimeError, ["'requires_grad' cannot be set", "'first.weight'", "<root>"]),
-    (another_parameter, RuntimeError, ["'first.weight' was replaced", "summon_full_params"]),
+    (another_parameter, RuntimeError, ["'first.weight'", "unit <root>", "summon_full_params"]),
+    (one_parameter_more, RuntimeError, ["'scale' of Linear", "unit 'parts.1'", "before you wrap"]),
+    (a_block_in_between, RuntimeError, ["'parts.1' (Linear)", "in no unit", "before you wrap"]),
+    (freezing_a_part_as_a_module, RuntimeError, ["layer.weight, layer.bias of Linear", "frozen"]),
+    (sparse_gradients, ValueError, ["module '0' (Embedding)", "sparse=False"]),
+    (a_scripted_part, ValueError, ["module '0'", "torch.jit", "Wrap the plain module"]),
     (tying_afterwards, TypeError, ["parameter 'weight'"]),
     (training_in_summon_full_params, RuntimeError, ["gradients enabled", "torch.no_grad()"]),
 ]

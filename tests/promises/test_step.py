@@ -311,6 +311,14 @@ def gradients_of_inputs_of_a_frozen_model(wrap):
     return found
 
 
+def second_derivatives(wrap):
+    model = wrap(Chain(Reshaped))
+    return [
+        torch.autograd.functional.hessian(lambda x: square(model, x), batch(3, 6, step=step))
+        for step in range(4)
+    ]
+
+
 def a_graph_that_is_used_twice(wrap):
     def loss(model, x):
         total = square(model, x)
@@ -378,6 +386,7 @@ RIGHT = {
     "skip connections": skip_connections,
     "forces": forces,
     "gradients of the inputs of a frozen model": gradients_of_inputs_of_a_frozen_model,
+    "second derivatives": second_derivatives,
     "a graph that is used twice": a_graph_that_is_used_twice,
     "reentrant checkpoints in a unit": reentrant_checkpoints_in_a_unit,
     "a reentrant checkpoint around units": a_checkpoint_around_units(True),
