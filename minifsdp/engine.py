@@ -1,7 +1,8 @@
 """What the units of one root share: streams, limiter, prefetcher, counts; and the verbs with them.
 
 Each verb (unshard.py, reshard.py, reduce.py) knows one unit and one stream. Here they meet the
-limiter and the books. The hooks call these methods and nothing below them.
+limiter and the counts. Hooks start a verb through these methods only; what concerns one unit alone,
+such as waiting for its gather or making its views, they call where it is.
 """
 
 import warnings

@@ -12,6 +12,9 @@ Two small state machines say where a unit stands::
 
     memory   SHARDED --unshard--> GATHERING --waited for--> UNSHARDED --reshard--> SHARDED
     phase    IDLE --forward--> FORWARD --pre-backward--> BACKWARD --gradient ready--> DONE
+
+At the end of a backward DONE and BACKWARD become FORWARD again, since another graph may yet come
+through the unit; when the next step begins, all units are IDLE.
 """
 
 from collections.abc import Callable
@@ -97,7 +100,7 @@ class Unit:
         self.memory, self.phase = Memory.SHARDED, Phase.IDLE
         self.task = -1  # of autograd: the backward in which its own has begun
         self.gathered: Event | None = None  # while GATHERING: passed when the data is there
-        self.on_gradient: Callable[[Unit], None] = lambda unit: None  # set by the root; see hooks
+        self.on_gradient: Callable[[Unit], None] = lambda unit: None  # see backward.py
 
         flat = flatten(params) if params else torch.empty(0)
         group = self.shard_group

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from minifsdp import ShardingStrategy
-from tests.promises import Averaged, Block, batch, same, train
+from tests.promises import Averaged, Block, batch, fsdp, same, train
 from tests.ranks import on_ranks
 
 STRATEGIES = [
@@ -256,24 +256,26 @@ def parameters_that_leave_without_gradient(wrap):
     return looked_at, train(model, square)
 
 
+class Skips(Block):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x, skips):
+        y = torch.tanh(self.layer(x))
+        return y, [*skips, y]
+
+
+class SkipModel(Chain):
+    def forward(self, x):
+        skips = [self.first(x)]
+        for block in self.blocks:
+            x, skips = block(x, skips)
+        return self.last(sum(skips))
+
+
 def skip_connections(wrap):
-    class Skips(Block):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(6, 6)
-
-        def forward(self, x, skips):
-            y = torch.tanh(self.layer(x))
-            return y, [*skips, y]
-
-    class Model(Chain):
-        def forward(self, x):
-            skips = [self.first(x)]
-            for block in self.blocks:
-                x, skips = block(x, skips)
-            return self.last(sum(skips))
-
-    return train(wrap(Model(Skips)), square)
+    return train(wrap(SkipModel(Skips)), square)
 
 
 # --------------------------------------------------------------- gradients within a forward
@@ -400,3 +402,15 @@ RIGHT = {
 @on_ranks(2)
 def test_right(program, strategy):
     same(RIGHT[program], Averaged, sharding_strategy=strategy)
+
+
+@on_ranks(2)
+def test_units_that_hand_on_what_they_were_given_are_gathered_as_often_as_others():
+    blocks = 6
+    model = fsdp()(SkipModel(Skips, blocks))
+    for step in range(4):
+        before = model.engine.stats.all_gathers
+        square(model, batch(3, 6, step=step)).backward()
+        # The root stays from its forward to its backward.
+        assert model.engine.stats.all_gathers - before == 2 * blocks + 1
+    assert model.engine.stats.peak_unsharded_units == 3  # the root and the two of the limiter
