@@ -277,7 +277,8 @@ REFUSED = (
     "another shape",
     "a step that comes too early",
 )
-"""What a program may try between its operations, and is refused. It changes nothing."""
+"""What a program may try between its operations, and is refused. It changes nothing. The last one
+is refused only after a backward in no_sync."""
 
 
 class Part(NamedTuple):
@@ -554,10 +555,10 @@ def _random_step(rng: random.Random, variants: int, freezes: bool, fused: bool) 
     for _ in range(rng.randint(0, 2)):
         yield Op(rng.choice(("read", "write", "save", "load")), rng.randrange(3))
     graphs: list[int] = []  # forwards that have had no backward yet: their variants
-    for _ in range(rng.randint(0, 4)):
-        may = ["forward"] * 3 + ["evaluate", "forward that fails", "read", "save", "zero_grad"]
+    for _ in range(rng.randint(0, 5)):
+        may = ["forward"] * 4 + ["evaluate", "forward that fails", "read", "save"]
         with_graph = ["backward", "backward in no_sync", "backward that fails"] * 2 + ["forget"]
-        do = rng.choice(may + ["refused"] + with_graph * bool(graphs))
+        do = rng.choice(may + ["zero_grad"] * 2 + ["refused"] + with_graph * bool(graphs))
         if do in with_graph:
             number = rng.randrange(len(graphs))
             if graphs.pop(number) == DIFFERENT and do == "backward that fails":
@@ -568,7 +569,7 @@ def _random_step(rng: random.Random, variants: int, freezes: bool, fused: bool) 
             number = rng.randrange(variants)
             graphs.append(number)
         elif do == "refused":
-            number = rng.randrange(len(REFUSED))
+            number = rng.randrange(len(REFUSED) - 1)
         elif do == "zero_grad":
             number = rng.randrange(6)
             if number % 3 == 1 and variants > DIFFERENT:
@@ -576,8 +577,8 @@ def _random_step(rng: random.Random, variants: int, freezes: bool, fused: bool) 
         else:
             number = rng.randrange(3)
         yield Op(do, number)
-        if do == "backward in no_sync" and rng.random() < 0.3:
-            yield Op("refused", REFUSED.index("a step that comes too early"))
+        if do == "backward in no_sync" and not fused and rng.random() < 0.5:
+            yield Op("refused", len(REFUSED) - 1)
     if not graphs:
         yield Op("forward", rng.randrange(variants))
     yield Op("backward")  # after which nothing of no_sync is left

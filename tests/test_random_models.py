@@ -130,7 +130,8 @@ EXPECTED = [
     ("backward", 1), ("forward that fails", 0), ("backward that fails", 0),
     "forward, forward", "backward, backward", "backward, forward", "forward, evaluate",
     "evaluate, backward", "backward in no_sync, forward", "backward in no_sync, backward",
-    "backward in no_sync, zero_grad", "forward that fails, backward",
+    "backward in no_sync, refused", "backward in no_sync, zero_grad",
+    "forward that fails, backward",
     "backward that fails, forward",
 ]  # fmt: skip
 
