@@ -142,7 +142,7 @@ def test_everything_occurs_in_the_cases_that_are_tried():
 
 
 def test_traps_go_off_and_ranks_differ_in_the_units_that_they_use():
-    seen = {event for seed in range(30) for events in run(check, 2, seed) for event in events}
+    seen = {event for seed in range(60) for events in run(check, 2, seed) for event in events}
     rare = {
         "a forward has failed", "a backward has failed", "another rank has used more units",
         "a step came too early",
