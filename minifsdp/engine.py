@@ -129,6 +129,7 @@ class Engine:
 
     def free(self, unit: Unit) -> None:
         """Reshard a unit, unless it is sharded already. Whoever is unsure may call it."""
+        unit.kept_version = -1
         if unit.exposed:
             hide(unit)
         if unit.memory is not Memory.SHARDED:

@@ -9,13 +9,17 @@ fails is shown, with the command that repeats it, and the next one is tried.
 
 import argparse
 import math
+import random
 import sys
 import time
-from collections.abc import Callable
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,16 +32,19 @@ from minifsdp import (
     SynchronizeAfterFree,
 )
 from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.unit import Unit
 from tests.parity import check_at_rest
 from tests.random_models import (
     ALL,
     DIFFERENT,
     MAIN,
+    REFUSED,
     Boom,
     Border,
     Case,
     Trap,
     build,
+    count_calls,
     describe,
     random_case,
     ranks_in_a_row,
@@ -45,6 +52,10 @@ from tests.random_models import (
 )
 from tests.ranks import RankFailure, device, run
 from tests.reference import SGD, Groups, Reference
+
+with warnings.catch_warnings():  # it scripts functions
+    warnings.simplefilter("ignore")
+    from torch.distributed.optim import _apply_optimizer_in_backward
 
 WORLDS = (1, 2, 3, 4)
 
@@ -96,6 +107,8 @@ def sharded(case: Case) -> FSDP:
     units = {module.get_submodule(name): name for name in case.borders}
     settings = {unit: own_settings(case, name, unit) for unit, name in units.items()}
     of_root |= of_all | settings.pop(module)
+    if case.refused_first:
+        attempt_to_wrap(case, module, of_root)
     if case.wrapping == "hand":
         for unit in sorted(
             settings, key=lambda unit: sum(1 for _ in unit.modules())
@@ -111,6 +124,30 @@ def sharded(case: Case) -> FSDP:
     if case.wrapping == "classes":
         policy = ModuleWrapPolicy(case.classes)
     return FSDP(module, auto_wrap_policy=policy, **of_root)
+
+
+def attempt_to_wrap(case: Case, module: nn.Module, settings: dict[str, Any]) -> None:
+    """Wrapping is refused as long as a parameter is held or has a hook, and changes nothing."""
+    trained = [param for param in module.parameters() if param.requires_grad]
+    if not trained:
+        return
+    param, names = random.Random(case.seed).choice(trained), dict(module.named_parameters())
+    if case.refused_first == "optimizer":
+        optimizer = torch.optim.SGD([param], **SGD)
+        with pytest.raises(RuntimeError, match="was built before wrapping"):
+            FSDP(module, **settings)
+        del optimizer
+    else:
+        register = {
+            "hook": param.register_hook,
+            "post hook": param.register_post_accumulate_grad_hook,
+        }[case.refused_first]
+        handle = register(lambda _: None)
+        with pytest.raises(ValueError, match="has a hook"):
+            FSDP(module, **settings)
+        handle.remove()
+    found = dict(module.named_parameters())
+    assert list(found) == list(names) and all(found[name] is names[name] for name in names)
 
 
 def own_settings(case: Case, name: str, unit: nn.Module) -> dict[str, Any]:
@@ -160,12 +197,17 @@ class Comparison:
     def __init__(self, case: Case) -> None:
         self.case, self.reference, self.model = case, reference(case), sharded(case)
         self.units = {unit.name: unit for unit in self.model.engine.units}
-        self.optimizer = torch.optim.SGD(self.model.parameters(), **SGD)
+        module = self.model if case.optimizer_of == "model" else self.model.module
+        self.fused = "step" in case.after_hooks
+        self.optimizer = None if self.fused else torch.optim.SGD(module.parameters(), **SGD)
+        self.calls = Counter[object](), Counter[object]()  # of hooks, here and by the reference
         self.graphs: list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]] = []
         self.at, self.events = 0, self.reference.events
+        self.rng = random.Random(case.seed)  # the same on all ranks
 
     def run(self) -> None:
         assert self.units.keys() == self.reference.units.keys()
+        self.hook_up()
         for at, op in enumerate(self.case.program):
             self.at, complaint = at, ""
             try:
@@ -188,6 +230,32 @@ class Comparison:
             same(unit.shard, flat[own], "parameters of", unit.label)
             same(unit.shard.grad, grad, "gradient of", unit.label)
 
+    def hook_up(self) -> None:
+        """Register the hooks of the case on parameters, and have the reference call the same."""
+        trained = [name for name, unit in self.reference.units.items() if unit.flat.requires_grad]
+        trained = [name for name in trained if self.reference.units[name].flat.numel()]
+        here, there = self.calls
+        for name in trained:
+            if name in self.case.gradient_hooks:
+                change = CHANGES[self.case.gradient_hooks[name]]
+                self.units[name].shard.register_hook(counted(change, here, name))
+                self.reference.units[name].on_gradient.append(counted(change, there, name))
+        params = {name: self.units[name].shard for name in trained}
+        flats = {name: self.reference.units[name].flat for name in trained}
+        kind = self.case.after_hooks
+        if not kind:
+            return
+        own, its = after_hook(kind, params.values()), after_hook(kind, flats.values())
+        if kind == "torch's step":
+            _apply_optimizer_in_backward(torch.optim.SGD, params.values(), SGD)
+            for name in trained:
+                self.reference.units[name].after_gradient.append(its)
+            return
+        for name, param in params.items():
+            param.register_post_accumulate_grad_hook(counted(own, here, name, "after"))
+            hook = counted(its, there, name, "after")
+            self.reference.units[name].after_gradient.append(hook)
+
     def forward(self, variant: int) -> None:
         self.graphs.append(tuple((x, loss(out, variant)) for x, out in self.call()))
 
@@ -196,6 +264,8 @@ class Comparison:
 
     def backward(self, which: int, synchronize: bool = True, trap: str = "") -> None:
         (x, found), (its_x, expected) = self.graphs.pop(which)
+        if self.fused and synchronize:
+            self.graphs.clear()  # it steps
         if not expected.requires_grad:
             return  # everything is frozen
         with nullcontext() if synchronize else self.model.no_sync():
@@ -204,9 +274,13 @@ class Comparison:
         assert failed == as_it_should
         if failed:
             self.events.add("a backward has failed")
+            for calls in self.calls:
+                calls.clear()  # on the way to where it failed, some hooks may have been called
         else:
+            if self.calls[0] != self.calls[1]:
+                raise Differs(f"calls of hooks: {self.calls[0]}, expected {self.calls[1]}")
             same(x.grad, its_x.grad, "gradient of the input")
-            check_at_rest(self.model)
+            check_at_rest(self.model, kept=not synchronize)
 
     def backward_in_no_sync(self, which: int) -> None:
         self.backward(which, synchronize=False)
@@ -259,23 +333,41 @@ class Comparison:
 
     def step(self, _: int) -> None:
         self.graphs.clear()  # a backward through one of them would be refused now
-        self.optimizer.step()
-        self.reference.step()
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.reference.step()
 
     def zero_grad(self, variant: int) -> None:
-        if variant < 2:  # else the next gradients are added to these
-            self.optimizer.zero_grad(set_to_none=variant == 0)
-            self.reference.zero_grad(set_to_none=variant == 0)
+        through_module, how = divmod(variant, 3)
+        if how < 2:  # else the next gradients are added to these
+            owner = self.model.module if through_module else self.optimizer or self.model
+            owner.zero_grad(set_to_none=how == 0)
+            self.reference.zero_grad(set_to_none=how == 0)
 
-    def save(self, _: int) -> None:
-        same_by_name(self.model.state_dict(), self.reference.state_dict())
+    def requires_grad_(self, variant: int) -> None:
+        """Freeze the wrapped module, or thaw it; or one unit with what is inside of it."""
+        inner, frozen = divmod(variant, 2)
+        name = self.rng.choice(list(self.units)) if inner else ""
+        (self.wrapper(self.units[name]) if inner else self.model.module).requires_grad_(not frozen)
+        below = set(self.reference.module.get_submodule(name).modules())
+        for name, unit in self.reference.units.items():
+            if self.reference.module.get_submodule(name) in below:
+                unit.train(not frozen)
 
-    def load(self, _: int) -> None:
+    def wrapper(self, unit: Unit) -> FSDP:
+        (found,) = (w for w in FSDP.fsdp_modules(self.model) if w._unit is unit)
+        return found
+
+    def save(self, variant: int) -> None:
+        model = self.model.module if variant == 1 else self.model
+        same_by_name(model.state_dict(), self.reference.state_dict())
+
+    def load(self, variant: int) -> None:
         state = {
             name: tensor * 0.75 if tensor.is_floating_point() else tensor + 1
             for name, tensor in self.model.state_dict().items()
         }
-        self.model.load_state_dict(state)
+        (self.model.module if variant == 1 else self.model).load_state_dict(state)
         self.reference.load_state_dict(state)
 
     def read(self, variant: int) -> None:
@@ -299,6 +391,108 @@ class Comparison:
                 if variant == 2 and param.grad is not None:
                     param.grad *= 2
         self.reference.multiply(0.75, gradients=2 if variant == 2 else 1)
+
+    # Each of these is refused. What is compared after it has to be as if it had not been tried.
+
+    def refused(self, which: int) -> None:
+        units = list(self.units.values())
+        places = [(u, *owner) for u in units for slot in u.slots for owner in slot.owners]
+        unit, module, attribute = self.rng.choice(places)
+        stand_in = getattr(module, attribute)
+        match REFUSED[which]:
+            case "data of a parameter":
+                with pytest.raises(RuntimeError, match="'data' cannot be set"):
+                    stand_in.data = torch.zeros(stand_in.shape)
+            case "freezing a parameter":
+                with pytest.raises(RuntimeError, match="'requires_grad' cannot be set"):
+                    stand_in.requires_grad = False
+            case "another parameter":
+                self.replace_parameter(unit, module, attribute)
+            case "a parameter too many":
+                with pytest.raises(RuntimeError, match="cannot be set or deleted here"):
+                    self.wrapper(unit).more = nn.Parameter(torch.zeros(2))
+            case "another module":
+                plain = [m for m in self.model.modules() if not isinstance(m, FSDP)]
+                parent, name = self.rng.choice([(m, n) for m in plain for n in m._modules])
+                with pytest.raises(RuntimeError, match="cannot be replaced"):
+                    setattr(parent, name, nn.Linear(2, 2))
+            case "tying":
+                _, other, its_attribute = self.rng.choice(places)
+                with pytest.raises(TypeError, match="cannot assign"):
+                    setattr(module, attribute, getattr(other, its_attribute))
+            case "another shape":
+                refused = pytest.raises(ValueError, match="was replaced inside summon_full_params")
+                with refused, FSDP.summon_full_params(self.model):
+                    setattr(module, attribute, nn.Parameter(torch.zeros(*stand_in.shape, 2)))
+            case "a step that comes too early":
+                waits = any(unit.waiting is not None for unit in self.reference.units.values())
+                if not anywhere(not waits):
+                    with pytest.raises(RuntimeError, match="wait to be reduced"):
+                        self.optimizer.step()
+                    self.events.add("a step came too early")
+
+    def replace_parameter(self, unit: Unit, module: nn.Module, attribute: str) -> None:
+        """A wrapper refuses at once; a module in it cannot, so the next forward does."""
+        other = nn.Parameter(torch.zeros(2))
+        if module is unit.module and self.rng.random() < 0.5:
+            with pytest.raises(RuntimeError, match="cannot be set or deleted here"):
+                setattr(self.wrapper(unit), attribute, other)
+            return
+        count_calls(self.reference.module, calls := Counter())
+        plain = self.reference.module.get_submodule(unit.name)
+        if not calls[plain]:
+            return  # a unit that nobody calls
+        setattr(module, attribute, other)
+
+        def refuse(*_: object) -> None:
+            raise RuntimeError("was replaced after wrapping")
+
+        handle = plain.register_forward_pre_hook(refuse, prepend=True)
+        x = torch.ones(4, self.case.width, device=device())
+        for model in (self.model, self.reference):
+            seed_everything(self.at)  # for dropout in what comes before
+            with pytest.raises(RuntimeError, match="was replaced after wrapping"):
+                model(x)
+        handle.remove()
+
+
+def in_place(grad: Tensor) -> None:
+    grad.mul_(0.7)
+
+
+Change = Callable[[Tensor], Tensor | None]
+CHANGES: dict[str, Change] = {
+    "look": lambda grad: None,
+    "scale": lambda grad: grad * 0.3,
+    "clamp": lambda grad: grad.clamp(-0.01, 0.01),
+    "in place": in_place,
+}
+"""What hooks do to a gradient before the reduction. To each element by itself, as is promised."""
+
+
+def counted(hook: Callable[[Any], Any], calls: Counter[object], *name: object) -> Any:
+    def call(given: Tensor) -> Any:
+        calls[name] += 1
+        return hook(given)
+
+    return call
+
+
+def after_hook(kind: str, params: Iterable[nn.Parameter]) -> Callable[[nn.Parameter], None]:
+    """What is done to a parameter when its gradient is there: by one hook for all of them."""
+    optimizers = {param: torch.optim.SGD([param], **SGD) for param in params}
+
+    def look(param: nn.Parameter) -> None:
+        assert param.grad is not None and param.grad.shape == param.shape
+
+    def scale(param: nn.Parameter) -> None:
+        param.grad.mul_(0.5)
+
+    def step(param: nn.Parameter) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    return {"look": look, "scale": scale}.get(kind, step)
 
 
 def outputs(model: Callable[[Tensor], Any], x: Tensor, trap: str) -> list[Tensor]:

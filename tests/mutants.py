@@ -203,6 +203,7 @@ MUTANTS = [
     Mutant("slots", "what is set on a stand-in is taken", "if attribute not in (\"_unit\", \"_name\", \"shape\"):", "if False:"),
     Mutant("backward", "no_sync gathers anew", "return not (self.synchronizes or unit.reshard_after_forward)", "return False", noticed_by="unsynced"),
     Mutant("engine", "what was kept is stale", "unit.kept_version != unit.shard._version", "False", noticed_by="unsynced"),
+    Mutant("engine", "what is freed counts as kept", "        unit.kept_version = -1\n", "", noticed_by="unsynced"),
     Mutant("optimizers", "a step without gradients is as good as any", "if _has_no_gradient(groups) and", "if False and"),
     Mutant("optimizers", "a step before any forward is told", "    return ran\n", "    return True\n"),
     Mutant("autograd", "what was handed on counts", "if output.grad_fn is not None and output.grad_fn._sequence_nr() >= first:", "if output.grad_fn is not None:"),

@@ -301,16 +301,21 @@ def check_where(model: FSDP) -> None:
         assert unit.shard.device.type == home.type and unit.shard.dtype == torch.float32
 
 
-def check_at_rest(model: FSDP) -> None:
-    """After a step nothing is unsharded or under way. (A backward in no_sync leaves gathered what
-    the strategy lets it keep.)"""
-    kept = 0
+def check_at_rest(model: FSDP, kept: bool = False) -> None:
+    """After a step nothing is unsharded or under way.
+
+    Args:
+        kept: this is right after a backward in no_sync, which leaves gathered what the strategy
+            lets it keep.
+    """
+    unsharded = 0
     for unit in model.engine.units:
-        stays = not unit.reshard_after_forward and unit.kept_version == unit.shard._version
+        stays = unit.kept_version >= 0
+        assert not stays or (kept and not unit.reshard_after_forward), f"{unit.label} was kept"
         if unit.transient and unit.full is not None and not stays:
             assert unit.full.untyped_storage().size() == 0, f"{unit.label} was not freed"
-        kept += stays and unit.memory is not Memory.SHARDED
-    assert model.engine.stats.unsharded_units == kept
+        unsharded += stays and unit.memory is not Memory.SHARDED
+    assert model.engine.stats.unsharded_units == unsharded
     assert not model.engine._reductions and not model.engine._kept
 
 

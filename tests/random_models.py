@@ -101,8 +101,36 @@ class Keeps(nn.Module):
         self.layer = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        y = x * 0.5  # first, so that in a backward the layer's turn comes before it is reached
         self.kept = self.layer(x)
-        return x * 0.5
+        return y
+
+
+class Penalized(nn.Module):
+    """Reads its own parameters: their dtype, and the sum of their squares, for the loss."""
+
+    kept: Tensor | None = None
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width))
+        self.bias = nn.Parameter(torch.rand(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = sum(p.pow(2).sum() for p in self.parameters())
+        x = x.to(next(self.parameters()).dtype)
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class Skips(nn.Module):
+    """Hands on what it was given, for a skip connection."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        return torch.tanh(self.layer(x)), [x]
 
 
 class Boom(Exception):  # noqa: N818
@@ -159,17 +187,24 @@ LEAVES = {
     "trap": Trap,
     "viewed": Viewed,
     "keeps": Keeps,
+    "penalized": Penalized,
+    "skips": Skips,
 }
 
 
 class Block(nn.Sequential):
-    """Calls the parts in it as its plan says: once, several times, or never."""
+    """Calls the parts in it as its plan says: once, several times, or never.
+
+    It may add a penalty for the parameters of its parts, of those that are in the same unit.
+    """
 
     def __init__(self, part: "Part", parts: list[nn.Module]) -> None:
         super().__init__(*parts)
         self.plan, self.shape, self.tied = part.plan, part.shape, part.tied
+        self.penalty, self.penalized = part.penalty, list[int]()
         self.viewed = [isinstance(inner, Viewed) for inner in parts]
-        self.keeping = [isinstance(inner, Keeps) for inner in parts]
+        self.keeping = [isinstance(inner, (Keeps, Penalized)) for inner in parts]
+        self.skipping = [isinstance(inner, Skips) for inner in parts]
         for place in self.tied[1:]:
             self[place].weight = self[self.tied[0]].weight
 
@@ -185,6 +220,7 @@ class Block(nn.Sequential):
                 continue
             y, more = split(y)
             side += more
+            given = more[0] if self.skipping[place] else x
             if self.keeping[place]:
                 side.append(part.kept)
             if how == "aside":
@@ -195,7 +231,13 @@ class Block(nn.Sequential):
                     y /= 2
                     x = y
                 else:
-                    x = (x + y) / 2 if how == "add" else y
+                    x = (given + y) / 2 if how == "add" else y
+        penalty = sum(p.pow(2).sum() for place in self.penalized for p in self[place].parameters())
+        if isinstance(penalty, Tensor):
+            if self.penalty == "in the output":
+                x = x + 0.01 * penalty
+            else:
+                side.append(penalty)
         return {"tensor": x, "tuple": (x, side), "dict": {"side": side, "main": x}}[self.shape]
 
 
@@ -209,8 +251,35 @@ def split(output: Any) -> tuple[Tensor, list[Tensor]]:
 # ---------------------------------------------------------------------------------- a case, as data
 
 HOW = ("then", "add", "checkpoint", "aside", "drop", "try")
-"""How a block calls a part: x = f(x); x = (x + f(x)) / 2; x = f(x), recomputed in the backward;
-f(x) is returned beside x; f(x) goes nowhere; x = f(x), unless a trap goes off in it."""
+"""How a block calls a part: x = f(x); x = (x + f(x)) / 2, with the x that f hands on, if it does;
+x = f(x), recomputed in the backward; f(x) is returned beside x; f(x) goes nowhere; x = f(x), unless
+a trap goes off in it."""
+
+PENALTIES = ("", "", "", "in the output", "beside it")
+"""Where a block adds the squares of parameters, if it does."""
+
+GRADIENT_HOOKS = ("look", "scale", "clamp", "in place")
+"""What a hook does to a gradient before it is reduced."""
+
+AFTER_HOOKS = ("", "", "", "", "look", "scale", "step", "torch's step")
+"""What hooks do when all gradients are there. The last two are optimizers, fused into the
+backward: the user's own, and torch's."""
+
+REFUSED_FIRST = ("", "", "", "hook", "post hook", "optimizer")
+"""What holds a parameter before wrapping, so that a first attempt to wrap is refused."""
+
+REFUSED = (
+    "data of a parameter",
+    "freezing a parameter",
+    "another parameter",
+    "a parameter too many",
+    "another module",
+    "tying",
+    "another shape",
+    "a step that comes too early",
+)
+"""What a program may try between its operations, and is refused. It changes nothing. The last one
+is refused only after a backward in no_sync."""
 
 
 class Part(NamedTuple):
@@ -221,6 +290,7 @@ class Part(NamedTuple):
     plan: tuple[tuple[str, int], ...] = ()  # how to call which of the parts
     shape: str = "tensor"  # of what the block returns
     tied: tuple[int, ...] = ()  # parts that have one weight in common
+    penalty: str = ""  # of PENALTIES: where a block adds one for parameters of its unit
     which: int = 0  # of an "again": in the order in which parts are made
 
 
@@ -259,12 +329,21 @@ class Case:
     sync_module_states: bool  # ranks begin with different values, and get those of the first
     meta: bool  # built without memory
     input_gradients: bool
+    optimizer_of: str  # the "model", or the "module" in it
+    gradient_hooks: dict[str, str]  # of GRADIENT_HOOKS, by the name of the unit
+    after_hooks: str  # of AFTER_HOOKS, for all units
+    refused_first: str  # of REFUSED_FIRST
     program: tuple[Op, ...]
 
 
 def build(case: Case) -> nn.Module:
     """The module, plain, with random values."""
     module = _build(case.root, case.width, [])
+    units = {module.get_submodule(name) for name in case.borders}
+    for block in module.modules():
+        if isinstance(block, Block) and block.penalty:
+            parts = enumerate(block)
+            block.penalized = [at for at, part in parts if units.isdisjoint(part.modules())]
     for name, param in module.named_parameters():
         param.requires_grad_(not case.borders[unit_around(name, case.borders)].frozen)
     return module
@@ -304,7 +383,10 @@ def random_case(seed: int) -> Case:
     wrapping, precision = rng.choice(("classes", "custom", "hand")), _random_precision(rng)
     classes, units = _random_units(rng, module, wrapping == "classes")
     borders = _random_borders(rng, module, units, wrapping, precision)
-    variants = 3 if _losses_may_differ(module, borders) else DIFFERENT
+    freezes = rng.random() < 0.2
+    variants = 3 if _losses_may_differ(module, borders) and not freezes else DIFFERENT
+    after_hooks = rng.choice(AFTER_HOOKS)
+    fused = "step" in after_hooks
     return Case(
         seed=seed,
         width=width,
@@ -320,7 +402,11 @@ def random_case(seed: int) -> Case:
         sync_module_states=rng.random() < 0.3,
         meta=rng.random() < 0.3,
         input_gradients=rng.random() < 0.4,
-        program=tuple(op for _ in range(3) for op in _random_step(rng, variants)),
+        optimizer_of=rng.choice(("model", "module")),
+        gradient_hooks=_random_hooks(rng, borders),
+        after_hooks=after_hooks,
+        refused_first=rng.choice(REFUSED_FIRST),
+        program=tuple(op for _ in range(3) for op in _random_step(rng, variants, freezes, fused)),
     )
 
 
@@ -331,7 +417,7 @@ def _random_part(rng: random.Random, depth: int, made: list[Part]) -> Part:
         return Part("again", which=rng.choice(reusable))
     if depth and len(made) < 12 and rng.random() < 0.5:
         return _random_block(rng, depth, made)
-    made.append(Part(rng.choices(list(LEAVES), (4, 3, 2, 2, 1, 1, 2, 1, 2, 2, 4, 3, 2))[0]))
+    made.append(Part(rng.choices(list(LEAVES), (4, 3, 2, 2, 1, 1, 2, 1, 2, 2, 4, 3, 2, 2, 2))[0]))
     return made[-1]
 
 
@@ -347,8 +433,16 @@ def _random_block(rng: random.Random, depth: int, made: list[Part], is_root: boo
     linears = [place for place, part in enumerate(parts) if part.kind == "linear"]
     tied = tuple(linears) if len(linears) > 1 and rng.random() < 0.7 else ()
     shape = rng.choice(("tensor", "tuple", "dict"))
-    made.append(Part("block", tuple(parts), tuple(plan), shape, tied))
+    penalty = rng.choice(PENALTIES)
+    made.append(Part("block", tuple(parts), tuple(plan), shape, tied, penalty=penalty))
     return made[-1]
+
+
+def _random_hooks(rng: random.Random, borders: dict[str, Border]) -> dict[str, str]:
+    """For some of the units that are trained."""
+    share = rng.choice((0, 0, 0.5, 1))
+    trained = [name for name, border in borders.items() if not border.frozen]
+    return {name: rng.choice(GRADIENT_HOOKS) for name in trained if rng.random() < share}
 
 
 def _random_precision(rng: random.Random) -> MixedPrecision:
@@ -428,7 +522,7 @@ def _losses_may_differ(root: nn.Module, borders: dict[str, Border]) -> bool:
     which frozen ones are needed, nor on from which of several calls a unit gets it, nor on when
     a checkpoint runs units again."""
     calls: Counter[nn.Module] = Counter()
-    _count_calls(root, calls)
+    count_calls(root, calls)
     once = all(calls[root.get_submodule(name)] <= 1 for name in borders)
     again = [
         part
@@ -442,44 +536,57 @@ def _losses_may_differ(root: nn.Module, borders: dict[str, Border]) -> bool:
     return once and not hidden and not any(border.frozen for border in borders.values())
 
 
-def _count_calls(module: nn.Module, calls: "Counter[nn.Module]") -> None:
+def count_calls(module: nn.Module, calls: "Counter[nn.Module]") -> None:
     calls[module] += 1
     planned = isinstance(module, Block)
     for part in [module[place] for _, place in module.plan] if planned else module.children():
-        _count_calls(part, calls)
+        count_calls(part, calls)
 
 
-def _random_step(rng: random.Random, variants: int) -> Iterator[Op]:
+def _random_step(rng: random.Random, variants: int, freezes: bool, fused: bool) -> Iterator[Op]:
     """What happens until the optimizer has stepped.
 
     Args:
         variants: which there are of a forward.
+        freezes: parameters may be frozen, and thawed.
+        fused: the optimizer steps in the backward, after which no older graph can be used.
     """
+    if freezes and rng.random() < 0.6:
+        yield Op("requires_grad_", rng.randrange(4))
     for _ in range(rng.randint(0, 2)):
         yield Op(rng.choice(("read", "write", "save", "load")), rng.randrange(3))
     graphs: list[int] = []  # forwards that have had no backward yet: their variants
-    for _ in range(rng.randint(0, 4)):
-        may = ["forward"] * 3 + ["evaluate", "forward that fails", "read", "save", "zero_grad"]
+    for _ in range(rng.randint(0, 5)):
+        may = ["forward"] * 4 + ["evaluate", "forward that fails", "read", "save"]
         with_graph = ["backward", "backward in no_sync", "backward that fails"] * 2 + ["forget"]
-        do = rng.choice(may + with_graph * bool(graphs))
+        do = rng.choice(may + ["zero_grad"] * 2 + ["refused"] + with_graph * bool(graphs))
         if do in with_graph:
             number = rng.randrange(len(graphs))
             if graphs.pop(number) == DIFFERENT and do == "backward that fails":
                 do = "backward"  # it would not fail on all ranks
+            if fused and do in ("backward", "backward that fails"):  # which need not meet a trap
+                graphs.clear()
+        elif do == "forward":
+            number = rng.randrange(variants)
+            graphs.append(number)
+        elif do == "refused":
+            number = rng.randrange(len(REFUSED) - 1)
+        elif do == "zero_grad":
+            number = rng.randrange(6)
+            if number % 3 == 1 and variants > DIFFERENT:
+                number -= 1  # some ranks may have left something in no_sync: only they get zeros
         else:
-            number = rng.randrange(variants if do == "forward" else 3)
-            if do == "forward":
-                graphs.append(number)
-            elif do == "zero_grad" and number == 1 and variants > DIFFERENT:
-                number = 0  # some ranks may have left something in no_sync, and only they got zeros
+            number = rng.randrange(3)
         yield Op(do, number)
+        if do == "backward in no_sync" and not fused and rng.random() < 0.5:
+            yield Op("refused", len(REFUSED) - 1)
     if not graphs:
         yield Op("forward", rng.randrange(variants))
     yield Op("backward")  # after which nothing of no_sync is left
     if rng.random() < 0.4:
         yield Op("clip", rng.randrange(3))
     yield Op("step")
-    yield Op("zero_grad", rng.randrange(3))
+    yield Op("zero_grad", rng.randrange(6))
 
 
 ALL, MAIN, DIFFERENT = range(3)
@@ -504,8 +611,10 @@ def describe(case: Case, world: int) -> str:
             names[module] = name
             line += type(module).__name__
             if isinstance(module, Block):
+                tied = f", tied {module.tied}" * bool(module.tied)
+                penalty = f", penalty {module.penalty}" * bool(module.penalized)
                 plan = ", ".join(f"{how} {place}" for how, place in module.plan)
-                line += f"({plan} -> {module.shape}{f', tied {module.tied}' * bool(module.tied)})"
+                line += f"({plan} -> {module.shape}{tied}{penalty})"
             if name in case.borders:
                 line += f"  <- {_in_words(case.borders[name], world)}"
         lines.append(line)

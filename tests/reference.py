@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from minifsdp import MixedPrecision
 from tests.random_models import Border, unit_around
@@ -25,6 +26,8 @@ from tests.ranks import device
 Groups = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
 """With whom a rank shares a unit's parameters, and who has copies of its chunk."""
 Owners = list[tuple[nn.Module, str]]
+GradientHook = Callable[[Tensor], Tensor | None]
+AfterHook = Callable[[nn.Parameter], None]
 SGD = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.01}
 
 
@@ -48,6 +51,8 @@ class PlainUnit:
         self.flat = nn.Parameter(flat, requires_grad=bool(params) and not border.frozen)
         self.flat.grad_dtype = self.grad_dtype
         self.waiting: Tensor | None = None  # of no_sync
+        self.on_gradient: list[GradientHook] = []  # before the reduction
+        self.after_gradient: list[AfterHook] = []
         self.cast(self.dtype)
 
     def pieces(self, flat: Tensor) -> list[Tensor]:
@@ -67,7 +72,7 @@ class PlainUnit:
             with torch.enable_grad():  # as a parameter, also where a checkpoint meets it later
                 alias = param.view_as(param)
             for module, name in owners:
-                module.__dict__[name] = alias  # found before the parameter
+                module._parameters[name] = alias  # also for who asks for parameters()
 
     def take_gradient(self) -> Tensor | None:
         """What a backward has left, flat; zeros where a parameter was not used."""
@@ -77,9 +82,20 @@ class PlainUnit:
         for param in self.params:
             param.grad = None
         zeros = self.pieces(self.flat.new_zeros(self.flat.shape, dtype=self.dtype))
-        return torch.cat(
+        grad = torch.cat(
             [(z if g is None else g).reshape(-1) for g, z in zip(grads, zeros, strict=True)]
         )
+        for hook in self.on_gradient:
+            given = hook(grad)
+            grad = grad if given is None else given
+        return grad
+
+    def train(self, whether: bool) -> None:
+        """Thaw or freeze it."""
+        if self.params:
+            for param in (*self.params, self.flat):
+                param.requires_grad_(whether)
+            self.renew()
 
     def mean(self, grad: Tensor | None) -> Tensor:
         """Over all ranks; None counts as zeros."""
@@ -137,7 +153,9 @@ class Reference:
         precision: MixedPrecision,
     ) -> None:
         self.module, self.precision, self.events = module, precision, set[str]()
-        names = {param: unit_around(name, units) for name, param in module.named_parameters()}
+        self._once = dict(module.named_parameters())
+        self._always = dict(module.named_parameters(remove_duplicate=False))
+        names = {param: unit_around(name, units) for name, param in self._once.items()}
         owners: defaultdict[nn.Parameter, Owners] = defaultdict(list)
         for owner in module.modules():
             for name, param in owner._parameters.items():
@@ -200,13 +218,18 @@ class Reference:
                 unit.waiting = grad if unit.waiting is None else unit.waiting + grad
                 if not synchronize:
                     unit.add_to_gradient(0.0)  # so that the optimizer finds one, as after DDP's
-        if synchronize:
-            for unit, waits in zip(units, self.waits(), strict=True):
-                if waits:
-                    if unit.waiting is None:
-                        self.events.add("another rank has used more units")
-                    unit.add_to_gradient(unit.mean(unit.waiting))
-                    unit.waiting = None
+        if not synchronize:
+            return
+        complete = [unit for unit, waits in zip(units, self.waits(), strict=True) if waits]
+        for unit in complete:
+            if unit.waiting is None:
+                self.events.add("another rank has used more units")
+            unit.add_to_gradient(unit.mean(unit.waiting))
+            unit.waiting = None
+        for unit in complete:
+            for hook in unit.after_gradient:
+                hook(unit.flat)
+        self.cast()  # one of them may have been an optimizer
 
     def waits(self) -> list[bool]:
         """For each unit: whether some rank has a gradient that is not reduced."""
@@ -241,8 +264,8 @@ class Reference:
             flat = which(unit)
             if flat is not None:
                 pieces |= zip(unit.params, unit.pieces(flat), strict=True)
-        found = self.module.named_parameters(remove_duplicate=remove_duplicate)
-        return {name: pieces[param] for name, param in found if param in pieces}
+        found = self._once if remove_duplicate else self._always
+        return {name: pieces[param] for name, param in found.items() if param in pieces}
 
     def state_dict(self) -> dict[str, Tensor]:
         """All in full precision."""
@@ -277,4 +300,6 @@ def _keep_in_full_precision(module: nn.Module) -> None:
         return (args[0].float(),)
 
     module.register_forward_pre_hook(before)
-    module.register_forward_hook(lambda _, args, output: output.to(given[0]))
+    module.register_forward_hook(
+        lambda _, args, output: tree_map(lambda tensor: tensor.to(given[0]), output)
+    )

@@ -12,7 +12,19 @@ import minifsdp.engine
 import minifsdp.reduce
 from minifsdp import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
 from tests.fuzz import WORLDS, Differs, check, failure
-from tests.random_models import HOW, LEAVES, Case, Part, build, describe, random_case
+from tests.random_models import (
+    AFTER_HOOKS,
+    GRADIENT_HOOKS,
+    HOW,
+    LEAVES,
+    REFUSED,
+    REFUSED_FIRST,
+    Case,
+    Part,
+    build,
+    describe,
+    random_case,
+)
 from tests.ranks import on_ranks, run
 
 CASES, EACH = 200, 10
@@ -73,6 +85,12 @@ def features(case: Case) -> Iterator[object]:
         yield where, border.strategy
         yield from [f"frozen {where}"] * border.frozen + ["island"] * border.island
         yield f"a unit that is a {type(unit).__name__}"
+    for name, block in module.named_modules():
+        if getattr(block, "penalized", []):
+            yield f"penalty {block.penalty}", "of a part" if name else "of the root"
+    yield from (("hook", kind) for kind in case.gradient_hooks.values())
+    yield from (("after", case.after_hooks), ("refused first", case.refused_first))
+    yield "optimizer of", case.optimizer_of
     yield len({border.strategy for border in case.borders.values()}), "strategies"
     yield from (case.wrapping, ("limit", str(case.limit)), case.backward_prefetch)
     yield from (case.forward_prefetch, ("offload", case.offload), ("meta", case.meta))
@@ -90,7 +108,15 @@ EXPECTED = [
     *LEAVES, "block", "again", *HOW, "tensor", "tuple", "dict",
     "shared weights", "called twice", "never called", "depth 4",
     *[(where, strategy) for where in ("root", "unit") for strategy in ShardingStrategy],
-    *[f"a unit that is a {kind}" for kind in ("Block", "Odd", "Empty", "Tanh", "Trap", "Linear")],
+    *[f"a unit that is a {kind}" for kind in ("Block", "Odd", "Empty", "Tanh", "Trap", "Linear",
+                                          "Penalized", "Skips")],
+    *[(f"penalty {where}", whose) for where in ("in the output", "beside it")
+      for whose in ("of a part", "of the root")],
+    *[("hook", kind) for kind in GRADIENT_HOOKS], *[("after", kind) for kind in AFTER_HOOKS],
+    *[("refused first", kind) for kind in REFUSED_FIRST],
+    ("optimizer of", "model"), ("optimizer of", "module"),
+    *[("refused", n) for n in range(len(REFUSED))], *[("requires_grad_", n) for n in range(4)],
+    *[("zero_grad", n) for n in (3, 4, 5)],
     "frozen unit", "frozen root", "island", *[(n, "strategies") for n in (1, 2, 3, 4)],
     "classes", "custom", "hand", *BackwardPrefetch, None, *ForwardPrefetch, False,
     *[("limit", limit) for limit in ("True", "False", "1", "3", "synchronize after free")],
@@ -99,11 +125,13 @@ EXPECTED = [
     ("buffers", LOW), ("exact evaluation", True),
     *[(do, n) for do in ("forward", "evaluate", "clip", "zero_grad", "read", "write")
       for n in (0, 1, 2)],
-    *[(do, 0) for do in ("save", "load", "step", "backward", "backward in no_sync", "forget")],
+    *[(do, n) for do in ("save", "load") for n in (0, 1)],
+    *[(do, 0) for do in ("step", "backward", "backward in no_sync", "forget")],
     ("backward", 1), ("forward that fails", 0), ("backward that fails", 0),
     "forward, forward", "backward, backward", "backward, forward", "forward, evaluate",
     "evaluate, backward", "backward in no_sync, forward", "backward in no_sync, backward",
-    "backward in no_sync, zero_grad", "forward that fails, backward",
+    "backward in no_sync, refused", "backward in no_sync, zero_grad",
+    "forward that fails, backward",
     "backward that fails, forward",
 ]  # fmt: skip
 
@@ -114,8 +142,11 @@ def test_everything_occurs_in_the_cases_that_are_tried():
 
 
 def test_traps_go_off_and_ranks_differ_in_the_units_that_they_use():
-    seen = {event for seed in range(30) for events in run(check, 2, seed) for event in events}
-    rare = {"a forward has failed", "a backward has failed", "another rank has used more units"}
+    seen = {event for seed in range(60) for events in run(check, 2, seed) for event in events}
+    rare = {
+        "a forward has failed", "a backward has failed", "another rank has used more units",
+        "a step came too early",
+    }  # fmt: skip
     assert seen == rare
 
 

@@ -212,6 +212,25 @@ def test_saving_meanwhile_changes_nothing():
     assert_same_gradients(gathered_gradients(model), by_hand("ws"))
 
 
+@every_strategy
+@on_ranks(2)
+def test_what_is_kept_gathered_is_freed_by_the_next_reduction(strategy):
+    model = make(strategy)
+    units = model.engine.units
+    for _ in range(2):
+        waiting_step(model, 0)
+        check_at_rest(model, kept=True)
+        assert [unit.kept_version >= 0 for unit in units] == [
+            not unit.reshard_after_forward for unit in units
+        ]
+        if not units[0].reshard_after_forward:
+            with pytest.raises(AssertionError, match="was kept"):
+                check_at_rest(model)
+        step(model, 1)
+        check_at_rest(model)
+        assert all(unit.kept_version < 0 for unit in units)
+
+
 # ------------------------------------------------------------------------------ what is refused
 
 
