@@ -56,7 +56,7 @@ def reduce_gradient(unit: Unit, grad: Tensor, streams: Streams) -> Reduction:
         low = grad if dtype is None else grad.to(dtype)
         reduction.result, reduction.sent = low, (grad, low)
         if shards is None:
-            return _next_half(reduction)
+            return _next_half(reduction, low)
         reduction.result, finish = reduce_scatter(
             low, shards, 1 / shards.size(), unit.tag, unit.label
         )
@@ -82,18 +82,19 @@ def go_on(reduction: Reduction, streams: Streams) -> None:
     """Start the next half of the all-reduce over replicas, if one is left, after the last."""
     if reduction.to_come:
         reduction.to_come -= 1
+        result = reduction.result  # as it is now, not when this starts: a download replaces it
         streams.replicate.wait_event(reduction.event)
         reduction.event = streams.replicate.submit(
-            lambda: _next_half(reduction), f"all-reduce {reduction.unit.label}"
+            lambda: _next_half(reduction, result), f"all-reduce {reduction.unit.label}"
         )
 
 
-def _next_half(reduction: Reduction) -> Finish:
+def _next_half(reduction: Reduction, flat: Tensor) -> Finish:
     unit, replicas = reduction.unit, reduction.unit.replicate_group
     assert replicas is not None
     if reduction.all_reduce is None:
         scale = 1 / replicas.size()
-        reduction.all_reduce = all_reduce(reduction.result, replicas, scale, unit.tag, unit.label)
+        reduction.all_reduce = all_reduce(flat, replicas, scale, unit.tag, unit.label)
     return next(reduction.all_reduce)
 
 

@@ -80,7 +80,7 @@ MUTANTS = [
     Mutant("reduce", "a sum, not a mean", "shards, 1 / shards.size(), unit.tag", "shards, 1.0, unit.tag"),
     Mutant("reduce", "overwrites what is there", "before.add_(grad)", "shard.grad = grad"),
     Mutant("reduce", "a copy too many", "shard.grad = grad", "shard.grad = grad.clone()"),
-    Mutant("reduce", "replicas are not reduced", "return _next_half(reduction)", "return lambda: None"),
+    Mutant("reduce", "replicas are not reduced", "return _next_half(reduction, low)", "return lambda: None"),
     Mutant("reduce", "the second half is left out",
            "halves(grad) - (shards is None)", "1"),
     Mutant("reduce", "columns are left out",
