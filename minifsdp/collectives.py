@@ -13,11 +13,14 @@ Two conversations carry all of FSDP::
 and an all-reduce is the second followed by the first.
 
 Each function *starts* its collective and returns ``finish``, which waits for it (see streams.py).
+An all-reduce has one ``finish`` for each of its halves.
 
 **On CPU** gloo's own versions waste half of what they move: its reduce-scatter is a copy, a full
 all-reduce (twice the bytes) and a slice, its all-gather goes through a temporary of full size. So
 ranks exchange point to point, straight out of and into views of the flat buffers, and each adds up
-what it receives, in gloo's own order, so that sums are equal to torch's bit for bit.
+what it receives, in gloo's own order, so that sums are equal to torch's bit for bit. Messages from
+rank to rank have tags, too, and gloo's collectives have none: where two ranks reduce other units,
+gloo's all-reduce adds up what does not belong together, or ends the process.
 ``MINIFSDP_COLLECTIVES=native`` selects torch's versions instead, for comparison.
 
 **On CUDA** NCCL does all this well; its collectives are called as they are.
@@ -70,7 +73,7 @@ def all_gather(
     message = Message(group, tag, kind, full.itemsize, label)
     if _native(full):
         return _wait_for([_all_gather(full, chunk, group=group, async_op=True)], message)
-    parts, rank, tag = full.chunk(group.size()), group.rank(), message.tag
+    parts, rank, tag = full.tensor_split(group.size()), group.rank(), message.tag
     works = []
     for to, source in _turns(group):
         works += _exchange(chunk, to, parts[source], source, group, tag)
@@ -79,7 +82,12 @@ def all_gather(
 
 
 def reduce_scatter(
-    flat: Tensor, group: Group, scale: float, tag: int, label: str = ""
+    flat: Tensor,
+    group: Group,
+    scale: float,
+    tag: int,
+    label: str = "",
+    kind: Kind = Kind.REDUCTION,
 ) -> tuple[Tensor, Finish]:
     """Add up ``scale * flat`` over all ranks and keep this rank's chunk of the sum.
 
@@ -90,14 +98,14 @@ def reduce_scatter(
         flat: ``[world_size * n]``; may be overwritten; must stay alive until the end.
         group: the ranks that take part.
         scale: ``1 / world_size`` for a mean.
-        tag, label: as in :func:`all_gather`.
+        tag, label, kind: as in :func:`all_gather`.
 
     Returns:
         The sum, ``[n]``, valid once ``finish`` has run; and ``finish``.
     """
-    chunks = flat.chunk(group.size())
+    chunks = flat.tensor_split(group.size())
     own = chunks[group.rank()]
-    message = Message(group, tag, Kind.REDUCTION, flat.itemsize, label)
+    message = Message(group, tag, kind, flat.itemsize, label)
     if _native(flat):
         total = flat.new_empty(own.shape)
         flat.mul_(scale)
@@ -129,11 +137,33 @@ def reduce_scatter(
     return total, finish
 
 
-def all_reduce(flat: Tensor, group: Group, scale: float, tag: int = 0, label: str = "") -> Finish:
-    """Add up ``scale * flat`` over all ranks, in place, on every rank. ``flat``: any shape."""
-    flat.mul_(scale)
-    message = Message(group, tag, Kind.ALL_REDUCTION, flat.itemsize, label)
-    return _wait_for([dist.all_reduce(flat, group=group, async_op=True)], message)
+def all_reduce(
+    flat: Tensor, group: Group, scale: float, tag: int = 0, label: str = ""
+) -> Iterator[Finish]:
+    """Add up ``scale * flat`` over all ranks, in place, on every rank.
+
+    Args:
+        flat: ``[n]``, any number of elements; must stay alive until the end.
+
+    Yields:
+        The ``finish`` of each of :func:`halves`, one after the other. Each is started when it is
+        asked for, which has to be after the one before has run. What is computed meanwhile hides
+        both.
+    """
+    kind = Kind.ALL_REDUCTION
+    if _native(flat):
+        flat.mul_(scale)
+        message = Message(group, tag, kind, flat.itemsize, label)
+        yield _wait_for([dist.all_reduce(flat, group=group, async_op=True)], message)
+        return
+    total, finish = reduce_scatter(flat, group, scale, tag, label, kind)
+    yield finish
+    yield all_gather(flat, total, group, tag, label, kind)
+
+
+def halves(flat: Tensor) -> int:
+    """In how many parts an all-reduce of ``flat`` comes: torch's own does it in one."""
+    return 1 if _native(flat) else 2
 
 
 def add_up(number: Tensor, group: Group, largest: bool = False) -> None:
@@ -153,7 +183,7 @@ def broadcast(tensor: Tensor, group: Group) -> None:
         tensor.copy_(sent)
 
 
-def gather_objects(mine: object, group: Group) -> list[Any]:
+def gather_objects(mine: object, group: Group, label: str = "an exchange of notes") -> list[Any]:
     """What each rank of the group says, by rank. Slow: for what is said once.
 
     (``dist.all_gather_object`` needs NumPy, which torch does not bring along.)
@@ -161,7 +191,7 @@ def gather_objects(mine: object, group: Group) -> list[Any]:
     device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
     text = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8).to(device)
     lengths = [torch.empty(1, dtype=torch.long, device=device) for _ in range(group.size())]
-    about = _other(group, "an exchange of notes")
+    about = _other(group, label)
     work = dist.all_gather(
         lengths, torch.tensor([len(text)], device=device), group=group, async_op=True
     )

@@ -16,7 +16,14 @@ from minifsdp.limiter import Limiter
 from minifsdp.lockstep import Lockstep
 from minifsdp.members import check_tree
 from minifsdp.prefetch import Prefetcher
-from minifsdp.reduce import Reduction, let_arrive, reduce_gradient, store_gradient, wait_for
+from minifsdp.reduce import (
+    Reduction,
+    go_on,
+    let_arrive,
+    reduce_gradient,
+    store_gradient,
+    wait_for,
+)
 from minifsdp.reshard import reshard
 from minifsdp.streams import Streams
 from minifsdp.unit import Memory, Phase, Unit
@@ -41,6 +48,7 @@ class Engine:
             f"limit_all_gathers={getattr(limiter, 'limit', False)}, "
             f"backward_prefetch={prefetcher.backward}, forward_prefetch={prefetcher.forward}",
         )
+        self.sharded = any(unit.shard_group is not None for unit in units)  # not all replicated
         self.training: bool | None = None  # the mode of the outermost module, last time it ran
         self._reductions: list[Reduction] = []  # of this backward, in the order of their start
         self._kept: dict[Unit, Tensor] = {}  # gradients of this backward that are not reduced yet
@@ -76,7 +84,8 @@ class Engine:
             adopt(unit)  # it may have been moved through its module, not through the wrapper
             unit.refresh(training)
             check_waiting_gradient(unit)
-        self.lockstep.start(forward=training is not None)
+        if training is not None or self.sharded:
+            self.lockstep.start(forward=training is not None)
         # The gathers to come must send what the optimizer has just written.
         self.streams.unshard.wait_event(self.streams.compute.record_event())
 
@@ -157,6 +166,8 @@ class Engine:
         left; nobody else may hold it. It is handed over by :meth:`finish_gradients`."""
         if unit.waiting is not None and all(r.unit is not unit for r in self._reductions):
             grad.add_(unit.waiting.grad)  # a copy of it stays, until this backward has succeeded
+        for reduction in self._reductions[-2:-1]:
+            go_on(reduction, self.streams)
         if self._reductions:
             # One at a time: else a network slower than the computation would pile up the gradients
             # of the whole model, all waiting to be sent.
@@ -180,6 +191,8 @@ class Engine:
         """Wait for all gradients and hand them to the optimizer: all of a backward's, or none."""
         if self._reductions:
             let_arrive(self._reductions[-1], self.streams)
+        for reduction in self._reductions:
+            go_on(reduction, self.streams)
         for reduction in self._reductions:
             wait_for(reduction)
         for reduction in self._reductions:

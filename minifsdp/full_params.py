@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from minifsdp.collectives import all_gather
+from minifsdp.compare import fingerprint, remember_values
 from minifsdp.hooks import Hooks
 from minifsdp.lockstep import Moment
 from minifsdp.messages import Kind
@@ -86,7 +87,8 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[N
     if not hooks.summoned:
         hooks.backward.forget_the_dead()
         engine.start(None)
-    engine.lockstep.at(Moment.SUMMON_FULL_PARAMS_OF, engine.root)
+    if engine.sharded:  # else each rank has everything, and need not ask anybody
+        engine.lockstep.at(Moment.SUMMON_FULL_PARAMS_OF, engine.root)
     units = [unit for unit in units if unit not in hooks.summoned]
     shown = not options.rank0_only or all(_is_first(unit) for unit in units)
     hooks.summoned.update(units)
@@ -102,7 +104,9 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[N
             for whole in out:  # all, or none
                 whole.check_shapes()
             for whole in out:
-                whole.write_back()
+                if whole.write_back():
+                    remember_values(whole.unit, fingerprint([whole.flat]))
+                    engine.lockstep.compare_values_again()
     finally:
         for whole in out:
             whole.unregister()

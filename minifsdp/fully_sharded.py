@@ -33,7 +33,7 @@ from minifsdp.missing import add_missing, refuse
 from minifsdp.other_wrappers import check_inside
 from minifsdp.prefetch import Prefetcher, make_prefetcher
 from minifsdp.settings import as_settings
-from minifsdp.state_dict import register_hooks
+from minifsdp.state_dict import refuse_full_options, register_hooks
 from minifsdp.tree import clean, name_units
 from minifsdp.views import adopt
 from minifsdp.wrap import Policy
@@ -170,6 +170,7 @@ class FullyShardedDataParallel(Transparent):
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Buffers are not sharded; names as they were before wrapping."""
+        refuse_full_options()
         return ((clean(name), b) for name, b in super().named_buffers(*args, **kwargs))
 
     @staticmethod

@@ -129,7 +129,7 @@ class Hooks:
         if self._outermost and not self.summoned:
             self.backward.forget_the_dead()
             self.engine.start(training)
-            self.lockstep.steps += 1
+            self.lockstep.begin()
             self.engine.prefetcher.start_forward()
         if unit.transient or not self.backward.running:  # else it is nobody else's business
             self.lockstep.at(Moment.FORWARD_OF, unit)

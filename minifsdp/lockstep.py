@@ -90,6 +90,7 @@ class Lockstep:
         self._failed = False  # this rank's last forward or backward
         self._all_failed = False  # all ranks know that all of them have stopped
         self._said_before = 0  # messages, before it began
+        self._training = False  # it has begun, and a backward may come of it
         self._by_mode = next((u for u in units if u.precision.full_precision_in_eval), None)
         self._ever_apart = False
         self._circles = circles(units)
@@ -121,13 +122,24 @@ class Lockstep:
 
     def reset(self) -> None:
         """A step begins, or has failed and is forgotten."""
-        self.apart = False
+        self.apart = self._training = False
         self._said_before = made()
+
+    def begin(self) -> None:
+        """A forward begins, and nothing has refused it."""
+        self.steps += 1
+        self._training = torch.is_grad_enabled()
+
+    def compare_values_again(self) -> None:
+        """They were changed by hand on this rank, and on all others, or they are no longer those
+        of one model. (Units that some ranks share may have changed on those ranks alone.)"""
+        self._compared_values &= len(self._circles) > 1
 
     def failed(self) -> None:
         """An exception has ended a forward or backward. It may have been this rank's alone, so
-        before anything else all of them meet. If nothing was said, nobody has missed anything."""
-        self._failed |= not self._all_failed and made() != self._said_before
+        before anything else all of them meet: else this rank would be a batch ahead of the others
+        from now on. If it had not begun, and nothing was said, nobody has missed anything."""
+        self._failed |= not self._all_failed and (self._training or made() != self._said_before)
 
     def _compare(self, forward: bool) -> None:
         complaint: str | None = None

@@ -13,7 +13,8 @@ saves and loads without knowing it. Groups without chunks have none.
 
 A load is not refused when it happens, but at the next step: by then all ranks have loaded, and can
 tell each other whether one of them must not go on. If only some of them raised, the others would
-wait for them until a timeout.
+wait for them until a timeout. If only some of them have loaded, nobody tells these anything; that
+they wait in vain is found out by watch.py.
 """
 
 import sys
@@ -105,7 +106,7 @@ def agree(wrong: str | None, groups: list[dict[str, Any]]) -> None:
     """
     said = None if wrong is None else f"rank {dist.get_rank()}: {wrong}"
     for peers in _conversations(groups):
-        heard = gather_objects(said, peers)
+        heard = gather_objects(said, peers, "the comparison of states before an optimizer's step")
         said = said or next((words for words in heard if words is not None), None)
     if wrong is not None or said is not None:
         raise RuntimeError(wrong or said)

@@ -9,11 +9,18 @@ its unit for as long as the walk is inside of it, so there are never more units 
 each other, and ``model.module.state_dict()`` works as well. The hooks on the *wrapper* only take
 its part out of the names. What is returned are copies, on the device that computes: writing to them
 does not change the model. (A plain module returns its own tensors, which the next step changes.)
+
+``torch.distributed.checkpoint.load({"model": model.state_dict()})`` is written for a plain module's
+tensors: it changes them and is done. But a value that has a ``load_state_dict`` is told of what was
+loaded, so the dict has one, and hands it to the model.
 """
 
+import sys
 import weakref
+from collections import OrderedDict
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from types import FrameType
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -32,6 +39,8 @@ class Wrapper(Protocol):
     @property
     def module(self) -> nn.Module: ...
 
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
     def summon_full_params(
         self, module: Any, recurse: bool, writeback: bool
     ) -> AbstractContextManager[None]: ...
@@ -40,6 +49,7 @@ class Wrapper(Protocol):
 def register_hooks(wrapper: Any) -> None:
     """Let ``wrapper`` save and load whole parameters, wherever in a tree of modules it is."""
     wrapper.register_state_dict_post_hook(_shorten_names)
+    wrapper._register_state_dict_hook(_hand_out)  # the only kind that may return another dict
     wrapper.register_load_state_dict_pre_hook(_lengthen_names)
     module, own = wrapper.module, weakref.ref(wrapper)  # the module may outlive its wrapper
     module.register_state_dict_pre_hook(partial(_before_save, own))
@@ -49,6 +59,52 @@ def register_hooks(wrapper: Any) -> None:
 
 
 Own = weakref.ref[Wrapper]
+
+
+class Copies(OrderedDict[str, Any]):
+    """What a wrapper's ``state_dict()`` returns. Saved and copied as an ordinary dict."""
+
+    own: "Own | None" = None
+    _metadata: Any = None
+
+    def state_dict(self) -> "OrderedDict[str, Any]":
+        """What torch.distributed.checkpoint saves, and writes into."""
+        return OrderedDict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """It has been written into: the model takes it."""
+        self.update(state)
+        wrapper = self.own() if self.own is not None else None
+        if wrapper is not None:
+            wrapper.load_state_dict(self)
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (), {"_metadata": self._metadata}, None, iter(self.items())
+
+
+def refuse_full_options() -> None:
+    """Refuse to list flat parameters to set_model_state_dict() where it would deal out whole ones
+    by their names.
+
+    Raises:
+        NotImplementedError: on every rank, for all of them ask.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "") == _ASKER:
+        info: Any = frame.f_locals.get("info")
+        if frame.f_code.co_name == "_load_model_state_dict" and (
+            info.full_state_dict or info.broadcast_from_rank0
+        ):
+            raise NotImplementedError(
+                "minifsdp: set_model_state_dict() with full_state_dict=True or "
+                "broadcast_from_rank0=True is not there yet. Give the whole state dict to every "
+                "rank, without these options: model.load_state_dict(state_dict). Or load it on "
+                "rank 0 before wrapping, and wrap with sync_module_states=True."
+            )
+        frame = frame.f_back
+
+
+_ASKER = "torch.distributed.checkpoint.state_dict"
 
 
 def _before_save(own: Own, module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -95,6 +151,14 @@ def _shorten_names(
     versions = getattr(state, "_metadata", {})
     for key in _below(versions, prefix):
         versions[_unwrapped(key + ".", prefix).removesuffix(".")] = versions.pop(key)
+
+
+def _hand_out(wrapper: Any, state: Any, prefix: str, metadata: object) -> Any:
+    if prefix:
+        return None  # it is part of another module's
+    copies = Copies(state)
+    copies.own, copies._metadata = weakref.ref(wrapper), getattr(state, "_metadata", None)
+    return copies
 
 
 def _lengthen_names(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:

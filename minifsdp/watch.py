@@ -162,8 +162,8 @@ class _Wait:
             f"equally often, and in the same mode. Where one rank may catch an exception, raise it "
             f"on all of them, or skip the batch on all. Where one may have fewer batches, give all "
             f"the same number. What gathers parameters (state_dict, load_state_dict, "
-            f"summon_full_params) has to be called on every rank. The process group cannot be used "
-            f"any more."
+            f"summon_full_params), or changes values or an optimizer's state (load_state_dict of "
+            f"either), has to be called on every rank. The process group cannot be used any more."
         )
         groups = _groups.get(message.group.group_name, [message.group])
         for group in groups:

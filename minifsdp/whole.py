@@ -21,9 +21,11 @@ class Whole:
     unit: Unit
     flat: Tensor
     grad: Tensor | None
+    version: int = 0  # of ``flat``, before the caller has it
 
     def register(self) -> None:
         """Turn the views into parameters, so that torch finds them under their names."""
+        self.version = self.flat._version
         grads = self._grads()
         self.unit.exposed = True
         self.unit.module._parameters.pop(FLAT_PARAM, None)  # no element may be listed twice
@@ -53,14 +55,19 @@ class Whole:
                         f"has to stay a tensor of shape {list(slot.shape)}."
                     )
 
-    def write_back(self) -> None:
-        """Store this rank's chunk of what the parameters, and their gradients, are now."""
+    def write_back(self) -> bool:
+        """Store this rank's chunk of what the parameters, and their gradients, are now.
+
+        Returns:
+            Whether the parameters were written to; the same on all ranks that have done the same.
+        """
         unit, grads = self.unit, self._grads()
+        changed = self.flat._version != self.version
         for place, (slot, view) in enumerate(zip(unit.slots, self._views(), strict=True)):
             for module, attribute in slot.owners:
                 param = module._parameters[attribute]
                 assert param is not None
-                _keep(param.data, view)
+                changed |= _keep(param.data, view)
                 if grads is not None:
                     none = grads[place].new_zeros(())
                     _keep(none if param.grad is None else param.grad, grads[place])
@@ -71,6 +78,7 @@ class Whole:
             unit.chunk.copy_(self.flat[own])
         if self.grad is not None and unit.shard.grad is not None:
             unit.shard.grad.copy_(self.grad[own][: unit.shard.numel()])
+        return changed
 
     def _views(self) -> list[Tensor]:
         return unflatten(self.flat, [slot.shape for slot in self.unit.slots])
@@ -80,6 +88,8 @@ class Whole:
         return None if self.grad is None else unflatten(self.grad, shapes)
 
 
-def _keep(value: Tensor, view: Tensor) -> None:
-    if value.data_ptr() != view.data_ptr():  # replaced, not changed in place: `weight.data = ...`
+def _keep(value: Tensor, view: Tensor) -> bool:
+    replaced = value.data_ptr() != view.data_ptr()  # and not changed in place: `weight.data = ...`
+    if replaced:
         view.data.copy_(value)
+    return replaced

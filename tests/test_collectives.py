@@ -48,12 +48,20 @@ def check_reduce_scatter(numel, scale):
     assert total.untyped_storage().size() == 4 * numel  # not a view that keeps `flat` alive
 
 
-def check_all_reduce():
-    flat = mine(10)
+def all_reduce(flat, group, scale):
+    for finish in collectives.all_reduce(flat, group, scale):
+        finish()
+
+
+def check_all_reduce(numel):
+    """The halves need not be equally long. Two addends have one sum, in whatever order."""
+    flat = mine(numel)
     expected = flat / dist.get_world_size()
     dist.all_reduce(expected)
-    collectives.all_reduce(flat, world(), 1 / dist.get_world_size())()
+    all_reduce(flat, world(), 1 / dist.get_world_size())
     torch.testing.assert_close(flat, expected)
+    assert dist.get_world_size() > 2 or torch.equal(flat, expected)
+    assert len({tuple(said) for said in collectives.gather_objects(flat.tolist(), world())}) == 1
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -93,8 +101,23 @@ def test_what_is_scaled_is_rounded_before_it_is_added(dtype, world_size, scale):
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_all_reduce_is_torchs(world_size):
-    run(check_all_reduce, world_size)
+@pytest.mark.parametrize("numel", [1, 2, 7, 1000])
+def test_all_reduce_is_torchs(world_size, numel):
+    run(check_all_reduce, world_size, numel)
+
+
+@on_ranks(2)
+def test_all_reductions_of_different_units_are_not_taken_for_each_other():
+    """Each waits for its own, though the first ones started are not of the same unit."""
+    if device().type == "cuda" or collectives.NATIVE:
+        pytest.skip("torch's own have no tags: there the order has to be the same, and is")
+    order = (1, 2) if dist.get_rank() == 0 else (2, 1)
+    flats = {tag: torch.full((6,), float(tag)) for tag in order}
+    parts = {tag: collectives.all_reduce(flats[tag], world(), 1.0, tag) for tag in order}
+    for _ in range(2):
+        for finish in [next(parts[tag]) for tag in order]:
+            finish()
+    assert (flats[1] == 2).all() and (flats[2] == 4).all()
 
 
 def check_broadcast():
@@ -195,7 +218,7 @@ def test_a_mean_in_half_precision_does_not_overflow_on_the_way():
 @on_ranks(2)
 def test_nor_does_that_of_an_all_reduce():
     flat = torch.full((4,), 60000.0, dtype=torch.float16, device=device())
-    collectives.all_reduce(flat, world(), 0.5)()
+    all_reduce(flat, world(), 0.5)
     assert (flat == 60000).all()
 
 
@@ -211,7 +234,7 @@ def test_only_ranks_of_the_group_take_part():
     finish()
     assert total == mates.mean()
     flat = mine.repeat(3)
-    collectives.all_reduce(flat, row, 0.5)()
+    all_reduce(flat, row, 0.5)
     assert (flat == mates.mean()).all()
 
 
@@ -265,6 +288,7 @@ def test_native_collectives_give_the_same():
     with patch.object(collectives, "NATIVE", True):
         check_all_gather(6)
         check_reduce_scatter(6, 0.5)
+        check_all_reduce(7)
 
 
 @on_ranks(2)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp.groups import HYBRID
-from minifsdp.reduce import Reduction, let_arrive, reduce_gradient, store_gradient, wait_for
+from minifsdp.reduce import Reduction, go_on, let_arrive, reduce_gradient, store_gradient, wait_for
 from minifsdp.sim import cluster
 from tests.lagging import deferring_device
 from tests.parity import grid
@@ -68,6 +68,7 @@ def test_with_hybrid_sharding_there_are_two_means_one_after_the_other(strategy):
     grad = torch.full((42,), 10.0 ** dist.get_rank(), device=device())
     reduction = reduce_gradient(unit, grad, streams)
     let_arrive(reduction, streams)
+    go_on(reduction, streams)
     wait_for(reduction)
     assert reduction.result.shape == (21,)
     assert (reduction.result == (1 + 10 + 100 + 1000) / 4).all()

@@ -1,6 +1,7 @@
 """state_dict.py: what is saved is what a plain model would save, and the other way round."""
 
 import copy
+import io
 import pickle
 from collections import OrderedDict
 from itertools import combinations
@@ -369,3 +370,57 @@ def test_copying_and_pickling_say_what_to_do_instead():
     for attempt in (copy.deepcopy, copy.copy, pickle.dumps):
         with pytest.raises(TypeError, match=r"Save state_dict\(\)"):
             attempt(stack())
+
+
+# -------------------------------------------------------------------- torch.distributed.checkpoint
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@on_ranks(2)
+def test_what_a_distributed_checkpoint_writes_into_a_state_dict_reaches_the_model(
+    strategy, tmp_path
+):
+    """As with a plain module, whose state_dict() has its own tensors."""
+    import torch.distributed.checkpoint as dcp
+
+    model = stack(sharding_strategy=strategy)
+    saved = model.state_dict()
+    if dist.get_rank() == 0:  # ranks that save together need NumPy
+        dcp.save({"model": saved}, checkpoint_id=tmp_path, no_dist=True)
+    dist.barrier()
+    for how in ("a dict of dicts", "a module"):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1)
+        value = model if how == "a module" else model.state_dict()
+        dcp.load({"model": value}, checkpoint_id=tmp_path, no_dist=True)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, saved[name])
+
+
+@on_ranks(2)
+def test_to_anybody_else_it_is_a_dict_as_any_other():
+    state = stack().state_dict()
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    for other in (copy.deepcopy(state), torch.load(file, weights_only=True)):
+        assert type(other) is OrderedDict and list(other) == list(state)
+        assert other._metadata == state._metadata and len(state._metadata) > 1
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["root", "below another module"])
+@pytest.mark.parametrize("option", ["full_state_dict", "broadcast_from_rank0"])
+@on_ranks(2)
+def test_whole_values_are_not_dealt_out_to_flat_parameters(option, inside):
+    from torch.distributed.checkpoint import state_dict as dsd
+
+    model = nn.Sequential(stack()) if inside else stack()
+    state = dsd.get_model_state_dict(model)
+    options = dsd.StateDictOptions(**{"full_state_dict": True, option: True})
+    mine = state if option == "full_state_dict" or dist.get_rank() == 0 else {}
+    with pytest.raises(NotImplementedError, match=r"model\.load_state_dict"):
+        dsd.set_model_state_dict(model, mine, options=options)
+    dsd.set_model_state_dict(model, {name: value + 1 for name, value in state.items()})
+    for name, value in dsd.get_model_state_dict(model, options=options).items():
+        assert torch.equal(value, state[name] + 1)

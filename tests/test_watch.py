@@ -29,7 +29,7 @@ def crossed(kind):
     rank = dist.get_rank()
     with patch.multiple(watch, POLL=0.05, PATIENCE=2), pytest.raises(RuntimeError) as error:
         if rank and kind == "all-reduce":
-            collectives.all_reduce(chunk, group, 1.0, 5, "'b'")()
+            next(collectives.all_reduce(chunk, group, 1.0, 5, "'b'"))()
         else:
             collectives.all_gather(
                 full, chunk, group, 5 + dist.get_rank(), f"'{dist.get_rank()}'"

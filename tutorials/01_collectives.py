@@ -51,7 +51,8 @@ def two_halves() -> None:
     all_gather(whole, half, everybody, tag=0)()
     print("then an all-gather    ", whole.tolist())
 
-    all_reduce(mine, everybody, scale=1.0)()
+    for finish in all_reduce(mine, everybody, scale=1.0):
+        finish()
     print("an all-reduce instead ", mine.tolist())
 
 

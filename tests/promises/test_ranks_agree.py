@@ -3,6 +3,7 @@
 These end the connections of their process groups, so each program runs in a world of its own.
 """
 
+import copy
 import os
 import re
 import time
@@ -126,8 +127,6 @@ CAUGHT = [
     for strategy in (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD)
     for where in ("forward", "backward")
     for at, layer in ((0, 0), (1, 2), (4, 1))
-    # A forward that nobody else is part of, nor hears of, may fail; its step is only missing.
-    if not (strategy is NO_SHARD and where == "forward" and at > 1)
 ]
 
 
@@ -259,9 +258,9 @@ def test_a_rank_whose_process_has_ended():
 # -------------------------------------------------------------------- what one rank does by itself
 
 
-def alone_on_rank_0(act, at):
+def alone_on_rank_0(act, at, strategy=FULL_SHARD):
     """All train; then rank 0 does something that concerns all, and they train on."""
-    model = stack()
+    model = stack(strategy)
     for now in range(8):
         if now == at and dist.get_rank() == 0:
             act(model)
@@ -282,6 +281,67 @@ def load(model):
 def test_rank_0_saves_or_loads_alone(at, act):
     words = ["rank 0: .*rank 1: ", "not in step" if at < 2 else "has to be called on every rank"]
     parted(alone_on_rank_0, act, at, words=words)
+
+
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_so_where_every_rank_has_everything(at):
+    """There rank 0 may save alone; what it loads alone makes it another model than the others'."""
+    words = "different values in" if at == 0 else "rank 0: in the comparison .*rank 1: in the"
+    parted(alone_on_rank_0, load, at, NO_SHARD, words=[words])
+
+
+@pytest.mark.parametrize("act", [FSDP.state_dict, summon], ids=lambda act: act.__name__)
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_where_every_rank_has_everything_one_may_look_alone(at, act):
+    assert call(alone_on_rank_0, act, at, NO_SHARD) == [None, None]
+
+
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+@on_ranks(2)
+def test_all_ranks_load_the_same_between_steps(strategy):
+    model = stack(strategy)
+    for now in range(5):
+        load(model)
+        step(model, now)
+
+
+def load_other_values(strategy, at):
+    model = stack(strategy)
+    for now in range(6):
+        if now == at:
+            state = model.state_dict()
+            model.load_state_dict({name: value + dist.get_rank() for name, value in state.items()})
+        step(model, now)
+
+
+@pytest.mark.parametrize("strategy, at", [(NO_SHARD, 0), (NO_SHARD, 4), (FULL_SHARD, 4)])
+def test_each_rank_loads_other_values(strategy, at):
+    parted(load_other_values, strategy, at, words=["different values in"])
+
+
+def an_optimizer_alone(strategy, at):
+    """Rank 0 loads what its optimizer was some steps ago, and the others do not."""
+    model = stack(strategy)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    states = []
+    for now in range(6):
+        if now == at and dist.get_rank() == 0:
+            optimizer.load_state_dict(states[0])
+        model(batch(3, 6, step=now)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        states.append(copy.deepcopy(optimizer.state_dict()))
+    dist.barrier()
+
+
+@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+def test_rank_0_loads_the_state_of_an_optimizer_alone(strategy, at):
+    words = [
+        "rank 0: in the comparison of states before an optimizer's step.*rank 1: in",
+        "has to be",
+    ]
+    parted(an_optimizer_alone, strategy, at, words=words)
 
 
 def in_other_modes(strategy, at):
@@ -317,9 +377,43 @@ def other_orders(strategy):
     dist.barrier()
 
 
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 def test_units_in_another_order_on_one_rank(strategy):
     parted(other_orders, strategy, words=["of unit '0'", "of unit '1'", "have parted ways"])
+
+
+def rows_in_other_orders(widths):
+    """Both ranks of a row, so that nobody but the columns can notice."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(6, w), nn.Linear(w, 6)) for w in widths))
+    model = FSDP(
+        copy.deepcopy(plain),
+        sharding_strategy=HYBRID_SHARD,
+        device_mesh=grid(HYBRID_SHARD),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
+    )
+    for now in range(5):
+        if now == 4 and dist.get_rank() > 1:
+            for layers in (plain._modules, model.module._modules):
+                layers.update(zip(list(layers), list(layers.values())[::-1], strict=True))
+        plain(batch(3, 6, step=now)).pow(2).sum().backward()
+        for param in sorted(plain.parameters(), key=lambda param: param.sum().item()):
+            dist.all_reduce(param.grad.div_(4))  # in one order on all ranks
+            param.data -= 0.1 * param.grad
+        plain.zero_grad()
+        step(model, now)
+    for name, param in model.state_dict().items():
+        torch.testing.assert_close(param, plain.state_dict()[name])
+
+
+@pytest.mark.parametrize("widths", [(5, 5), (5, 7)], ids=["as long", "longer"])
+def test_two_units_in_another_order_in_one_row_of_a_grid(widths):
+    assert call(rows_in_other_orders, widths, ranks=4) == [None] * 4
+
+
+def test_many_units_in_another_order_in_one_row_of_a_grid():
+    words = ["all-reduction of the gradient of unit '0'", "of unit '5'", "have parted ways"]
+    parted(rows_in_other_orders, (5, 7, 5, 7, 5, 6), words=words, ranks=4)
 
 
 def build_for_other_groups():
