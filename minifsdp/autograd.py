@@ -40,8 +40,7 @@ def before_gradient_of(output: Tensor, hook: Callable[[object], None], first: in
 
 def after_gradients_of(inputs: Sequence[Tensor], hook: Callable[[object], None]) -> None:
     """Call ``hook`` when all of ``inputs`` that will get a gradient have theirs."""
-    if inputs:
-        register_multi_grad_hook(inputs, hook)
+    register_multi_grad_hook(inputs, hook)
 
 
 def when_complete(leaf: Tensor, hook: Callable[[], None]) -> Node:

@@ -87,8 +87,8 @@ class Lockstep:
         self.apart = False  # in this backward: some ranks use a unit that others do not
         self.late: list[Unit] = []  # reduced at its end: what only no_sync has left; if apart, all
         self._compared = self._compared_values = False
-        self._failed = False  # this rank's last forward or backward
-        self._all_failed = False  # all ranks know that all of them have stopped
+        # The last forward or backward of this rank has failed; all ranks know that all have stopped.
+        self._failed = self._all_failed = False
         self._said_before = 0  # messages, before it began
         self._training = False  # it has begun, and a backward may come of it
         self._by_mode = next((u for u in units if u.precision.full_precision_in_eval), None)
@@ -210,7 +210,8 @@ class Lockstep:
         self.apart, self.late = False, []
         mine = {unit: use(unit) if unit.numel else Use.NONE for unit in self.units}
         highest = dict(mine)
-        for circle in self._circles if self._asks() else []:
+        asks = self._device.type == "cpu" or self.checking or self._ever_apart
+        for circle in self._circles if asks else []:
             members = circle.members
             said = self._tell(
                 circle,
@@ -236,9 +237,6 @@ class Lockstep:
         if synchronizes:
             late = (Use.WAITING, Use.GRADIENT) if self.apart else (Use.WAITING,)
             self.late = [unit for unit in self.units if highest[unit] in late]
-
-    def _asks(self) -> bool:
-        return self._device.type == "cpu" or self.checking or self._ever_apart
 
     @property
     def _device(self) -> torch.device:

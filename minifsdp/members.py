@@ -20,7 +20,6 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from minifsdp.flat_parameter import FlatParameter
 from minifsdp.tree import WRAPPER_PREFIX, Modules, clean, unit_of
 from minifsdp.unit import Unit
 
@@ -165,7 +164,7 @@ def _holds(module: nn.Module) -> bool:
     if unit is not None and any(module is m for slot in unit.slots for m, _ in slot.owners):
         return True
     params = module._parameters.values()
-    return any(p is not None and not isinstance(p, FlatParameter) for p in params)
+    return any(p is not None for p in params)
 
 
 register_module_module_registration_hook(check_part)

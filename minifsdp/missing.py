@@ -40,8 +40,6 @@ class Missing(type):
             base._refuse()
 
     def __getattr__(cls, name: str) -> NoReturn:
-        if name.startswith("__"):  # Python itself asks for such names, to print it, say
-            raise AttributeError(name)
         raise NotThereYetError(f"minifsdp.{cls.__name__}.{name} is not there yet")
 
 

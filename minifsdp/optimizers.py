@@ -105,7 +105,7 @@ def _has_no_gradient(groups: Groups) -> bool:
     ran = False
     for group in groups:
         for param in group["params"]:
-            if isinstance(param, FlatParameter) and param.requires_grad and param.numel():
+            if isinstance(param, FlatParameter) and param.requires_grad:
                 if param.grad is not None:
                     return False  # as a rule the first one has
                 unit = param.unit()

@@ -28,7 +28,7 @@ class Walks:
         """
         if self.held and (unit in self.held or not _under_way(sys._getframe())):
             held, self.held = self.held, {}
-            for stack in reversed(held.values()):
+            for stack in held.values():
                 stack.__exit__(RuntimeError, RuntimeError("the walk was not finished"), None)
 
 

@@ -78,6 +78,17 @@ def test_what_was_handed_on_is_not_heard_and_the_base_of_a_view_is():
     assert heard == ["view"]
 
 
+def test_nor_is_the_base_of_a_view_that_was_handed_on():
+    heard: list[str] = []
+    older = Loud.apply(torch.ones(2, requires_grad=True), heard, "older")
+    first = torch._C._autograd._get_sequence_nr()
+    before_gradient_of(older.view(2, 1), lambda _: heard.append("never asked"), first)
+    view = older.view(2, 1)
+    before_gradient_of(view, lambda _: heard.append("view"), first)
+    view.sum().backward()
+    assert heard == ["view", "older"]
+
+
 def test_an_output_that_is_an_input_again_is_heard_after_that_input():
     """A frozen module called twice: its second call ends before its first one's backward begins."""
     heard: list[str] = []

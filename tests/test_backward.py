@@ -23,6 +23,7 @@ from tests.small import (
     step,
     watch,
 )
+from tests.test_full import TwoEnds
 from tests.test_hooks import (
     Aside,
     Boom,
@@ -186,6 +187,32 @@ def test_a_backward_that_died_halfway_does_not_say_what_comes_next():
 
 def interrupt(*_):
     raise InterruptedError
+
+
+@on_ranks(2)
+def test_a_backward_in_which_ranks_go_apart_does_not_say_what_comes_next():
+    model = FSDP(TwoEnds().to(device()), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    order = model.engine.prefetcher.pre_backward_order
+    sum(model(batch())).backward()
+    assert order.current
+    model(batch())[dist.get_rank()].backward()
+    assert order.current == []
+
+
+@on_ranks(2)
+def test_a_gradient_that_a_forward_asks_for_leaves_its_parameters_there():
+    class Slope(Block):
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            slope = torch.autograd.grad(self[0](x).sum(), x)[0]
+            return self[1](x) + slope
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(Slope(nn.Linear(6, 6), nn.Linear(6, 6))).to(device())
+
+    plain, model = make(), wrap(make())
+    assert torch.equal(model(batch()), plain(batch()))
 
 
 @on_ranks(2)

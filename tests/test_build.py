@@ -12,11 +12,12 @@ import torch.distributed.fsdp
 from torch import nn
 
 import minifsdp.build
-from minifsdp import CPUOffload, FlatParameter, MixedPrecision, ShardingStrategy
+from minifsdp import CPUOffload, CustomPolicy, FlatParameter, MixedPrecision, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.build import build_unit, default_device
 from minifsdp.collectives import gather_objects
 from minifsdp.groups import place
+from minifsdp.precision import ISLAND
 from minifsdp.settings import Settings, as_device
 from minifsdp.unit import Unit
 from tests.ranks import device, on_ranks
@@ -160,6 +161,16 @@ def test_a_device_that_is_not_there_is_refused_before_anything_changes():
     with pytest.raises(ValueError, match="device_id=99 means a GPU that is not there"):
         FSDP(linear, device_id=99)
     assert isinstance(linear.weight, nn.Parameter)
+
+
+@on_ranks(1)
+def test_what_a_policy_says_of_a_module_goes_before_its_being_left_out():
+    own, left_out = MixedPrecision(torch.float16), MixedPrecision(torch.bfloat16)
+    module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Sequential(nn.BatchNorm1d(6)))
+    policy = CustomPolicy(lambda m: {"mixed_precision": own} if m is module[1] else False)
+    model = FSDP(module, auto_wrap_policy=policy, mixed_precision=left_out)
+    found = {unit.name: unit.precision for unit in model.engine.units}
+    assert found == {"": left_out, "1": own, "2.0": ISLAND}
 
 
 @pytest.mark.gpus(1)

@@ -15,6 +15,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.reduce import reduce_gradient
 from minifsdp.sim import cluster
 from minifsdp.streams import CpuEvent, CpuStream, Streams
+from minifsdp.unit import Phase
 from tests.parity import check_at_rest, grid
 from tests.ranks import device, on_ranks
 from tests.small import (
@@ -190,6 +191,21 @@ def test_what_a_backward_that_failed_has_left_is_dropped(synchronizes):
     sum(model(batch(step=1))).backward()
     expected = [sum(plain(batch(step=at))) for at in range(2)]
     assert_same_gradients(gathered_gradients(model), mean_gradients(plain, *expected))
+
+
+@on_ranks(2)
+def test_after_a_backward_that_failed_units_are_idle_and_an_evaluation_keeps_none():
+    model = stack()
+    handle = model.module[2].register_full_backward_hook(interrupt)
+    with pytest.raises(InterruptedError):
+        step(model)
+    handle.remove()
+    in_parts = model.engine.units[1].full
+    in_parts.grad = torch.ones_like(in_parts)  # as a reentrant checkpoint leaves it
+    with torch.no_grad():
+        model.eval()(batch())
+    assert all(unit.phase is Phase.IDLE for unit in model.engine.units)
+    assert not any(map(storage, model.engine.units)) and in_parts.grad is None
 
 
 @on_ranks(2)

@@ -11,7 +11,7 @@ from torch import nn
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from tests.ranks import device, on_ranks
-from tests.small import Block, batch, stack, step
+from tests.small import Block, batch, stack, step, storage
 
 LOW = torch.bfloat16
 
@@ -46,6 +46,7 @@ def test_there_is_one_full_for_each_dtype_and_it_is_made_once():
     unit.compute_in(LOW)
     low = unit.full
     assert exact.dtype is torch.float32 and low.dtype is LOW and unit.dtype is LOW
+    assert storage(unit) == 0  # it has no memory before it is needed
     assert unit.full_bytes == 42 * 2 and exact.numel() == low.numel() == 42
     unit.compute_in(torch.float32)
     assert unit.full is exact and unit.full_bytes == 42 * 4
@@ -65,6 +66,35 @@ def test_a_full_of_any_dtype_says_when_its_gradient_is_complete():
         assert unit.full.grad.dtype is dtype
         unit.release()
     assert told == [unit] * 3
+
+
+@on_ranks(2)
+def test_what_somebody_refers_to_keeps_its_values_and_the_unit_gets_other_memory():
+    unit = prepared()
+    unit.room.allocate()
+    unit.buffer.fill_(3)
+    kept = unit.full.detach()[:6]
+    unit.release()
+    assert unit.leaks == 1 and storage(unit) == 0
+    unit.room.allocate()
+    unit.buffer.fill_(4)
+    assert kept.tolist() == [3] * 6 and unit.full.tolist() == [4] * 42
+    unit.release()
+    assert unit.leaks == 1 and storage(unit) == 0  # nobody refers to the new one
+
+
+@on_ranks(2)
+def test_other_memory_that_an_evaluation_needs_may_be_trained_with():
+    unit, told = prepared(), []
+    unit.on_gradient = told.append
+    unit.room.allocate()
+    kept = unit.full.detach()[:6]
+    with torch.inference_mode():
+        unit.release()
+    unit.room.allocate()
+    unit.full.pow(2).sum().backward()
+    assert told == [unit] and unit.leaks == 1
+    assert unit.full.data_ptr() != kept.data_ptr()
 
 
 @on_ranks(2)

@@ -64,6 +64,22 @@ def test_a_hook_that_is_removed_is_not_called():
 
 
 @on_ranks(2)
+def test_a_hook_may_remove_itself_and_be_called_once():
+    model, called = stack(1), []
+
+    def once(register):
+        handle = register(lambda _: called.append(register.__name__) or handle.remove())
+
+    for shard in model.parameters():
+        for register in (shard.register_hook, shard.register_post_accumulate_grad_hook):
+            once(register)
+            once(register)
+    for at in range(2):
+        step(model, at)
+        assert called.count("register_hook") == len(called) // 2 == 4
+
+
+@on_ranks(2)
 def test_what_does_not_fit_is_refused_by_name():
     model = stack(1)
     model.engine.units[1].shard.register_hook(lambda grad: grad[:-1])

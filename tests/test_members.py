@@ -1,7 +1,9 @@
 """members.py: the modules of a unit stay."""
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -81,6 +83,23 @@ def test_activation_checkpointing_may_be_put_around_parts_afterwards():
     step(model)
     found = gathered_gradients(model)
     assert_same_gradients(found, expected)
+
+
+@on_ranks(2)
+def test_the_container_of_a_unit_stays_too_since_it_has_the_flat_parameter():
+    model = stack(1)
+    with pytest.raises(RuntimeError, match="in unit '1' cannot be replaced"):
+        model[1]._fsdp_wrapped_module = nn.Sequential(*model[1].module)
+    step(model)
+
+
+@on_ranks(2)
+def test_it_is_not_what_is_written_down_here_that_keeps_a_unit():
+    model = stack(1)
+    inner, unit = model.module[1].module, weakref.ref(model.engine.units[1])
+    del model
+    gc.collect()
+    assert unit() is None and isinstance(inner[0], nn.Linear)
 
 
 @on_ranks(1)

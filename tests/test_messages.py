@@ -24,6 +24,15 @@ def test_messages_that_differ_in_anything_have_other_tags():
     assert all(1 << 30 <= tag < 1 << 31 for tag in tags)  # positive, and far from users' own
 
 
+@on_ranks(1)
+def test_after_thousands_of_messages_tags_of_other_kinds_are_still_others():
+    tags = {}
+    for size in (1, 2, 4):
+        tags[size] = {new(UNIT + 4000, size=size).tag for _ in range(5000)}
+    tags[0] = {new(UNIT + 4000, Kind.GRADIENT, 1).tag}
+    assert len(set.union(*tags.values())) == sum(map(len, tags.values()))
+
+
 @on_ranks(2)
 def test_both_sides_count_alike_whatever_else_they_say():
     number = UNIT + 5000

@@ -18,6 +18,7 @@ CONCEPTS = sorted(
 def test_a_mutant_changes_one_place(mutant):
     source = Path(ROOT, "minifsdp", f"{mutant.concept}.py").read_text()
     assert source.count(mutant.original) == 1 and mutant.original != mutant.replacement
+    assert Path(ROOT, its_tests(mutant.noticed_by or mutant.concept)).exists()
     compile(source.replace(mutant.original, mutant.replacement), mutant.concept, "exec")
 
 

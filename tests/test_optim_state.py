@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy
 from minifsdp.collectives import gather_objects
 from minifsdp.optim_state import MARK, Mark, agree
@@ -147,6 +148,34 @@ def test_what_one_rank_says_all_raise():
     if dist.get_rank():  # nobody to tell
         with pytest.raises(RuntimeError, match=r"^alone"):
             agree("alone", [{"params": []}])
+
+
+@on_ranks(4)
+def test_ranks_that_are_in_no_group_together_hear_it_through_one_that_is_in_both():
+    pair, others = dist.new_group([0, 1]), dist.new_group([1, 2, 3])
+    rank, params = dist.get_rank(), []
+    for ranks, group in (([0, 1], pair), ([1, 2, 3], others)):
+        if rank in ranks:
+            params += FSDP(nn.Linear(6, 6).to(device()), process_group=group).parameters()
+    with pytest.raises(RuntimeError, match="found by rank 0"):
+        agree(None if rank else "found by rank 0", [{"params": params}])
+
+
+@on_ranks(2)
+def test_what_is_whole_may_be_in_a_unit_or_in_none():
+    model, plain = stack(1), nn.Parameter(torch.ones(6, device=device()))
+    norm = FSDP(
+        nn.LayerNorm(6, bias=False).to(device()), sharding_strategy=ShardingStrategy.NO_SHARD
+    )
+    state = None
+    for whole in (plain, *norm.parameters(), plain):
+        optimizer = torch.optim.Adam([*model.parameters(), whole])
+        if state is not None:
+            optimizer.load_state_dict(state)
+        step(model)
+        whole.grad = torch.ones_like(whole)
+        optimizer.step()
+        state = optimizer.state_dict()
 
 
 @on_ranks(2)

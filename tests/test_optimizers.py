@@ -123,6 +123,18 @@ def test_a_step_without_a_gradient_is_told_once_and_a_step_before_any_forward_is
 
 
 @on_ranks(2)
+def test_a_step_of_what_is_frozen_needs_no_gradient():
+    model = stack(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for param in model.parameters():
+        param.requires_grad_(False)
+    model(batch().requires_grad_()).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+@on_ranks(2)
 def test_a_step_looks_at_groups_once():
     model = stack(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from minifsdp import reports
 from minifsdp.reports import Report, elsewhere, stuck, where
 from tests.ranks import on_ranks
 
@@ -67,12 +68,14 @@ def test_who_waits_in_vain(case):
     assert stuck(reports) == expected
 
 
-@on_ranks(2)
+@on_ranks(3)
 def test_torchs_own_collectives_are_seen_from_another_thread():
-    """Rank 0 is in a barrier until rank 1 has looked there for a while."""
+    """Rank 0 is in a barrier of two ranks until its other thread has seen that."""
     store, seen = dist.distributed_c10d._get_default_store(), []
-    group = dist.new_group()
+    group = dist.new_group([0, 1])
     assert elsewhere() is None
+    if dist.get_rank() == 2:
+        return
     if dist.get_rank():
         store.wait(["rank 0 was seen"])
         store.delete_key("rank 0 was seen")
@@ -99,6 +102,22 @@ def test_other_functions_of_that_name_are_the_users_own():
         return elsewhere()
 
     assert barrier() is None
+
+
+@on_ranks(1)
+def test_other_functions_of_that_name_are_no_collectives_of_torchs_either():
+    found = []
+
+    class Outputs:
+        def __getitem__(self, place):
+            found.append(sys._getframe(1))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        torch.nn.parallel.gather(Outputs(), "cpu")
+    assert found[0].f_back.f_code.co_name == "gather"
+    with patch.object(reports, "main_frame", lambda: found[0]):
+        assert elsewhere() is None
 
 
 def test_where_is_the_users_line():

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from minifsdp import BackwardPrefetch, ShardingStrategy
 from minifsdp.reshard import reshard
+from minifsdp.sim import cluster
 from minifsdp.unit import Memory
 from minifsdp.unshard import unshard, wait_for_unshard
 from minifsdp.views import expose, make_views
@@ -67,6 +68,14 @@ def test_it_is_the_computation_that_has_to_be_done_with_the_memory():
         assert not done.query()
         streams.compute.record_event().synchronize()
         assert done.query()
+
+
+def test_the_allocator_does_not_give_the_memory_away_while_it_is_computed_with():
+    with cluster(nodes=1, gpus_per_node=2, kind="cpu") as gpu:
+        model = stack()
+        for at in range(2):
+            step(model, at)
+    assert not gpu.races()
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])

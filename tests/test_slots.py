@@ -83,6 +83,16 @@ def test_a_stand_in_has_the_shape_the_dtype_and_the_device():
     assert weight in {weight}  # may be a key; __eq__ is not asked
 
 
+@pytest.mark.parametrize("attribute", ["data", "grad", "requires_grad", "mark"])
+@on_ranks(1)
+def test_nothing_is_set_on_a_stand_in_where_nobody_would_read_it(attribute):
+    weight = stack(2).module[2].module[0].weight
+    match = f"'{attribute}' cannot be set: parameter '0.weight' of unit '2' is sharded now"
+    with pytest.raises(RuntimeError, match=match):
+        setattr(weight, attribute, None)
+    assert not hasattr(weight, attribute)
+
+
 @pytest.mark.gpus(1)
 @on_ranks(1)
 def test_with_offload_the_device_is_the_one_that_computes():

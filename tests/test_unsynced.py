@@ -1,5 +1,6 @@
 """unsynced.py: gradients that wait, and what may happen to them meanwhile."""
 
+import copy
 import gc
 import weakref
 from unittest.mock import patch
@@ -8,14 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import minifsdp.reduce
-from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from minifsdp import CPUOffload, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.groups import HYBRID
 from tests.parity import check_at_rest, grid
-from tests.ranks import on_ranks, run
+from tests.ranks import device, on_ranks, run
 from tests.small import (
+    Block,
     assert_same_gradients,
     batch,
     gathered_gradients,
@@ -133,6 +136,33 @@ def test_gradients_that_stay_low_may_wait_too(strategy):
     for name, grad in gathered_gradients(model).items():
         assert grad.dtype is torch.bfloat16
         assert torch.equal(grad.float(), expected[name]), name
+
+
+class InParts(Block):
+    """A unit whose gradient comes in two parts, each from a backward inside of the backward."""
+
+    def forward(self, x):
+        return checkpoint(self[1], checkpoint(self[0], x, use_reentrant=True), use_reentrant=True)
+
+
+@every_strategy
+@on_ranks(2)
+def test_what_comes_in_parts_waits_and_is_added_once(strategy):
+    mesh = grid(strategy) if strategy in HYBRID else None
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 6), InParts(nn.Linear(6, 6), nn.Linear(6, 6))).to(device())
+    model = FSDP(
+        copy.deepcopy(plain),
+        auto_wrap_policy=ModuleWrapPolicy({InParts}),
+        sharding_strategy=strategy,
+        device_mesh=mesh,
+    )
+    for pattern in ("s", "ws", "wws"):
+        model.zero_grad()
+        run_pattern(model, pattern)
+        losses = [plain(batch(step=at)).pow(2).sum() for at in range(len(pattern))]
+        assert_same_gradients(gathered_gradients(model), mean_gradients(plain, *losses))
+        check_at_rest(model)
 
 
 @on_ranks(2)

@@ -88,6 +88,33 @@ def test_a_rank_that_has_destroyed_its_groups_closes_them():
     assert "lost the other ranks" in said and "same number of batches" in said
 
 
+def in_vain_or_over():
+    """Both ranks wait for a gather that the other has not started, or seem to."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    message = Message(group, 5 + rank, Kind.PARAMETERS, 4, "'a'")
+    key = f"minifsdp/watch/{rank}"
+    assert watch._Wait(message).report is None and not watch._store().check([key])  # it is over
+    ended = []
+    with (
+        patch.object(watch, "waiting", message),
+        patch.object(watch._Wait, "end", lambda *_: ended.append(True)),
+    ):
+        wait = watch._Wait(message)
+        dist.barrier()
+        wait.look()
+        assert not ended  # the other one may not have seen it yet
+        with patch.object(watch, "waiting", None):
+            wait.look()
+        assert not ended
+        wait.look()
+    dist.barrier()
+    return len(ended)
+
+
+def test_a_wait_is_ended_when_it_was_seen_in_vain_twice_and_is_not_over():
+    assert alone_in_the_world(in_vain_or_over) == [1, 1]
+
+
 def one_thread():
     for _ in range(3):
         watch.watch([dist.group.WORLD])
