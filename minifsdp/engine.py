@@ -16,9 +16,7 @@ from minifsdp.limiter import Limiter
 from minifsdp.lockstep import Lockstep
 from minifsdp.members import check_tree
 from minifsdp.prefetch import Prefetcher
-from minifsdp.reduce import (
-    Reduction, go_on, let_arrive, reduce_gradient, store_gradient, wait_for,
-)  # fmt: skip
+from minifsdp.reduce import Reduction, go_on, let_arrive, reduce_gradient, store_gradient, wait_for
 from minifsdp.reshard import reshard
 from minifsdp.streams import Streams
 from minifsdp.unit import Memory, Phase, Unit

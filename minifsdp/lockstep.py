@@ -87,7 +87,7 @@ class Lockstep:
         self.apart = False  # in this backward: some ranks use a unit that others do not
         self.late: list[Unit] = []  # reduced at its end: what only no_sync has left; if apart, all
         self._compared = self._compared_values = False
-        # The last forward or backward of this rank has failed; all ranks know that all have stopped.
+        # This rank's last forward or backward has failed; and all ranks know that all have.
         self._failed = self._all_failed = False
         self._said_before = 0  # messages, before it began
         self._training = False  # it has begun, and a backward may come of it

@@ -99,7 +99,7 @@ def check_parameter(module: nn.Module, name: str, param: nn.Parameter | None) ->
         RuntimeError: naming the unit and the parameter.
     """
     unit = _unit_with(module)
-    if unit is None or isinstance(param, FlatParameter):
+    if unit is None:
         return
     owned = next((slot.name for slot in unit.slots if (module, name) in slot.owners), None)
     if (owned is not None and not unit.exposed) or (owned is None and param is not None):
