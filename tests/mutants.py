@@ -524,7 +524,6 @@ MUTANTS = [
     Mutant("engine", "units are in a dead backward for ever", "            unit.phase = Phase.IDLE\n", ""),
     Mutant("engine", "what a dead backward has added up stays", "                unit.full.grad = None", "                pass"),
     Mutant("engine", "what waited is added twice", "if unit.waiting is not None and all(r.unit is not unit for r in self._reductions):", "if unit.waiting is not None:", noticed_by="unsynced"),
-    Mutant("engine", "the last of two that are kept", "grad if before is None else before.add_(grad)", "grad", noticed_by="unsynced"),
     Mutant("engine", "an evaluation's precision stays", "                unit.choose_precision(training)\n", "                pass\n", noticed_by="precision"),
     Mutant("engine", "units may be anywhere", "if len(by_device) > 1:", "if False:"),
     Mutant("engine", "a warning in every step", "if unit.leaks > leaks == 0:", "if unit.leaks > leaks:", noticed_by="hooks"),
