@@ -601,7 +601,7 @@ MUTANTS = [
     Mutant("full", "a room that is of an inference", "        with torch.inference_mode(False):\n            room", "        if True:\n            room"),
     Mutant("full", "memory is there before it is needed", "            full.storage.resize_(0)\n", "            pass\n"),
     Mutant("views", "what was moved is not shown", "unit.module._parameters[FLAT_PARAM] = unit.replace_shard(found)", "unit.replace_shard(found)"),
-    Mutant("views", "what runs again finds no views", "    if len(unit.views) != len(unit.slots):\n", "    if False:\n"),
+    Mutant("views", "what runs again finds no views", "    if len(unit.views) != len(unit.slots):\n", "    if False:\n", noticed_by="unit"),
     Mutant("views", "a change of what stays is refused", "if unit.transient and unit.full", "if unit.full"),
     Mutant("hooks", "calls pile up", "            del self.calls[self.depth :]\n", ""),
     Mutant("hooks", "nobody hears of a failed forward", "            self.lockstep.failed()\n", "", noticed_by="promises/ranks_agree"),
