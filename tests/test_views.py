@@ -119,6 +119,17 @@ def test_what_a_move_puts_in_a_shards_place_is_taken_over_wherever_it_was_asked_
 
 
 @on_ranks(2)
+def test_what_was_moved_is_listed_at_once():
+    model = stack(1)
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    assert all(unit.module._flat_param is unit.shard for unit in model.engine.units)
+
+
+@on_ranks(2)
 def test_after_a_backward_that_died_parameters_are_flat_again():
     model = stack(2)
     out = model(batch())
