@@ -104,8 +104,8 @@ class Hooks:
                 with self.backward.saved.hooks():
                     output = module(*args, **kwargs)
             except RuntimeError:
-                if unit.exposed:  # autograd may refuse a parameter that was changed, unnamed
-                    check_untouched(unit, self.calls[-1].values)
+                if unit.exposed:  # perhaps because of a parameter that was changed
+                    check_untouched(unit, self.calls[-1].values, failed=True)
                 raise
             if as_given is not None:
                 output = as_given(output)
@@ -184,8 +184,9 @@ class Hooks:
             self.lockstep.failed()
             self.engine.reset()
             self.engine.prefetcher.forget()
-        elif unit.phase is not Phase.BACKWARD:
-            self.engine.done_with(unit)  # only this one: its caller may catch the exception
+        elif unit.phase is not Phase.BACKWARD and not self.lockstep.apart:
+            # Only this one: its caller may catch the exception, whose traceback may hold views.
+            self.engine.free(unit)
 
     def _stays(self, unit: Unit) -> bool:
         """Whether the unit keeps its parameters when its forward ends."""

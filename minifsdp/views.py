@@ -73,17 +73,19 @@ def values(unit: Unit, thoroughly: bool) -> Values:
     return Values(unit.full._version, number)
 
 
-def check_untouched(unit: Unit, before: Values) -> None:
+def check_untouched(unit: Unit, before: Values, failed: bool = False) -> None:
     """Refuse what a module has done to its gathered parameters, which are about to be freed.
 
     Args:
         before: the values, when the forward began.
+        failed: the forward has raised an error. Autograd refuses a view that is used after a change
+            in place, without its name, also where nothing is sharded and the change would last.
 
     Raises:
         RuntimeError: it has changed one in place, or put another tensor in its place.
     """
     how = ""
-    if unit.transient and values(unit, before.number is not None) != before:
+    if (unit.transient or failed) and values(unit, before.number is not None) != before:
         how = "changed in place"
     memory = unit.room.storage._cdata
     for slot, view in zip(unit.slots, unit.views, strict=True):
@@ -95,9 +97,9 @@ def check_untouched(unit: Unit, before: Values) -> None:
     if how:
         raise RuntimeError(
             f"a parameter of unit {unit.label} was {how} in the forward of its module. It is a "
-            f"copy there that is freed afterwards, so the change would be lost. Change parameters "
-            f"between steps, inside of FSDP.summon_full_params(model), or keep what a forward "
-            f"changes in a buffer."
+            f"view there, of memory that is freed afterwards, so the change would be lost. Change "
+            f"parameters between steps, inside of FSDP.summon_full_params(model), or keep what a "
+            f"forward changes in a buffer."
         )
 
 

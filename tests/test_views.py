@@ -1,5 +1,6 @@
 """views.py: what modules see of their parameters, and when."""
 
+import warnings
 from unittest.mock import patch
 
 import pytest
@@ -159,3 +160,22 @@ def test_all_values_are_read_in_the_first_steps_only():
         assert len(numbers) == 2 * len(model.engine.units)
         step(model)
     assert len(numbers) == 2 * len(model.engine.units)
+
+
+@on_ranks(2)
+def test_autograd_s_refusal_of_a_change_gets_a_name_where_nothing_is_sharded_too():
+    module = Changes(6, 6)
+    module.how = "in place, and used"
+    model = FSDP(module.to(device()), sharding_strategy=ShardingStrategy.NO_SHARD)
+    with pytest.raises(RuntimeError, match="a parameter of unit <root> was changed in place"):
+        model(batch())
+
+
+@on_ranks(2)
+def test_another_error_stays_what_it_is_and_says_nothing_of_views():
+    module = Changes(6, 6)
+    model = FSDP(nn.Sequential(FSDP(module.to(device()))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the error's traceback has the views
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            model(batch(5))
