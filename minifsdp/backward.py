@@ -111,7 +111,6 @@ class Backward:
         self.engine.prefetch(self.engine.prefetcher.pre_backward(unit))
         wait_for_unshard(unit)
         expose(unit)  # activation checkpointing runs parts of a forward again in here
-        self.saved.uses((call,))  # a backward of which there is a graph saves them once more
 
     def post_backward(self, unit: Unit) -> None:
         """The gradient of ``unit.full`` is complete: the backward has gone through every use."""

@@ -86,8 +86,9 @@ class Owner(Protocol):
 
 
 class StandIn:
-    """Stands where a parameter was while its unit is sharded. It has the shape, dtype and device;
-    whatever else is asked of it is refused, with the parameter's name."""
+    """Stands where a parameter was while its unit is sharded. What is known without the values it
+    says as the parameter would: shape, dtype, device, ``requires_grad``. Whatever else is asked of
+    it is refused, with the parameter's name."""
 
     def __init__(self, unit: Owner, slot: Slot) -> None:
         self._unit = weakref.ref(unit)
@@ -100,6 +101,23 @@ class StandIn:
     @property
     def device(self) -> torch.device:
         return self._owner.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._owner.shard.requires_grad
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
 
     @property
     def _owner(self) -> Owner:

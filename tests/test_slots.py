@@ -74,11 +74,17 @@ def test_a_module_called_around_its_wrapper_is_refused_also_after_a_step():
 
 
 @on_ranks(2)
-def test_a_stand_in_has_the_shape_the_dtype_and_the_device():
-    weight = stack().double().module[2].module[0].weight
+def test_a_stand_in_says_what_is_known_without_values():
+    model = stack().double()
+    weight = model.module[2].module[0].weight
     assert type(weight) is StandIn
     assert weight.shape == (6, 6) and weight.dtype == torch.float64
     assert weight.device.type == device().type
+    assert weight.size() == (6, 6) and weight.size(1) == 6 and weight.size(dim=-2) == 6
+    assert weight.ndim == weight.dim() == 2 and weight.numel() == 36
+    assert weight.requires_grad is True
+    model.requires_grad_(False)
+    assert weight.requires_grad is False
     assert not hasattr(weight, "grad") and getattr(weight, "grad", None) is None
     assert weight in {weight}  # may be a key; __eq__ is not asked
 
@@ -88,9 +94,10 @@ def test_a_stand_in_has_the_shape_the_dtype_and_the_device():
 def test_nothing_is_set_on_a_stand_in_where_nobody_would_read_it(attribute):
     weight = stack(2).module[2].module[0].weight
     match = f"'{attribute}' cannot be set: parameter '0.weight' of unit '2' is sharded now"
+    before = getattr(weight, attribute, "none")
     with pytest.raises(RuntimeError, match=match):
         setattr(weight, attribute, None)
-    assert not hasattr(weight, attribute)
+    assert getattr(weight, attribute, "none") == before
 
 
 @pytest.mark.gpus(1)
