@@ -15,6 +15,7 @@ torch's own collectives (all-reduce, and all of them on a GPU) have no tags. The
 all the same, so that watch.py can tell who has started them.
 """
 
+import weakref
 from enum import IntEnum
 
 import torch.distributed as dist
@@ -42,8 +43,10 @@ _WORDS = {
     Kind.ALL_REDUCTION: "the all-reduction of the gradient of unit {}",
 }
 started: dict[Key, int] = {}
-"""How many messages of each kind this rank has started. Never reset: numbers of units are not used
-twice."""
+"""How many messages of each kind this rank has started in this process group. A program that ends
+its process group after a failure, and makes another, may have started more on one rank."""
+
+_world: "weakref.ref[dist.ProcessGroup] | None" = None  # that they were started in
 
 
 class Message:
@@ -64,6 +67,11 @@ class Message:
     ) -> None:
         # Notes are also exchanged by ranks that hold different groups of the same ranks.
         name = str(dist.get_process_group_ranks(group)) if kind is Kind.NOTES else group.group_name
+        global _world
+        now: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]  # there is one
+        if _world is None or _world() is not now:
+            _world = weakref.ref(now)
+            started.clear()
         self.key: Key = (name, number, kind.value, size)
         self.count = started[self.key] = started.get(self.key, 0) + 1
         self.group, self.label, self.kind = group, label, kind
@@ -81,5 +89,5 @@ class Message:
 
 
 def made() -> int:
-    """How many messages this rank has started since it began."""
+    """How many messages this rank has started in this process group."""
     return sum(started.values())

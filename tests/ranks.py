@@ -7,7 +7,9 @@
 Starting processes for each test is what makes suites like this one slow (importing torch alone
 takes a second). Here each world size has its own processes, forked from a server that has torch
 imported already, with their own rendezvous file and no port. A failure on any rank is reported with
-what *every* rank was doing, then that world's processes are killed and the next test gets new ones.
+what *every* rank was doing. Where all ranks have come to an end, they get a new process group, in
+which nothing is under way; where one hangs or has died, all processes of that world are killed, and
+the next test gets new ones.
 
 A rank that hangs is given up after a while. Limits are in seconds of an idle machine (patience.py),
 and count from when all ranks are there.
@@ -20,6 +22,7 @@ import atexit
 import faulthandler
 import functools
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
@@ -57,6 +60,8 @@ class Skipped:
 class RankFailure(AssertionError):  # noqa: N818
     """Some rank failed; the message tells of all of them."""
 
+    all_ended = False  # no rank hangs, and none has died
+
 
 def on_ranks(world_size: int, timeout: float = TIMEOUT) -> Callable[[Callable], Callable]:
     """Run the decorated function of a test module on every rank of a world."""
@@ -86,9 +91,10 @@ def run(
         return world.call(function, args, kwargs, timeout)
     except pytest.skip.Exception:
         raise
-    except BaseException:
-        world.kill()
-        del _worlds[world_size]
+    except BaseException as error:
+        if not (isinstance(error, RankFailure) and error.all_ended and world.renew()):
+            world.kill()
+            del _worlds[world_size]
         raise
 
 
@@ -151,7 +157,19 @@ class World:
             if isinstance(results[0], Skipped):
                 pytest.skip(results[0].reason)
             return results
-        raise RankFailure(self._describe(reports, timeout))
+        failure = RankFailure(self._describe(reports, timeout))
+        failure.all_ended = len(reports) == len(self.connections) and all(
+            process.is_alive() for process in self.processes
+        )
+        raise failure
+
+    def renew(self) -> bool:
+        """Give all ranks a new process group. Returns whether they have found each other in it."""
+        try:
+            self.call(_renew, (self.folder.name,), {}, START)
+        except RankFailure:
+            return False
+        return True
 
     def _receive(self, rank: int) -> tuple[bool, Any]:
         try:
@@ -209,13 +227,7 @@ def _serve(
     torch.set_num_threads(1)
     if gpu is not None:
         torch.cuda.set_device(gpu + rank)
-    dist.init_process_group(
-        "gloo" if gpu is None else "nccl",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(minutes=5),
-    )
+    _join("gloo" if gpu is None else "nccl", rank, world_size, folder)
     warnings.simplefilter("error", FutureWarning)  # of functions that torch renames
     connection.send((True, None))
     for calls in range(10**9):
@@ -233,6 +245,25 @@ def _serve(
         connection.send(report)
         if calls % 100 == 99:
             gc.collect()
+
+
+def _join(backend: str, rank: int, world_size: int, folder: str) -> None:
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{folder}/rendezvous{next(_joined)}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(minutes=5),
+    )
+
+
+def _renew(folder: str) -> None:
+    mine = dist.get_backend(), dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    _join(*mine, folder)
+
+
+_joined = itertools.count()  # process groups; the same number on all ranks
 
 
 @atexit.register

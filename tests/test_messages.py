@@ -5,7 +5,8 @@ import torch.distributed as dist
 
 from minifsdp.collectives import gather_objects
 from minifsdp.messages import Kind, Message, made, started
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, run
+from tests.small import stack, step
 
 UNIT = 0x4D46_0000  # where numbers of units begin
 
@@ -70,3 +71,19 @@ def test_a_message_in_words(kind, words):
 def test_notes_are_counted_by_ranks_because_groups_may_differ():
     keys = [Message(dist.new_group(), 0, Kind.NOTES, 1, "").key for _ in range(2)]
     assert keys[0] == keys[1]
+
+
+def another_process_group(folder):
+    """After a failure of one rank, say, as elastic programs do."""
+    rank = dist.get_rank()
+    if rank == 0:
+        new(), new(0, Kind.NOTES, 1)  # that the other has not come to
+    dist.destroy_process_group()
+    there = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=there, rank=rank, world_size=2)
+    step(stack(1))
+    assert new(UNIT + 9).count == new(UNIT + 9).count - 1 == 1
+
+
+def test_in_another_process_group_all_ranks_count_anew(tmp_path):
+    run(another_process_group, 2, str(tmp_path))

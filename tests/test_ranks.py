@@ -62,6 +62,28 @@ def test_a_failure_on_any_rank_fails_and_tells_of_all(rank):
     run(succeed, 2, "afterwards")
 
 
+def fail_with_something_under_way():
+    if dist.get_rank() == 0:
+        dist.isend(torch.ones(1), 1)
+    raise ValueError("all of them")
+
+
+def first_message():
+    message = torch.zeros(1)
+    if dist.get_rank() == 0:
+        dist.send(message + 2, 1)
+    else:
+        dist.recv(message, 0)
+    return os.getpid(), message.item()
+
+
+def test_where_all_ranks_have_failed_they_go_on_and_nothing_is_left_of_it():
+    before = [result[2] for result in run(succeed, 2, "x")]
+    with pytest.raises(RankFailure, match="all of them"):
+        run(fail_with_something_under_way, 2)
+    assert run(first_message, 2) == [(before[0], 0), (before[1], 2)]
+
+
 def test_those_left_waiting_say_where():
     with pytest.raises(RankFailure) as error:
         run(fail_and_leave_the_others_waiting, 2, timeout=1e9)  # it does not take as long as that
