@@ -14,6 +14,7 @@ import warnings
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -66,6 +67,12 @@ class Part:
         """Also of ``parameters()``, ``zero_grad()`` and all else that asks for them."""
         module: Any = self._module()
         if missing := self._missing(recurse=kwargs.get("recurse", args[1:2] != (False,))):
+            if torch._C._current_graph_task_id() >= 0:
+                raise RuntimeError(
+                    f"{missing}. They were asked for in a backward, by an activation checkpoint "
+                    f"that runs a part of the unit again. No gradient has come from the unit's "
+                    f"outputs; let the loss depend on one of them, or wrap that part by itself."
+                )
             warnings.warn(f"{missing}. They are not listed here.", stacklevel=3)
         return type(module).named_parameters(module, *args, **kwargs)
 
@@ -103,6 +110,9 @@ def check_parameter(module: nn.Module, name: str, param: nn.Parameter | None) ->
         return
     owned = next((slot.name for slot in unit.slots if (module, name) in slot.owners), None)
     if (owned is not None and not unit.exposed) or (owned is None and param is not None):
+        for slot, stand_in in zip(unit.slots, unit.stand_ins, strict=True):
+            if (module, name) in slot.owners:
+                module.__dict__[name] = stand_in  # torch has removed it by now
         raise RuntimeError(
             f"parameter {owned or name!r} of {type(module).__name__} in unit {unit.label} cannot "
             f"be added or replaced after wrapping. The unit was made of the parameters that there "

@@ -16,7 +16,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import cache
 from typing import Any
 
 import pytest
@@ -37,20 +36,23 @@ from tests.parity import check_at_rest
 from tests.random_models import (
     ALL,
     DIFFERENT,
+    KEPT,
     MAIN,
     REFUSED,
     Boom,
     Border,
     Case,
+    Keeps,
+    Penalized,
     Trap,
     build,
-    count_calls,
     describe,
     random_case,
     ranks_in_a_row,
+    recomputed,
     split,
 )
-from tests.ranks import RankFailure, device, run
+from tests.ranks import RankFailure, cached_in_a_world, device, run
 from tests.reference import SGD, Groups, Reference
 
 with warnings.catch_warnings():  # it scripts functions
@@ -171,7 +173,7 @@ def groups(border: Border) -> Groups:
     return (None, everybody) if border.strategy.name == "NO_SHARD" else (everybody, None)
 
 
-@cache
+@cached_in_a_world
 def grid(length: int) -> Groups:
     """This rank's row and column, with ranks in rows of this length."""
     world = list(range(dist.get_world_size()))
@@ -407,7 +409,13 @@ class Comparison:
                 with pytest.raises(RuntimeError, match="'requires_grad' cannot be set"):
                     stand_in.requires_grad = False
             case "another parameter":
-                self.replace_parameter(unit, module, attribute)
+                other = nn.Parameter(torch.zeros(2))
+                if module is unit.module and self.rng.random() < 0.5:
+                    with pytest.raises(RuntimeError, match="cannot be set or deleted here"):
+                        setattr(self.wrapper(unit), attribute, other)
+                else:
+                    with pytest.raises(RuntimeError, match="cannot be added or replaced"):
+                        setattr(module, attribute, other)
             case "a parameter too many":
                 with pytest.raises(RuntimeError, match="cannot be set or deleted here"):
                     self.wrapper(unit).more = nn.Parameter(torch.zeros(2))
@@ -430,30 +438,6 @@ class Comparison:
                     with pytest.raises(RuntimeError, match="wait to be reduced"):
                         self.optimizer.step()
                     self.events.add("a step came too early")
-
-    def replace_parameter(self, unit: Unit, module: nn.Module, attribute: str) -> None:
-        """A wrapper refuses at once; a module in it cannot, so the next forward does."""
-        other = nn.Parameter(torch.zeros(2))
-        if module is unit.module and self.rng.random() < 0.5:
-            with pytest.raises(RuntimeError, match="cannot be set or deleted here"):
-                setattr(self.wrapper(unit), attribute, other)
-            return
-        count_calls(self.reference.module, calls := Counter())
-        plain = self.reference.module.get_submodule(unit.name)
-        if not calls[plain]:
-            return  # a unit that nobody calls
-        setattr(module, attribute, other)
-
-        def refuse(*_: object) -> None:
-            raise RuntimeError("was replaced after wrapping")
-
-        handle = plain.register_forward_pre_hook(refuse, prepend=True)
-        x = torch.ones(4, self.case.width, device=device())
-        for model in (self.model, self.reference):
-            seed_everything(self.at)  # for dropout in what comes before
-            with pytest.raises(RuntimeError, match="was replaced after wrapping"):
-                model(x)
-        handle.remove()
 
 
 def in_place(grad: Tensor) -> None:
@@ -495,22 +479,34 @@ def after_hook(kind: str, params: Iterable[nn.Parameter]) -> Callable[[nn.Parame
     return {"look": look, "scale": scale}.get(kind, step)
 
 
-def outputs(model: Callable[[Tensor], Any], x: Tensor, trap: str) -> list[Tensor]:
-    """The main one first; none, if a trap goes off."""
-    out: list[Tensor] = []
+class Outputs(list[Tensor]):
+    """The main one first; none, if a trap has gone off."""
+
+    kept: list[Tensor]  # by modules, in attributes
+
+
+def outputs(model: Any, x: Tensor, trap: str) -> Outputs:
+    out = Outputs()
+    keeping = [m for m in model.module.modules() if isinstance(m, (Keeps, Penalized))]
+    # What is kept in a checkpoint inside of a unit, and alone in the loss, is refused.
+    hidden = {inner for part in recomputed(model.module) for inner in part.modules()}
+    for module in keeping:
+        module.kept = None  # it may not be called this time
 
     def call() -> None:
         main, side = split(model(x))
         out.extend([main, *side])
+        out.kept = [m.kept for m in keeping if m not in hidden and m.kept is not None]
 
     fails(trap, call)
     return out
 
 
-def loss(out: list[Tensor], variant: int) -> Tensor:
+def loss(out: Outputs, variant: int) -> Tensor:
     """Of the outputs that the variant of a forward says."""
     main, side = out[:1], out[1:]
-    used = {ALL: out, MAIN: main, DIFFERENT: side if dist.get_rank() % 2 else main}[variant]
+    different = side if dist.get_rank() % 2 else main
+    used = {ALL: out, MAIN: main, KEPT: out.kept, DIFFERENT: different}[variant]
     if all(tensor.grad_fn is None for tensor in used):
         used = out  # of a loss that knows nothing of the model nothing could be seen
     return sum(tensor.float().cos().mean() for tensor in used)

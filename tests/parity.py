@@ -29,7 +29,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.groups import HYBRID
 from minifsdp.unit import Memory
 from tests.models import CASES, Case
-from tests.ranks import device
+from tests.ranks import cached_in_a_world, device
 
 STEPS = 3
 FULL = MixedPrecision()
@@ -168,14 +168,14 @@ INITS = ("before", "after", "device_id", "meta", "sync")
 `device_id`; on the meta device until they are sharded; made from rank 0's."""
 
 
-@cache
+@cached_in_a_world
 def mesh(replicas: int) -> DeviceMesh:
     """A grid of all ranks with this many rows."""
     shape = (replicas, dist.get_world_size() // replicas)
     return init_device_mesh(device().type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-@cache
+@cached_in_a_world
 def alone() -> dist.ProcessGroup:
     """This rank's group of one."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]

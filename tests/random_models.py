@@ -384,7 +384,7 @@ def random_case(seed: int) -> Case:
     classes, units = _random_units(rng, module, wrapping == "classes")
     borders = _random_borders(rng, module, units, wrapping, precision)
     freezes = rng.random() < 0.2
-    variants = 3 if _losses_may_differ(module, borders) and not freezes else DIFFERENT
+    variants = DIFFERENT + 1 if _losses_may_differ(module, borders) and not freezes else DIFFERENT
     after_hooks = rng.choice(AFTER_HOOKS)
     fused = "step" in after_hooks
     return Case(
@@ -524,16 +524,16 @@ def _losses_may_differ(root: nn.Module, borders: dict[str, Border]) -> bool:
     calls: Counter[nn.Module] = Counter()
     count_calls(root, calls)
     once = all(calls[root.get_submodule(name)] <= 1 for name in borders)
-    again = [
-        part
-        for block in root.modules()
-        if isinstance(block, Block)
-        for how, place in block.plan
-        if how == "checkpoint" and isinstance(part := block[place], Block)
-    ]
+    again = [part for part in recomputed(root) if isinstance(part, Block)]
     units = {root.get_submodule(name) for name in borders}
     hidden = any(unit in units and unit is not part for part in again for unit in part.modules())
     return once and not hidden and not any(border.frozen for border in borders.values())
+
+
+def recomputed(root: nn.Module) -> list[nn.Module]:
+    """The parts that a block calls in an activation checkpoint."""
+    blocks = [block for block in root.modules() if isinstance(block, Block)]
+    return [b[place] for b in blocks for how, place in b.plan if how == "checkpoint"]
 
 
 def count_calls(module: nn.Module, calls: "Counter[nn.Module]") -> None:
@@ -589,9 +589,9 @@ def _random_step(rng: random.Random, variants: int, freezes: bool, fused: bool) 
     yield Op("zero_grad", rng.randrange(6))
 
 
-ALL, MAIN, DIFFERENT = range(3)
-"""Which outputs are in the loss, as the variant of a forward says: all, the main one, or the main
-one on some ranks and the others on the others."""
+ALL, MAIN, KEPT, DIFFERENT = range(4)
+"""What is in the loss, as the variant of a forward says: all outputs, the main one, only what is
+kept in attributes, or the main output on some ranks and the other outputs on the others."""
 
 
 # ------------------------------------------------------------------------------------ in words

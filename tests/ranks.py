@@ -98,6 +98,15 @@ def run(
         raise
 
 
+def cached_in_a_world(function: Callable) -> Callable:
+    """Like `functools.cache`, for process groups: a world that is renewed needs others."""
+    _cached.append(functools.cache(function))
+    return _cached[-1]
+
+
+_cached: list[Any] = []
+
+
 def device() -> torch.device:
     """In a rank: where its tensors belong."""
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -260,6 +269,8 @@ def _join(backend: str, rank: int, world_size: int, folder: str) -> None:
 def _renew(folder: str) -> None:
     mine = dist.get_backend(), dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
+    for function in _cached:
+        function.cache_clear()
     _join(*mine, folder)
 
 

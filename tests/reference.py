@@ -7,7 +7,8 @@ mistake. Three things decide in which order terms are added:
 - the gradient of a unit is reduced as one flat tensor in chunks, and the ranks' parts of a chunk
   are added up in the order of gloo's ring;
 - what several uses of a parameter contribute is added up within each call of its unit first;
-- an all-reduce is gloo's own, of a tensor of the same size.
+- an all-reduce does the same with what is left after that, cut into as many parts as there are
+  copies, of which some may be one element longer than others.
 """
 
 from collections import defaultdict
@@ -107,12 +108,10 @@ class PlainUnit:
             padded[:numel] = grad
         chunks = [padded]
         if shard is not None:
-            every = _gather(padded, shard)
-            chunks = [_ring_mean([part.chunk(ranks)[r] for part in every], r) for r in range(ranks)]
+            chunks = _means(padded, shard)
         if replicate is not None:
             own = chunks[shard.rank() if shard is not None else 0]
-            own.mul_(1 / replicate.size())
-            dist.all_reduce(own, group=replicate)
+            own = torch.cat(_means(own, replicate))
             chunks = _gather(own, shard) if shard is not None else [own]
         return torch.cat(chunks)[:numel].to(self.grad_dtype)
 
@@ -126,6 +125,12 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     every = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(every, tensor, group=group)
     return every
+
+
+def _means(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Over the ranks of the group, in as many chunks as there are of them."""
+    every = [part.tensor_split(group.size()) for part in _gather(tensor, group)]
+    return [_ring_mean([chunks[r] for chunks in every], r) for r in range(group.size())]
 
 
 def _ring_mean(parts: list[Tensor], owner: int) -> Tensor:
