@@ -34,7 +34,7 @@ class Backward:
         self.saved = SavedParameters(self.pre_backward)
         self._to_end: Callable[[], bool] | None = None
         for unit in engine.units:
-            unit.on_gradient = self.post_backward
+            unit.on_gradient, unit.on_demand = self.post_backward, self.on_demand
 
     @property
     def running(self) -> bool:
@@ -89,6 +89,19 @@ class Backward:
             if call.unit.phase is not Phase.DONE:
                 self._begin_backward(call)
         self._begin_backward(calls[-1])
+
+    def on_demand(self, unit: Unit) -> bool:
+        """A module asks for a parameter that is sharded. In a backward it is one that an activation
+        checkpoint runs again: autograd has saved nothing of what is in it, and the gradient may
+        have come past the outputs of the unit.
+
+        Returns:
+            Whether the unit is gathered now.
+        """
+        chain = None if unit.full is None or _task() < 0 else self.saved.chain_of(unit.full)
+        if chain is not None:
+            self.pre_backward(chain)
+        return unit.exposed
 
     def _begin_backward(self, call: Call) -> None:
         unit = call.unit

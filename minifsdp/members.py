@@ -14,7 +14,6 @@ import warnings
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -67,12 +66,6 @@ class Part:
         """Also of ``parameters()``, ``zero_grad()`` and all else that asks for them."""
         module: Any = self._module()
         if missing := self._missing(recurse=kwargs.get("recurse", args[1:2] != (False,))):
-            if torch._C._current_graph_task_id() >= 0:
-                raise RuntimeError(
-                    f"{missing}. They were asked for in a backward, by an activation checkpoint "
-                    f"that runs a part of the unit again. No gradient has come from the unit's "
-                    f"outputs; let the loss depend on one of them, or wrap that part by itself."
-                )
             warnings.warn(f"{missing}. They are not listed here.", stacklevel=3)
         return type(module).named_parameters(module, *args, **kwargs)
 
@@ -86,7 +79,7 @@ class Part:
         """Which parameters are sharded now; empty, if all are there."""
         module = self._module()
         unit = None if module is None else _unit_with(module)
-        if module is None or unit is None or unit.exposed:
+        if module is None or unit is None or unit.exposed or unit.on_demand(unit):
             return ""
         inside = set(module.modules()) if recurse else {module}
         names = [s.name for s in unit.slots if any(owner in inside for owner, _ in s.owners)]

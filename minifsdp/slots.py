@@ -7,11 +7,13 @@ memory that is not there, and take the whole process down.
 """
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 
 @dataclass
@@ -84,14 +86,18 @@ class Owner(Protocol):
     @property
     def label(self) -> str: ...
 
+    @property
+    def on_demand(self) -> Callable[[Any], bool]: ...
+
 
 class StandIn:
     """Stands where a parameter was while its unit is sharded. What is known without the values it
     says as the parameter would: shape, dtype, device, ``requires_grad``. Whatever else is asked of
-    it is refused, with the parameter's name."""
+    it is refused, with the parameter's name; but in a backward the unit can be gathered, and the
+    parameter itself is what is asked."""
 
     def __init__(self, unit: Owner, slot: Slot) -> None:
-        self._unit = weakref.ref(unit)
+        self._unit, self._slot = weakref.ref(unit), slot
         self._name, self.shape = slot.name, slot.shape
 
     @property
@@ -141,28 +147,42 @@ class StandIn:
     def _refuse(self, *_: object) -> NoReturn:
         raise RuntimeError(self._message())
 
+    def _parameter(self) -> Tensor:
+        """The view that the module has now.
+
+        Raises:
+            RuntimeError: it has none.
+        """
+        unit = self._unit()
+        if unit is None or not unit.on_demand(unit):
+            self._refuse()
+        return self._slot.parameter
+
     def __setattr__(self, attribute: str, value: object) -> None:
         # Taken without a word, ``weight.data = ...`` and ``bias.requires_grad = False`` would be
         # read by nobody.
-        if attribute not in ("_unit", "_name", "shape"):
+        if attribute not in ("_unit", "_slot", "_name", "shape"):
             raise RuntimeError(f"{attribute!r} cannot be set: {self._message()}")
         object.__setattr__(self, attribute, value)
 
-    def __getattr__(self, attribute: str) -> NoReturn:
-        # Python asks a copy for its special methods before it has been given a name.
-        raise AttributeError(attribute if attribute.startswith("__") else self._message())
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # Python asks a copy for these before it has a name
+            raise AttributeError(attribute)
+        try:
+            parameter = self._parameter()
+        except RuntimeError as error:
+            raise AttributeError(str(error)) from None
+        return getattr(parameter, attribute)
 
     @classmethod
     def __torch_function__(
-        cls, func: object, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> NoReturn:
-        items = [*args, *(kwargs or {}).values()]
-        for item in items:
-            if isinstance(item, cls):
-                item._refuse()
-            elif isinstance(item, (tuple, list)):
-                items.extend(item)  # an RNN's weights, say: their turn comes
-        raise RuntimeError("a parameter is sharded now")
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        def real(item: object) -> object:  # also in a list: an RNN's weights, say
+            return item._parameter() if isinstance(item, cls) else item
+
+        args, kwargs = tree_map(real, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 # Operators are looked up in the class. Without these a stand-in were true, and equal to nothing.
@@ -171,6 +191,12 @@ _OPERATORS = """
     mul ne neg or pos pow radd rand rfloordiv rmatmul rmod rmul ror rpow rsub rtruediv rxor setitem
     sub truediv xor
 """
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(self._parameter(), name)(*args)
+
+
 for _name in _OPERATORS.split():
-    setattr(StandIn, f"__{_name}__", StandIn._refuse)
+    setattr(StandIn, f"__{_name}__", _operator(f"__{_name}__"))
 StandIn.__hash__ = object.__hash__  # type: ignore[method-assign]  # goes with __eq__ otherwise

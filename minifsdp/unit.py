@@ -95,12 +95,12 @@ class Unit:
         self.module, self.slots, self.buffers = module, slots, buffers
         self.shard_group, self.replicate_group, self.reshard_after_forward = placement
         self.precision, self.offload_from = precision, offload_from
-        self.tag = tag
         self.enclosing: list[Unit] = []  # units around this one, outermost first
         self.memory, self.phase = Memory.SHARDED, Phase.IDLE
-        self.task = -1  # of autograd: the backward in which its own has begun
+        self.tag, self.task = tag, -1  # autograd's: the backward in which the unit's has begun
         self.gathered: Event | None = None  # while GATHERING: passed when the data is there
-        self.on_gradient: Callable[[Unit], None] = lambda unit: None  # see backward.py
+        self.on_gradient: Callable[[Unit], None] = lambda unit: None  # both are set by backward.py
+        self.on_demand: Callable[[Unit], bool] = lambda unit: False  # may gather it
 
         flat = flatten(params) if params else torch.empty(0)
         group = self.shard_group

@@ -49,7 +49,6 @@ from tests.random_models import (
     describe,
     random_case,
     ranks_in_a_row,
-    recomputed,
     split,
 )
 from tests.ranks import RankFailure, cached_in_a_world, device, run
@@ -488,15 +487,13 @@ class Outputs(list[Tensor]):
 def outputs(model: Any, x: Tensor, trap: str) -> Outputs:
     out = Outputs()
     keeping = [m for m in model.module.modules() if isinstance(m, (Keeps, Penalized))]
-    # What is kept in a checkpoint inside of a unit, and alone in the loss, is refused.
-    hidden = {inner for part in recomputed(model.module) for inner in part.modules()}
     for module in keeping:
         module.kept = None  # it may not be called this time
 
     def call() -> None:
         main, side = split(model(x))
         out.extend([main, *side])
-        out.kept = [m.kept for m in keeping if m not in hidden and m.kept is not None]
+        out.kept = [m.kept for m in keeping if m.kept is not None]
 
     fails(trap, call)
     return out

@@ -524,16 +524,16 @@ def _losses_may_differ(root: nn.Module, borders: dict[str, Border]) -> bool:
     calls: Counter[nn.Module] = Counter()
     count_calls(root, calls)
     once = all(calls[root.get_submodule(name)] <= 1 for name in borders)
-    again = [part for part in recomputed(root) if isinstance(part, Block)]
+    again = [
+        part
+        for block in root.modules()
+        if isinstance(block, Block)
+        for how, place in block.plan
+        if how == "checkpoint" and isinstance(part := block[place], Block)
+    ]
     units = {root.get_submodule(name) for name in borders}
     hidden = any(unit in units and unit is not part for part in again for unit in part.modules())
     return once and not hidden and not any(border.frozen for border in borders.values())
-
-
-def recomputed(root: nn.Module) -> list[nn.Module]:
-    """The parts that a block calls in an activation checkpoint."""
-    blocks = [block for block in root.modules() if isinstance(block, Block)]
-    return [b[place] for b in blocks for how, place in b.plan if how == "checkpoint"]
 
 
 def count_calls(module: nn.Module, calls: "Counter[nn.Module]") -> None:

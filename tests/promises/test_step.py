@@ -161,13 +161,39 @@ class Aside(Block):
         return self.layer(x)
 
 
-def auxiliary(order):
+class Inner(nn.Module):
+    """A part of a block. What it keeps depends on its parameters in several ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.layer = nn.GRUCell(6, 3), nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.rand(6))
+
+    def forward(self, x):
+        dtype = next(self.parameters()).dtype
+        self.aux = self.router((self.scale * x).to(dtype)).softmax(-1).pow(2).sum()
+        self.aux = self.aux + 0.1 * self.layer.weight.t().pow(2).sum() + (-self.scale).exp().sum()
+        return self.layer(x)
+
+
+class RecomputesInner(Block):
+    """Runs a part of itself in a checkpoint, in which autograd saves nothing that is a unit's."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def auxiliary(order, kind=Aside):
     def loss(model, x):
         main = model(x).pow(2).sum()
-        aux = sum(m.aux for m in model.modules() if isinstance(m, Aside))
+        aux = sum(m.aux for m in model.modules() if isinstance(m, (Aside, Inner)))
         return {"before": aux + main, "after": main + aux, "alone": aux}[order]
 
-    return lambda wrap: train(wrap(Chain(Aside)), loss)
+    return lambda wrap: train(wrap(Chain(kind)), loss)
 
 
 class Slotted:
@@ -382,6 +408,8 @@ RIGHT = {
     "a penalty on the root's parameters": a_penalty_in_the_root,
     "an LSTM that lists its parameters": recurrent,
     **{f"a loss in an attribute, {how}": auxiliary(how) for how in ("before", "after", "alone")},
+    "a recomputed loss in an attribute, before": auxiliary("before", RecomputesInner),
+    "a recomputed loss in an attribute, alone": auxiliary("alone", RecomputesInner),
     **{f"outputs in a {way}": returned_in(way) for way in WAYS},
     "parameters that leave their unit": parameters_that_leave_their_unit,
     "parameters that leave without gradient": parameters_that_leave_without_gradient,
