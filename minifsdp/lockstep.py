@@ -83,16 +83,15 @@ class Lockstep:
 
     def __init__(self, units: list[Unit], settings: str = "") -> None:
         self.units, self._settings = units, settings
-        self.steps = 0
-        self.apart = False  # in this backward: some ranks use a unit that others do not
+        self.steps = self._said_before = 0  # and messages, before the last one began
+        # Some ranks use a unit that others do not: in this backward, in one of all.
+        self.apart = self._ever_apart = False
         self.late: list[Unit] = []  # reduced at its end: what only no_sync has left; if apart, all
         self._compared = self._compared_values = False
         # This rank's last forward or backward has failed; and all ranks know that all have.
         self._failed = self._all_failed = False
-        self._said_before = 0  # messages, before it began
         self._training = False  # it has begun, and a backward may come of it
         self._by_mode = next((u for u in units if u.precision.full_precision_in_eval), None)
-        self._ever_apart = False
         self._circles = circles(units)
         self._circle = {unit: circle for circle in self._circles for unit in circle.members}
 
@@ -210,8 +209,7 @@ class Lockstep:
         self.apart, self.late = False, []
         mine = {unit: use(unit) if unit.numel else Use.NONE for unit in self.units}
         highest = dict(mine)
-        asks = self._device.type == "cpu" or self.checking or self._ever_apart
-        for circle in self._circles if asks else []:
+        for circle in self._circles if self.asks else []:
             members = circle.members
             said = self._tell(
                 circle,
@@ -237,6 +235,11 @@ class Lockstep:
         if synchronizes:
             late = (Use.WAITING, Use.GRADIENT) if self.apart else (Use.WAITING,)
             self.late = [unit for unit in self.units if highest[unit] in late]
+
+    @property
+    def asks(self) -> bool:
+        """Whether ranks compare their backwards: a GPU would have to wait for the answer."""
+        return self._device.type == "cpu" or self.checking or self._ever_apart
 
     @property
     def _device(self) -> torch.device:

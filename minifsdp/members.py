@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from minifsdp.flat_parameter import FlatParameter
 from minifsdp.tree import WRAPPER_PREFIX, Modules, clean, unit_of
 from minifsdp.unit import Unit
 
@@ -99,7 +100,7 @@ def check_parameter(module: nn.Module, name: str, param: nn.Parameter | None) ->
         RuntimeError: naming the unit and the parameter.
     """
     unit = _unit_with(module)
-    if unit is None:
+    if unit is None or isinstance(param, FlatParameter):
         return
     owned = next((slot.name for slot in unit.slots if (module, name) in slot.owners), None)
     if (owned is not None and not unit.exposed) or (owned is None and param is not None):

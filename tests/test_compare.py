@@ -114,8 +114,9 @@ def test_ranks_with_different_units_are_told_which(difference, odd):
     for _ in range(2):  # it does not go away
         with pytest.raises(ValueError, match=said):
             model(batch())
-    with pytest.raises(ValueError, match=said):
-        model.state_dict()
+    if difference != "not sharded":  # such a rank has all that a state dict needs
+        with pytest.raises(ValueError, match=said):
+            model.state_dict()
     step(wrap(layers()))  # and leaves nothing behind
 
 

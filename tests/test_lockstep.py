@@ -498,8 +498,8 @@ def test_a_gpu_is_asked_in_the_first_steps_and_then_only_if_it_ever_mattered():
     for at in range(CHECKED_STEPS + 1):
         model(batch(step=at), ()).backward()
         with on_gpu:
-            asked.append(model.engine.lockstep._asks())
+            asked.append(model.engine.lockstep.asks)
     model(batch(), ("head",) if dist.get_rank() else ()).backward()
     with on_gpu:
-        asked.append(model.engine.lockstep._asks())
+        asked.append(model.engine.lockstep.asks)
     assert asked == [True] * CHECKED_STEPS + [False, True]
