@@ -6,8 +6,7 @@
 # In a step DDP has one thing to say: `all_reduce`. Each rank brings a gradient, and each leaves
 # with the sum of all of them. FSDP's `FULL_SHARD` says the two halves of it instead, at two
 # different times, and all that it saves, it saves in between. (Before the first step both can
-# broadcast what rank 0 has. And where FSDP keeps copies, it does all-reduce: page
-# [15](15_hybrid.md).)
+# broadcast what rank 0 has. Where FSDP keeps copies, it all-reduces: page [15](15_hybrid.md).)
 #
 # ## Three conversations
 #

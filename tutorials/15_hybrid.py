@@ -23,17 +23,15 @@
 #
 # HYBRID_SHARD makes each machine a row of the grid (page [11](11_groups.md)). Chunks are dealt
 # out along the row, so gathers stay on the fast road, and so does the first half of a reduction. A
-# rank has its chunk of the mean over its *machine* then. The rest is done along the column:
+# rank has its chunk of the mean over its *machine* then. Its column all-reduces that, in halves:
 #
-# {{ minifsdp/reduce.py let_arrive }}
+# {{ minifsdp/reduce.py go_on }}
 #
-# Here are 8 of the 32 layers of a GPT of 7 billion parameters, with both strategies, on a slow and
-# a fast network. (Of 1,024 virtual GPUs one is simulated. The others would do the same.)
+# Here are 8 of the 32 layers of a GPT of 7 billion parameters, on two networks:
 
 # %% [hidden]
 import functools
 import warnings
-from itertools import repeat
 from pathlib import Path
 from unittest.mock import patch
 
@@ -107,8 +105,8 @@ def scaling() -> None:
 # The one thing to notice: all blue parts are nearly equal. More machines add only purple, time in
 # which a GPU has nothing to compute. Hybrid sharding makes that slower, but does not end it.
 #
-# Believe the order of the bars, not the milliseconds: nobody is late here, NCCL knows [ways with
-# fewer steps](https://arxiv.org/abs/2506.20252), and no real cluster was compared.
+# Believe the order of the bars, not the milliseconds: nobody is late, NCCL knows [ways with fewer
+# steps](https://arxiv.org/abs/2506.20252), and no real cluster was compared.
 #
 # ## What breaks without it
 #
@@ -127,7 +125,8 @@ def two_machines(how: str) -> float:
     nn.init.ones_(layer.weight)
     model = FSDP(layer, process_group=pair, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    all_reduce = (lambda *_: repeat(lambda: None)) if how == "no second half" else reduce.all_reduce
+    nothing = iter([lambda: None] * 2)
+    all_reduce = (lambda *_: nothing) if how == "no second half" else reduce.all_reduce
     with patch.object(reduce, "all_reduce", all_reduce):
         model(torch.full((1, 4), dist.get_rank() + 1.0)).sum().backward()
     optimizer.step()

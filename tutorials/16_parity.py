@@ -70,7 +70,7 @@ def gap(name: str, strategy: str = "FULL_SHARD") -> float:
 
 MISTAKES = {
     "no reduction": (collectives.reduce_scatter, "add_(addend, alpha=scale)", "copy_(addend)"),
-    "a sum of replicas, not a mean": (reduce.let_arrive, "1 / replicas.size()", "1.0"),
+    "a sum of replicas, not a mean": (reduce._next_half, "1 / replicas.size()", "1.0"),
     "padding comes first": (shard.shard, "chunk[:real]", "chunk[size - real :]"),
     "overwrites what is there": (reduce.store_gradient, "before.add_(grad)", "shard.grad = grad"),
     "computes too early": (unshard.wait_for_unshard, "unit.gathered.wait()", "pass"),
@@ -102,9 +102,9 @@ def engine_a() -> None:
 # mistake all is green. Each of three mistakes is red in other places.](16_parity.svg)
 #
 # The one thing to notice: each mistake is red in other places. A box compares with DDP, on two
-# ranks; a red one says how far off it is. Only hybrid sharding comes by the line of the second
-# mistake, and only two of the models have an odd number of elements in a unit, which is padded.
-# (HYBRID_SHARD is two replicas here, and nothing is cut.) `make test` has thousands of boxes.
+# ranks; a red one says how far off it is. Only where there are replicas the line of the second
+# mistake runs (HYBRID_SHARD is two of them here, as NO_SHARD is), and only two of the models have
+# an odd number of elements in a unit, which is padded. `make test` has thousands of boxes.
 #
 # The fourth is green in all of them: gradients are cleared after each step, so there is nothing to
 # overwrite. Somebody has to think of two backwards before a step. Or nobody: `tests/fuzz.py` makes
