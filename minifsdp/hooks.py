@@ -34,7 +34,7 @@ from minifsdp.engine import Engine
 from minifsdp.lockstep import Moment
 from minifsdp.nest import tensors_in
 from minifsdp.precision import output_cast, prepare_inputs
-from minifsdp.saved import Call
+from minifsdp.saved import Call, refuse_transforms
 from minifsdp.unit import Phase, Unit
 from minifsdp.unshard import wait_for_unshard
 from minifsdp.views import check_untouched, expose, hide, make_views, values
@@ -103,7 +103,8 @@ class Hooks:
             try:
                 with self.backward.saved.hooks():
                     output = module(*args, **kwargs)
-            except RuntimeError:
+            except RuntimeError as error:
+                refuse_transforms(unit, error)
                 if unit.exposed:  # perhaps because of a parameter that was changed
                     check_untouched(unit, self.calls[-1].values, failed=True)
                 raise

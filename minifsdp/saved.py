@@ -96,6 +96,20 @@ class SavedParameters:
         return _Hooks(self, outer)
 
 
+def refuse_transforms(unit: Unit, error: RuntimeError) -> None:
+    """Say by name what torch refuses in general: torch.func where saved-tensor hooks are set.
+
+    Raises:
+        RuntimeError: ``error`` is torch's.
+    """
+    if "saved tensor hooks" in str(error):
+        raise RuntimeError(
+            f"a transform of torch.func was called in the forward of unit {unit.label}. torch has "
+            f"none of them where saved-tensor hooks are set, which is so in a sharded model and in "
+            f"an activation checkpoint. Use torch.autograd.grad there, which works."
+        ) from error
+
+
 _NOTHING = nullcontext()
 
 

@@ -8,7 +8,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.saved import Call, SavedParameters
 from minifsdp.unit import Phase
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 from tests.small import batch, layers, stack, step, storage
 
 
@@ -84,6 +84,17 @@ def test_hooks_around_a_model_get_what_they_would_have_got():
         return packed
 
     assert shapes_packed(stack(2)) == shapes_packed(layers(2))
+
+
+@on_ranks(2)
+def test_transforms_of_functions_are_refused_with_the_name_of_the_unit():
+    class Transforms(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + torch.func.grad(lambda z: z.pow(2).sum())(x)
+
+    model = FSDP(nn.Sequential(FSDP(Transforms(6, 6).to(device()))))
+    with pytest.raises(RuntimeError, match=r"of unit '0'.*Use torch\.autograd\.grad there"):
+        model(batch())
 
 
 @on_ranks(2)
