@@ -98,8 +98,8 @@ class Backward:
         Returns:
             Whether the unit is gathered now.
         """
-        chain = None if unit.full is None or _task() < 0 else self.saved.chain_of(unit.full)
-        if chain is not None:
+        chain = self.saved.last.get(unit)
+        if chain is not None and _task() >= 0:
             self.pre_backward(chain)
         return unit.exposed
 

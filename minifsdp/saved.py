@@ -67,11 +67,13 @@ class SavedParameters:
     def __init__(self, before_use: Callable[[Chain], None]) -> None:
         self.before_use = before_use
         self._chains: dict[int, Chain] = {}  # by the address of a storage
+        self.last: dict[Unit, Chain] = {}  # the last call of each unit
         self._alone = _Hooks(self, None)
 
     def uses(self, chain: Chain) -> None:
         """The unit of the last call is computed with from now on."""
-        self._chains[chain[-1].unit.room.storage._cdata] = chain
+        unit = chain[-1].unit
+        self._chains[unit.room.storage._cdata] = self.last[unit] = chain
 
     def chain_of(self, tensor: Tensor) -> Chain | None:
         """The call whose gathered parameters ``tensor`` is a part of, if it is one."""

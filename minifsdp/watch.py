@@ -22,10 +22,10 @@ Calls of torch's own collectives by the user, such as ``dist.barrier()``, are re
 thread's stack. What a rank does without waiting for others, be it for ever, is not.
 """
 
+import atexit
 import pickle
 import sys
 import threading
-import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -44,6 +44,7 @@ waiting: Message | None = None
 
 _groups: dict[str, list[dist.ProcessGroup]] = {}  # by name: those of the same model
 _thread: threading.Thread | None = None
+_exiting = threading.Event()
 
 
 def watch(groups: list[dist.ProcessGroup]) -> None:
@@ -78,11 +79,13 @@ def _run() -> None:
     seen: Message | Elsewhere | None = None
     watcher: _Wait | None = None
     polls = 0
-    while True:
-        time.sleep(POLL)
+    while not _exiting.wait(POLL):
         if not dist.is_initialized():
             _close_all()
-        now = waiting or elsewhere()
+        try:
+            now = waiting or elsewhere()
+        except Exception:  # the main thread has gone on while its stack was read
+            now = None
         if now is None or now != seen:
             seen, watcher, polls = now, None, 0
             continue
@@ -186,6 +189,14 @@ def _close(group: dist.ProcessGroup) -> None:
     with suppress(RuntimeError):
         other = (group.rank() + 1) % group.size()
         group.recv([torch.empty(1)], other, 1 << 30).wait(timedelta(milliseconds=1))
+
+
+@atexit.register
+def _stop() -> None:
+    """A thread that is in C++ when Python ends is torn out of it, which takes the process down."""
+    _exiting.set()
+    if _thread is not None:
+        _thread.join(timeout=10)
 
 
 def _store() -> Any:
