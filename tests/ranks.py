@@ -175,7 +175,7 @@ class World:
     def renew(self) -> bool:
         """Give all ranks a new process group. Returns whether they have found each other in it."""
         try:
-            self.call(_renew, (self.folder.name,), {}, START)
+            self.call(join_another_group, (self.folder.name,), {}, START)
         except RankFailure:
             return False
         return True
@@ -266,7 +266,8 @@ def _join(backend: str, rank: int, world_size: int, folder: str) -> None:
     )
 
 
-def _renew(folder: str) -> None:
+def join_another_group(folder: str) -> None:
+    """In all ranks: the end of their process group, and another one."""
     mine = dist.get_backend(), dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     for function in _cached:

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from minifsdp.collectives import gather_objects
 from minifsdp.messages import Kind, Message, made, started
-from tests.ranks import on_ranks, run
+from tests.ranks import join_another_group, on_ranks, run
 from tests.small import stack, step
 
 UNIT = 0x4D46_0000  # where numbers of units begin
@@ -75,12 +75,9 @@ def test_notes_are_counted_by_ranks_because_groups_may_differ():
 
 def another_process_group(folder):
     """After a failure of one rank, say, as elastic programs do."""
-    rank = dist.get_rank()
-    if rank == 0:
+    if dist.get_rank() == 0:
         new(), new(0, Kind.NOTES, 1)  # that the other has not come to
-    dist.destroy_process_group()
-    there = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", init_method=there, rank=rank, world_size=2)
+    join_another_group(folder)
     step(stack(1))
     assert new(UNIT + 9).count == new(UNIT + 9).count - 1 == 1
 
