@@ -19,6 +19,7 @@ from minifsdp.borders import check_sharing, check_wrappable, collect, select, wr
 from minifsdp.buffers import Buffers
 from minifsdp.circles import answering
 from minifsdp.compare import fingerprint, remember_values
+from minifsdp.flat_parameter import watch_for_losses
 from minifsdp.materialize import materialize, move, synchronize
 from minifsdp.members import check_free, join
 from minifsdp.optimizers import watch_optimizers
@@ -98,6 +99,7 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
     params.clear()  # the last references here; who else has one should not
     mark_taken(unit, before)
     join(unit, modules)
+    unit.watched = watch_for_losses(unit.shard)
     watch_optimizers()
     return unit
 

@@ -12,6 +12,9 @@ but it is asked for its gradient, and the one who asks can be seen on the stack:
 The last may add up over ranks by hand, and be right. What cannot be seen: a norm written as squares
 and sums, and gradients that one function collects and another takes the norm of.
 
+A chunk gets its gradient from the reduction. Where autograd itself brings it one, a program has
+computed a loss with the chunk; that is warned of (:func:`watch_for_losses`).
+
 In the same way it hears of each optimizer that is built with it; see optimizers.py.
 """
 
@@ -36,6 +39,7 @@ class FlatParameter(nn.Parameter):
     """The parameter the optimizer sees. A type of its own, so that outer units leave it alone."""
 
     is_chunk = False  # other ranks have the rest of it
+    was_warned = False  # of a loss that is computed with it
     unit: Callable[[], Any] = staticmethod(lambda: None)  # a weak reference to it
     on_optimizer: Callable[[Optimizer, FrameType], None] = staticmethod(lambda *_: None)
 
@@ -100,6 +104,41 @@ def flat_parameter(
     if grad_dtype is not None:
         param.grad_dtype = grad_dtype
     return param
+
+
+def watch_for_losses(param: FlatParameter) -> object:
+    """Warn when a loss is computed with ``param`` itself, outside of the model: a penalty on
+    ``model.parameters()``.
+
+    Returns:
+        What the caller has to keep for as long as it should be watched. (``param`` cannot: it would
+        keep itself alive.)
+    """
+    if not (param.is_chunk and param.requires_grad):
+        return None
+    with torch.enable_grad():
+        view = param.view_as(param)
+    assert view.grad_fn is not None
+    accumulator = view.grad_fn.next_functions[0][0]  # where autograd would add up its gradients
+    assert accumulator is not None
+    chunk = ref(param)
+
+    def warn(grads: object) -> None:
+        param = chunk()
+        if param is None or param.was_warned:
+            return
+        param.was_warned = True
+        warnings.warn(
+            f"a loss was computed with the flat parameter of unit "
+            f"{getattr(param.unit(), 'label', '?')} itself, of which each rank has a chunk: a "
+            f"penalty on model.parameters(), say. The loss counts this rank's chunk only. The "
+            f"gradients are right for a sum over elements, and wrong for a norm or a mean. Compute "
+            f"it from the module's own parameters, in the forward of the model.",
+            stacklevel=2,
+        )
+
+    accumulator.register_prehook(warn)
+    return accumulator
 
 
 def _for_reader(grad: Tensor | None, frame: FrameType) -> Tensor | None:

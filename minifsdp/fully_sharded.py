@@ -25,6 +25,7 @@ from minifsdp.build import build_unit, wrap_below
 from minifsdp.clip_grad import clip_grad_norm
 from minifsdp.compiled import uncompiled, watched
 from minifsdp.engine import Engine
+from minifsdp.flat_name import with_flat_names
 from minifsdp.from_torch import as_ours
 from minifsdp.full_params import Options, summon
 from minifsdp.hooks import Hooks
@@ -166,7 +167,7 @@ class FullyShardedDataParallel(Transparent):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Flat parameters, or inside :meth:`summon_full_params` the original ones; names as they
         were before wrapping."""
-        return ((clean(name), p) for name, p in super().named_parameters(*args, **kwargs))
+        return with_flat_names((clean(n), p) for n, p in super().named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Buffers are not sharded; names as they were before wrapping."""

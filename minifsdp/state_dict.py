@@ -12,7 +12,8 @@ does not change the model. (A plain module returns its own tensors, which the ne
 
 ``torch.distributed.checkpoint.load({"model": model.state_dict()})`` is written for a plain module's
 tensors: it changes them and is done. But a value that has a ``load_state_dict`` is told of what was
-loaded, so the dict has one, and hands it to the model.
+loaded, so the dict has one, and hands it to the model. If the dict itself is given to ``load``, it
+is assigned what was loaded, entry by entry, and hands all of it to the model after the last.
 """
 
 import sys
@@ -39,7 +40,7 @@ class Wrapper(Protocol):
     @property
     def module(self) -> nn.Module: ...
 
-    def load_state_dict(self, state_dict: Any) -> Any: ...
+    def load_state_dict(self, state_dict: Any, strict: bool) -> Any: ...
 
     def summon_full_params(
         self, module: Any, recurse: bool, writeback: bool
@@ -67,6 +68,12 @@ class Copies(OrderedDict[str, Any]):
     own: "Own | None" = None
     _metadata: Any = None
 
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        frame = sys._getframe(1)
+        if frame.f_globals.get("__name__") == _LOADER and frame.f_locals["keys"][-1] == key:
+            self._load()  # dcp.load(model.state_dict()): this was the last entry
+
     def state_dict(self) -> "OrderedDict[str, Any]":
         """What torch.distributed.checkpoint saves, and writes into."""
         return OrderedDict(self)
@@ -74,9 +81,12 @@ class Copies(OrderedDict[str, Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """It has been written into: the model takes it."""
         self.update(state)
+        self._load()
+
+    def _load(self) -> None:
         wrapper = self.own() if self.own is not None else None
         if wrapper is not None:
-            wrapper.load_state_dict(self)
+            wrapper.load_state_dict(self, strict=False)  # a program may have added entries
 
     def __reduce__(self) -> Any:
         return OrderedDict, (), {"_metadata": self._metadata}, None, iter(self.items())
@@ -104,6 +114,7 @@ def refuse_full_options() -> None:
         frame = frame.f_back
 
 
+_LOADER = "torch.distributed.checkpoint.state_dict_loader"
 _ASKER = "torch.distributed.checkpoint.state_dict"
 
 

@@ -116,8 +116,9 @@ class Unit:
         self.waiting: Waiting | None = None
         self.views: list[Tensor] = []
         self.exposed = True  # its modules see parameters, and not stand-ins
-        self.kept_version = -1  # of the shard, if a no_sync backward has left it gathered
-        self.leaks = 0  # how often somebody else has kept the memory
+        # kept_version: of the shard, if a no_sync backward has left it gathered. leaks: how often
+        # somebody else has kept the memory. watched: by flat_parameter.watch_for_losses.
+        self.kept_version, self.leaks, self.watched = -1, 0, object()
         self.fulls = Fulls(self._gradient_is_complete)
         self.full: Tensor | None = None  # [n * ranks]: the leaf of the one that is used now,
         self.buffer, self.transient, self.dtype = self.chunk, False, self.chunk.dtype  # its rest,

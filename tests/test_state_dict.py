@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from collections import OrderedDict
+from contextlib import contextmanager
 from itertools import combinations
 
 import pytest
@@ -375,6 +376,14 @@ def test_copying_and_pickling_say_what_to_do_instead():
 # -------------------------------------------------------------------- torch.distributed.checkpoint
 
 
+@contextmanager
+def counted_gathers(model):
+    """A list with the number of all-gathers in the block."""
+    before, counts = model.engine.stats.all_gathers, []
+    yield counts
+    counts.append(model.engine.stats.all_gathers - before)
+
+
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
 @on_ranks(2)
 def test_what_a_distributed_checkpoint_writes_into_a_state_dict_reaches_the_model(
@@ -388,12 +397,25 @@ def test_what_a_distributed_checkpoint_writes_into_a_state_dict_reaches_the_mode
     if dist.get_rank() == 0:  # ranks that save together need NumPy
         dcp.save({"model": saved}, checkpoint_id=tmp_path, no_dist=True)
     dist.barrier()
-    for how in ("a dict of dicts", "a module"):
+    if dist.get_rank() == 0:
+        dcp.save({**saved, "step": torch.tensor(3)}, checkpoint_id=tmp_path / "1", no_dist=True)
+    dist.barrier()
+    for how in ("a dict of dicts", "a module", "the dict itself"):
         with torch.no_grad():
             for param in model.parameters():
                 param.add_(1)
-        value = model if how == "a module" else model.state_dict()
-        dcp.load({"model": value}, checkpoint_id=tmp_path, no_dist=True)
+        state = model.state_dict()
+        if how == "the dict itself":
+            state["step"] = torch.tensor(0)  # with something of the program's beside it
+            with counted_gathers(model) as gathers:
+                dcp.load(state, checkpoint_id=tmp_path / "1", no_dist=True)
+            assert state["step"] == 3
+            with counted_gathers(model) as of_one_load:
+                model.load_state_dict(saved)
+            assert gathers == of_one_load  # not one for each entry
+        else:
+            value = model if how == "a module" else state
+            dcp.load({"model": value}, checkpoint_id=tmp_path, no_dist=True)
         for name, tensor in model.state_dict().items():
             assert torch.equal(tensor, saved[name])
 

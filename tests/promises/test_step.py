@@ -1,5 +1,6 @@
 """Promises inside the step: what a module may do in its forward, and a loss with its outputs."""
 
+import warnings
 from collections import deque
 from functools import partial
 
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from minifsdp import ShardingStrategy
-from tests.promises import Averaged, Block, batch, fsdp, same, train
+from tests.promises import Averaged, Block, batch, fsdp, same, seeded, train
 from tests.ranks import on_ranks
 
 STRATEGIES = [
@@ -442,3 +443,31 @@ def test_units_that_hand_on_what_they_were_given_are_gathered_as_often_as_others
         # The root stays from its forward to its backward.
         assert model.engine.stats.all_gathers - before == 2 * blocks + 1
     assert model.engine.stats.peak_unsharded_units == 3  # the root and the two of the limiter
+
+
+@pytest.mark.parametrize("when", ["before the forward", "after it"])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
+@on_ranks(2)
+def test_a_penalty_outside_of_the_model_counts_the_chunks_of_one_rank_and_says_so(when, strategy):
+    def program(wrap):
+        model, losses = wrap(Chain(Reshaped)), []
+
+        def loss(model, x):
+            if when == "before the forward":
+                penalty = sum(p.pow(2).sum() for p in model.parameters())
+                losses.append(square(model, x))
+            else:
+                losses.append(square(model, x))
+                penalty = sum(p.pow(2).sum() for p in model.parameters())
+            return losses[-1] + 0.01 * penalty
+
+        return losses, train(model, loss)[1]
+
+    expected = seeded(program, Averaged)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = seeded(program, fsdp(sharding_strategy=strategy))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # other sums of gradients
+    about = [str(w.message) for w in said if "a loss was computed with the flat" in str(w.message)]
+    units = 0 if strategy is ShardingStrategy.NO_SHARD else 4  # there the chunk is all there is
+    assert len(about) == len(set(about)) == units, about
