@@ -11,12 +11,12 @@ from minifsdp.api import (
     ShardingStrategy,
     Stats,
 )
-from minifsdp.flat_parameter import FlatParameter
+from minifsdp.between_steps.grad_scaler import ShardedGradScaler
+from minifsdp.checks.unsupported import MISSING, Missing
 from minifsdp.fully_sharded import FullyShardedDataParallel
-from minifsdp.grad_scaler import ShardedGradScaler
 from minifsdp.limiter import EventQueue, Limiter, NoLimit, SynchronizeAfterFree
-from minifsdp.missing import MISSING, Missing
-from minifsdp.wrap import (
+from minifsdp.support.flat_parameter import FlatParameter
+from minifsdp.wrapping.policies import (
     CustomPolicy,
     ModuleWrapPolicy,
     always_wrap_policy,

@@ -13,15 +13,15 @@ from contextlib import contextmanager
 
 import torch
 
-from minifsdp.autograd import at_end_of_backward, will_reach
+from minifsdp.checks.rank_agreement import Moment, Use
 from minifsdp.engine import Engine
-from minifsdp.grad_hooks import change_gradient
-from minifsdp.lockstep import Moment, Use
-from minifsdp.saved import Call, Chain, SavedParameters
+from minifsdp.no_sync import check_waiting_gradient
+from minifsdp.support.autograd_hooks import at_end_of_backward, will_reach
+from minifsdp.support.grad_hooks import change_gradient
+from minifsdp.support.param_views import expose, hide
+from minifsdp.support.saved_tensors import Call, Chain, SavedParameters
 from minifsdp.unit import Phase, Unit
 from minifsdp.unshard import wait_for_unshard
-from minifsdp.unsynced import check_waiting_gradient
-from minifsdp.views import expose, hide
 
 
 class Backward:
@@ -43,7 +43,7 @@ class Backward:
 
     @contextmanager
     def unsynchronized(self) -> Iterator[None]:
-        """Backwards in this block leave their gradients on this rank; see unsynced.py."""
+        """Backwards in this block leave their gradients on this rank; see no_sync.py."""
         before, self.synchronizes = self.synchronizes, False
         try:
             yield

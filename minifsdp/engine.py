@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from minifsdp.api import Stats
-from minifsdp.grad_hooks import after_gradient
+from minifsdp.checks.members import check_tree
+from minifsdp.checks.rank_agreement import Lockstep
 from minifsdp.limiter import Limiter
-from minifsdp.lockstep import Lockstep
-from minifsdp.members import check_tree
+from minifsdp.no_sync import check_waiting_gradient, store_unreduced
 from minifsdp.prefetch import Prefetcher
 from minifsdp.reduce import Reduction, go_on, let_arrive, reduce_gradient, store_gradient, wait_for
 from minifsdp.reshard import reshard
 from minifsdp.streams import Streams
+from minifsdp.support.grad_hooks import after_gradient
+from minifsdp.support.param_views import adopt, hide
 from minifsdp.unit import Memory, Phase, Unit
 from minifsdp.unshard import unshard
-from minifsdp.unsynced import check_waiting_gradient, store_unreduced
-from minifsdp.views import adopt, hide
 
 
 class Engine:

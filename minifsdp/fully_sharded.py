@@ -19,25 +19,25 @@ from minifsdp.api import (
     MixedPrecision,
     ShardingStrategy,
 )
-from minifsdp.attributes import Forward, Transparent
-from minifsdp.borders import check_wrappable
-from minifsdp.build import build_unit, wrap_below
-from minifsdp.clip_grad import clip_grad_norm
-from minifsdp.compiled import uncompiled, watched
+from minifsdp.between_steps.clip_grad import clip_grad_norm
+from minifsdp.between_steps.full_params import Options, summon
+from minifsdp.between_steps.state_dict import refuse_full_options, register_hooks
+from minifsdp.checks.other_wrappers import check_inside
+from minifsdp.checks.param_names import with_flat_names
+from minifsdp.checks.unsupported import add_missing, refuse
 from minifsdp.engine import Engine
-from minifsdp.flat_name import with_flat_names
-from minifsdp.from_torch import as_ours
-from minifsdp.full_params import Options, summon
 from minifsdp.hooks import Hooks
 from minifsdp.limiter import Limiter, make_limiter
-from minifsdp.missing import add_missing, refuse
-from minifsdp.other_wrappers import check_inside
 from minifsdp.prefetch import Prefetcher, make_prefetcher
-from minifsdp.settings import as_settings
-from minifsdp.state_dict import refuse_full_options, register_hooks
-from minifsdp.tree import clean, name_units
-from minifsdp.views import adopt
-from minifsdp.wrap import Policy
+from minifsdp.support.param_views import adopt
+from minifsdp.wrapping.attributes import Forward, Transparent
+from minifsdp.wrapping.auto_wrap import check_wrappable
+from minifsdp.wrapping.build import build_unit, wrap_below
+from minifsdp.wrapping.compiled import uncompiled, watched
+from minifsdp.wrapping.module_tree import clean, name_units
+from minifsdp.wrapping.policies import Policy
+from minifsdp.wrapping.settings import as_settings
+from minifsdp.wrapping.torch_names import as_ours
 
 
 class FullyShardedDataParallel(Transparent):
@@ -51,7 +51,7 @@ class FullyShardedDataParallel(Transparent):
         sharding_strategy: FULL_SHARD if None.
         cpu_offload: see offload.py.
         auto_wrap_policy: which modules inside become units of their own, such as a
-            :class:`~minifsdp.wrap.ModuleWrapPolicy`. None: only what is wrapped by hand.
+            :class:`~minifsdp.wrapping.policies.ModuleWrapPolicy`. None: only what is wrapped by hand.
         backward_prefetch: see prefetch.py; None is none.
         mixed_precision: see precision.py.
         param_init_fn: called with each module of a unit that has something on the meta device, to
@@ -184,7 +184,7 @@ class FullyShardedDataParallel(Transparent):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backwards leave whole gradients on this rank, and the first one after it reduces
-        them with its own; see unsynced.py.
+        them with its own; see no_sync.py.
 
         Raises:
             RuntimeError: this is not the root, or a forward or backward is under way.

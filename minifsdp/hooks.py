@@ -15,10 +15,10 @@ in between the layers of both, and there are five places for it::
 
 The first two are here, the other three in backward.py. Both say only *when*. What is done is told
 in unshard.py, reshard.py and reduce.py, what next in prefetch.py, how many at once in limiter.py,
-whether all ranks do the same in lockstep.py.
+whether all ranks do the same in rank_agreement.py.
 
 The outputs are what prefetching goes by: they come first, in every ordinary model. What autograd
-has saved is what nothing can get around (saved.py): a module may hand on tensors in ways that
+has saved is what nothing can get around (saved_tensors.py): a module may hand on tensors in ways that
 nobody sees, but no gradient of it can be computed without what it has saved.
 """
 
@@ -28,17 +28,17 @@ from typing import Any
 
 import torch
 
-from minifsdp.autograd import after_gradients_of, before_gradient_of
 from minifsdp.backward import Backward
+from minifsdp.between_steps.state_dict_calls import Walks
+from minifsdp.checks.rank_agreement import Moment
 from minifsdp.engine import Engine
-from minifsdp.lockstep import Moment
-from minifsdp.nest import tensors_in
 from minifsdp.precision import output_cast, prepare_inputs
-from minifsdp.saved import Call, refuse_transforms
+from minifsdp.support.autograd_hooks import after_gradients_of, before_gradient_of
+from minifsdp.support.param_views import check_untouched, expose, hide, make_views, values
+from minifsdp.support.pytree import tensors_in
+from minifsdp.support.saved_tensors import Call, refuse_transforms
 from minifsdp.unit import Phase, Unit
 from minifsdp.unshard import wait_for_unshard
-from minifsdp.views import check_untouched, expose, hide, make_views, values
-from minifsdp.walks import Walks
 
 
 class Hooks:

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from minifsdp.api import MixedPrecision
-from minifsdp.nest import map_tensors, tensors_in
+from minifsdp.support.pytree import map_tensors, tensors_in
 from minifsdp.unit import Unit
 
 ISLAND = MixedPrecision(cast_forward_inputs=True)

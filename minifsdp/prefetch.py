@@ -154,7 +154,7 @@ def _next(order: Order, unit: Unit) -> Unit | None:
     if not unit.enclosing:
         # The root is where a pass begins, and never a target: it is unsharded all the while.
         return order.upcoming()
-    # One without parameters gets no gradient, so that ranks do not agree (lockstep.py) on whether
+    # One without parameters gets no gradient, so that ranks do not agree (rank_agreement.py) on whether
     # they come to it. If some did and prefetched, the others would be waited for.
     return order.visit(unit) if unit.numel else None
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from minifsdp.collectives import all_reduce, halves, reduce_scatter
+from minifsdp.comm.collectives import all_reduce, halves, reduce_scatter
 from minifsdp.offload import download
 from minifsdp.streams import Event, Finish, Streams
 from minifsdp.unit import Unit

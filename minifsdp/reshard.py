@@ -6,8 +6,8 @@ nothing, under everybody's eyes, and whoever touches a view before the next unsh
 """
 
 from minifsdp.streams import Event, Streams
+from minifsdp.support.param_views import hide
 from minifsdp.unit import Memory, Unit
-from minifsdp.views import hide
 
 
 def reshard(unit: Unit, streams: Streams) -> Event:

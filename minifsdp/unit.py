@@ -5,7 +5,7 @@ A unit is a module's parameters, flattened and sharded together. It owns two ten
     shard   [<= n]      this rank's chunk. An nn.Parameter: what the optimizer sees. Always there.
     full    [n * ranks] all chunks. What the layers compute with. There only while it is needed.
 
-``full`` never goes away as an *object*; its *storage* shrinks to nothing and grows again. full.py
+``full`` never goes away as an *object*; its *storage* shrinks to nothing and grows again. unsharded_storage.py
 says why.
 
 Two small state machines say where a unit stands::
@@ -25,15 +25,15 @@ import torch
 from torch import Tensor, nn
 
 from minifsdp.api import MixedPrecision
-from minifsdp.buffers import Buffers
-from minifsdp.flat_parameter import FlatParameter, flat_parameter
+from minifsdp.comm.groups import Placement
 from minifsdp.flatten import check_flattenable, flatten
-from minifsdp.full import Full, Fulls
-from minifsdp.groups import Placement
 from minifsdp.offload import HOST, host_copy
 from minifsdp.shard import chunk_numel, real_numel, shard
-from minifsdp.slots import Slot, StandIn
 from minifsdp.streams import Event
+from minifsdp.support.buffers import Buffers
+from minifsdp.support.flat_parameter import FlatParameter, flat_parameter
+from minifsdp.support.param_access import Slot, StandIn
+from minifsdp.support.unsharded_storage import Full, Fulls
 
 
 class Memory(Enum):
@@ -54,7 +54,7 @@ class Phase(Enum):
 
 
 class Waiting(NamedTuple):
-    """A gradient that no_sync has left; see unsynced.py."""
+    """A gradient that no_sync has left; see no_sync.py."""
 
     grad: Tensor  # of ``full``, not reduced
     mark: Tensor  # what was in ``shard.grad`` then

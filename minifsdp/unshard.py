@@ -13,7 +13,7 @@ On its way a chunk may have to be uploaded (offload.py) and cast (precision.py).
 sharded has nothing to gather, but may still need the one or the other.
 """
 
-from minifsdp.collectives import all_gather
+from minifsdp.comm.collectives import all_gather
 from minifsdp.offload import upload
 from minifsdp.streams import Finish, Streams
 from minifsdp.unit import Memory, Unit

@@ -26,7 +26,7 @@ import minifsdp.reduce
 import minifsdp.unshard
 from minifsdp import CustomPolicy, MixedPrecision, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.groups import HYBRID
+from minifsdp.comm.groups import HYBRID
 from minifsdp.unit import Memory
 from tests.models import CASES, Case
 from tests.ranks import cached_in_a_world, device

@@ -23,7 +23,7 @@ from tests.small import (
     step,
     watch,
 )
-from tests.test_full import TwoEnds
+from tests.support.test_unsharded_storage import TwoEnds
 from tests.test_hooks import (
     Aside,
     Boom,

@@ -30,7 +30,7 @@ from tests.small import (
     storage,
     watch,
 )
-from tests.test_full import TwoEnds
+from tests.support.test_unsharded_storage import TwoEnds
 
 
 @on_ranks(1)

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from minifsdp import BackwardPrefetch, CPUOffload, ForwardPrefetch, ShardingStrategy
-from minifsdp.groups import HYBRID
+from minifsdp.comm.groups import HYBRID
 from tests.lagging import DeferringStream, deferring_device
 from tests.parity import BF16, BF16_SUMMED_IN_FP32, FULL, check_parity
 from tests.ranks import device, run

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
-from minifsdp.groups import HYBRID
+from minifsdp.comm.groups import HYBRID
 from minifsdp.reduce import Reduction, go_on, let_arrive, reduce_gradient, store_gradient, wait_for
 from minifsdp.sim import cluster
 from tests.lagging import deferring_device

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from minifsdp import BackwardPrefetch, ShardingStrategy
 from minifsdp.reshard import reshard
 from minifsdp.sim import cluster
+from minifsdp.support.param_views import expose, make_views
 from minifsdp.unit import Memory
 from minifsdp.unshard import unshard, wait_for_unshard
-from minifsdp.views import expose, make_views
 from tests.lagging import lagging_device
 from tests.ranks import on_ranks
 from tests.small import batch, stack, step, storage

@@ -7,7 +7,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from minifsdp import CPUOffload, ShardingStrategy, collectives, streams
+from minifsdp import CPUOffload, ShardingStrategy, streams
+from minifsdp.comm import collectives
 from minifsdp.streams import CpuStream, CudaStream, Streams
 from tests.parity import BF16_SUMMED_IN_FP32, check_parity
 from tests.ranks import on_ranks

@@ -15,7 +15,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.unit import Memory
 from tests.ranks import device, on_ranks
 from tests.small import Block, batch, layers, stack, step, storage
-from tests.test_full import LOW, prepared
+from tests.support.test_unsharded_storage import LOW, prepared
 
 
 @on_ranks(2)

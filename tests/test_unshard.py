@@ -10,9 +10,9 @@ import torch.distributed as dist
 from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp.sim import cluster
 from minifsdp.sim.tape import Op
+from minifsdp.support.param_views import expose, make_views
 from minifsdp.unit import Memory
 from minifsdp.unshard import unshard, wait_for_unshard
-from minifsdp.views import expose, make_views
 from tests.lagging import deferring_device
 from tests.parity import check_at_rest
 from tests.ranks import device, on_ranks

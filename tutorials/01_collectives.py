@@ -28,7 +28,7 @@ import torch.distributed as dist
 from draw import strips
 from launch import on_ranks
 
-from minifsdp.collectives import all_gather, all_reduce, reduce_scatter
+from minifsdp.comm.collectives import all_gather, all_reduce, reduce_scatter
 from minifsdp.sim.__main__ import parser
 from minifsdp.sim.run import simulate
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from draw import strips
 from torch import nn
 
-from minifsdp.collectives import all_gather
+from minifsdp.comm.collectives import all_gather
 from minifsdp.flatten import flatten, unflatten
 from minifsdp.sim import cluster
 from minifsdp.sim.tape import Op

@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, ShardingStrategy
-from minifsdp.collectives import all_gather
+from minifsdp.comm.collectives import all_gather
 from minifsdp.flatten import unflatten
 
 PICTURE = Path(__file__).with_suffix(".svg")
@@ -85,7 +85,7 @@ def filled_again() -> None:
 # In the engine a unit has two such tensors for the whole parameters, `full` for autograd and
 # `buffer`, its `.data`, for the collectives. They are made once. Only their storage comes and goes:
 #
-# {{ minifsdp/full.py Full.release }}
+# {{ minifsdp/support/unsharded_storage.py Full.release }}
 #
 # {{ minifsdp/unshard.py unshard }}
 #

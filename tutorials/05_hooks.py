@@ -109,13 +109,13 @@ def two_layers() -> None:
 # with a view of it, so its gradient is complete when the layer's is. The *end* is a callback. It
 # can only be queued while a backward is running, and runs after the last operation.
 #
-# The engine keeps these hooks in [autograd.py](../minifsdp/autograd.py). Its post-backward:
+# The engine keeps these hooks in [autograd_hooks.py](../minifsdp/support/autograd_hooks.py). Its post-backward:
 #
 # {{ minifsdp/backward.py Backward.post_backward }}
 #
 # (`begin` queues the end. Prefetching is page 10, `synchronizes` page 14, and ranks are `apart` if
 # they use different units.) A tensor may leave a module in an attribute, too, so
-# `pre_backward` is also called when autograd needs a saved parameter: `minifsdp/saved.py`.
+# `pre_backward` is also called when autograd needs a saved parameter: `minifsdp/support/saved_tensors.py`.
 #
 # ## What breaks without it
 #

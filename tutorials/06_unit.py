@@ -114,7 +114,7 @@ def units() -> None:
 # uses. Later both see a *stand-in*: it has a shape, no values, and a message. Without it, a module
 # that is called at the wrong time would compute with freed memory.
 #
-# {{ minifsdp/slots.py Slot.expose }}
+# {{ minifsdp/support/param_access.py Slot.expose }}
 #
 # ## What breaks without it
 #
@@ -133,7 +133,10 @@ def embedding_apart() -> None:
     rank, alphabet, plain = torch.distributed.get_rank(), torch.arange(10), Model()
     for units, kinds in {"blocks": {Block}, "blocks, embedding": {Block, nn.Embedding}}.items():
         torch.manual_seed(0)
-        with patch("minifsdp.build.check_sharing"), patch("minifsdp.build.mark_taken"):
+        with (
+            patch("minifsdp.wrapping.build.check_sharing"),
+            patch("minifsdp.wrapping.build.mark_taken"),
+        ):
             model = FSDP(Model(), auto_wrap_policy=ModuleWrapPolicy(kinds))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         for _ in range(20):

@@ -12,7 +12,7 @@
 # Along a column they *replicate*: all have the same. A *strategy* says who is in a row and who in a
 # column, and one thing more. This is all that the engine knows of it:
 #
-# {{ minifsdp/groups.py Placement }}
+# {{ minifsdp/comm/groups.py Placement }}
 #
 # Four machines with two GPUs each, as rank 0 sees them:
 
@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, ShardingStrategy
-from minifsdp.groups import Placement, place
+from minifsdp.comm.groups import Placement, place
 from minifsdp.sim import cluster
 from minifsdp.sim.models import Block, next_token
 from minifsdp.sim.presets import MODELS
@@ -140,7 +140,7 @@ def one_gpu_a_machine() -> None:
     ddp = losses(NO_SHARD)
     mesh = init_device_mesh(torch.get_default_device().type, (2, 1))  # two rows of one rank
     found = {s.name: losses(s) for s in THREE} | {"HYBRID_SHARD": losses(HYBRID_SHARD, mesh)}
-    with patch("minifsdp.settings.place", shortcut):
+    with patch("minifsdp.wrapping.settings.place", shortcut):
         found["with the shortcut"] = losses(HYBRID_SHARD, mesh)
     for name, values in found.items():
         print(f"{name:18} {[round(x, 3) for x in values]}  exactly NO_SHARD's: {values == ddp}")

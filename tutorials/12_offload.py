@@ -113,7 +113,7 @@ def adam_on_the_host() -> None:
 # Adam goes through four numbers for each parameter. The virtual host does that at the pace of PCIe,
 # and it takes twice as long as all the rest. That is no finding but a constant: a host's own memory
 # is faster; at 100 GB/s it is 1.1 s. (ZeRO-Offload has an Adam for CPUs.) A larger batch, or
-# several before one step (page [14](14_unsynced.md)), take no longer.
+# several before one step (page [14](14_no_sync.md)), take no longer.
 #
 # ## What breaks without it
 #

@@ -54,7 +54,7 @@ def seven_billion() -> None:
 # Memory and values come when FSDP makes a unit, inner units first. Each gets memory, gets values,
 # and is cut to a chunk before the next one gets anything:
 #
-# {{ minifsdp/materialize.py materialize }}
+# {{ minifsdp/wrapping/materialize.py materialize }}
 #
 # Values come from one of three places. Most of torch's own modules have `reset_parameters()`, which
 # they call when they are built. For others there is `param_init_fn`, a function of yours, called

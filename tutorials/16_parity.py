@@ -21,7 +21,8 @@ import pytest
 from draw import strips
 from launch import on_ranks
 
-from minifsdp import ShardingStrategy, collectives, reduce, shard, unshard
+from minifsdp import ShardingStrategy, reduce, shard, unshard
+from minifsdp.comm import collectives
 from minifsdp.sim import cluster
 from tests import fuzz, lagging
 from tests.parity import CASES, difference, full_parameters, reference, sharded, train

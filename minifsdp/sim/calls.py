@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from minifsdp.nest import tensors_in
 from minifsdp.sim.costs import nbytes
+from minifsdp.support.pytree import tensors_in
 
 
 @dataclass

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 
-import minifsdp.collectives
-import minifsdp.groups
+import minifsdp.comm.collectives
+import minifsdp.comm.groups
 import minifsdp.offload
 from minifsdp.prefetch import Prefetcher
 from minifsdp.sim.costs import Cluster, preset
@@ -90,10 +90,10 @@ def cluster(
 def _replacements(gpu: VirtualGpu) -> Iterator[Any]:
     yield patch.dict(BACKENDS, {gpu.kind: partial(make_streams, gpu)})
     # Rank to rank, as on a CPU, would be another traffic than a GPU's.
-    yield patch.object(minifsdp.collectives, "NATIVE", True)
+    yield patch.object(minifsdp.comm.collectives, "NATIVE", True)
     per_node = gpu.cluster.gpus_per_node
     yield patch.object(
-        minifsdp.groups,
+        minifsdp.comm.groups,
         "hosts_of",
         lambda group: [f"node {r // per_node}" for r in dist.get_process_group_ranks(group)],
     )

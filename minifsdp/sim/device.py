@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minifsdp.nest import tensors_in
 from minifsdp.sim.allocator import Allocator
 from minifsdp.sim.calls import Call, accesses, gives_views
 from minifsdp.sim.clock import Clock
@@ -34,6 +33,7 @@ from minifsdp.sim.storages import Storages
 from minifsdp.sim.tape import COMPUTE, HOST, Buffer, Entry, Note, Op, Use, Wait, caller
 from minifsdp.sim.timeline import svg
 from minifsdp.sim.trace import chrome_trace, memory_snapshot
+from minifsdp.support.pytree import tensors_in
 
 ITEM = torch.ops.aten._local_scalar_dense.default
 NO_WORK = ("empty", "empty_like", "empty_strided", "new_empty")

@@ -91,7 +91,7 @@ def train(
     optimizer: torch.optim.Optimizer | None = None,
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Losses of all steps, and the parameters after them. More steps than are compared between
-    ranks (see lockstep.py), so that the programs also run without that."""
+    ranks (see rank_agreement.py), so that the programs also run without that."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []
     for step in range(steps):

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import MixedPrecision, ModuleWrapPolicy, ShardingStrategy, watch
+from minifsdp import MixedPrecision, ModuleWrapPolicy, ShardingStrategy
+from minifsdp.comm import deadlock_watch
 from tests.parity import grid
 from tests.promises import Block, batch
 from tests.ranks import World, on_ranks
@@ -91,7 +92,7 @@ def call(program, *args, ranks: int = 2):
 
 def run(program, args):
     """The error that ends a program on this rank, with its type; None if it does not raise."""
-    with patch.multiple(watch, POLL=0.1, PATIENCE=3):
+    with patch.multiple(deadlock_watch, POLL=0.1, PATIENCE=3):
         try:
             program(*args)
         except Exception as error:

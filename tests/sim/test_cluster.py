@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import minifsdp.groups
+import minifsdp.comm.groups
 from minifsdp import CPUOffload, MixedPrecision, ModuleWrapPolicy, ShardingStrategy, streams
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.sim import cluster
@@ -82,7 +82,7 @@ def test_gathers_send_what_all_the_others_have():
 def test_hybrid_sharding_takes_nodes_for_hosts():
     with cluster(nodes=4, gpus_per_node=2):
         group = dist.group.WORLD
-        rows, columns = minifsdp.groups.groups_by_host(group)
+        rows, columns = minifsdp.comm.groups.groups_by_host(group)
         assert dist.get_process_group_ranks(rows) == [0, 1]
         assert dist.get_process_group_ranks(columns) == [0, 2, 4, 6]
 

@@ -1,0 +1,1 @@
+"""What users do between steps: read and set whole parameters, save and load, clip gradients."""

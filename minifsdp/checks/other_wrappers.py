@@ -1,0 +1,83 @@
+"""Other wrappers around a sharded model, and what cannot be sharded inside: refused by name.
+
+DistributedDataParallel sends rank 0's parameters to all ranks when it is built. To chunks, of which
+each rank has another one, that is the end: all ranks hold rank 0's. Even where nothing is sharded
+it reduces gradients that are reduced already. torch tells everybody who asks whenever a module is
+put into another one; DistributedDataParallel and DataParallel put what they wrap into themselves
+before they touch it, so that is the moment to refuse. torch's own FSDP marks all modules first.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from minifsdp.checks.members import WRAPPED
+from minifsdp.wrapping.module_tree import clean, unit_of
+
+AROUND = (DistributedDataParallel, DataParallel)
+FSDP_MARK = "_is_fsdp_managed_module"  # torch's FSDP and fully_shard set it on all that they take
+
+
+def check_inside(module: nn.Module) -> None:
+    """Refuse to wrap what another wrapper has, and what cannot be cut into chunks.
+
+    Raises:
+        ValueError: naming it.
+    """
+    for name, inner in module.named_modules():
+        if isinstance(inner, torch.jit.ScriptModule):
+            raise ValueError(
+                f"module {clean(name) or '<root>'!r} is compiled by torch.jit, which does not let "
+                f"its parameters be replaced by views. Wrap the plain module; torch.compile works."
+            )
+        if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.sparse:
+            raise ValueError(
+                f"module {clean(name) or '<root>'!r} ({type(inner).__name__}) has sparse "
+                f"gradients, which cannot be parts of a flat one. Build it with sparse=False."
+            )
+        if isinstance(inner, AROUND) or hasattr(inner, FSDP_MARK):
+            cls = type(inner)
+            raise ValueError(
+                f"module {clean(name) or '<root>'!r} ({cls.__module__}.{cls.__qualname__}) shards "
+                f"or reduces by itself, as FullyShardedDataParallel does. Wrap the plain module "
+                f"that is in it."
+            )
+        for attribute, param in inner._parameters.items():
+            where = clean(f"{name}.{attribute}").lstrip(".")
+            if param is not None and param.layout is not torch.strided:
+                raise ValueError(
+                    f"parameter {where!r} has the layout {param.layout}, so it cannot be a part "
+                    f"of a flat tensor. FullyShardedDataParallel takes dense tensors."
+                )
+            if isinstance(param, DTensor):
+                raise ValueError(
+                    f"parameter {where!r} is a DTensor, which "
+                    f"is distributed already. FullyShardedDataParallel takes plain tensors."
+                )
+
+
+def refuse_around(other: str, module: nn.Module) -> None:
+    """Raise, if there is a sharded model at or below ``module``: ``other`` must not wrap it.
+
+    Raises:
+        TypeError: naming both.
+    """
+    for name, inner in module.named_modules():
+        if (unit := unit_of(inner)) is not None:
+            what = "the model" if inner is module else f"module {clean(name)!r}"
+            raise TypeError(
+                f"{other} cannot wrap this: {what} is a minifsdp.FullyShardedDataParallel (of "
+                f"{type(inner._modules[WRAPPED]).__name__}, unit {unit.label}), "
+                f"which reduces gradients over the ranks itself. Leave {other} out; wrap what is "
+                f"around the sharded part in FullyShardedDataParallel, too."
+            )
+
+
+def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    if isinstance(parent, AROUND) and child is not None:
+        refuse_around(type(parent).__name__, child)
+
+
+register_module_module_registration_hook(_on_registration)

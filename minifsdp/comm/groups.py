@@ -1,0 +1,198 @@
+"""Who shares with whom: a strategy is two groups and a bit.
+
+Ranks stand in a grid. Along a row they *shard*: each has a chunk of every parameter. Along a column
+they *replicate*: each has the same chunk, and only gradients travel. Four machines with two GPUs::
+
+                         shard -->
+                    rank 0   rank 1          FULL_SHARD     one row of all ranks
+    replicate  |    rank 2   rank 3          NO_SHARD       one column of all ranks
+               v    rank 4   rank 5          HYBRID_SHARD   both: rows where the network is fast,
+                    rank 6   rank 7                         columns where it is slow
+
+The bit says whether to free the parameters between forward and backward.
+
+PyTorch's FSDP takes HYBRID_SHARD with rows of one rank for NO_SHARD, and then reduces over the row:
+its ranks drift apart (pytorch#154888). Here it is a row of length one.
+
+Sources: the "hybrid sharding" of Zhao et al., arXiv:2304.11277; MiCS, arXiv:2205.00119.
+"""
+
+import socket
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from minifsdp.api import ShardingStrategy
+from minifsdp.comm.collectives import Group, gather_objects
+
+
+class Placement(NamedTuple):
+    """Where one unit's parameters are."""
+
+    shard_group: Group | None  # ranks that have a chunk each; None: each rank has all of it
+    replicate_group: Group | None  # ranks that have the same chunk, and all-reduce its gradient
+    reshard_after_forward: bool
+
+
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+def place(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> Placement:
+    """What a strategy means on the groups that the user gave, or on the default ones.
+
+    Args:
+        process_group: None: all ranks. For hybrid strategies a pair (shard group, replicate group);
+            None: each host's ranks shard.
+        device_mesh: instead of ``process_group``: one dimension, or for hybrid strategies two,
+            (replicate, shard), as in torch.
+
+    Raises:
+        TypeError: ``strategy`` is something else, such as torch's enum of the same name.
+        ValueError: groups and strategy do not fit together, or both groups and mesh are given, or
+            two groups are not a grid.
+        RuntimeError: there is no process group.
+    """
+    if not isinstance(strategy, ShardingStrategy):
+        raise TypeError(
+            f"sharding_strategy is a minifsdp.ShardingStrategy, not {strategy!r} "
+            f"({type(strategy).__module__}.{type(strategy).__name__})"
+        )
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "FullyShardedDataParallel needs a process group. Start the program with torchrun and "
+            "call torch.distributed.init_process_group() first."
+        )
+    if strategy in HYBRID:
+        shard, replicate = _pair(process_group, device_mesh)
+        return Placement(shard, replicate, strategy is ShardingStrategy.HYBRID_SHARD)
+    group = _single(strategy, process_group, device_mesh)
+    if strategy is ShardingStrategy.NO_SHARD:
+        return Placement(None, group, False)
+    return Placement(group, None, strategy is ShardingStrategy.FULL_SHARD)
+
+
+def _single(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> Group:
+    _not_both(process_group, device_mesh)
+    if device_mesh is not None:
+        _check_mesh(device_mesh)
+        if device_mesh.ndim != 1:
+            raise ValueError(
+                f"{strategy.name} takes a device_mesh of one dimension, not of {device_mesh.ndim}. "
+                f"For two, (replicate, shard), use HYBRID_SHARD."
+            )
+        group: Group = device_mesh.get_group()
+        return group
+    if process_group is None:
+        return _everybody()
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise ValueError(
+            f"{strategy.name} takes one process group, not {process_group!r}. (A pair, of shard "
+            f"and replicate group, is for HYBRID_SHARD. On a rank outside of a group new_group() "
+            f"gives no group: do not wrap there.)"
+        )
+    return process_group
+
+
+def _pair(process_group: Any, device_mesh: Any) -> tuple[Group, Group]:
+    _not_both(process_group, device_mesh)
+    if device_mesh is not None:
+        _check_mesh(device_mesh)
+        if device_mesh.ndim != 2:
+            raise ValueError(
+                f"hybrid sharding takes a device_mesh of two dimensions, (replicate, shard), not "
+                f"of {device_mesh.ndim}."
+            )
+        return check_grid(device_mesh.get_group(1), device_mesh.get_group(0))
+    if process_group is None:
+        return groups_by_host(_everybody())
+    pair = tuple(process_group) if isinstance(process_group, (tuple, list)) else ()
+    if len(pair) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in pair):
+        raise ValueError(
+            f"hybrid sharding takes a pair of process groups, (shard group, replicate group), not "
+            f"{process_group!r}. Leave it out to shard within each host."
+        )
+    return check_grid(*pair)
+
+
+@cache  # every unit that is wrapped by hand asks, and groups are not cheap
+def groups_by_host(group: Group) -> tuple[Group, Group]:
+    """Rows are hosts. All ranks of the default group have to call it.
+
+    Raises:
+        ValueError: hosts have different numbers of ranks, so that there are no columns.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    hosts: dict[str, list[int]] = {}
+    for rank, host in zip(ranks, hosts_of(group), strict=True):
+        hosts.setdefault(host, []).append(rank)
+    rows = list(hosts.values())
+    if len({len(row) for row in rows}) > 1:
+        found = ", ".join(f"{host}: {len(row)}" for host, row in hosts.items())
+        raise ValueError(
+            f"hybrid sharding needs as many ranks on each host as on any other; found {found}. "
+            f"Pass process_group=(shard group, replicate group) to arrange them yourself."
+        )
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    return _mine(rows), _mine(columns)
+
+
+def hosts_of(group: Group) -> list[str]:
+    """The name of the host that each rank is on."""
+    return gather_objects(socket.gethostname(), group)
+
+
+@cache
+def check_grid(shard: Group, replicate: Group) -> tuple[Group, Group]:
+    """The same two groups, if each rank's row and column are those of a grid.
+
+    Raises:
+        ValueError: they are not: gradients of different chunks would be averaged. The ranks of a
+            row all raise it.
+    """
+    if "fake" in dist.get_backend_config(shard):
+        return shard, replicate  # torch's fake ranks never answer
+    column = dist.get_process_group_ranks(replicate)
+    rows = sorted(gather_objects(dist.get_process_group_ranks(shard), replicate))
+    said = gather_objects((column, rows), shard)
+    columns = [sorted(line) for line in zip(*rows, strict=False)]
+    if len({len(row) for row in rows}) > 1 or said != [(column, rows) for column in columns]:
+        raise ValueError(
+            f"the groups of hybrid sharding have to be the rows and the columns of a grid, so that "
+            f"ranks that replicate hold the same chunk. Rank {dist.get_rank()} shards with the "
+            f"ranks {dist.get_process_group_ranks(shard)}, which replicate with "
+            f"{[column for column, _ in said]}. (A group is in the order of its ranks.) Let "
+            f"device_mesh=init_device_mesh(..., (replicas, shards)) make the groups."
+        )
+    return shard, replicate
+
+
+def _mine(lines: list[list[int]]) -> Group:
+    """The group of this rank's row, or column. Every rank takes part in making every group."""
+    groups = [(line, dist.new_group(line)) for line in lines]
+    mine: Group = next(group for line, group in groups if dist.get_rank() in line)
+    return mine
+
+
+def _everybody() -> Group:
+    group = dist.group.WORLD
+    assert group is not None  # it is initialized
+    return group
+
+
+def _not_both(process_group: Any, device_mesh: Any) -> None:
+    if process_group is not None and device_mesh is not None:
+        raise ValueError("pass process_group or device_mesh, not both: each says who takes part.")
+
+
+def _check_mesh(mesh: Any) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"device_mesh is a DeviceMesh, as init_device_mesh() makes them, not {mesh!r}"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in device_mesh, whose ranks are {mesh.mesh.tolist()}: "
+            f"do not wrap there."
+        )

@@ -1,0 +1,185 @@
+"""optimizers.py: which optimizers of flat parameters are refused, or warned of, and when."""
+
+import gc
+import warnings
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+import minifsdp.checks.optimizers
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import ShardingStrategy
+from tests.ranks import device, on_ranks
+from tests.small import batch, stack, step
+
+STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD]
+
+
+def someones(name: str) -> type[torch.optim.Optimizer]:
+    return type(name, (torch.optim.SGD,), {})
+
+
+BY_TENSOR = ["Adafactor", "Muon", "SingleDeviceMuon", "FusedLAMB", "LARS", "Shampoo", "Adam_mini"]
+BY_MODEL = ["LBFGS", "Prodigy", "DAdaptAdam", "SAM", "ZeroRedundancyOptimizer"]
+BY_ELEMENT = ["SGD", "AdamW", "Lion", "Sophia", "LambdaSGD", "SamplingSGD", "FusedAdam"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_names_tell_what_an_optimizer_looks_at(strategy):
+    model = stack(1, sharding_strategy=strategy)
+    sharded = strategy is ShardingStrategy.FULL_SHARD
+    for name in BY_TENSOR + BY_MODEL * sharded:
+        with pytest.raises(RuntimeError, match=f"^{name} looks at"):
+            someones(name)(model.parameters(), lr=0.1)
+    for name in BY_ELEMENT + BY_MODEL * (not sharded):
+        optimizer = someones(name)(model.parameters(), lr=0.1)
+        step(model)
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"^Mine looks at"):
+        type("Mine", (torch.optim.Adafactor,), {})(model.parameters())
+
+
+@on_ranks(1)
+def test_one_parameter_of_one_dimension_is_what_it_was():
+    norm = FSDP(nn.LayerNorm(3, bias=False).to(device()))
+    someones("Adafactor")(norm.parameters(), lr=0.1)
+    for other in (nn.LayerNorm(3), nn.Linear(3, 3, bias=False)):
+        with pytest.raises(RuntimeError, match="whole parameters, in their own shapes"):
+            someones("Adafactor")(FSDP(other.to(device())).parameters(), lr=0.1)
+
+
+@on_ranks(2)
+def test_an_optimizer_of_other_parameters_is_nobodys_business():
+    stack(1)
+    other = nn.Linear(2, 2)
+    optimizer = someones("LBFGS")([{"params": []}, {"params": other.parameters()}], lr=0.1)
+    other(torch.ones(2)).sum().backward()
+    optimizer.step()
+    assert optimizer.param_groups[1].keys() == torch.optim.SGD([other.bias]).param_groups[0].keys()
+
+
+@on_ranks(2)
+def test_a_group_that_is_added_later_is_looked_at():
+    model, other = stack(1), nn.Linear(6, 6)
+    held = list(other.parameters())
+    wrapped = FSDP(other)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model)
+    optimizer.step()
+    optimizer.add_param_group({"params": held[:1]})
+    before = [param.detach().clone() for param in model.parameters()]
+    for _ in range(2):  # whoever tries again is told again
+        with pytest.raises(RuntimeError, match=r"\(SGD\) holds 'weight' of unit <root> as it was"):
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert wrapped is not None
+
+
+@on_ranks(2)
+def test_a_parameter_in_a_list_that_is_exchanged_is_looked_at():
+    model, other = stack(1), nn.Linear(6, 6)
+    held = list(other.parameters())
+    wrapped = FSDP(other)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model)
+    optimizer.step()
+    optimizer.param_groups[0]["params"] = held
+    with pytest.raises(RuntimeError, match="as it was before"):
+        optimizer.step()
+    del wrapped
+    gc.collect()
+    optimizer.step()  # nobody has them now, and whoever wants may use them
+
+
+@on_ranks(2)
+def test_a_flat_parameter_that_was_replaced_is_noticed():
+    model = stack(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    unit = model.engine.units[1]
+    unit.module._flat_param = unit.replace_shard(nn.Parameter(unit.shard.detach().clone()))
+    step(model)
+    with pytest.raises(RuntimeError, match="holds a flat parameter of unit '1' that has been repl"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_a_step_without_a_gradient_is_told_once_and_a_step_before_any_forward_is_not():
+    model = stack(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()  # as some do to make its state
+    model(batch()).sum().backward(inputs=list(model.parameters()))
+    with pytest.warns(UserWarning, match=r"none of its flat parameters has a gradient.*inputs="):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        step(model)
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_a_step_of_what_is_frozen_needs_no_gradient():
+    model = stack(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for param in model.parameters():
+        param.requires_grad_(False)
+    model(batch().requires_grad_()).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_a_step_looks_at_groups_once():
+    model = stack(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with patch.object(minifsdp.checks.optimizers, "agree") as agree:
+        for at in range(3):
+            step(model, at)
+            optimizer.step()
+    assert agree.call_count == 1
+
+
+def split(model, make=list):
+    params = list(model.parameters())
+    return [{"params": make(params), "lr": 0.2}, {"params": make(params[:0])}]
+
+
+@pytest.mark.parametrize("make, at_once", [(list, True), (tuple, True), (iter, False)])
+@on_ranks(2)
+def test_an_empty_group_is_warned_of_as_early_as_it_can_be_seen(make, at_once):
+    model = stack(1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        optimizer = torch.optim.SGD(split(model, make), lr=0.1)
+        assert len(said) == at_once
+        for at in range(2):
+            step(model, at)
+            optimizer.step()
+    (warning,) = said
+    assert warning.filename == __file__ and warning.category is UserWarning
+    assert "number 1 is empty, and number 0 has the flat parameters of units <root>, '1'" in str(
+        warning.message
+    )
+
+
+@on_ranks(2)
+def test_groups_that_a_user_may_mean_are_not_warned_of():
+    model, plain = stack(2), nn.Linear(2, 2)
+    first, *rest = model.parameters()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for groups in (
+            [[first], rest],
+            [[first, *rest], list(plain.parameters())],
+            [[first, plain.weight], [*rest, plain.bias]],
+        ):
+            optimizer = torch.optim.SGD([{"params": group} for group in groups], lr=0.1)
+            optimizer.step()
+    with pytest.warns(UserWarning, match="was given 2 parameter groups; number 0 has the flat"):
+        torch.optim.SGD([{"params": [first, *rest, plain.bias]}, {"params": [plain.weight]}])

@@ -1,0 +1,129 @@
+"""wait_reports.py: who waits in vain, as far as it can be proved."""
+
+import sys
+import threading
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minifsdp import reports
+from minifsdp.comm.wait_reports import Report, elsewhere, stuck, where
+from tests.ranks import on_ranks
+
+A, B, C = (("group", unit, 0, 4) for unit in range(3))
+
+
+def waits(awaited, ranks=(0, 1), **started) -> Report:
+    """A report of a rank that has started so many messages of each kind."""
+    counts = {"a": A, "b": B, "c": C}
+    return Report("", ranks, awaited, {counts[name]: n for name, n in started.items()}, 0)
+
+
+FOUND = {  # reports by rank, and who waits in vain
+    "each waits for the other": ({0: waits((A, 2), a=2, b=1), 1: waits((B, 2), a=1, b=2)}, {0, 1}),
+    "what one waits for is on its way": (
+        {0: waits((A, 2), a=2, b=1), 1: waits((B, 2), a=2, b=2)},
+        set(),
+    ),
+    "both wait for the same": ({0: waits((A, 2), a=2), 1: waits((A, 2), a=2)}, set()),
+    "the other one does not wait": ({0: waits((A, 2), a=2)}, set()),
+    "one has never heard of it": ({0: waits((A, 1), a=1), 1: waits((B, 1), b=1)}, {0, 1}),
+    "three in a circle": (
+        {
+            0: waits((A, 1), (0, 1), a=1, c=1),
+            1: waits((B, 1), (1, 2), b=1, a=0),
+            2: waits((C, 1), (2, 0), c=1),
+            3: waits((A, 5), (3, 4), a=5),
+        },
+        set(),
+    ),
+    "three in a circle, in vain": (
+        {
+            0: waits((A, 1), (0, 1), a=1),
+            1: waits((B, 1), (1, 2), b=1),
+            2: waits((C, 1), (2, 0), c=1),
+            3: waits((A, 5), (3, 4), a=5),
+        },
+        {0, 1, 2},
+    ),
+    "and one that waits for them": (
+        {
+            0: waits((A, 1), a=1),
+            1: waits((B, 1), b=1),
+            2: waits((C, 1), (1, 2), c=1),
+        },
+        {0, 1, 2},
+    ),
+    "one in torch's own": ({0: waits(None, a=1), 1: waits((A, 2), a=2)}, {0, 1}),
+    "both in torch's own": ({0: waits(None, a=1), 1: waits(None, a=2)}, set()),
+    "in torch's own, after it has sent": ({0: waits(None, a=2), 1: waits((A, 2), a=2)}, set()),
+}
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_who_waits_in_vain(case):
+    reports, expected = FOUND[case]
+    assert stuck(reports) == expected
+
+
+@on_ranks(3)
+def test_torchs_own_collectives_are_seen_from_another_thread():
+    """Rank 0 is in a barrier of two ranks until its other thread has seen that."""
+    store, seen = dist.distributed_c10d._get_default_store(), []
+    group = dist.new_group([0, 1])
+    assert elsewhere() is None
+    if dist.get_rank() == 2:
+        return
+    if dist.get_rank():
+        store.wait(["rank 0 was seen"])
+        store.delete_key("rank 0 was seen")
+        dist.barrier(group)
+        return
+
+    def look() -> None:
+        while not seen:
+            found = elsewhere()
+            if found is not None and found.name == "barrier":
+                seen.append(found)
+        store.set("rank 0 was seen", "yes")
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    dist.barrier(group)
+    thread.join()
+    assert seen[0].ranks == (0, 1)
+
+
+@on_ranks(1)
+def test_other_functions_of_that_name_are_the_users_own():
+    def barrier() -> object:
+        return elsewhere()
+
+    assert barrier() is None
+
+
+@on_ranks(1)
+def test_other_functions_of_that_name_are_no_collectives_of_torchs_either():
+    found = []
+
+    class Outputs:
+        def __getitem__(self, place):
+            found.append(sys._getframe(1))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        torch.nn.parallel.gather(Outputs(), "cpu")
+    assert found[0].f_back.f_code.co_name == "gather"
+    with patch.object(reports, "main_frame", lambda: found[0]):
+        assert elsewhere() is None
+
+
+def test_where_is_the_users_line():
+    found = []
+    with patch.object(torch.nn.Module, "forward", lambda self: found.append(sys._getframe(1))):
+        torch.nn.Module()()
+    assert found[0].f_code.co_filename.endswith("module.py")
+    assert where(found[0]).startswith(", called from test_reports.py:")
+    assert where(None) == ""

@@ -1,0 +1,148 @@
+"""autograd_hooks.py: each door opens at its moment, and what dies is known to be dead."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+from minifsdp.support.autograd_hooks import (
+    after_gradients_of,
+    at_end_of_backward,
+    before_gradient_of,
+    when_complete,
+    will_reach,
+)
+
+
+class Loud(torch.autograd.Function):
+    """The identity; says when its backward runs, or fails there."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, heard: list, word: str) -> Tensor:
+        ctx.heard, ctx.word = heard, word
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        if ctx.word == "boom":
+            raise ValueError("boom")
+        ctx.heard.append(ctx.word)
+        return grad, None, None
+
+
+def test_every_door_opens_at_its_moment():
+    heard: list[str] = []
+    leaf = torch.ones(2, requires_grad=True)
+    inputs = Loud.apply(leaf, heard, "what is before the inputs")
+    output = Loud.apply(inputs, heard, "the operations of a module")
+    when_complete(leaf, lambda: heard.append(f"complete: {leaf.grad.tolist()}"))
+    after_gradients_of([inputs], lambda _: heard.append("inputs have theirs"))
+    before_gradient_of(output, lambda _: heard.append("before the output"), 0)
+
+    def begin(grad: Tensor) -> None:
+        at_end_of_backward(lambda: heard.append("the end"), lambda: heard.append("death"))
+
+    loss = Loud.apply(output, heard, "the loss").sum()
+    loss.register_hook(begin)
+    loss.backward()
+    assert heard == [
+        "the loss",
+        "before the output",
+        "the operations of a module",
+        "inputs have theirs",
+        "what is before the inputs",
+        "complete: [1.0, 1.0]",
+        "the end",
+    ]
+
+
+def test_a_leaf_and_no_inputs_have_no_door():
+    leaf, heard = torch.ones(2, requires_grad=True), []
+    before_gradient_of(leaf, heard.append, 0)
+    after_gradients_of([], heard.append)
+    leaf.sum().backward()
+    assert heard == []
+
+
+def test_what_was_handed_on_is_not_heard_and_the_base_of_a_view_is():
+    heard: list[str] = []
+    older = torch.ones(2, requires_grad=True) * 2
+    first = torch._C._autograd._get_sequence_nr()
+    view = (older * 3).view(2, 1)
+    before_gradient_of(older, lambda _: heard.append("older"), first)
+    before_gradient_of(view, lambda _: heard.append("view"), first)
+    view.mul_(2)  # its operation is another one now
+    view.sum().backward()
+    assert heard == ["view"]
+
+
+def test_nor_is_the_base_of_a_view_that_was_handed_on():
+    heard: list[str] = []
+    older = Loud.apply(torch.ones(2, requires_grad=True), heard, "older")
+    first = torch._C._autograd._get_sequence_nr()
+    before_gradient_of(older.view(2, 1), lambda _: heard.append("never asked"), first)
+    view = older.view(2, 1)
+    before_gradient_of(view, lambda _: heard.append("view"), first)
+    view.sum().backward()
+    assert heard == ["view", "older"]
+
+
+def test_an_output_that_is_an_input_again_is_heard_after_that_input():
+    """A frozen module called twice: its second call ends before its first one's backward begins."""
+    heard: list[str] = []
+    first = torch.ones(2, requires_grad=True) * 2
+    before_gradient_of(first, lambda _: heard.append("first call's output"), 0)
+    second = first * 3
+    after_gradients_of([first], lambda _: heard.append("second call's input"))
+    second.sum().backward()
+    assert heard == ["second call's input", "first call's output"]
+
+
+def test_whether_a_backward_comes_to_a_leaf_can_be_asked_inside_of_it():
+    used, unused = (torch.ones(2, requires_grad=True) for _ in range(2))
+    nodes = [when_complete(leaf, lambda: None) for leaf in (used, unused)]
+    found = []
+    both = used * 2 + unused
+    output = used * 2
+    output.register_hook(lambda _: found.extend(will_reach(node) for node in nodes))
+    output.sum().backward()
+    assert found == [True, False]
+    del both
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_end_is_still_to_come_until_it_came_or_never_will(fails):
+    leaf, still = torch.ones(2, requires_grad=True), []
+    ended: list[bool] = []
+    output = Loud.apply(leaf, [], "boom" if fails else "")
+
+    def begin(grad: Tensor) -> None:
+        still.append(
+            at_end_of_backward(lambda: ended.append(still[0]()), lambda: ended.append("death"))
+        )
+        assert still[0]()
+
+    output.register_hook(begin)
+    if fails:
+        with pytest.raises(ValueError, match="boom"):
+            output.sum().backward()
+    else:
+        output.sum().backward()
+    gc.collect()
+    assert ended == (["death"] if fails else [True]) and not still[0]()
+
+
+def test_a_hook_of_a_leaf_goes_with_it():
+    class Held:
+        def hear(self) -> None: ...
+
+    held, leaf = Held(), torch.ones(2, requires_grad=True)
+    when_complete(leaf, held.hear)
+    alive = weakref.ref(held)
+    del held
+    assert alive() is not None
+    del leaf
+    gc.collect()
+    assert alive() is None

@@ -1,0 +1,145 @@
+"""flat_parameter.py: who may have the gradient of a chunk, and who is told of optimizers."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+from minifsdp import FlatParameter
+from minifsdp.support.flat_parameter import flat_parameter as make
+
+
+def flat_parameter(is_chunk: bool) -> FlatParameter:
+    param = FlatParameter(torch.ones(3))
+    param.is_chunk = is_chunk
+    param.grad = torch.full((3,), 2.0)
+    return param
+
+
+def test_the_gradient_of_a_flat_parameter_is_that_of_any_other():
+    param = flat_parameter(is_chunk=True)
+    (param * 3).sum().backward()
+    assert torch.equal(param.grad, torch.full((3,), 5.0))
+    del param.grad
+    assert param.grad is None
+    with pytest.raises(RuntimeError, match="size"):
+        param.grad = torch.ones(4)
+
+
+@pytest.mark.parametrize("foreach", [True, False, None])
+def test_torchs_clip_grad_norm_does_not_get_the_gradient_of_a_chunk(foreach):
+    param = flat_parameter(is_chunk=True)
+    for given in (param, [torch.nn.Parameter(torch.ones(1)), param], iter([param])):
+        with pytest.raises(RuntimeError, match=r"It would see this rank's chunks only"):
+            clip_grad_norm_(given, 1.0, foreach=foreach)
+    whole = flat_parameter(is_chunk=False)
+    clip_grad_norm_(whole, 1.0, foreach=foreach)
+    assert whole.grad.norm() < 1.001
+
+
+def test_others_do():
+    param = flat_parameter(is_chunk=True)
+    clip_grad_value_(param, 1.5)
+    assert torch.equal(param.grad, torch.full((3,), 1.5))
+
+    def clip_grad_norm_(params):  # a user's own, who may know what to do
+        return [p.grad for p in params]
+
+    assert clip_grad_norm_([param]) == [param.grad]
+    torch.optim.SGD([param], lr=1.0).step()
+    assert torch.equal(param.detach(), torch.full((3,), -0.5))
+
+
+def total(params):
+    return get_total_norm([p.grad for p in params])
+
+
+def test_get_total_norm_does_not_get_it_and_whoever_mentions_that_does():
+    param, plain = flat_parameter(is_chunk=True), torch.nn.Parameter(torch.ones(3))
+    plain.grad = torch.ones(3)
+    for given in ([param], [plain, param]):
+        with pytest.raises(RuntimeError, match=r"get_total_norm was called on .* sharded model"):
+            total(given)
+    with pytest.raises(RuntimeError, match="get_total_norm"):
+        get_total_norm(p.grad for p in [plain, param])
+
+    def mixed(norm):
+        if norm:
+            return get_total_norm([plain.grad])
+        param.grad.mul_(2)
+        return param.grad + 1
+
+    assert torch.equal(mixed(False), torch.full((3,), 5.0))
+    assert torch.equal(param.grad, torch.full((3,), 4.0))
+    assert mixed(True) == 3**0.5
+    assert total([flat_parameter(is_chunk=False)]) == 12**0.5
+
+
+def by_hand(params):
+    return sum(p.grad.norm() ** 2 for p in params)
+
+
+def test_a_norm_by_hand_is_warned_of_where_it_is_taken():
+    with pytest.warns(UserWarning, match=r"^by_hand\(\) reads the gradient of a flat") as said:
+        by_hand([flat_parameter(is_chunk=True)])
+    assert said[0].filename == __file__
+    by_hand([flat_parameter(is_chunk=False)])  # and a warning is an error in these tests
+
+
+class Own(GradScaler):
+    def unscale_(self, optimizer):
+        super().unscale_(optimizer)
+
+
+def test_a_scaler_that_asks_in_its_unscale_is_refused_where_that_is_not_called():
+    param = flat_parameter(is_chunk=True)
+    scaler, optimizer = Own("cpu"), torch.optim.AdamW([param], fused=True)
+    scaler.scale(torch.ones(()))
+    with pytest.raises(RuntimeError, match=r"^Own was used on the parameters of a sharded model"):
+        scaler.step(optimizer)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("scaler", [GradScaler, Own])
+def test_torchs_scaler_does_not_get_it_and_one_that_knows_better_does(scaler):
+    scaler, param = scaler("cpu"), flat_parameter(is_chunk=True)
+    scaler.scale(torch.ones(()))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    if isinstance(scaler, Own):
+        scaler.unscale_(optimizer)
+    else:
+        with pytest.raises(RuntimeError, match=r"minifsdp\.ShardedGradScaler"):
+            scaler.unscale_(optimizer)
+    whole = flat_parameter(is_chunk=False)
+    GradScaler.unscale_(scaler, torch.optim.SGD([whole], lr=1.0))
+    assert torch.equal(whole.grad, torch.full((3,), 2.0 / scaler.get_scale()))
+
+
+def add_param_group(self):  # somebody else's
+    return self.is_leaf
+
+
+def test_it_hears_of_optimizers_and_is_a_leaf():
+    heard = []
+    param = flat_parameter(is_chunk=True)
+    with patch.object(FlatParameter, "on_optimizer", lambda *about: heard.append(about)):
+        assert param.is_leaf
+        assert add_param_group(param)
+        assert not heard
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1)), param], lr=1.0)
+    ((built, frame),) = heard
+    assert built is optimizer and frame.f_locals["param_group"] is optimizer.param_groups[0]
+
+
+def test_it_knows_its_unit_and_does_not_keep_it():
+    class Thing:
+        pass
+
+    thing = Thing()
+    param = make(torch.ones(2), True, thing, True, torch.bfloat16)
+    assert param.unit() is thing and param.is_chunk and param.grad_dtype is torch.bfloat16
+    del thing
+    assert param.unit() is None

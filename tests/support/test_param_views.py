@@ -1,0 +1,182 @@
+"""param_views.py: what modules see of their parameters, and when."""
+
+import warnings
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import ShardingStrategy
+from minifsdp.checks.same_model import fingerprint
+from minifsdp.support import param_views
+from minifsdp.support.param_access import StandIn
+from tests.ranks import device, on_ranks
+from tests.small import batch, stack, step
+
+STRATEGIES = [s for s in ShardingStrategy if "HYBRID" not in s.name]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@on_ranks(2)
+def test_parameters_are_flat_between_forwards_and_named_in_them(strategy):
+    model, seen = stack(2, sharding_strategy=strategy), []
+    block = model.module[1].module
+    block.register_forward_hook(lambda *_: seen.append([n for n, _ in block.named_parameters()]))
+
+    def check():
+        assert {n for n, _ in model.named_parameters()} == {
+            "_flat_param", "1._flat_param", "2._flat_param"
+        }  # fmt: skip
+        assert {n for n, _ in model.module.named_parameters(recurse=False)} == {"_flat_param"}
+        assert all(p.is_leaf for p in model.parameters())
+
+    check()
+    for _ in range(2):
+        loss = model(batch()).sum()
+        check()  # also what is kept for the backward
+        loss.backward()
+        check()
+    assert seen == [["0.weight", "0.bias"]] * 2
+
+
+@on_ranks(2)
+def test_in_a_forward_parameters_come_in_their_own_order():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.b, self.a = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return x + torch.cat([p for p in self.parameters()]).sum()
+
+    model, seen = FSDP(Odd().to(device())), []
+    inner = model.module
+    inner.register_forward_hook(lambda *_: seen.append([n for n, _ in inner.named_parameters()]))
+    model(batch())
+    assert seen == [["b", "a"]]
+
+
+class Changes(nn.Linear):
+    def forward(self, x):
+        out = super().forward(x)
+        if self.how == "in place":
+            with torch.no_grad():
+                self.bias.zero_()
+        elif self.how == "in place, and used":
+            with torch.no_grad():
+                self.bias.zero_()
+            out = out + self.bias  # which autograd refuses, without a name
+        elif self.how == "other data":
+            self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.1)
+        elif self.how == "in its data":
+            self.weight.data.clamp_(-0.01, 0.01)
+        elif self.how == "another":
+            self.weight = nn.Parameter(torch.zeros(6, 6))
+        return out
+
+
+CHANGES = [
+    ("in place", "changed in place"),
+    ("in place, and used", "changed in place"),
+    ("other data", "given other data .'weight'.data"),
+    ("in its data", "changed in place"),  # seen in the first steps
+    ("another", "'weight'"),
+]
+
+
+@pytest.mark.parametrize("how, words", CHANGES)
+@on_ranks(2)
+def test_what_a_forward_does_to_its_parameters_is_not_lost_without_a_word(how, words):
+    module = Changes(6, 6)
+    module.how = how
+    model = FSDP(nn.Sequential(FSDP(module.to(device()))))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"a parameter of unit '0' was .*{words}.*summon"):
+            model(batch())
+    module.how = ""
+    step(model)
+
+
+@on_ranks(2)
+def test_a_whole_parameter_that_is_nobody_elses_may_be_changed_in_a_forward():
+    module = Changes(6, 6)
+    module.how = "in place"
+    model = FSDP(module.to(device()), sharding_strategy=ShardingStrategy.NO_SHARD)
+    with torch.no_grad():
+        model(batch())
+    with FSDP.summon_full_params(model):
+        assert not model.module.bias.any()
+
+
+@on_ranks(2)
+def test_what_a_move_puts_in_a_shards_place_is_taken_over_wherever_it_was_asked_for():
+    model = stack(1)
+    model.module.double()  # not through the wrapper
+    assert model(batch().double()).dtype is torch.float64
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    model.engine.units[1].module.to("meta")
+    assert model.engine.units[1].module._flat_param.is_meta
+
+
+@on_ranks(2)
+def test_what_was_moved_is_listed_at_once():
+    model = stack(1)
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    assert all(unit.module._flat_param is unit.shard for unit in model.engine.units)
+
+
+@on_ranks(2)
+def test_after_a_backward_that_died_parameters_are_flat_again():
+    model = stack(2)
+    out = model(batch())
+    out.register_hook(lambda grad: (_ for _ in ()).throw(KeyError("boom")))
+    inner = model.module[1].module[0]
+    handle = inner.register_full_backward_hook(lambda *_: (_ for _ in ()).throw(KeyError("boom")))
+    with pytest.raises(KeyError):
+        out.sum().backward()
+    handle.remove()
+    assert type(inner.weight) is StandIn and not isinstance(inner.weight, Tensor)
+    assert all(p.is_leaf for p in model.module.parameters())
+    torch.optim.SGD(model.module.parameters(), lr=0.1)
+    step(model)
+
+
+@on_ranks(2)
+def test_all_values_are_read_in_the_first_steps_only():
+    model, numbers = stack(2), []
+
+    def count(tensors):
+        numbers.append(1)
+        return fingerprint(tensors)
+
+    step(model)  # compares the units themselves, too
+    with patch.object(param_views, "fingerprint", count):
+        step(model)
+        assert len(numbers) == 2 * len(model.engine.units)
+        step(model)
+    assert len(numbers) == 2 * len(model.engine.units)
+
+
+@on_ranks(2)
+def test_autograd_s_refusal_of_a_change_gets_a_name_where_nothing_is_sharded_too():
+    module = Changes(6, 6)
+    module.how = "in place, and used"
+    model = FSDP(module.to(device()), sharding_strategy=ShardingStrategy.NO_SHARD)
+    with pytest.raises(RuntimeError, match="a parameter of unit <root> was changed in place"):
+        model(batch())
+
+
+@on_ranks(2)
+def test_another_error_stays_what_it_is_and_says_nothing_of_views():
+    module = Changes(6, 6)
+    model = FSDP(nn.Sequential(FSDP(module.to(device()))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the error's traceback has the views
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            model(batch(5))

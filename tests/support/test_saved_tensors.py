@@ -1,0 +1,127 @@
+"""saved_tensors.py: a note in place of a parameter, and everything else as ever."""
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.support.saved_tensors import Call, SavedParameters
+from minifsdp.unit import Phase
+from tests.ranks import device, on_ranks
+from tests.small import batch, layers, stack, step, storage
+
+
+def lone_unit():
+    """A unit of one rank's whole layer, gathered by hand, and what has been asked for it."""
+    model = stack(1)
+    model.engine.start(training=True)
+    return model.engine.units[1]
+
+
+@on_ranks(2)
+def test_a_graph_holds_no_memory_of_a_unit():
+    model = stack()
+    loss = model(batch()).sum()
+    kept = model.engine.units[0]  # the root stays, for its backward comes at once
+    assert storage(kept) and not any(map(storage, model.engine.units[1:]))
+    for unit in model.engine.units[1:]:
+        unit.views = []
+        assert torch._C._storage_Use_Count(unit.room.storage._cdata) == 3
+    loss.backward()
+
+
+@on_ranks(2)
+def test_a_parameter_is_asked_for_before_it_is_read():
+    unit, asked = lone_unit(), []
+    saved = SavedParameters(lambda chain: (asked.append(chain), unit.buffer.fill_(2)))
+    unit.room.allocate()
+    unit.buffer.fill_(1)
+    call = Call(unit, unit.full, 0, 0, True)
+    saved.uses((call,))
+    x = torch.ones(3, requires_grad=True)
+    with saved.hooks():
+        y = (x * unit.full[:3]).sum()
+    unit.phase = Phase.FORWARD
+    y.backward()
+    assert asked == [(call,)] and x.grad.tolist() == [2, 2, 2]
+
+
+@on_ranks(2)
+def test_the_address_of_memory_that_was_left_to_others_means_nothing():
+    unit = lone_unit()
+    saved = SavedParameters(lambda chain: None)
+    unit.room.allocate()
+    saved.uses((Call(unit, unit.full, 0, 0, True),))
+    part = unit.full.detach()[:3]
+    assert saved.chain_of(part) is not None
+    assert not unit.room.release([])  # `part` refers to it
+    assert saved.chain_of(part) is None
+
+
+@on_ranks(1)
+def test_what_was_changed_since_it_was_saved_is_refused_as_ever():
+    model = FSDP(nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
+    out = model(batch())
+    with torch.no_grad():
+        out.mul_(2)
+    with pytest.raises(RuntimeError, match=r"by an inplace operation: .* expected version 0"):
+        out.sum().backward()
+
+
+@on_ranks(2)
+def test_hooks_around_a_model_get_what_they_would_have_got():
+    def shapes_packed(model):
+        packed = []
+
+        def pack(tensor):
+            packed.append((tuple(tensor.shape), tensor.dtype))
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(batch()).pow(2).sum()
+        loss.backward()
+        return packed
+
+    assert shapes_packed(stack(2)) == shapes_packed(layers(2))
+
+
+@on_ranks(2)
+def test_transforms_of_functions_are_refused_with_the_name_of_the_unit():
+    class Transforms(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + torch.func.grad(lambda z: z.pow(2).sum())(x)
+
+    model = FSDP(nn.Sequential(FSDP(Transforms(6, 6).to(device()))))
+    with pytest.raises(RuntimeError, match=r"of unit '0'.*Use torch\.autograd\.grad there"):
+        model(batch())
+
+
+@on_ranks(2)
+def test_hooks_within_a_unit_are_used_too():
+    class Offloads(nn.Linear):
+        def forward(self, x):
+            with save_on_cpu():
+                return super().forward(x).tanh()
+
+    model = FSDP(nn.Sequential(*(FSDP(Offloads(6, 6)) for _ in range(2))))
+    step(model)
+    assert all(unit.shard.grad.isfinite().all() for unit in model.engine.units if unit.numel)
+
+
+@on_ranks(1)
+def test_a_saved_parameter_that_is_looked_at_outside_of_a_backward_is_refused():
+    model = stack(1)
+    node = model(batch()).grad_fn
+    while "_saved_mat2" not in dir(node):
+        node = node.next_functions[0][0]
+    with pytest.raises(RuntimeError, match="asked for outside of a backward"):
+        node._saved_mat2  # noqa: B018
+
+
+@on_ranks(2)
+def test_with_nothing_to_say_to_autograd_nothing_is_said():
+    """torch.func sets its own rules: within it, hooks are refused."""
+    model = stack(1)
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"), torch.no_grad():
+        assert model(batch()).shape == (3, 6)

@@ -1,0 +1,154 @@
+"""unsharded_storage.py: one tensor, whose storage comes and goes."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import MixedPrecision, ModuleWrapPolicy, ShardingStrategy
+from tests.ranks import device, on_ranks
+from tests.small import Block, batch, stack, step, storage
+
+LOW = torch.bfloat16
+
+
+@on_ranks(2)
+def test_full_is_one_tensor_with_one_storage_for_ever():
+    model = stack()
+    step(model)
+    unit = model.engine.units[1]
+    full, pointer = unit.full, unit.full.untyped_storage()._cdata
+    step(model)
+    assert unit.full is full and unit.full.untyped_storage()._cdata == pointer
+
+
+@on_ranks(2)
+def test_gathering_does_not_look_like_a_modification_to_autograd():
+    model = stack()
+    step(model)
+    assert all(unit.full._version == 0 for unit in model.engine.units)
+
+
+def prepared(strategy="FULL_SHARD", **settings):
+    model = stack(sharding_strategy=ShardingStrategy[strategy], **settings)
+    model.engine.start(training=True)
+    return model.engine.units[1]
+
+
+@on_ranks(2)
+def test_there_is_one_full_for_each_dtype_and_it_is_made_once():
+    unit = prepared()
+    exact = unit.full
+    unit.compute_in(LOW)
+    low = unit.full
+    assert exact.dtype is torch.float32 and low.dtype is LOW and unit.dtype is LOW
+    assert storage(unit) == 0  # it has no memory before it is needed
+    assert unit.full_bytes == 42 * 2 and exact.numel() == low.numel() == 42
+    unit.compute_in(torch.float32)
+    assert unit.full is exact and unit.full_bytes == 42 * 4
+    assert [full.leaf for full in unit.fulls._made.values()] == [exact, low]
+    unit.compute_with(low)
+    assert unit.full is low and unit.buffer.data_ptr() == low.data_ptr()
+
+
+@on_ranks(2)
+def test_a_full_of_any_dtype_says_when_its_gradient_is_complete():
+    unit, told = prepared(), []
+    unit.on_gradient = told.append
+    for dtype in (torch.float32, LOW, torch.float32):
+        unit.compute_in(dtype)
+        unit.room.allocate()
+        unit.full.sum().backward()
+        assert unit.full.grad.dtype is dtype
+        unit.release()
+    assert told == [unit] * 3
+
+
+@on_ranks(2)
+def test_what_somebody_refers_to_keeps_its_values_and_the_unit_gets_other_memory():
+    unit = prepared()
+    unit.room.allocate()
+    unit.buffer.fill_(3)
+    kept = unit.full.detach()[:6]
+    unit.release()
+    assert unit.leaks == 1 and storage(unit) == 0
+    unit.room.allocate()
+    unit.buffer.fill_(4)
+    assert kept.tolist() == [3] * 6 and unit.full.tolist() == [4] * 42
+    unit.release()
+    assert unit.leaks == 1 and storage(unit) == 0  # nobody refers to the new one
+
+
+@on_ranks(2)
+def test_other_memory_that_an_evaluation_needs_may_be_trained_with():
+    unit, told = prepared(), []
+    unit.on_gradient = told.append
+    unit.room.allocate()
+    kept = unit.full.detach()[:6]
+    with torch.inference_mode():
+        unit.release()
+    unit.room.allocate()
+    unit.full.pow(2).sum().backward()
+    assert told == [unit] and unit.leaks == 1
+    assert unit.full.data_ptr() != kept.data_ptr()
+
+
+@on_ranks(2)
+def test_freezing_is_followed_in_every_dtype():
+    unit = prepared()
+    unit.compute_in(LOW)
+    unit.shard.requires_grad_(False)
+    for dtype in (torch.float32, LOW):
+        unit.compute_in(dtype)
+        assert not unit.full.requires_grad
+    unit.shard.requires_grad_(True)
+    unit.compute_in(LOW)
+    assert unit.full.requires_grad
+
+
+@on_ranks(2)
+def test_a_discarded_model_is_freed():
+    model = stack()
+    step(model)
+    shard = weakref.ref(model.engine.units[1].chunk)
+    del model
+    gc.collect()
+    assert shard() is None
+
+
+class TwoEnds(nn.Module):
+    """Two outputs, each from a unit of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.ends = nn.ModuleList(Block(nn.Linear(6, 6)) for _ in range(2))
+
+    def forward(self, x):
+        x = self.first(x)
+        return [end(x).float().pow(2).sum() for end in self.ends]
+
+
+@pytest.mark.parametrize("low", [True, False])
+@on_ranks(2)
+def test_ranks_agree_on_who_uses_a_unit_whatever_dtypes_it_was_computed_in(low):
+    """Each rank's loss comes from another unit; another forward was in another dtype."""
+    precision = MixedPrecision(LOW, full_precision_in_eval=True)
+    gradients = []
+    for other in ("none", "before", "after"):
+        torch.manual_seed(0)
+        policy = ModuleWrapPolicy({Block})
+        model = FSDP(TwoEnds().to(device()), auto_wrap_policy=policy, mixed_precision=precision)
+        if other == "before":
+            model.train(not low)(batch(step=1))
+        losses = model.train(low)(batch())
+        if other == "after":
+            model.train(not low)(batch(step=1))
+        losses[dist.get_rank()].backward()
+        gradients.append([param.grad for param in model.parameters()])
+    for expected, *found in zip(*gradients, strict=True):
+        assert expected.any() and all(torch.equal(grad, expected) for grad in found)

@@ -1,0 +1,184 @@
+"""build.py: from a module to a unit."""
+
+import gc
+import weakref
+from contextlib import ExitStack
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+from torch import nn
+
+import minifsdp.wrapping.build
+from minifsdp import CPUOffload, CustomPolicy, FlatParameter, MixedPrecision, ShardingStrategy
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.comm.collectives import gather_objects
+from minifsdp.comm.groups import place
+from minifsdp.precision import ISLAND
+from minifsdp.unit import Unit
+from minifsdp.wrapping.build import build_unit, default_device
+from minifsdp.wrapping.settings import Settings, as_device
+from tests.ranks import device, on_ranks
+from tests.small import layers, stack, step
+
+META = torch.device("meta")
+
+
+def build(module: nn.Module, **settings) -> Unit:
+    defaults = dict(
+        placement=place(ShardingStrategy.FULL_SHARD, None, None), precision=MixedPrecision(),
+        offload=False, device=None, init_fn=None, synchronize=False,
+    )  # fmt: skip
+    return build_unit(module, Settings(**{**defaults, **settings}))
+
+
+def here() -> torch.device:
+    """Where this rank computes, with a GPU's number."""
+    return as_device(device())
+
+
+def on_meta(make):
+    with META:
+        return make()
+
+
+@on_ranks(2)
+def test_the_steps_come_in_the_order_that_keeps_memory_low():
+    names = ["check_optimizers", "collect", "materialize", "collect"]
+    names += ["move", "synchronize", "Unit"]
+    log = []
+
+    def noted(name):
+        step = getattr(minifsdp.wrapping.build, name)
+        return lambda *args, **kwargs: log.append(name) or step(*args, **kwargs)
+
+    with ExitStack() as stack:
+        for name in set(names):
+            stack.enter_context(patch.object(minifsdp.wrapping.build, name, noted(name)))
+        build(nn.Linear(3, 3), device=device(), synchronize=True)
+        assert log == names
+        log.clear()
+        build(nn.Linear(3, 3))
+        assert log == [n for n in names if n not in ("move", "synchronize")]
+
+
+@on_ranks(2)
+def test_the_originals_are_gone_at_once():
+    linear = nn.Linear(64, 64).to(device())
+    originals = [weakref.ref(param) for param in linear.parameters()]
+    gc.disable()
+    try:
+        with patch.object(gc, "get_objects", None):  # so nobody has to be looked for among them
+            build(linear)
+        assert [original() for original in originals] == [None, None]
+    finally:
+        gc.enable()
+
+
+@on_ranks(1)
+def test_values_go_down_the_columns_before_they_go_along_the_rows():
+    # The other way round they would reach everybody only if the ranks are in a certain order.
+    row, column = dist.new_group([0]), dist.new_group([0])
+    hybrid = place(ShardingStrategy.HYBRID_SHARD, (row, column), None)
+    with patch.object(minifsdp.wrapping.build, "synchronize") as synchronize:
+        build(nn.Linear(2, 2), placement=hybrid, synchronize=True)
+    assert synchronize.call_args.args[1] == [column, row]
+
+
+WAYS = {
+    "as it is": lambda: (nn.Linear(6, 6).to(device()), {}),
+    "moved": lambda: (nn.Linear(6, 6).to(device()), {"device": META}),  # it is everywhere
+    "on meta": lambda: (on_meta(lambda: nn.Linear(6, 6)), {}),
+    "made by a function": lambda: (on_meta(lambda: nn.Linear(6, 6)), {"init_fn": refill}),
+    "synchronized": lambda: (nn.Linear(6, 6).to(device()), {"synchronize": True}),
+}
+
+
+def refill(module: nn.Module) -> None:
+    module.to_empty(device=device(), recurse=False)
+    module.reset_parameters()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_an_optimizer_built_before_is_noticed_however_the_parameters_come_to_be(way):
+    linear, settings = WAYS[way]()
+    optimizer = torch.optim.SGD(linear.parameters(), lr=1)
+    with pytest.raises(RuntimeError, match=r"\(SGD\) was built before.* holds weight, bias, which"):
+        build(linear, **settings)
+    assert optimizer is not None
+
+
+@on_ranks(3)
+def test_units_of_a_group_have_different_tags_and_all_its_ranks_the_same():
+    pair, world = dist.new_group([0, 1]), dist.group.WORLD
+    model, inner = layers(2), []
+    if dist.get_rank() < 2:  # units that rank 2 has no part in
+        inner = [FSDP(model[place], process_group=pair)._unit for place in (1, 2)]
+    units = [unit.tag for unit in stack(3).engine.units]
+    assert len({unit.tag for unit in inner}) == len(inner)
+    assert len(set(units)) == 4
+    assert gather_objects(units, world) == [units] * 3
+
+
+@on_ranks(2)
+def test_a_unit_is_where_the_user_says():
+    assert build(nn.Linear(2, 2)).shard.device.type == "cpu"
+    unit = build(nn.BatchNorm1d(2), device=META)
+    assert unit.shard.device == META and isinstance(unit.shard, FlatParameter)
+    norm = nn.BatchNorm1d(2)
+    build(norm, device=META)
+    assert norm.running_mean.device == norm.num_batches_tracked.device == META
+
+
+@on_ranks(2)
+def test_with_offload_the_shard_is_on_the_host_and_computed_with_elsewhere():
+    for settings in ({}, {"device": device()}):
+        unit = build(nn.Linear(2, 2).to(device()), offload=True, **settings)
+        assert unit.shard.device.type == "cpu" and unit.device == unit.offload_from == here()
+    empty = build(nn.Tanh(), offload=True)
+    assert empty.offload_from == default_device(dist.group.WORLD)
+    assert build(nn.Linear(2, 2)).offload_from is None
+
+
+def test_units_are_computed_with_where_their_group_communicates():
+    for config, kind in (
+        ("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cuda"), ("cpu:gloo,cuda:gloo", "cpu"),
+    ):  # fmt: skip
+        with (
+            patch.object(dist, "get_backend_config", lambda group, config=config: config),
+            patch.object(torch.cuda, "current_device", lambda: 3),
+        ):
+            found = default_device(None)
+        assert found == (torch.device("cuda", 3) if kind == "cuda" else torch.device("cpu"))
+
+
+@on_ranks(1)
+def test_a_device_that_is_not_there_is_refused_before_anything_changes():
+    linear = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="device_id=99 means a GPU that is not there"):
+        FSDP(linear, device_id=99)
+    assert isinstance(linear.weight, nn.Parameter)
+
+
+@on_ranks(1)
+def test_what_a_policy_says_of_a_module_goes_before_its_being_left_out():
+    own, left_out = MixedPrecision(torch.float16), MixedPrecision(torch.bfloat16)
+    module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Sequential(nn.BatchNorm1d(6)))
+    policy = CustomPolicy(lambda m: {"mixed_precision": own} if m is module[1] else False)
+    model = FSDP(module, auto_wrap_policy=policy, mixed_precision=left_out)
+    found = {unit.name: unit.precision for unit in model.engine.units}
+    assert found == {"": left_out, "1": own, "2.0": ISLAND}
+
+
+@pytest.mark.gpus(1)
+@on_ranks(1)
+def test_a_model_is_moved_to_its_gpu_unit_by_unit_and_trains_there():
+    expected, model = layers(), layers().cpu()
+    found = FSDP(model, device_id=device())
+    assert next(found.parameters()).device == here()
+    assert torch.equal(step(found), step(expected))
+    offloaded = FSDP(layers(), cpu_offload=CPUOffload(offload_params=True))
+    assert offloaded._unit.offload_from == here() != offloaded._unit.shard.device

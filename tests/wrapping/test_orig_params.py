@@ -1,0 +1,86 @@
+"""orig_params.py: nobody should hold what wrapping has replaced."""
+
+import gc
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import ModuleWrapPolicy
+from tests.ranks import device, on_ranks
+from tests.small import Block, layers, step
+
+
+@on_ranks(2)
+def test_an_optimizer_built_before_is_refused_and_one_built_after_trains():
+    model = nn.Sequential(nn.Linear(6, 6)).to(device())
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(
+        RuntimeError, match=r"Adam.* was built before wrapping. It holds 0.weight, 0.bias"
+    ):
+        FSDP(model)
+    wrapped = FSDP(nn.Sequential(nn.Linear(6, 6)).to(device()))
+    before = wrapped.engine.root.shard.detach().clone()
+    optimizer = torch.optim.Adam(wrapped.parameters())
+    step(wrapped)
+    optimizer.step()
+    assert not torch.equal(before, wrapped.engine.root.shard)
+
+
+@on_ranks(2)
+def test_somebody_else_who_holds_a_parameter_is_no_optimizer():
+    model = nn.Linear(6, 6).to(device())
+    held = list(model.parameters())
+    FSDP(model)
+    assert len(held) == 2
+
+
+@on_ranks(1)
+def test_an_optimizer_that_nobody_uses_any_more_is_none():
+    model = nn.Linear(6, 6).to(device())
+    held = list(model.parameters())
+    optimizer = torch.optim.SGD(held, lr=1)
+    optimizer.itself = optimizer  # garbage, but not known to be until Python looks for it
+    gc.disable()
+    try:
+        del optimizer
+        FSDP(model)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({Block})])
+@on_ranks(2)
+def test_the_model_that_is_refused_is_as_it_was(policy):
+    model = layers(2)
+    optimizer = torch.optim.SGD([model[0].weight], lr=0.1)
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(RuntimeError, match=r"It holds 0\.weight, which"):
+        FSDP(model, auto_wrap_policy=policy)
+    assert [name for name, _ in model.named_parameters()] == names
+    model(torch.ones(2, 6, device=device())).sum().backward()
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_nobody_is_looked_for_where_modules_share_a_parameter():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(device())
+    model[0].weight = model[1].weight
+    with patch.object(gc, "get_objects", None):
+        FSDP(model)
+
+
+@pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({Block})])
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@on_ranks(2)
+def test_hooks_on_parameters_are_refused_before_anything_is_wrapped(register, policy):
+    model = layers(2)
+    hook = getattr(model[0].bias, register)(lambda _: None)
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(ValueError, match=r"parameter '0\.bias' has a hook"):
+        FSDP(model, auto_wrap_policy=policy)
+    assert [name for name, _ in model.named_parameters()] == names
+    hook.remove()
+    FSDP(model, auto_wrap_policy=policy)
