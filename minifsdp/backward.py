@@ -15,12 +15,13 @@ import torch
 
 from minifsdp.checks.rank_agreement import Moment, Use
 from minifsdp.engine import Engine
-from minifsdp.no_sync import check_waiting_gradient
+from minifsdp.no_sync import check_unreduced_grad
 from minifsdp.support.autograd_hooks import at_end_of_backward, will_reach
 from minifsdp.support.grad_hooks import change_gradient
-from minifsdp.support.param_views import expose, hide
+from minifsdp.support.param_views import use_sharded_views, use_unsharded_views
 from minifsdp.support.saved_tensors import Call, Chain, SavedParameters
-from minifsdp.unit import Phase, Unit
+from minifsdp.unit import Unit
+from minifsdp.unit_state import TrainingState
 from minifsdp.unshard import wait_for_unshard
 
 
@@ -28,7 +29,7 @@ class Backward:
     """The backwards of one root's units, one after the other."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.lockstep = engine, engine.lockstep
+        self.engine, self.agreement = engine, engine.agreement
         self.synchronizes = True  # gradients are reduced; not so inside no_sync
         self.calls: list[Call] = []  # forwards that are under way, outermost first
         self.saved = SavedParameters(self.pre_backward)
@@ -67,11 +68,11 @@ class Backward:
         self.engine.compute_as(training)  # an evaluation came between, perhaps in full precision
         self._to_end = at_end_of_backward(self.end, self._hide_all)
         self.engine.prefetcher.start_backward()
-        self.lockstep.at(Moment.START_OF_A_BACKWARD_BELOW, self.engine.root)
+        self.agreement.at(Moment.START_OF_A_BACKWARD_BELOW, self.engine.root)
         for unit in self.engine.units:
-            check_waiting_gradient(unit)
-        self.lockstep.agree(_use, self.synchronizes)
-        if self.lockstep.apart:  # once they go different ways, nothing may be gathered any more
+            check_unreduced_grad(unit)
+        self.agreement.agree(_use, self.synchronizes)
+        if self.agreement.diverged:  # once they go different ways, nothing may be gathered any more
             for unit in self.engine.units:
                 self.engine.gather(unit)
 
@@ -86,7 +87,7 @@ class Backward:
         for call in calls[:-1]:
             # The loss may come from the inner unit alone, with no gradient for the outputs of those
             # around it. What they computed before it is part of the graph all the same.
-            if call.unit.phase is not Phase.DONE:
+            if call.unit.state.training is not TrainingState.POST_BACKWARD:
                 self._begin_backward(call)
         self._begin_backward(calls[-1])
 
@@ -101,54 +102,54 @@ class Backward:
         chain = self.saved.last.get(unit)
         if chain is not None and _task() >= 0:
             self.pre_backward(chain)
-        return unit.exposed
+        return unit.uses_unsharded_views
 
     def _begin_backward(self, call: Call) -> None:
         unit = call.unit
-        if unit.phase is Phase.BACKWARD:
+        if unit.state.training is TrainingState.PRE_BACKWARD:
             return  # by another output
-        if unit.shard._version != call.version:
+        if unit.sharded_flat_param._version != call.version:
             raise RuntimeError(
                 f"the parameters of unit {unit.label} were changed in place (by an optimizer?) "
                 f"between a forward and its backward, so its gradients would be wrong. Call "
                 f"backward() for every forward before you step."
             )
-        if unit.transient:
-            self.lockstep.at(Moment.BACKWARD_OF, unit)
+        if unit.needs_unshard:
+            self.agreement.at(Moment.BACKWARD_OF, unit)
         self.engine.prefetcher.needed(unit)
-        if unit.full is not call.full:
+        if unit.unsharded is not call.unsharded:
             self.engine.free(unit)  # gathered for a forward in another precision
-            unit.compute_with(call.full)
+            unit.compute_with(call.unsharded)
         self.engine.gather(unit)
-        unit.phase, unit.task = Phase.BACKWARD, _task()
+        unit.state.start_backward(_task())
         self.engine.prefetch(self.engine.prefetcher.pre_backward(unit))
         wait_for_unshard(unit)
-        expose(unit)  # activation checkpointing runs parts of a forward again in here
+        use_unsharded_views(unit)  # activation checkpointing runs parts of a forward again in here
 
     def post_backward(self, unit: Unit) -> None:
-        """The gradient of ``unit.full`` is complete: the backward has gone through every use."""
+        """The unit's gradient is complete: the backward has gone through every use of it."""
         self.begin(self.engine.training)
-        if unit.phase is Phase.BACKWARD and unit.task != _task():
+        if unit.state.training is TrainingState.PRE_BACKWARD and unit.state.graph_task != _task():
             return  # a part of it, from a reentrant checkpoint inside of the unit; more will come
         self._gradient_of(unit)
 
     def _gradient_of(self, unit: Unit) -> None:
-        assert unit.full is not None and unit.full.grad is not None
+        assert unit.unsharded.flat_param.grad is not None
         # Taken away before it is reduced: nobody may add to it while it is being sent.
-        grad, unit.full.grad = unit.full.grad, None
+        grad, unit.unsharded.flat_param.grad = unit.unsharded.flat_param.grad, None
         if grad.requires_grad:
             raise RuntimeError(
                 f"unit {unit.label}: gradients of gradients (create_graph=True) are not supported, "
                 f"because the reduction over ranks cannot be differentiated."
             )
         grad = change_gradient(unit, grad)
-        unit.phase = Phase.DONE
+        unit.state.complete_grad()
         if not self._keeps(unit):
             self.engine.done_with(unit)
         self.engine.prefetch(self.engine.prefetcher.post_backward(unit))
         if not unit.numel:
             return
-        if self.synchronizes and not self.lockstep.apart:
+        if self.synchronizes and not self.agreement.diverged:
             self.engine.reduce(unit, grad)
         else:
             self.engine.keep(unit, grad)
@@ -156,25 +157,24 @@ class Backward:
     def end(self) -> None:
         """Every unit is sharded again, every gradient where the optimizer looks for it."""
         for unit in self.engine.units:
-            if unit.full is not None and unit.full.grad is not None:
+            if unit.unsharded.flat_param.grad is not None:
                 self._gradient_of(unit)  # all of it came in parts
-        self.lockstep.at(Moment.END_OF_A_BACKWARD_BELOW, self.engine.root)
-        for unit in self.lockstep.late:
+        self.agreement.at(Moment.END_OF_A_BACKWARD_BELOW, self.engine.root)
+        for unit in self.agreement.late:
             self.engine.reduce_kept(unit)
         self.engine.finish_gradients()
-        if self.lockstep.apart:
+        if self.agreement.diverged:
             self.engine.prefetcher.pre_backward_order.forget()  # every rank has seen another one
-            self.lockstep.apart = False
+            self.agreement.diverged = False
         self._to_end = None
         in_use = {call.unit for call in self.calls}  # if this is torch.autograd.grad in a forward
         for unit in self.engine.units:
             if self._keeps(unit):
-                unit.kept_version = unit.shard._version
-                hide(unit)
+                unit.kept_version = unit.sharded_flat_param._version
+                use_sharded_views(unit)
             elif unit not in in_use:
                 self.engine.free(unit)  # its outputs, or some, were not part of this backward
-            if unit.phase is not Phase.IDLE:
-                unit.phase = Phase.FORWARD  # another graph may yet come through it
+            unit.state.end_backward()
 
     def _keeps(self, unit: Unit) -> bool:
         """Whether a unit stays gathered after a backward: in no_sync, for the next forward, since
@@ -183,14 +183,14 @@ class Backward:
 
     def _hide_all(self) -> None:
         for unit in self.engine.units:
-            hide(unit)  # else parameters() would list views until the next forward
+            use_sharded_views(unit)  # else parameters() would list views until the next forward
 
     def forget_the_dead(self) -> None:
         """If the last one died of an exception, start as if it had never been."""
         if self._to_end is None:
             return
         self._to_end = None
-        self.lockstep.failed()
+        self.agreement.failed()
         self.engine.reset()
         self.engine.prefetcher.forget()
 
@@ -203,6 +203,6 @@ def _task() -> int:
 
 def _use(unit: Unit) -> Use:
     """What the backward that has just begun will have for a unit, on this rank."""
-    if any(will_reach(node) for node in unit.fulls.accumulators):
+    if any(will_reach(node) for node in unit.unsharded_by_dtype.grad_accumulators):
         return Use.GRADIENT
-    return Use.WAITING if unit.waiting is not None else Use.NONE
+    return Use.WAITING if unit.unreduced_grad is not None else Use.NONE

@@ -12,16 +12,17 @@ from torch import Tensor, nn
 
 from minifsdp.api import Stats
 from minifsdp.checks.members import check_tree
-from minifsdp.checks.rank_agreement import Lockstep
+from minifsdp.checks.rank_agreement import RankAgreement
 from minifsdp.limiter import Limiter
-from minifsdp.no_sync import check_waiting_gradient, store_unreduced
+from minifsdp.no_sync import check_unreduced_grad, store_unreduced
 from minifsdp.prefetch import Prefetcher
 from minifsdp.reduce import Reduction, go_on, let_arrive, reduce_gradient, store_gradient, wait_for
 from minifsdp.reshard import reshard
 from minifsdp.streams import Streams
 from minifsdp.support.grad_hooks import after_gradient
-from minifsdp.support.param_views import adopt, hide
-from minifsdp.unit import Memory, Phase, Unit
+from minifsdp.support.param_views import adopt, use_sharded_views
+from minifsdp.unit import Unit
+from minifsdp.unit_state import ShardedState
 from minifsdp.unshard import unshard
 
 
@@ -36,7 +37,7 @@ class Engine:
         self.units, self.root = units, units[0]
         self.limiter, self.prefetcher, self.stats = limiter, prefetcher, Stats()
         self.streams = Streams.on(torch.device("cpu"))  # till the first forward
-        self.lockstep = Lockstep(
+        self.agreement = RankAgreement(
             units,
             f"limit_all_gathers={getattr(limiter, 'limit', False)}, "
             f"backward_prefetch={prefetcher.backward}, forward_prefetch={prefetcher.forward}",
@@ -58,7 +59,7 @@ class Engine:
                 with different units.
             RuntimeError: parameters were moved, or stepped, when they should not have been.
         """
-        if not self.lockstep.steps:
+        if not self.agreement.steps:
             check_tree(self.root.module)
         self.reset(keep=training is not None and training is self.training)
         self.training = self.training if training is None else training
@@ -72,13 +73,15 @@ class Engine:
             for unit in self.units:
                 if not unit.numel and unit.device != device:
                     # It has nothing that module.to() would have moved; but inputs, and buffers.
-                    unit.replace_shard(nn.Parameter(unit.shard.to(device), requires_grad=False))
+                    unit.replace_shard(
+                        nn.Parameter(unit.sharded_flat_param.to(device), requires_grad=False)
+                    )
         for unit in self.units:
             adopt(unit)  # it may have been moved through its module, not through the wrapper
             unit.refresh(training)
-            check_waiting_gradient(unit)
+            check_unreduced_grad(unit)
         if training is not None or self.sharded:
-            self.lockstep.start(forward=training is not None)
+            self.agreement.start(forward=training is not None)
         # The gathers to come must send what the optimizer has just written.
         self.streams.unshard.wait_event(self.streams.compute.record_event())
 
@@ -98,28 +101,27 @@ class Engine:
         """
         reductions, self._reductions = self._reductions, []
         self._kept.clear()
-        self.lockstep.reset()
+        self.agreement.reset()
         for reduction in reductions:
             reduction.event.wait()
         for unit in self.units:
-            if not keep or unit.moved or unit.kept_version != unit.shard._version:
+            if not keep or unit.moved or unit.kept_version != unit.sharded_flat_param._version:
                 self.free(unit)
-            unit.phase = Phase.IDLE
-            if unit.full is not None:
-                unit.full.grad = None
+            unit.state.start_step()
+            unit.unsharded.flat_param.grad = None
 
     # ----------------------------------------------------------------------------- the three verbs
 
     def gather(self, unit: Unit) -> None:
         """Start to unshard a unit that is needed now, unless a prefetch has done it. The host may
         have to wait for the limiter; for the data it is the computation that waits, later."""
-        if unit.transient and unit.memory is Memory.SHARDED:
+        if unit.needs_unshard and unit.state.sharded is ShardedState.SHARDED:
             self.limiter.admit(unit, needed=True)
             self._unshard(unit)
 
     def prefetch(self, target: Unit | None) -> None:
         """Start to unshard a unit that will be needed next, if that is so and there is room."""
-        if target is None or not target.transient or self.lockstep.apart:
+        if target is None or not target.needs_unshard or self.agreement.diverged:
             return
         if not self.prefetcher.is_sound(target):
             return
@@ -132,33 +134,35 @@ class Engine:
     def free(self, unit: Unit) -> None:
         """Reshard a unit, unless it is sharded already. Whoever is unsure may call it."""
         unit.kept_version = -1
-        if unit.exposed:
-            hide(unit)
-        if unit.memory is not Memory.SHARDED:
+        if unit.uses_unsharded_views:
+            use_sharded_views(unit)
+        if unit.state.sharded is not ShardedState.SHARDED:
             self.limiter.freed(unit, reshard(unit, self.streams))
             self.stats.unsharded_units -= 1
-            self.stats.unsharded_bytes -= unit.full_bytes
+            self.stats.unsharded_bytes -= unit.unsharded.nbytes
 
     def done_with(self, unit: Unit) -> None:
         """Free a unit that has had its turn; but where ranks go different ways, nobody could gather
         it again."""
-        if not self.lockstep.apart:
+        if not self.agreement.diverged:
             leaks = unit.leaks
             self.free(unit)
             if unit.leaks > leaks == 0:
                 warnings.warn(
                     f"a parameter of unit {unit.label} is still referred to when the unit is freed "
                     f"(by an output of its module, an attribute, a closure?). It keeps the values "
-                    f"of this step, and {unit.full_bytes} bytes that sharding would have freed. "
+                    f"of this step, and {unit.unsharded.nbytes} bytes that would have been freed. "
                     f"Keep a copy instead: parameter.detach().clone().",
                     stacklevel=2,
                 )
 
     def reduce(self, unit: Unit, grad: Tensor) -> None:
-        """Start to reduce the gradient of ``unit.full``, ``[n * ranks]``, with what no_sync has
+        """Start to reduce the gradient of ``unit.unsharded.flat_param``, ``[n * ranks]``, with what no_sync has
         left; nobody else may hold it. It is handed over by :meth:`finish_gradients`."""
-        if unit.waiting is not None and all(r.unit is not unit for r in self._reductions):
-            grad.add_(unit.waiting.grad)  # a copy of it stays, until this backward has succeeded
+        if unit.unreduced_grad is not None and all(r.unit is not unit for r in self._reductions):
+            grad.add_(
+                unit.unreduced_grad.grad
+            )  # a copy of it stays, until this backward has succeeded
         for reduction in self._reductions[-2:-1]:
             go_on(reduction, self.streams)
         if self._reductions:
@@ -177,7 +181,7 @@ class Engine:
         """Reduce what was kept, or nothing: then this rank's part of the sum is zero."""
         grad = self._kept.pop(unit, None)
         if grad is None:
-            grad = torch.zeros(unit.full_numel, dtype=unit.dtype, device=unit.device)
+            grad = torch.zeros(unit.padded_numel, dtype=unit.unsharded.dtype, device=unit.device)
         self.reduce(unit, grad)
 
     def finish_gradients(self) -> None:
@@ -202,7 +206,7 @@ class Engine:
         stats = self.stats
         stats.all_gathers += 1
         stats.unsharded_units += 1
-        stats.unsharded_bytes += unit.full_bytes
+        stats.unsharded_bytes += unit.unsharded.nbytes
         stats.peak_unsharded_units = max(stats.peak_unsharded_units, stats.unsharded_units)
         stats.peak_unsharded_bytes = max(stats.peak_unsharded_bytes, stats.unsharded_bytes)
         unshard(unit, self.streams)

@@ -51,7 +51,8 @@ class FullyShardedDataParallel(Transparent):
         sharding_strategy: FULL_SHARD if None.
         cpu_offload: see offload.py.
         auto_wrap_policy: which modules inside become units of their own, such as a
-            :class:`~minifsdp.wrapping.policies.ModuleWrapPolicy`. None: only what is wrapped by hand.
+            :class:`~minifsdp.wrapping.policies.ModuleWrapPolicy`. None: only what is wrapped by
+            hand.
         backward_prefetch: see prefetch.py; None is none.
         mixed_precision: see precision.py.
         param_init_fn: called with each module of a unit that has something on the meta device, to

@@ -8,7 +8,8 @@ in between the layers of both, and there are five places for it::
     pre-backward    when a gradient first reaches one     gather them again
                     of the module's outputs, or
                     autograd needs a parameter
-    post-backward   when the gradient of ``unit.full``    free them, reduce the gradient
+    post-backward   when the gradient of ``unit.unsharded.flat_param``    free them, reduce the
+    gradient
                     is complete
     end of          after the last operation of the       collect what is still under way,
     backward        whole backward                        give the optimizer its gradients
@@ -18,8 +19,8 @@ in unshard.py, reshard.py and reduce.py, what next in prefetch.py, how many at o
 whether all ranks do the same in rank_agreement.py.
 
 The outputs are what prefetching goes by: they come first, in every ordinary model. What autograd
-has saved is what nothing can get around (saved_tensors.py): a module may hand on tensors in ways that
-nobody sees, but no gradient of it can be computed without what it has saved.
+has saved is what nothing can get around (saved_tensors.py): a module may hand on tensors in ways
+that nobody sees, but no gradient of it can be computed without what it has saved.
 """
 
 from collections.abc import Callable
@@ -29,15 +30,22 @@ from typing import Any
 import torch
 
 from minifsdp.backward import Backward
-from minifsdp.between_steps.state_dict_calls import Walks
+from minifsdp.between_steps.state_dict_calls import StateDictCalls
 from minifsdp.checks.rank_agreement import Moment
 from minifsdp.engine import Engine
 from minifsdp.precision import output_cast, prepare_inputs
 from minifsdp.support.autograd_hooks import after_gradients_of, before_gradient_of
-from minifsdp.support.param_views import check_untouched, expose, hide, make_views, values
+from minifsdp.support.param_views import (
+    check_untouched,
+    make_views,
+    use_sharded_views,
+    use_unsharded_views,
+    values,
+)
 from minifsdp.support.pytree import tensors_in
 from minifsdp.support.saved_tensors import Call, refuse_transforms
-from minifsdp.unit import Phase, Unit
+from minifsdp.unit import Unit
+from minifsdp.unit_state import TrainingState
 from minifsdp.unshard import wait_for_unshard
 
 
@@ -45,12 +53,12 @@ class Hooks:
     """The hooks of all units below one root, around their forwards."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.lockstep = engine, engine.lockstep
+        self.engine, self.agreement = engine, engine.agreement
         self.backward = Backward(engine)
         self.depth = 0  # of forwards within forwards
         self.calls = self.backward.calls  # those forwards, outermost first
         self.summoned: set[Unit] = set()  # their parameters are out, between steps (full_params.py)
-        self.walks = Walks()
+        self.state_dict_calls = StateDictCalls()
 
     @property
     def idle(self) -> bool:
@@ -89,8 +97,8 @@ class Hooks:
         Args:
             training: the module's mode; the outermost one's counts.
         """
-        if self.walks.held:
-            self.walks.close_dead()
+        if self.state_dict_calls.held:
+            self.state_dict_calls.close_dead()
         if self.summoned:
             self._check_summoned(unit)
             if unit in self.summoned:
@@ -105,7 +113,7 @@ class Hooks:
                     output = module(*args, **kwargs)
             except RuntimeError as error:
                 refuse_transforms(unit, error)
-                if unit.exposed:  # perhaps because of a parameter that was changed
+                if unit.uses_unsharded_views:  # perhaps because of a parameter that was changed
                     check_untouched(unit, self.calls[-1].values, failed=True)
                 raise
             if as_given is not None:
@@ -130,22 +138,26 @@ class Hooks:
         if self._outermost and not self.summoned:
             self.backward.forget_the_dead()
             self.engine.start(training)
-            self.lockstep.begin()
+            self.agreement.begin()
             self.engine.prefetcher.start_forward()
-        if unit.transient or not self.backward.running:  # else it is nobody else's business
-            self.lockstep.at(Moment.FORWARD_OF, unit)
+        if unit.needs_unshard or not self.backward.running:  # else it is nobody else's business
+            self.agreement.at(Moment.FORWARD_OF, unit)
         self.engine.prefetcher.needed(unit)
         self.engine.gather(unit)
         if self._in_order:
             self.engine.prefetch(self.engine.prefetcher.pre_forward(unit))
         wait_for_unshard(unit)
         make_views(unit)
-        expose(unit)
-        assert unit.full is not None
-        before = values(unit, thoroughly=self.lockstep.compares(unit))
-        self.calls.append(Call(unit, unit.full, unit.shard._version, before, self.engine.training))
+        use_unsharded_views(unit)
+        before = values(unit, thoroughly=self.agreement.compares(unit))
+        version = unit.sharded_flat_param._version
+        self.calls.append(Call(unit, unit.unsharded, version, before, self.engine.training))
         self.backward.saved.uses(tuple(self.calls))
-        if unit.transient and not unit.shard.requires_grad and torch.is_grad_enabled():
+        if (
+            unit.needs_unshard
+            and not unit.sharded_flat_param.requires_grad
+            and torch.is_grad_enabled()
+        ):
             self._free_when_inputs_have_gradients(unit, args, kwargs)
         # Also where a checkpoint around the root runs it again, which is then not the outermost.
         is_root = unit is self.engine.root or self._outermost
@@ -162,19 +174,20 @@ class Hooks:
         """
         check_untouched(unit, self.calls[-1].values)
         if torch.is_grad_enabled():
-            if unit.phase is not Phase.BACKWARD:
-                unit.phase = Phase.FORWARD
+            unit.state.run_forward()
             hook = partial(self.backward.pre_backward, tuple(self.calls))
             for tensor in tensors_in(output):
                 before_gradient_of(tensor, hook, first)
         if not self._stays(unit):
             self.engine.done_with(unit)
-        elif unit.phase is not Phase.BACKWARD:
-            hide(unit)  # kept for the backward, not for anybody who looks at the model till then
+        elif unit.state.training is not TrainingState.PRE_BACKWARD:
+            use_sharded_views(
+                unit
+            )  # kept for the backward, not for anybody who looks at the model till then
         if self._in_order:
             self.engine.prefetch(self.engine.prefetcher.post_forward(unit))
         if self._outermost:
-            self.lockstep.at(Moment.END_OF_FORWARD_OF, unit)
+            self.agreement.at(Moment.END_OF_FORWARD_OF, unit)
             for other in self.engine.units:  # prefetched for a forward that did not come
                 if not self._stays(other) and other not in self.summoned:
                     self.engine.free(other)
@@ -182,18 +195,18 @@ class Hooks:
     def forward_failed(self, unit: Unit) -> None:
         """The module raised. Leave everything so that the next forward finds it in order."""
         if self._outermost and not self.summoned:
-            self.lockstep.failed()
+            self.agreement.failed()
             self.engine.reset()
             self.engine.prefetcher.forget()
-        elif unit.phase is not Phase.BACKWARD and not self.lockstep.apart:
+        elif unit.state.training is not TrainingState.PRE_BACKWARD and not self.agreement.diverged:
             # Only this one: its caller may catch the exception, whose traceback may hold views.
             self.engine.free(unit)
 
     def _stays(self, unit: Unit) -> bool:
         """Whether the unit keeps its parameters when its forward ends."""
-        if unit.phase is Phase.BACKWARD:
+        if unit.state.training is TrainingState.PRE_BACKWARD:
             return True  # checkpointing: its backward is under way, and computes with them
-        if not torch.is_grad_enabled() or unit.phase is not Phase.FORWARD:
+        if not torch.is_grad_enabled() or unit.state.training is not TrainingState.FORWARD:
             return False  # no backward will come for them
         # The root's backward comes right after its forward: freeing it would gain nothing.
         return unit is self.engine.root or not unit.reshard_after_forward
@@ -206,7 +219,9 @@ class Hooks:
 
     def _check_summoned(self, unit: Unit) -> None:
         """Refuse to train inside of summon_full_params."""
-        if torch.is_grad_enabled() and any(u.shard.requires_grad for u in self.engine.units):
+        if torch.is_grad_enabled() and any(
+            u.sharded_flat_param.requires_grad for u in self.engine.units
+        ):
             raise RuntimeError(
                 f"unit {unit.label} was called inside summon_full_params with gradients enabled. "
                 f"They would reach parameters that are there for the time of the block only. Leave "
@@ -219,7 +234,7 @@ class Hooks:
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
 
         def free(grads: object) -> None:
-            unit.phase = Phase.DONE
+            unit.state.complete_grad()
             self.engine.done_with(unit)
 
         after_gradients_of(inputs, free)

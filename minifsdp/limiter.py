@@ -60,7 +60,7 @@ class EventQueue:
         self._freeing: deque[Event] = deque()
 
     def admit(self, unit: Unit, needed: bool) -> bool:
-        others = sum(u.reshard_after_forward and u not in unit.enclosing for u in self._alive)
+        others = sum(u.reshard_after_forward and u not in unit.ancestors for u in self._alive)
         room = self.limit - others - 1  # how many may still be on their way out
         if room < 0 and not needed:
             return False

@@ -25,39 +25,39 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from minifsdp.unit import Unit, Waiting
+from minifsdp.unit import Unit, UnreducedGrad
 
 _units: "WeakSet[Unit]" = WeakSet()  # in which something has waited
 
 
 def store_unreduced(unit: Unit, grad: Tensor) -> None:
-    """Let ``grad``, of ``unit.full`` and with its shape, wait for the next reduction."""
-    shard = unit.shard
-    if unit.waiting is not None:
-        grad = unit.waiting.grad.add_(grad)
+    """Let ``grad``, ``[padded_numel]``, wait for the next reduction."""
+    shard = unit.sharded_flat_param
+    if unit.unreduced_grad is not None:
+        grad = unit.unreduced_grad.grad.add_(grad)
     if shard.grad is None:
         shard.grad = torch.zeros_like(shard, dtype=shard.grad_dtype)
     # Zeros that somebody scales stay zeros, and would look cleared. But scaled, -0 stays -0.
     first = shard.grad[:1]
     first.masked_fill_(first == 0, -0.0)
-    unit.waiting = Waiting(grad, shard.grad, shard.grad._version, shard._version)
+    unit.unreduced_grad = UnreducedGrad(grad, shard.grad, shard.grad._version, shard._version)
     _units.add(unit)
     _watch_optimizers()
 
 
-def check_waiting_gradient(unit: Unit) -> None:
+def check_unreduced_grad(unit: Unit) -> None:
     """Forget what waits if the user has cleared it.
 
     Raises:
         RuntimeError: the user has stepped or changed gradients of which a part was still waiting.
     """
-    waiting, shard = unit.waiting, unit.shard
+    waiting, shard = unit.unreduced_grad, unit.sharded_flat_param
     if waiting is None:
         return
     grad = shard.grad
     if grad is not waiting.mark or grad._version != waiting.mark_version:
         if grad is None or not (grad.any() or grad[:1].signbit().any()):
-            unit.waiting = None  # zero_grad(), in one of its two ways
+            unit.unreduced_grad = None  # zero_grad(), in one of its two ways
             return
         what = "its gradient was changed (scaled, clipped?)"
     elif shard._version != waiting.shard_version:
@@ -74,12 +74,12 @@ def _watch_optimizers() -> None:
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """Refuse a step before it is made. Afterwards ``zero_grad()`` would wipe out the traces."""
-    waiting = {unit.shard: unit for unit in _units if unit.waiting is not None}
+    waiting = {unit.sharded_flat_param: unit for unit in _units if unit.unreduced_grad is not None}
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param in waiting:
-                check_waiting_gradient(waiting[param])
-                if waiting[param].waiting is not None:
+                check_unreduced_grad(waiting[param])
+                if waiting[param].unreduced_grad is not None:
                     raise _incomplete(waiting[param], "an optimizer is about to step")
 
 

@@ -49,7 +49,7 @@ def upload(chunk: Tensor, streams: Streams, unit: str) -> Callable[[], Tensor]:
     streams.unshard.wait_event(streams.upload.submit(launch, f"upload {unit}"))
 
     def uploaded() -> Tensor:
-        streams.unshard.record_use(copies[0])
+        streams.unshard.record_stream(copies[0])
         return copies[0]
 
     return uploaded
@@ -68,7 +68,7 @@ def download(tensor: Tensor, ready: Event, streams: Streams, unit: str) -> tuple
         return lambda: None
 
     streams.download.wait_event(ready)
-    streams.download.record_use(tensor)
+    streams.download.record_stream(tensor)
     return copy, streams.download.submit(launch, f"download {unit}")
 
 

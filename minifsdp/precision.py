@@ -47,8 +47,8 @@ def prepare_inputs(
         return args, kwargs
 
     def prepare(tensor: Tensor) -> Tensor:
-        both = tensor.is_floating_point() and unit.dtype.is_floating_point
-        dtype = unit.dtype if casts and both else tensor.dtype
+        both = tensor.is_floating_point() and unit.unsharded.dtype.is_floating_point
+        dtype = unit.unsharded.dtype if casts and both else tensor.dtype
         return tensor.to(unit.device if is_root else tensor.device, dtype)
 
     return map_tensors(prepare, args), map_tensors(prepare, kwargs)
@@ -62,12 +62,14 @@ def output_cast(unit: Unit, args: object, kwargs: object) -> Callable[[Any], Any
     precision = unit.precision
     if not precision.cast_forward_inputs or precision.param_dtype is not None:
         return None
-    dtypes = {t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()} - {unit.dtype}
+    dtypes = {t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()} - {
+        unit.unsharded.dtype
+    }
     if len(dtypes) != 1:
         return None  # it was not called with low precision, or with several of them
     (dtype,) = dtypes
 
     def restore(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.dtype is unit.dtype else tensor
+        return tensor.to(dtype) if tensor.dtype is unit.unsharded.dtype else tensor
 
     return lambda output: map_tensors(restore, output)

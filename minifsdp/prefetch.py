@@ -29,7 +29,8 @@ a prefetch only gathers early what a hook would gather anyway; they cost memory 
 """
 
 from minifsdp.api import BackwardPrefetch, ForwardPrefetch
-from minifsdp.unit import Memory, Phase, Unit
+from minifsdp.unit import Unit
+from minifsdp.unit_state import ShardedState, TrainingState
 
 
 class Order:
@@ -121,10 +122,10 @@ class Prefetcher:
 
     def is_sound(self, target: Unit) -> bool:
         """Whether gathering ``target`` now makes sense; if not, it is counted and left alone."""
-        if target.memory is not Memory.SHARDED:
+        if target.state.sharded is not ShardedState.SHARDED:
             if target.reshard_after_forward and target is not self._pending:
                 self.missed("already unsharded", target)
-        elif target.phase is Phase.DONE:
+        elif target.state.training is TrainingState.POST_BACKWARD:
             self.missed("already resharded", target)
         else:
             return True
@@ -140,9 +141,13 @@ class Prefetcher:
         pending = self._pending
         if unit is pending:
             self._pending = None
-        elif pending is not None and unit.transient and unit.memory is Memory.SHARDED:
+        elif (
+            pending is not None
+            and unit.needs_unshard
+            and unit.state.sharded is ShardedState.SHARDED
+        ):
             self._pending = None  # count it once
-            if pending.memory is not Memory.SHARDED:
+            if pending.state.sharded is not ShardedState.SHARDED:
                 self.missed("not needed yet", pending)
 
     def missed(self, how: str, target: Unit) -> None:
@@ -151,11 +156,11 @@ class Prefetcher:
 
 
 def _next(order: Order, unit: Unit) -> Unit | None:
-    if not unit.enclosing:
+    if not unit.ancestors:
         # The root is where a pass begins, and never a target: it is unsharded all the while.
         return order.upcoming()
-    # One without parameters gets no gradient, so that ranks do not agree (rank_agreement.py) on whether
-    # they come to it. If some did and prefetched, the others would be waited for.
+    # One without parameters gets no gradient, so that ranks do not agree (rank_agreement.py) on
+    # whether they come to it. If some did and prefetched, the others would be waited for.
     return order.visit(unit) if unit.numel else None
 
 

@@ -31,7 +31,7 @@ from minifsdp.unit import Unit
 
 @dataclass
 class Reduction:
-    """A gradient on its way. ``result``: ``[n]`` as ``unit.chunk``, valid after ``event``."""
+    """A gradient on its way. ``result`` is shaped as ``unit.padded_shard``, valid after ``event``."""
 
     unit: Unit
     result: Tensor
@@ -42,7 +42,7 @@ class Reduction:
 
 
 def reduce_gradient(unit: Unit, grad: Tensor, streams: Streams) -> Reduction:
-    """Start reducing ``grad``, the gradient of ``unit.full`` (same shape), on the reduce stream."""
+    """Start reducing ``grad``, the gradient of ``unit.unsharded.flat_param`` (same shape), on the reduce stream."""
     # Without this wait the reduction would send what the backward has yet to write.
     written = streams.compute.record_event()
     streams.reduce.wait_event(written)
@@ -111,10 +111,10 @@ def store_gradient(reduction: Reduction) -> None:
 
     Called for all units at the end of a backward, so that a backward that failed leaves nothing.
     """
-    unit, shard = reduction.unit, reduction.unit.shard
+    unit, shard = reduction.unit, reduction.unit.sharded_flat_param
     # Its own dtype or, with keep_low_precision_grads, a lower one; whatever was computed with.
     grad, before = reduction.result[: shard.numel()].to(shard.grad_dtype), shard.grad
-    unit.waiting = None  # it was part of the sum
+    unit.unreduced_grad = None  # it was part of the sum
     if before is None:
         shard.grad = grad
     else:

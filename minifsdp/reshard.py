@@ -6,8 +6,9 @@ nothing, under everybody's eyes, and whoever touches a view before the next unsh
 """
 
 from minifsdp.streams import Event, Streams
-from minifsdp.support.param_views import hide
-from minifsdp.unit import Memory, Unit
+from minifsdp.support.param_views import use_sharded_views
+from minifsdp.unit import Unit
+from minifsdp.unit_state import ShardedState
 
 
 def reshard(unit: Unit, streams: Streams) -> Event:
@@ -17,14 +18,14 @@ def reshard(unit: Unit, streams: Streams) -> Event:
         An event on the compute stream: once it is passed, nothing reads the freed memory any more.
         The host frees long before a GPU gets there; the limiter is about this difference.
     """
-    assert unit.memory is not Memory.SHARDED, unit.label
-    hide(unit)
-    if unit.gathered is not None:
+    assert unit.state.sharded is not ShardedState.SHARDED, unit.label
+    use_sharded_views(unit)
+    if unit.unshard_event is not None:
         # Prefetched and never used. The gather still writes to this memory.
-        unit.gathered.wait()
-        unit.gathered = None
+        unit.unshard_event.wait()
+        unit.unshard_event = None
     # The memory belongs to the unshard stream and was read on the compute stream.
-    streams.compute.record_use(unit.buffer)
+    streams.compute.record_stream(unit.unsharded.data)
     unit.release()
-    unit.memory = Memory.SHARDED
+    unit.state.reshard()
     return streams.compute.record_event()

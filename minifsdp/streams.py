@@ -64,7 +64,7 @@ class Stream(Protocol):
     def wait_event(self, event: Event) -> None:
         """Whatever is submitted to this stream from now on happens after ``event``."""
 
-    def record_use(self, tensor: Tensor) -> None:
+    def record_stream(self, tensor: Tensor) -> None:
         """Tell the memory allocator that this stream uses a tensor that another one allocated."""
 
 
@@ -128,7 +128,7 @@ class CpuStream:
     def wait_event(self, event: Event) -> None:
         event.synchronize()
 
-    def record_use(self, tensor: Tensor) -> None:
+    def record_stream(self, tensor: Tensor) -> None:
         """Nothing to tell: a CPU's memory is free when it is freed."""
 
 
@@ -163,7 +163,7 @@ class CudaStream:
     def wait_event(self, event: Event) -> None:
         self._stream.wait_event(event)  # type: ignore[arg-type]  # events here are CUDA's
 
-    def record_use(self, tensor: Tensor) -> None:
+    def record_stream(self, tensor: Tensor) -> None:
         # Without this line the allocator hands the block to the next all-gather as soon as the host
         # has freed it, while the compute stream still reads it.
         tensor.record_stream(self._stream)

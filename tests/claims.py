@@ -51,7 +51,7 @@ def toy(comm: str, synchronize: bool, count: int = 20) -> int:
                 x = torch.empty(4_000_000)
             gpu.clock.launch("compute", 0.01)  # as torch.cuda._sleep
             x.add_(1)
-            gpu.record_use(x, "compute")
+            gpu.record_stream(x, "compute")
             del x
             if synchronize:
                 gpu.synchronize()

@@ -225,11 +225,11 @@ class Comparison:
         """What this rank has of each unit is what the reference has there."""
         for name, unit in self.units.items():
             flat = self.reference.units[name].flat
-            start = unit.rank * unit.chunk.numel()
-            own = slice(start, start + unit.shard.numel())
+            start = unit.shard_rank * unit.padded_shard.numel()
+            own = slice(start, start + unit.sharded_flat_param.numel())
             grad = None if flat.grad is None else flat.grad[own]
-            same(unit.shard, flat[own], "parameters of", unit.label)
-            same(unit.shard.grad, grad, "gradient of", unit.label)
+            same(unit.sharded_flat_param, flat[own], "parameters of", unit.label)
+            same(unit.sharded_flat_param.grad, grad, "gradient of", unit.label)
 
     def hook_up(self) -> None:
         """Register the hooks of the case on parameters, and have the reference call the same."""
@@ -239,9 +239,9 @@ class Comparison:
         for name in trained:
             if name in self.case.gradient_hooks:
                 change = CHANGES[self.case.gradient_hooks[name]]
-                self.units[name].shard.register_hook(counted(change, here, name))
+                self.units[name].sharded_flat_param.register_hook(counted(change, here, name))
                 self.reference.units[name].on_gradient.append(counted(change, there, name))
-        params = {name: self.units[name].shard for name in trained}
+        params = {name: self.units[name].sharded_flat_param for name in trained}
         flats = {name: self.reference.units[name].flat for name in trained}
         kind = self.case.after_hooks
         if not kind:
@@ -397,16 +397,16 @@ class Comparison:
 
     def refused(self, which: int) -> None:
         units = list(self.units.values())
-        places = [(u, *owner) for u in units for slot in u.slots for owner in slot.owners]
+        places = [(u, *owner) for u in units for info in u.param_infos for owner in info.owners]
         unit, module, attribute = self.rng.choice(places)
-        stand_in = getattr(module, attribute)
+        placeholder = getattr(module, attribute)
         match REFUSED[which]:
             case "data of a parameter":
                 with pytest.raises(RuntimeError, match="'data' cannot be set"):
-                    stand_in.data = torch.zeros(stand_in.shape)
+                    placeholder.data = torch.zeros(placeholder.shape)
             case "freezing a parameter":
                 with pytest.raises(RuntimeError, match="'requires_grad' cannot be set"):
-                    stand_in.requires_grad = False
+                    placeholder.requires_grad = False
             case "another parameter":
                 other = nn.Parameter(torch.zeros(2))
                 if module is unit.module and self.rng.random() < 0.5:
@@ -430,9 +430,11 @@ class Comparison:
             case "another shape":
                 refused = pytest.raises(ValueError, match="was replaced inside summon_full_params")
                 with refused, FSDP.summon_full_params(self.model):
-                    setattr(module, attribute, nn.Parameter(torch.zeros(*stand_in.shape, 2)))
+                    setattr(module, attribute, nn.Parameter(torch.zeros(*placeholder.shape, 2)))
             case "a step that comes too early":
-                waits = any(unit.waiting is not None for unit in self.reference.units.values())
+                waits = any(
+                    unit.unreduced_grad is not None for unit in self.reference.units.values()
+                )
                 if not anywhere(not waits):
                     with pytest.raises(RuntimeError, match="wait to be reduced"):
                         self.optimizer.step()

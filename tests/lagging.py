@@ -123,8 +123,8 @@ def deferring_device() -> Iterator[None]:
 
     def unshard_into_nan(unit, its_streams):
         unshard(unit, its_streams)
-        unit.room.allocate()  # as on a GPU: taken at once, filled later
-        unit.buffer.fill_(torch.nan)
+        unit.unsharded.allocate()  # as on a GPU: taken at once, filled later
+        unit.unsharded.data.fill_(torch.nan)
 
     def nan_on_host(like: Tensor, device: torch.device) -> Tensor:
         return host_memory(like, device).fill_(torch.nan)

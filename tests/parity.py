@@ -27,7 +27,7 @@ import minifsdp.unshard
 from minifsdp import CustomPolicy, MixedPrecision, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.comm.groups import HYBRID
-from minifsdp.unit import Memory
+from minifsdp.unit_state import ShardedState
 from tests.models import CASES, Case
 from tests.ranks import cached_in_a_world, device
 
@@ -298,7 +298,10 @@ def check_where(model: FSDP) -> None:
     """With offload everything that the optimizer sees is on the host, in the dtype it was."""
     for unit in model.engine.units:
         home = torch.device("cpu") if unit.offload_from is not None else device()
-        assert unit.shard.device.type == home.type and unit.shard.dtype == torch.float32
+        assert (
+            unit.sharded_flat_param.device.type == home.type
+            and unit.sharded_flat_param.dtype == torch.float32
+        )
 
 
 def check_at_rest(model: FSDP, kept: bool = False) -> None:
@@ -312,9 +315,11 @@ def check_at_rest(model: FSDP, kept: bool = False) -> None:
     for unit in model.engine.units:
         stays = unit.kept_version >= 0
         assert not stays or (kept and not unit.reshard_after_forward), f"{unit.label} was kept"
-        if unit.transient and unit.full is not None and not stays:
-            assert unit.full.untyped_storage().size() == 0, f"{unit.label} was not freed"
-        unsharded += stays and unit.memory is not Memory.SHARDED
+        if unit.needs_unshard and unit.unsharded.flat_param is not None and not stays:
+            assert unit.unsharded.flat_param.untyped_storage().size() == 0, (
+                f"{unit.label} was not freed"
+            )
+        unsharded += stays and unit.state.sharded is not ShardedState.SHARDED
     assert model.engine.stats.unsharded_units == unsharded
     assert not model.engine._reductions and not model.engine._kept
 

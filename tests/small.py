@@ -57,20 +57,20 @@ def gathered_gradients(model: FSDP) -> dict[str, Tensor]:
     """The gradients that minifsdp has left, put together and under their original names."""
     found = {}
     for unit in model.engine.units:
-        grad = unit.shard.grad
+        grad = unit.sharded_flat_param.grad
         if grad is None or not unit.numel:
             continue
-        padded = grad.new_zeros(unit.chunk.numel())
+        padded = grad.new_zeros(unit.padded_shard.numel())
         padded[: grad.numel()] = grad
         chunks = [padded]
         if unit.shard_group is not None:
-            chunks = [torch.empty_like(padded) for _ in range(unit.ranks)]
+            chunks = [torch.empty_like(padded) for _ in range(unit.shard_world_size)]
             dist.all_gather(chunks, padded, group=unit.shard_group)
         flat, start = torch.cat(chunks), 0
-        for slot in unit.slots:
-            name = f"{unit.name}.{slot.name}" if unit.name else slot.name
-            found[name] = flat[start : start + slot.shape.numel()].view(slot.shape)
-            start += slot.shape.numel()
+        for info in unit.param_infos:
+            name = f"{unit.name}.{info.name}" if unit.name else info.name
+            found[name] = flat[start : start + info.shape.numel()].view(info.shape)
+            start += info.shape.numel()
     return found
 
 
@@ -82,7 +82,11 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor])
 
 def storage(unit: Unit) -> int:
     """Bytes that the unit's full parameters take now."""
-    return 0 if unit.full is None else unit.full.untyped_storage().size()
+    return (
+        0
+        if unit.unsharded.flat_param is None
+        else unit.unsharded.flat_param.untyped_storage().size()
+    )
 
 
 @contextmanager

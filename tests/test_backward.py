@@ -9,7 +9,7 @@ from torch import nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, ShardingStrategy
-from minifsdp.unit import Phase
+from minifsdp.unit_state import TrainingState
 from tests.parity import check_at_rest
 from tests.ranks import device, on_ranks
 from tests.small import (
@@ -251,11 +251,13 @@ def test_a_step_between_a_forward_and_its_backward_is_refused(strategy):
 def test_phases_come_in_order():
     model = stack(2)
     unit = model.engine.units[1]
-    assert unit.phase is Phase.IDLE
+    assert unit.state.training is TrainingState.IDLE
     loss = model(batch()).sum()
-    assert unit.phase is Phase.FORWARD
+    assert unit.state.training is TrainingState.FORWARD
     seen = []
-    model.module[1].module[0].register_full_backward_hook(lambda *_: seen.append(unit.phase))
+    model.module[1].module[0].register_full_backward_hook(
+        lambda *_: seen.append(unit.state.training)
+    )
     loss = model(batch()).sum()
     loss.backward()
-    assert seen == [Phase.BACKWARD] and unit.phase is Phase.FORWARD
+    assert seen == [TrainingState.PRE_BACKWARD] and unit.state.training is TrainingState.FORWARD

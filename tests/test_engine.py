@@ -15,7 +15,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.reduce import reduce_gradient
 from minifsdp.sim import cluster
 from minifsdp.streams import CpuEvent, CpuStream, Streams
-from minifsdp.unit import Phase
+from minifsdp.unit_state import TrainingState
 from tests.parity import check_at_rest, grid
 from tests.ranks import device, on_ranks
 from tests.small import (
@@ -50,7 +50,7 @@ def test_gathers_wait_for_what_the_optimizer_writes():
             return super().submit(launch, label)
 
     if device().type == "cuda":
-        pytest.skip("of the order of calls; the streams are stand-ins")
+        pytest.skip("of the order of calls; the streams are placeholders")
     stream = Noted()
     model.engine.streams = replace(Streams.on(device()), compute=stream, unshard=stream)
     model.engine.start(training=True)
@@ -66,11 +66,11 @@ def test_gathering_and_freeing_twice_is_gathering_and_freeing_once():
     engine.gather(unit)
     engine.gather(unit)
     assert engine.stats.all_gathers == engine.stats.unsharded_units == 1
-    assert engine.stats.unsharded_bytes == unit.full_bytes == storage(unit)
+    assert engine.stats.unsharded_bytes == unit.unsharded.nbytes == storage(unit)
     engine.free(unit)
     engine.free(unit)
     assert engine.stats.unsharded_units == engine.stats.unsharded_bytes == 0
-    assert engine.stats.peak_unsharded_bytes == unit.full_bytes
+    assert engine.stats.peak_unsharded_bytes == unit.unsharded.nbytes
 
 
 @on_ranks(2)
@@ -84,7 +84,7 @@ def test_gradients_are_handed_over_all_or_none():
     second.event = CpuEvent(Mock(side_effect=ConnectionError("gone")))
     with pytest.raises(ConnectionError):
         engine.finish_gradients()
-    assert all(unit.shard.grad is None for unit in engine.units)
+    assert all(unit.sharded_flat_param.grad is None for unit in engine.units)
 
 
 @on_ranks(2)
@@ -104,7 +104,7 @@ def test_at_most_one_reduction_is_under_way():
 @on_ranks(2)
 def test_units_on_several_devices_are_refused():
     model = stack()
-    model.engine.units[2].shard = nn.Parameter(torch.empty(21, device="meta"))
+    model.engine.units[2].sharded_flat_param = nn.Parameter(torch.empty(21, device="meta"))
     with pytest.raises(ValueError, match=r"all units have to be on one device.*meta: '2'"):
         model(batch())
 
@@ -162,7 +162,7 @@ def test_the_last_gradient_gets_its_second_half_too():
         grad = torch.full((42,), float(number + dist.get_rank()), device=device())
         model.engine.reduce(unit, grad)
     model.engine.finish_gradients()
-    assert [float(unit.shard.grad[0]) for unit in model.engine.units[:2]] == [0.5, 1.5]
+    assert [float(unit.sharded_flat_param.grad[0]) for unit in model.engine.units[:2]] == [0.5, 1.5]
 
 
 @pytest.mark.parametrize("synchronizes", [True, False])
@@ -200,11 +200,11 @@ def test_after_a_backward_that_failed_units_are_idle_and_an_evaluation_keeps_non
     with pytest.raises(InterruptedError):
         step(model)
     handle.remove()
-    in_parts = model.engine.units[1].full
+    in_parts = model.engine.units[1].unsharded.flat_param
     in_parts.grad = torch.ones_like(in_parts)  # as a reentrant checkpoint leaves it
     with torch.no_grad():
         model.eval()(batch())
-    assert all(unit.phase is Phase.IDLE for unit in model.engine.units)
+    assert all(unit.state.training is TrainingState.IDLE for unit in model.engine.units)
     assert not any(map(storage, model.engine.units)) and in_parts.grad is None
 
 

@@ -65,7 +65,7 @@ def test_it_shards_over_the_group_it_is_given():
     pair = dist.new_group([0, 2])
     if dist.get_rank() != 1:
         model = FSDP(layers(), process_group=pair)
-        assert model._unit.ranks == 2 and model._unit.rank == dist.get_rank() // 2
+        assert model._unit.shard_world_size == 2 and model._unit.shard_rank == dist.get_rank() // 2
         step(model)
         check_at_rest(model)
     step(FSDP(layers()))  # with all ranks again, of which one has made a model less
@@ -103,7 +103,9 @@ def test_what_torch_puts_in_the_place_of_a_flat_parameter_is_the_units_shard():
     """module.to("meta") replaces parameters; others move them."""
     model = stack().to("meta")
     for wrapper in FSDP.fsdp_modules(model):
-        assert wrapper._unit.shard is wrapper._flat_param and wrapper._flat_param.is_meta
+        assert (
+            wrapper._unit.sharded_flat_param is wrapper._flat_param and wrapper._flat_param.is_meta
+        )
         assert isinstance(wrapper._flat_param, FlatParameter)
 
 

@@ -667,7 +667,7 @@ class Noted(CpuStream):
 def test_the_next_gather_is_under_way_when_the_host_waits_for_this_one():
     """In the forward and in the backward. Else only one could be hidden by each computation."""
     if device().type == "cuda":
-        pytest.skip("the streams are stand-ins")
+        pytest.skip("the streams are placeholders")
     log = []
 
     def make(where):

@@ -52,7 +52,7 @@ def test_a_stream_does_nothing_until_it_is_waited_for_and_then_everything_in_ord
 
 def check(strategy, offload):
     if device().type == "cuda":
-        pytest.skip("the streams are stand-ins")
+        pytest.skip("the streams are placeholders")
     for name, precision, backward, forward, limit in SAMPLE:
         with deferring_device():
             check_parity(

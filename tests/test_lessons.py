@@ -130,7 +130,7 @@ def test_out_of_memory_in_the_backward_then_the_next_batch():
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError):
             loss_of(model).backward()
-        assert all(unit.shard.grad is None for unit in model.engine.units)
+        assert all(unit.sharded_flat_param.grad is None for unit in model.engine.units)
     handle.remove()
     assert_right_from_now_on(model)
 

@@ -116,7 +116,7 @@ def test_with_a_limit_of_one_no_prefetch_is_admitted():
 
 
 def test_a_prefetch_that_was_declined_takes_no_room():
-    a, b = (SimpleNamespace(reshard_after_forward=True, enclosing=[]) for _ in range(2))
+    a, b = (SimpleNamespace(reshard_after_forward=True, ancestors=[]) for _ in range(2))
     limiter = EventQueue(1)
     assert limiter.admit(a, needed=True)
     assert not limiter.admit(b, needed=False)

@@ -292,7 +292,7 @@ def test_a_change_while_something_waits_is_refused_by_name(change, earlier):
     model = stack(2)
     run_pattern(model, earlier + "w")
     loss = model(batch(step=1)).pow(2).sum()
-    change(model.engine.units[1].shard)
+    change(model.engine.units[1].sharded_flat_param)
     what = "parameters were" if change is update else "gradient was"
     said = rf"unit '1': its {what} changed \(.* while gradients from no_sync\(\) wait"
     with pytest.raises(RuntimeError, match=said):
@@ -341,7 +341,7 @@ def test_a_step_is_refused_whichever_group_of_the_optimizer_waits():
 def test_what_waits_in_a_model_that_is_gone_is_gone_too():
     model = stack(2)
     waiting_step(model, 0)
-    chunk = weakref.ref(model.engine.units[1].chunk)
+    chunk = weakref.ref(model.engine.units[1].padded_shard)
     del model
     gc.collect()
     assert chunk() is None

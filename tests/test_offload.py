@@ -56,8 +56,13 @@ def test_what_the_optimizer_sees_is_on_the_host_and_stays_there(strategy):
     for at in range(2):
         step(model, at)
         for unit in model.engine.units:
-            assert unit.shard.device == unit.chunk.device == unit.shard.grad.device == HOST
-            assert unit.full.device == device()
+            assert (
+                unit.sharded_flat_param.device
+                == unit.padded_shard.device
+                == unit.sharded_flat_param.grad.device
+                == HOST
+            )
+            assert unit.unsharded.flat_param.device == device()
         optimizer.step()
     for state in optimizer.state.values():
         assert state["exp_avg"].device == state["exp_avg_sq"].device == HOST
@@ -69,7 +74,7 @@ def test_on_a_gpu_the_hosts_memory_is_pinned():
     model = offloaded()
     step(model)
     for unit in model.engine.units:
-        assert unit.chunk.is_pinned() and unit.shard.grad.is_pinned()
+        assert unit.padded_shard.is_pinned() and unit.sharded_flat_param.grad.is_pinned()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -158,7 +163,10 @@ def test_a_shard_that_the_user_replaced_is_uploaded(strategy):
         param.data.mul_(2)
     assert torch.equal(model(batch()), plain(batch()))
     unit = model.engine.units[1]
-    assert unit.chunk.data_ptr() == unit.shard.data_ptr() and unit.chunk.device == HOST
+    assert (
+        unit.padded_shard.data_ptr() == unit.sharded_flat_param.data_ptr()
+        and unit.padded_shard.device == HOST
+    )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -166,12 +174,12 @@ def test_a_shard_that_the_user_replaced_is_uploaded(strategy):
 def test_frozen_units_are_uploaded_and_nothing_is_downloaded_for_them(strategy):
     model, plain = offloaded(strategy), layers()
     for sharded in (model.engine.units[1], model.engine.units[3]):
-        sharded.shard.requires_grad_(False)
+        sharded.sharded_flat_param.requires_grad_(False)
     for block in (plain[1], plain[3]):
         block.requires_grad_(False)
     step(model)
     assert_gradients(model, sums(plain, 0))
-    assert [unit.shard.grad is None for unit in model.engine.units] == [0, 1, 0, 1, 0]
+    assert [unit.sharded_flat_param.grad is None for unit in model.engine.units] == [0, 1, 0, 1, 0]
     assert model.engine.stats.reductions == 3
     check_at_rest(model)
 
@@ -205,7 +213,7 @@ def test_sizes_that_no_number_of_ranks_divides():
     x = batch()
     assert torch.equal(model(x), nn.functional.linear(x, weight[None]))
     model(x).sum().backward()
-    assert model._unit.shard.grad.numel() == [2, 2, 2, 0][dist.get_rank()]
+    assert model._unit.sharded_flat_param.grad.numel() == [2, 2, 2, 0][dist.get_rank()]
 
 
 @on_ranks(2)
@@ -231,7 +239,7 @@ def test_what_is_downloaded_is_in_the_dtype_of_the_reduction():
     with patch("minifsdp.reduce.download", noted):
         step(model)
     assert dtypes == [torch.bfloat16] * 5
-    assert model.engine.units[1].shard.grad.dtype is torch.float32
+    assert model.engine.units[1].sharded_flat_param.grad.dtype is torch.float32
 
 
 @on_ranks(1)

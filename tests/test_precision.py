@@ -75,8 +75,13 @@ def test_shards_and_their_gradients_are_exact_and_what_is_computed_with_is_not(s
     assert out.dtype is LOW and seen == [(LOW, LOW)]
     out.sum().backward()
     for unit in model.engine.units:
-        assert unit.shard.dtype is unit.shard.grad.dtype is unit.chunk.dtype is EXACT
-        assert unit.full.dtype is LOW
+        assert (
+            unit.sharded_flat_param.dtype
+            is unit.sharded_flat_param.grad.dtype
+            is unit.padded_shard.dtype
+            is EXACT
+        )
+        assert unit.unsharded.flat_param.dtype is LOW
     check_at_rest(model)
 
 
@@ -110,7 +115,10 @@ def test_parameters_that_are_not_sharded_are_cast_without_a_word_to_anybody():
         step(model)
     assert log == {("reduce", LOW): 5}
     unit = model.engine.units[1]
-    assert unit.transient and unit.full.data_ptr() != unit.shard.data_ptr()
+    assert (
+        unit.needs_unshard
+        and unit.unsharded.flat_param.data_ptr() != unit.sharded_flat_param.data_ptr()
+    )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -249,7 +257,7 @@ def test_gradients_of_several_backwards_add_up_exactly():
     model = FSDP(nn.Linear(1, 1, bias=False).to(device()), mixed_precision=BF16)
     for factor in (256.0, 1.0):
         model(torch.full((1, 1), factor, device=device())).sum().backward()
-    grads = [unit.shard.grad.tolist() for unit in model.engine.units]
+    grads = [unit.sharded_flat_param.grad.tolist() for unit in model.engine.units]
     assert grads == [[257.0] if dist.get_rank() == 0 else []]
 
 
@@ -264,22 +272,22 @@ KEEP = MixedPrecision(LOW, keep_low_precision_grads=True)
 def test_gradients_may_stay_low_and_an_optimizer_can_step_with_them(strategy, offload):
     model = mixed(strategy, KEEP, cpu_offload=offload)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = [unit.shard.detach().clone() for unit in model.engine.units]
+    before = [unit.sharded_flat_param.detach().clone() for unit in model.engine.units]
     step(model)
     step(model, 1)
     model.clip_grad_norm_(1.0)
     optimizer.step()
     for unit, its_before in zip(model.engine.units, before, strict=True):
-        assert unit.shard.grad.dtype is LOW and unit.shard.dtype is EXACT
-        expected = its_before.add(unit.shard.grad, alpha=-0.1)
-        assert torch.equal(unit.shard, expected)
+        assert unit.sharded_flat_param.grad.dtype is LOW and unit.sharded_flat_param.dtype is EXACT
+        expected = its_before.add(unit.sharded_flat_param.grad, alpha=-0.1)
+        assert torch.equal(unit.sharded_flat_param, expected)
 
 
 @on_ranks(1)
 def test_kept_as_they_are_they_follow_a_cast_of_the_model():
     model = mixed(precision=MixedPrecision(keep_low_precision_grads=True)).double()
     model(batch().double()).sum().backward()
-    assert model.engine.root.shard.grad.dtype is torch.float64
+    assert model.engine.root.sharded_flat_param.grad.dtype is torch.float64
 
 
 @on_ranks(2)
@@ -291,7 +299,7 @@ def test_low_gradients_may_wait_and_may_be_reduced_in_full():
     with sent() as log:
         step(model)
     assert log["scatter", EXACT] == 5
-    assert all(unit.shard.grad.dtype is LOW for unit in model.engine.units)
+    assert all(unit.sharded_flat_param.grad.dtype is LOW for unit in model.engine.units)
 
 
 # ------------------------------------------------------------------------------ inputs and outputs
@@ -443,7 +451,7 @@ def test_batch_norm_is_an_island_of_full_precision(buffer_dtype, policy):
     assert inside == [(EXACT, EXACT)] and outside == [(LOW, LOW)]
     assert norm.running_mean.dtype is EXACT
     unit = model.module[1]._unit
-    assert unit.full.dtype is unit.shard.grad.dtype is EXACT
+    assert unit.unsharded.flat_param.dtype is unit.sharded_flat_param.grad.dtype is EXACT
 
 
 @on_ranks(2)
@@ -532,7 +540,7 @@ def test_an_evaluation_may_come_between_a_forward_and_its_backward(grad, strateg
     loss.backward()
     expected.backward()
     for unit, its_twin in zip(model.engine.units, undisturbed.engine.units, strict=True):
-        assert torch.equal(unit.shard.grad, its_twin.shard.grad)
+        assert torch.equal(unit.sharded_flat_param.grad, its_twin.sharded_flat_param.grad)
     check_at_rest(model)
 
 
@@ -554,7 +562,7 @@ def test_what_a_checkpoint_runs_again_after_an_evaluation_finds_its_buffers_as_t
             model.eval()(batch())
             assert model.module.table.dtype is EXACT
         loss.backward()
-        grads.append(model.engine.root.shard.grad)
+        grads.append(model.engine.root.sharded_flat_param.grad)
     assert torch.equal(*grads)
 
 
@@ -568,7 +576,7 @@ def test_one_backward_may_go_through_an_exact_forward_and_a_low_one():
         for loss in [low + exact] if together else [low, exact]:
             loss.backward()
         check_at_rest(model)
-        sums.append([unit.shard.grad for unit in model.engine.units])
+        sums.append([unit.sharded_flat_param.grad for unit in model.engine.units])
     for one, other in zip(*sums, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
@@ -580,7 +588,7 @@ def test_the_gradients_of_an_exact_evaluation_may_stay_low():
     with model.no_sync():
         step(model)
     step(model)
-    assert all(unit.shard.grad.dtype is LOW for unit in model.engine.units)
+    assert all(unit.sharded_flat_param.grad.dtype is LOW for unit in model.engine.units)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -588,6 +596,6 @@ def test_the_gradients_of_an_exact_evaluation_may_stay_low():
 def test_a_model_may_be_cast_after_wrapping_and_is_still_computed_low(strategy):
     model = mixed(strategy).double()
     out = model(batch())
-    assert out.dtype is LOW and model.engine.units[1].shard.dtype is torch.float64
+    assert out.dtype is LOW and model.engine.units[1].sharded_flat_param.dtype is torch.float64
     out.sum().backward()
-    assert model.engine.units[1].shard.grad.dtype is torch.float64
+    assert model.engine.units[1].sharded_flat_param.grad.dtype is torch.float64

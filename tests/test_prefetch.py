@@ -288,7 +288,7 @@ def test_a_unit_gathered_for_a_forward_that_did_not_come_is_freed_when_it_ends()
         model.module.order = order
         loss = model(batch()).sum()
     units = {unit.name: unit for unit in model.engine.units}
-    assert units["c"].full.untyped_storage().size() == 0
+    assert units["c"].unsharded.flat_param.untyped_storage().size() == 0
     loss.backward()
 
 

@@ -163,7 +163,7 @@ def a_sum_instead_of_a_mean() -> Iterator[object]:
 
 def gradients_that_are_not_added() -> Iterator[object]:
     def store(reduction):
-        reduction.unit.shard.grad = None
+        reduction.unit.sharded_flat_param.grad = None
         store_gradient(reduction)
 
     store_gradient = minifsdp.engine.store_gradient

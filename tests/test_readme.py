@@ -10,6 +10,8 @@ from pathlib import Path
 from tests.patience import run_command
 
 ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "minifsdp"
+FOLDERS = ("comm", "support", "wrapping", "between_steps", "checks")
 README = (ROOT / "README.md").read_text()
 LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
@@ -49,25 +51,69 @@ def test_the_example_runs(tmp_path):
     assert losses.keys() == {"0", "1"} and losses["0"] != losses["1"]
 
 
-def test_the_map_of_files_is_complete_and_counts_right():
+def test_the_map_is_complete_and_counts_right():
+    """A row for each concept, and one for each package."""
     rows = re.findall(r"^\| \[`(.+?)`\]\((.+?)\) \| ([\d,]+) \|", README, re.M)
-    files = {
-        path.name: path for path in (ROOT / "minifsdp").glob("*.py") if path.stem != "__init__"
+    lines = {name: int(count.replace(",", "")) for name, _, count in rows}
+    assert all(link == f"minifsdp/{name}".rstrip("/") for name, link, _ in rows)
+    expected = {
+        **{path.name: code_lines(path) for path in PACKAGE.glob("[!_]*.py")},
+        **{
+            f"{folder}/": sum(code_lines(path) for path in (PACKAGE / folder).glob("*.py"))
+            for folder in FOLDERS
+        },
     }
-    assert {name for name, _, _ in rows} == files.keys()
-    for name, link, lines in rows:
-        assert link == f"minifsdp/{name}"
-        assert int(lines) == code_lines(files[name]), f"{name} has {code_lines(files[name])}"
+    assert lines == expected
     (total,) = re.findall(r"^\| all \| ([\d,]+) \|", README, re.M)
-    assert int(total.replace(",", "")) == sum(int(lines) for _, _, lines in rows)
+    assert int(total.replace(",", "")) == sum(lines.values())
 
 
-def test_files_come_before_those_that_need_them():
-    order = re.findall(r"^\| \[`(.+?)\.py`\]", README, re.M)
+def test_concepts_come_before_those_that_need_them():
+    order = re.findall(r"^\| \[`(\w+)\.py`\]", README, re.M)
     for place, name in enumerate(order):
-        source = (ROOT / "minifsdp" / f"{name}.py").read_text()
-        needed = re.findall(r"^from minifsdp\.(\w+) import", source, re.M)
-        assert set(needed) <= set(order[:place]), name
+        needed = {n for n in imports(PACKAGE / f"{name}.py") if n in order}
+        assert needed <= set(order[:place]), name
+
+
+def test_no_file_needs_one_that_needs_it():
+    """In circles of imports there is no file to start reading with."""
+    needed = {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): imports(path)
+        for path in PACKAGE.rglob("[!_]*.py")
+    }
+    read: set[str] = set()
+    while len(read) < len(needed):
+        readable = {name for name in needed.keys() - read if needed[name] & needed.keys() <= read}
+        assert readable, f"in circles, or behind one: {sorted(needed.keys() - read)}"
+        read |= readable
+
+
+def test_what_serves_the_concepts_does_not_need_what_is_built_on_them():
+    for folder in ("comm", "support"):
+        for path in (PACKAGE / folder).glob("*.py"):
+            for name in imports(path):
+                assert name.split(".")[0] not in ("checks", "wrapping", "between_steps"), path
+
+
+def test_the_docstring_of_a_package_names_its_files():
+    for folder in FOLDERS:
+        (docstring,) = [
+            ast.get_docstring(ast.parse((PACKAGE / folder / "__init__.py").read_text()))
+        ]
+        for path in (PACKAGE / folder).glob("[!_]*.py"):
+            assert path.name in docstring, path
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of minifsdp that a file imports, by their names below it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("minifsdp."):
+            below = node.module.removeprefix("minifsdp.")
+            found |= {below} | {f"{below}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.removeprefix("minifsdp.") for alias in node.names}
+    return found
 
 
 def test_no_concept_file_is_too_long_to_read():

@@ -79,7 +79,7 @@ def test_the_result_does_not_keep_the_whole_gradient_alive():
     model = stack()
     step(model)
     for unit in model.engine.units:
-        assert unit.shard.grad.untyped_storage().size() == unit.chunk.nbytes
+        assert unit.sharded_flat_param.grad.untyped_storage().size() == unit.padded_shard.nbytes
 
 
 @on_ranks(2)
@@ -132,7 +132,7 @@ def test_a_result_is_stored_without_copying_it():
     reduction = reduce_gradient(unit, torch.ones(42, device=device()), model.engine.streams)
     reduction.event.wait()
     store_gradient(reduction)
-    assert unit.shard.grad.data_ptr() == reduction.result.data_ptr()
+    assert unit.sharded_flat_param.grad.data_ptr() == reduction.result.data_ptr()
 
 
 @pytest.mark.parametrize("keep, stored", [(False, torch.float32), (True, torch.bfloat16)])
@@ -152,9 +152,9 @@ def test_a_gradient_is_cast_before_it_is_added_up_and_again_when_it_is_stored(
     let_arrive(reduction, streams)
     assert reduction.result.dtype is (reduce_dtype or torch.bfloat16)
     store_gradient(reduction)
-    assert unit.shard.grad.dtype is stored
+    assert unit.sharded_flat_param.grad.dtype is stored
     mean = 1 + 2.0**-8 if reduce_dtype is not None and not keep else 1
-    assert (unit.shard.grad == mean).all()
+    assert (unit.sharded_flat_param.grad == mean).all()
 
 
 @OFFLOADS
@@ -175,7 +175,7 @@ def test_every_part_of_it_waits_for_the_one_before(strategy, offload):
 @on_ranks(4)
 def test_however_late_it_is_the_optimizer_gets_the_mean(strategy, offload):
     if device().type == "cuda":
-        pytest.skip("the streams are stand-ins")
+        pytest.skip("the streams are placeholders")
     with deferring_device():
         check_mean(strategy, offload)
 
@@ -200,7 +200,7 @@ def test_a_reduction_goes_on_while_the_backward_does():
 def test_so_do_its_second_half_and_the_copy_to_the_host():
     """When unit 4's chunk is on its way to the replicas and the host, others are still computed."""
     if device().type == "cuda":
-        pytest.skip("the streams are stand-ins")
+        pytest.skip("the streams are placeholders")
     log = []
     with deferring_device():
         model = sharded(ShardingStrategy.HYBRID_SHARD, cpu_offload=CPUOffload(True))

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from minifsdp import BackwardPrefetch, ShardingStrategy
 from minifsdp.reshard import reshard
 from minifsdp.sim import cluster
-from minifsdp.support.param_views import expose, make_views
-from minifsdp.unit import Memory
+from minifsdp.support.param_views import make_views, use_unsharded_views
+from minifsdp.unit_state import ShardedState
 from minifsdp.unshard import unshard, wait_for_unshard
 from tests.lagging import lagging_device
 from tests.ranks import on_ranks
@@ -22,19 +22,19 @@ def unsharded_unit():
     unshard(unit, streams)
     wait_for_unshard(unit)
     make_views(unit)
-    expose(unit)
+    use_unsharded_views(unit)
     return unit, streams
 
 
 @on_ranks(2)
 def test_the_storage_is_really_gone():
     unit, streams = unsharded_unit()
-    storage = unit.room.storage
-    assert storage.size() == unit.full_bytes
+    storage = unit.unsharded.storage
+    assert storage.size() == unit.unsharded.nbytes
     reshard(unit, streams)
-    assert storage.size() == 0 and unit.memory is Memory.SHARDED
+    assert storage.size() == 0 and unit.state.sharded is ShardedState.SHARDED
     with pytest.raises(RuntimeError, match="sharded"):
-        torch.add(unit.slots[0].owners[0][0].weight, 1)
+        torch.add(unit.param_infos[0].owners[0][0].weight, 1)
 
 
 @on_ranks(2)
@@ -53,9 +53,9 @@ def test_a_gather_that_nobody_waited_for_is_over_before_its_memory_goes():
     model.engine.start(training=True)
     unit = model.engine.units[1]
     unshard(unit, model.engine.streams)
-    event = unit.gathered
+    event = unit.unshard_event
     reshard(unit, model.engine.streams)
-    assert event.query() and unit.gathered is None and storage(unit) == 0
+    assert event.query() and unit.unshard_event is None and storage(unit) == 0
     dist.barrier()
 
 
@@ -106,7 +106,7 @@ def test_the_peak_is_a_few_units_and_not_the_model(prefetch, units):
         block.module[0].register_full_backward_hook(measure)
     for at in range(3):
         step(model, at)
-    each = model.engine.units[1].full_bytes
+    each = model.engine.units[1].unsharded.nbytes
     assert peak <= (1 + units) * each  # the root, and `units` blocks
     assert model.engine.stats.peak_unsharded_bytes <= (1 + units) * each
 

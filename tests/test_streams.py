@@ -119,7 +119,7 @@ def test_on_cuda_the_allocator_is_told_who_uses_a_tensor():
         def record_stream(self, stream):
             log.append(stream)
 
-    CudaStream(torch.device("cuda"), stream).record_use(Tensor())
+    CudaStream(torch.device("cuda"), stream).record_stream(Tensor())
     assert log == [stream]
 
 
@@ -208,7 +208,7 @@ def test_on_a_gpu_memory_in_use_on_another_stream_is_not_handed_out():
     on_gpu.unshard.submit(launch).wait()
     torch.cuda._sleep(100_000_000)
     total = kept[0].sum()  # on the compute stream, after the sleep
-    on_gpu.compute.record_use(kept[0])
+    on_gpu.compute.record_stream(kept[0])
     address = kept.pop().data_ptr()
 
     def again():

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minifsdp import CPUOffload, FlatParameter, MixedPrecision, ModuleWrapPolicy, streams
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.unit import Memory
+from minifsdp.unit_state import ShardedState
 from tests.ranks import device, on_ranks
 from tests.small import Block, batch, layers, stack, step, storage
 from tests.support.test_unsharded_storage import LOW, prepared
@@ -23,8 +23,10 @@ def test_the_shard_is_this_ranks_chunk_and_a_parameter():
     linear = nn.Linear(3, 5).to(device())  # 20 elements
     expected = torch.cat([linear.weight.detach().reshape(-1), linear.bias.detach()])
     unit = FSDP(linear)._unit
-    assert isinstance(unit.shard, FlatParameter) and isinstance(unit.shard, nn.Parameter)
-    assert torch.equal(unit.shard, expected.chunk(2)[dist.get_rank()])
+    assert isinstance(unit.sharded_flat_param, FlatParameter) and isinstance(
+        unit.sharded_flat_param, nn.Parameter
+    )
+    assert torch.equal(unit.sharded_flat_param, expected.chunk(2)[dist.get_rank()])
 
 
 @on_ranks(4)
@@ -33,11 +35,15 @@ def test_padding_never_reaches_the_optimizer():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1)
     model(torch.ones(1, 5, device=device())).sum().backward()
     expected = [2, 2, 1, 0][dist.get_rank()]
-    assert model._unit.shard.numel() == model._unit.shard.grad.numel() == expected
+    assert (
+        model._unit.sharded_flat_param.numel()
+        == model._unit.sharded_flat_param.grad.numel()
+        == expected
+    )
     with torch.no_grad():
-        model._unit.shard.add_(1)  # noise, say
+        model._unit.sharded_flat_param.add_(1)  # noise, say
     optimizer.step()
-    assert not model._unit.chunk[expected:].any()
+    assert not model._unit.padded_shard[expected:].any()
 
 
 @on_ranks(2)
@@ -58,7 +64,7 @@ def test_a_shard_that_the_user_replaced_is_followed():
         param.data = param.data * 2
     assert not torch.equal(model(x), before)
     unit = model.engine.units[1]
-    assert unit.chunk.data_ptr() == unit.shard.data_ptr()
+    assert unit.padded_shard.data_ptr() == unit.sharded_flat_param.data_ptr()
 
 
 @on_ranks(3)
@@ -66,13 +72,13 @@ def test_a_model_may_be_cast_after_wrapping():
     model, x = stack(), batch().double()
     expected = layers().double()(x)
     assert torch.equal(model.double()(x), expected)
-    assert model.engine.units[1].full.dtype == torch.float64
+    assert model.engine.units[1].unsharded.flat_param.dtype == torch.float64
 
 
 @on_ranks(2)
 def test_a_shard_of_another_size_is_refused_by_name():
     model = stack()
-    model.engine.units[2].shard.data = torch.zeros(3, device=device())
+    model.engine.units[2].sharded_flat_param.data = torch.zeros(3, device=device())
     with pytest.raises(ValueError, match="unit '2' has 3 elements; this rank's chunk has 21"):
         model(batch())
 
@@ -88,13 +94,13 @@ def test_a_shard_that_should_be_on_the_host_and_is_not_is_refused_by_name():
 @on_ranks(2)
 def test_freezing_after_wrapping_is_followed():
     model = stack()
-    model.engine.units[2].shard.requires_grad_(False)
+    model.engine.units[2].sharded_flat_param.requires_grad_(False)
     step(model)
-    grads = [unit.shard.grad is not None for unit in model.engine.units]
+    grads = [unit.sharded_flat_param.grad is not None for unit in model.engine.units]
     assert grads == [True, True, False, True, True]
-    model.engine.units[2].shard.requires_grad_(True)
+    model.engine.units[2].sharded_flat_param.requires_grad_(True)
     step(model)
-    assert model.engine.units[2].shard.grad is not None
+    assert model.engine.units[2].sharded_flat_param.grad is not None
 
 
 @on_ranks(2)
@@ -103,7 +109,7 @@ def test_a_unit_without_parameters_gathers_nothing():
     step(model)
     assert [name for name, _ in model.named_parameters()] == ["1._flat_param"]
     assert model.engine.stats.all_gathers == 2
-    assert all(unit.memory is Memory.SHARDED for unit in model.engine.units)
+    assert all(unit.state.sharded is ShardedState.SHARDED for unit in model.engine.units)
 
 
 # ------------------------------------------------------------------- one `full` for each dtype
@@ -119,8 +125,8 @@ def test_only_what_is_there_in_the_right_dtype_and_place_is_computed_with_as_it_
     unit = prepared(strategy, cpu_offload=offload)
     unit.compute_in(dtype)
     as_it_is = strategy == "NO_SHARD" and dtype is torch.float32 and offload is None
-    assert unit.transient == (not as_it_is)
-    assert (unit.full.data_ptr() == unit.chunk.data_ptr()) == as_it_is
+    assert unit.needs_unshard == (not as_it_is)
+    assert (unit.unsharded.flat_param.data_ptr() == unit.padded_shard.data_ptr()) == as_it_is
     assert storage(unit) == (42 * 4 if as_it_is else 0)
 
 
@@ -130,7 +136,7 @@ def test_integers_are_never_computed_with_low():
     module.index = nn.Parameter(torch.arange(6, device=device()), requires_grad=False)
     model = FSDP(module, mixed_precision=MixedPrecision(LOW, keep_low_precision_grads=True))
     model.engine.start(training=True)
-    assert model._unit.dtype is torch.int64
+    assert model._unit.unsharded.dtype is torch.int64
 
 
 @pytest.mark.parametrize("asked_for", [True, False])
@@ -142,8 +148,8 @@ def test_dtypes_follow_the_roots_mode_if_that_is_asked_for(asked_for):
     unit, dtypes = FSDP(module, mixed_precision=precision)._unit, []
     for training in (True, False, True):
         unit.refresh(training)
-        assert module.buffer.dtype is unit.dtype
-        dtypes.append(unit.dtype)
+        assert module.buffer.dtype is unit.unsharded.dtype
+        dtypes.append(unit.unsharded.dtype)
     assert dtypes == [LOW, torch.float32 if asked_for else LOW, LOW]
 
 
@@ -156,10 +162,10 @@ def test_a_graph_whose_full_is_gone_is_refused_by_name(change):
     if change == "double":
         model.double()
     elif change == "freeze":
-        unit.shard.requires_grad_(False)
+        unit.sharded_flat_param.requires_grad_(False)
     else:
-        unit.shard.data = unit.shard.data.clone()
-    model(x.to(unit.shard.dtype))
+        unit.sharded_flat_param.data = unit.sharded_flat_param.data.clone()
+    model(x.to(unit.sharded_flat_param.dtype))
     message = "parameters of unit .* were moved, cast, frozen or replaced between a forward and its"
     with pytest.raises(RuntimeError, match=message):
         out.sum().backward()
@@ -172,20 +178,20 @@ def test_a_unit_without_parameters_has_a_dtype_and_a_place_all_the_same(dtype):
     inside = nn.Sequential(nn.Flatten(), FSDP(nn.Linear(6, 6).to(device())))
     model = FSDP(inside, mixed_precision=MixedPrecision(dtype))
     model.engine.start(training=True)
-    assert model._unit.dtype is (dtype or torch.float32)
+    assert model._unit.unsharded.dtype is (dtype or torch.float32)
     assert model._unit.device == device()
     if device().type == "cpu":
         with patch.dict(streams.BACKENDS, meta=streams._cpu):
             model.to("meta")
             model.engine.start(training=True)
-        assert model._unit.device == model._unit.full.device == torch.device("meta")
+        assert model._unit.device == model._unit.unsharded.flat_param.device == torch.device("meta")
 
 
 @on_ranks(2)
 def test_what_torch_puts_in_the_place_of_a_frozen_shard_is_frozen():
     """Moved to another kind of device, or where torch is told to, a parameter is another object."""
     model = stack()
-    model.engine.units[2].shard.requires_grad_(False)
+    model.engine.units[2].sharded_flat_param.requires_grad_(False)
     before = list(model.parameters())
     trained = [param.requires_grad for param in before]
     torch.__future__.set_overwrite_module_params_on_conversion(True)

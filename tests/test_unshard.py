@@ -10,8 +10,8 @@ import torch.distributed as dist
 from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp.sim import cluster
 from minifsdp.sim.tape import Op
-from minifsdp.support.param_views import expose, make_views
-from minifsdp.unit import Memory
+from minifsdp.support.param_views import make_views, use_unsharded_views
+from minifsdp.unit_state import ShardedState
 from minifsdp.unshard import unshard, wait_for_unshard
 from tests.lagging import deferring_device
 from tests.parity import check_at_rest
@@ -33,11 +33,13 @@ def check_views(offload, precision):
     unshard(unit, streams)
     wait_for_unshard(unit)
     make_views(unit)
-    expose(unit)
-    assert storage(unit) == unit.full_numel * unit.dtype.itemsize  # room for what comes, no more
-    expected = layers()[1][0].to(unit.dtype)
+    use_unsharded_views(unit)
+    assert (
+        storage(unit) == unit.padded_numel * unit.unsharded.dtype.itemsize
+    )  # room for what comes, no more
+    expected = layers()[1][0].to(unit.unsharded.dtype)
     assert torch.equal(unit.views[0], expected.weight) and torch.equal(unit.views[1], expected.bias)
-    assert unit.slots[0].owners[0][0].weight is unit.views[0]
+    assert unit.param_infos[0].owners[0][0].weight is unit.views[0]
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
@@ -52,7 +54,7 @@ def test_every_rank_has_all_parameters_in_order(precision, offload):
 @on_ranks(2)
 def test_they_are_there_however_late_uploads_and_gathers_are(precision, offload):
     if device().type == "cuda":
-        pytest.skip("the streams are stand-ins")
+        pytest.skip("the streams are placeholders")
     with deferring_device():
         check_views(OFFLOADS[offload], PRECISIONS[precision])
 
@@ -60,12 +62,12 @@ def test_they_are_there_however_late_uploads_and_gathers_are(precision, offload)
 @on_ranks(2)
 def test_it_comes_in_two_halves():
     _, unit, streams = prepared()
-    assert storage(unit) == 0 and unit.memory is Memory.SHARDED
+    assert storage(unit) == 0 and unit.state.sharded is ShardedState.SHARDED
     unshard(unit, streams)
-    assert unit.memory is Memory.GATHERING and unit.gathered is not None
-    assert storage(unit) == unit.full_bytes == 4 * 42
+    assert unit.state.sharded is ShardedState.UNSHARDING and unit.unshard_event is not None
+    assert storage(unit) == unit.unsharded.nbytes == 4 * 42
     wait_for_unshard(unit)
-    assert unit.memory is Memory.UNSHARDED and unit.gathered is None
+    assert unit.state.sharded is ShardedState.UNSHARDED and unit.unshard_event is None
     wait_for_unshard(unit)  # harmless
     dist.barrier()
 
@@ -96,7 +98,7 @@ def test_what_is_sent_is_what_the_optimizer_wrote():
             param.fill_(dist.get_rank() + 1)
     model(batch())
     unit = model.engine.root  # it stays unsharded after the forward
-    halves = unit.buffer.view(2, -1)
+    halves = unit.unsharded.data.view(2, -1)
     assert (halves[0] == 1).all() and (halves[1][:21] == 2).all()
 
 
@@ -105,7 +107,10 @@ def test_a_unit_that_is_not_sharded_computes_with_its_shard():
     model = stack(sharding_strategy=ShardingStrategy.NO_SHARD)
     model(batch())
     for unit in model.engine.units:
-        assert unit.full.data_ptr() == unit.shard.data_ptr() and not unit.transient
+        assert (
+            unit.unsharded.flat_param.data_ptr() == unit.sharded_flat_param.data_ptr()
+            and not unit.needs_unshard
+        )
     assert model.engine.stats.all_gathers == 0
 
 
@@ -118,12 +123,12 @@ def test_a_unit_that_is_not_sharded_may_need_a_cast_or_an_upload_but_no_gather(o
             cpu_offload=OFFLOADS[offload],
             mixed_precision=PRECISIONS[precision],
         )
-        assert unit.transient and storage(unit) == 0
+        assert unit.needs_unshard and storage(unit) == 0
         unshard(unit, streams)
         wait_for_unshard(unit)
-    expected = layers()[1][0].weight.to(unit.dtype)
-    assert torch.equal(unit.full[:36], expected.flatten())
-    assert unit.full.data_ptr() != unit.shard.data_ptr()
+    expected = layers()[1][0].weight.to(unit.unsharded.dtype)
+    assert torch.equal(unit.unsharded.flat_param[:36], expected.flatten())
+    assert unit.unsharded.flat_param.data_ptr() != unit.sharded_flat_param.data_ptr()
 
 
 @pytest.mark.parametrize("what", ["upload", "all_gather"])
@@ -167,6 +172,6 @@ def test_memory_to_gather_into_is_the_unshard_streams_own(offload):
         )
         gpu.tape.clear()
         unshard(unit, streams)
-        assert gpu.buffer(unit.buffer).owner == "unshard"
+        assert gpu.buffer(unit.unsharded.data).owner == "unshard"
     ops = [op for op in gpu.tape if isinstance(op, Op) and op.stream == "unshard"]
     assert ops and not any(b.owner == "host" for op in ops for b in (*op.reads, *op.writes))

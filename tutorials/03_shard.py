@@ -48,8 +48,8 @@ def five_on_four() -> None:
 # with three, and the last rank has nothing else. It takes part in each collective all the same.
 #
 # Now the engine, with two small layers on three ranks. What shares a flat tensor is a *unit*; here
-# both layers are one. `unit.chunk` is this rank's chunk. What `model.parameters()` gives to the
-# optimizer is the same memory, up to where the data end:
+# both layers are one. `unit.padded_shard` is this rank's chunk. What `model.parameters()` gives to
+# the optimizer is the same memory, up to where the data end:
 
 
 # %%
@@ -57,8 +57,9 @@ def five_on_four() -> None:
 def two_layers() -> tuple[dict[str, int], int]:
     model = FSDP(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1)))
     unit, (param,) = model.engine.root, model.parameters()
-    print(f"{type(param).__name__}, {param.numel()} numbers; the chunk has {unit.chunk.numel()}")
-    return {slot.name: slot.shape.numel() for slot in unit.slots}, unit.chunk.numel()
+    padded = unit.padded_shard.numel()
+    print(f"{type(param).__name__}, {param.numel()} numbers; with padding {padded}")
+    return {info.name: info.shape.numel() for info in unit.param_infos}, padded
 
 
 # %% [hidden]

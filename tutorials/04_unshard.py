@@ -85,7 +85,7 @@ def filled_again() -> None:
 # In the engine a unit has two such tensors for the whole parameters, `full` for autograd and
 # `buffer`, its `.data`, for the collectives. They are made once. Only their storage comes and goes:
 #
-# {{ minifsdp/support/unsharded_storage.py Full.release }}
+# {{ minifsdp/support/unsharded_storage.py UnshardedFlatParam.release }}
 #
 # {{ minifsdp/unshard.py unshard }}
 #
@@ -102,7 +102,7 @@ def a_step(strategy: ShardingStrategy) -> dict[str, list[int]]:
 
     def look(moment: str, *_: object) -> None:
         units = model.engine.units[1:]  # the first is the Sequential's, which has no parameters
-        sizes[moment] = [unit.full.untyped_storage().nbytes() for unit in units]
+        sizes[moment] = [unit.unsharded.flat_param.untyped_storage().nbytes() for unit in units]
 
     for i, layer in enumerate(layers, 1):
         layer.register_forward_hook(partial(look, f"forward of {i}"))

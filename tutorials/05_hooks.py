@@ -28,7 +28,8 @@ from minifsdp.backward import Backward
 from minifsdp.hooks import Hooks
 from minifsdp.sim.__main__ import parser
 from minifsdp.sim.run import simulate
-from minifsdp.unit import Phase, Unit
+from minifsdp.unit import Unit
+from minifsdp.unit_state import TrainingState
 
 PICTURE, NAMES = __file__.replace(".py", ".svg"), ("root", "block 1", "block 2", "block 3")
 MOMENTS = [(Hooks, "pre_forward"), (Hooks, "post_forward"), (Backward, "_begin_backward")]
@@ -41,10 +42,17 @@ def noting(kind: type, name: str, steps: list[Any]) -> Any:
     def noted(these: Any, *args: Any) -> Any:
         units = these.engine.units
         unit = getattr(args[0], "unit", args[0]) if args else units[0]
-        again = name == "_begin_backward" and unit.phase is Phase.BACKWARD  # by another output
+        again = (
+            name == "_begin_backward" and unit.state.training is TrainingState.PRE_BACKWARD
+        )  # by another output
         result = method(these, *args)
-        colours = ["purple" if u.phase is Phase.BACKWARD else "blue" for u in units]
-        boxes = [colours[i] if u.full.untyped_storage().size() else "" for i, u in enumerate(units)]
+        colours = [
+            "purple" if u.state.training is TrainingState.PRE_BACKWARD else "blue" for u in units
+        ]
+        boxes = [
+            colours[i] if u.unsharded.flat_param.untyped_storage().size() else ""
+            for i, u in enumerate(units)
+        ]
         if not again:
             steps[-1].append((word, units.index(unit), boxes))
         return result
@@ -65,7 +73,7 @@ def train(make: str, calls: str) -> tuple[list[Any], list[Any]]:
         for _ in range(3):
             steps.append([])
             net(torch.randn(4, 16) + torch.distributed.get_rank()).pow(2).mean().backward()
-    return steps, [unit.shard.grad.tolist() for unit in net.engine.units]
+    return steps, [unit.sharded_flat_param.grad.tolist() for unit in net.engine.units]
 
 
 def filled(moment: Any) -> int:
@@ -109,13 +117,15 @@ def two_layers() -> None:
 # with a view of it, so its gradient is complete when the layer's is. The *end* is a callback. It
 # can only be queued while a backward is running, and runs after the last operation.
 #
-# The engine keeps these hooks in [autograd_hooks.py](../minifsdp/support/autograd_hooks.py). Its post-backward:
+# The engine keeps these hooks in [autograd_hooks.py](../minifsdp/support/autograd_hooks.py). Its
+# post-backward:
 #
 # {{ minifsdp/backward.py Backward.post_backward }}
 #
 # (`begin` queues the end. Prefetching is page 10, `synchronizes` page 14, and ranks are `apart` if
 # they use different units.) A tensor may leave a module in an attribute, too, so
-# `pre_backward` is also called when autograd needs a saved parameter: `minifsdp/support/saved_tensors.py`.
+# `pre_backward` is also called when autograd needs a saved parameter:
+# `minifsdp/support/saved_tensors.py`.
 #
 # ## What breaks without it
 #

@@ -102,7 +102,7 @@ def units() -> None:
     model(torch.arange(10)).sum().backward()
     if torch.distributed.get_rank() == 0:
         for unit in model.engine.units:
-            print(unit.label, {slot.name: len(slot.owners) for slot in unit.slots})
+            print(unit.label, {info.name: len(info.owners) for info in unit.param_infos})
         kinds = [type(weight).__name__ for weight in (*seen, model.embed.weight)]
         print("embed.weight in the forward, and later:", *kinds)
         print(refusal(lambda: model.embed.weight.norm()))
@@ -111,10 +111,10 @@ def units() -> None:
 # %% [markdown]
 # The numbers count *owners*, modules that have the parameter. The root's only one has two. In the
 # forward both see the same view of the flat tensor, and autograd adds up the gradients of the two
-# uses. Later both see a *stand-in*: it has a shape, no values, and a message. Without it, a module
-# that is called at the wrong time would compute with freed memory.
+# uses. Later both see a *placeholder*: it has a shape, no values, and a message. Without it, a
+# module that is called at the wrong time would compute with freed memory.
 #
-# {{ minifsdp/support/param_access.py Slot.expose }}
+# {{ minifsdp/support/param_access.py ParamInfo.expose }}
 #
 # ## What breaks without it
 #

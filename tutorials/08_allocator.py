@@ -90,7 +90,7 @@ def freed_and_not_free() -> None:
         torch.matmul(busy, busy)  # 94 ms of work for the compute stream
         x.add_(1)
         levels(gpu, "x is in use:")
-        streams.compute.record_use(x)  # x.record_stream(compute)
+        streams.compute.record_stream(x)  # x.record_stream(compute)
         del x
         levels(gpu, "x is dropped:")
         gpu.synchronize()
@@ -114,7 +114,7 @@ def six_copies(record: bool) -> VirtualGpu:
             torch.matmul(busy, busy)
             x.add_(1)
             if record:
-                streams.compute.record_use(x)
+                streams.compute.record_stream(x)
             del x
         gpu.synchronize()
     return gpu

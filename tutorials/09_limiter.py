@@ -43,7 +43,7 @@ def twenty_tensors(made_on: str, line_of_2022: bool) -> None:
                 x = torch.empty(4_000_000)  # fp32: 16 MB
             gpu.clock.launch("compute", 0.01)  # the GPU is busy for 10 ms; the host goes on
             x.add_(1)
-            gpu.record_use(x, "compute")  # as x.record_stream(compute)
+            gpu.record_stream(x, "compute")  # as x.record_stream(compute)
             del x
             if line_of_2022:  # torch.cuda.current_stream().synchronize()
                 Streams.on(torch.device("meta")).compute.record_event().synchronize()

@@ -74,7 +74,7 @@ MISTAKES = {
     "a sum of replicas, not a mean": (reduce._next_half, "1 / replicas.size()", "1.0"),
     "padding comes first": (shard.shard, "chunk[:real]", "chunk[size - real :]"),
     "overwrites what is there": (reduce.store_gradient, "before.add_(grad)", "shard.grad = grad"),
-    "computes too early": (unshard.wait_for_unshard, "unit.gathered.wait()", "pass"),
+    "computes too early": (unshard.wait_for_unshard, "unit.unshard_event.wait()", "pass"),
     "same data on every rank": (train, "+ dist.get_rank()", ""),
 }
 

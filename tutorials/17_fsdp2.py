@@ -56,7 +56,9 @@ def layout():
         for number, param in enumerate(model.parameters(), 1):
             param.data.t().copy_(100 * number + torch.arange(len(param)))  # the same along a row
     a, b = FSDP(models[0]), fsdp2(models[1])
-    return [a.engine.root.chunk.tolist()], [p.to_local().flatten().tolist() for p in b.parameters()]
+    return [a.engine.root.padded_shard.tolist()], [
+        p.to_local().flatten().tolist() for p in b.parameters()
+    ]
 
 
 def draw():

@@ -222,7 +222,7 @@ def main(args: argparse.Namespace) -> None:
     model = shard(GPT(args.layers, args.width), args)
     units = model.engine.units
     total = sum(unit.numel * 4 for unit in units)
-    held = sum(unit.shard.numel() * 4 for unit in units)
+    held = sum(unit.sharded_flat_param.numel() * 4 for unit in units)
     say(
         f"GPT: {args.layers} layers, width {args.width}, {total / 4e6:.2f} M parameters "
         f"({total / 1e6:.2f} MB) in {len(units)} units over {dist.get_world_size()} ranks; "

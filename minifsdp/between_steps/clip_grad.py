@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from minifsdp.comm.collectives import Group, add_up
-from minifsdp.no_sync import check_waiting_gradient
+from minifsdp.no_sync import check_unreduced_grad
 from minifsdp.unit import Unit
 
 
@@ -39,18 +39,19 @@ def clip_grad_norm(units: list[Unit], max_norm: float, norm_type: float) -> Tens
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type}: the p of a norm has to be positive, or math.inf")
     for unit in units:
-        check_waiting_gradient(unit)
-        if unit.waiting is not None:
+        check_unreduced_grad(unit)
+        if unit.unreduced_grad is not None:
             raise RuntimeError(
                 f"unit {unit.label} has gradients from no_sync() that are not reduced yet, so "
                 f"there is no norm of their sum. Run the last backward outside of no_sync()."
             )
     largest = math.isinf(norm_type)
     full = [unit for unit in units if unit.numel] or units  # an empty one may be on another device
-    dtype = reduce(torch.promote_types, (unit.shard.dtype for unit in full), torch.float32)
+    dtypes = (unit.sharded_flat_param.dtype for unit in full)
+    dtype = reduce(torch.promote_types, dtypes, torch.float32)
     total = torch.zeros((), dtype=dtype, device=full[0].device)
     for unit in full:
-        grad = unit.shard.grad
+        grad = unit.sharded_flat_param.grad
         speaks = unit.replicate_group is None or unit.replicate_group.rank() == 0
         if grad is not None and grad.numel() and speaks:
             norm = torch.linalg.vector_norm(grad, norm_type, dtype=dtype).to(total.device)
@@ -63,8 +64,8 @@ def clip_grad_norm(units: list[Unit], max_norm: float, norm_type: float) -> Tens
         total = total ** (1 / norm_type)
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's epsilon
     for unit in full:
-        if unit.shard.grad is not None:
-            unit.shard.grad.mul_(scale.to(unit.shard.grad.device))
+        if unit.sharded_flat_param.grad is not None:
+            unit.sharded_flat_param.grad.mul_(scale.to(unit.sharded_flat_param.grad.device))
     return total
 
 

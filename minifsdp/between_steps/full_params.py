@@ -18,13 +18,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from minifsdp.between_steps.unit_params import Whole
+from minifsdp.between_steps.unit_params import UnitParams
 from minifsdp.checks.rank_agreement import Moment
-from minifsdp.checks.same_model import fingerprint, remember_values
+from minifsdp.checks.same_model import remember_values
 from minifsdp.comm.collectives import all_gather
 from minifsdp.comm.message_tags import Kind
 from minifsdp.hooks import Hooks
 from minifsdp.offload import HOST
+from minifsdp.support.fingerprint import fingerprint
 from minifsdp.unit import Unit
 from minifsdp.unshard import wait_for_unshard
 
@@ -72,7 +73,7 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[N
         RuntimeError: called in a forward or backward, which gather and free by themselves.
         ValueError: ``writeback`` and ``rank0_only``: the other ranks would have nothing to write.
     """
-    hooks.walks.close_dead()
+    hooks.state_dict_calls.close_dead()
     if not hooks.idle:
         raise RuntimeError(
             "summon_full_params was called in a forward or in a backward of this model (as "
@@ -88,11 +89,11 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[N
         hooks.backward.forget_the_dead()
         engine.start(None)
     if engine.sharded:  # else each rank has everything, and need not ask anybody
-        engine.lockstep.at(Moment.SUMMON_FULL_PARAMS_OF, engine.root)
+        engine.agreement.at(Moment.SUMMON_FULL_PARAMS_OF, engine.root)
     units = [unit for unit in units if unit not in hooks.summoned]
     shown = not options.rank0_only or all(_is_first(unit) for unit in units)
     hooks.summoned.update(units)
-    out: list[Whole] = []
+    out: list[UnitParams] = []
     try:
         for unit in units:
             whole = _take_out(hooks, unit, options, shown)
@@ -106,7 +107,7 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[N
             for whole in out:
                 if whole.write_back():
                     remember_values(whole.unit, fingerprint([whole.flat]))
-                    engine.lockstep.compare_values_again()
+                    engine.agreement.compare_values_again()
     finally:
         for whole in out:
             whole.unregister()
@@ -117,18 +118,18 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[N
             unit.choose_precision(engine.training)  # there may be a backward to come
 
 
-def _take_out(hooks: Hooks, unit: Unit, options: Options, shown: bool) -> Whole:
+def _take_out(hooks: Hooks, unit: Unit, options: Options, shown: bool) -> UnitParams:
     with torch.no_grad():  # only while gathering: what the caller computes is his to decide
         hooks.engine.gather(unit)
         wait_for_unshard(unit)
         grad = _whole_grad(unit) if options.with_grads else None
-        whole = Whole(unit, unit.buffer, grad)
+        whole = UnitParams(unit, unit.unsharded.data, grad)
         if not shown:
             hooks.engine.free(unit)  # it was only needed to take part
         elif options.offload_to_cpu:
             # Copied even from one place in the host's memory to another: the gathered one is freed
             # now, and whoever reads a view of freed memory on a CPU is killed.
-            whole.flat = torch.empty_like(unit.buffer, device=HOST).copy_(unit.buffer)
+            whole.flat = torch.empty_like(whole.flat, device=HOST).copy_(whole.flat)
             whole.grad = None if grad is None else grad.to(HOST)
             hooks.engine.free(unit)
     return whole
@@ -140,19 +141,19 @@ def _whole_grad(unit: Unit) -> Tensor | None:
     Raises:
         RuntimeError: some of it has not been reduced.
     """
-    if unit.waiting is not None:
+    if unit.unreduced_grad is not None:
         raise RuntimeError(
             f"unit {unit.label} has gradients from no_sync() that have not been reduced yet. Run "
             f"the last backward outside of no_sync() before you look at them."
         )
-    grad = unit.shard.grad
+    grad = unit.sharded_flat_param.grad
     if grad is None or not unit.numel:
         return None
-    chunk = torch.zeros(unit.chunk.shape, dtype=unit.chunk.dtype, device=unit.device)
+    chunk = torch.zeros(unit.padded_shard.shape, dtype=unit.padded_shard.dtype, device=unit.device)
     chunk[: grad.numel()] = grad
     if unit.shard_group is None:
         return chunk
-    whole = chunk.new_empty(unit.full_numel)
+    whole = chunk.new_empty(unit.padded_numel)
     all_gather(whole, chunk, unit.shard_group, unit.tag, unit.label, Kind.GRADIENT)()
     return whole
 

@@ -182,17 +182,17 @@ def _enter(own: Own, module: nn.Module, writeback: bool, *found: list[str]) -> N
     if wrapper is None or wrapper.module is not module:
         return  # a module that has outlived its wrapper, or a copy of it
     hooks = wrapper._hooks
-    hooks.walks.close_dead(wrapper._unit)
+    hooks.state_dict_calls.close_dead(wrapper._unit)
     with ExitStack() as stack:
         stack.callback(_clean_all, found)
         stack.enter_context(wrapper.summon_full_params(wrapper, recurse=False, writeback=writeback))
-        hooks.walks.held[wrapper._unit] = stack.pop_all()
+        hooks.state_dict_calls.held[wrapper._unit] = stack.pop_all()
 
 
 def _leave(own: Own, module: nn.Module) -> None:
     wrapper = own()
     if wrapper is not None and wrapper.module is module:
-        wrapper._hooks.walks.held.pop(wrapper._unit).close()
+        wrapper._hooks.state_dict_calls.held.pop(wrapper._unit).close()
 
 
 def _clean_all(found: tuple[list[str], ...]) -> None:

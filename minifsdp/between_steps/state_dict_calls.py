@@ -14,7 +14,7 @@ from torch import nn
 from minifsdp.unit import Unit
 
 
-class Walks:
+class StateDictCalls:
     """Those of one root's units that are under way, or were when something raised."""
 
     def __init__(self) -> None:

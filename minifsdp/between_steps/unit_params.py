@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from minifsdp.flatten import unflatten
-from minifsdp.support.param_views import FLAT_PARAM, hide
+from minifsdp.support.param_views import FLAT_PARAM, use_sharded_views
 from minifsdp.unit import Unit
 
 
 @dataclass
-class Whole:
+class UnitParams:
     """All chunks of a unit, ``[n * ranks]``, and its gradient, in the same way, if it is wanted."""
 
     unit: Unit
@@ -27,17 +27,21 @@ class Whole:
         """Turn the views into parameters, so that torch finds them under their names."""
         self.version = self.flat._version
         grads = self._grads()
-        self.unit.exposed = True
+        self.unit.uses_unsharded_views = True
         self.unit.module._parameters.pop(FLAT_PARAM, None)  # no element may be listed twice
-        for place, (slot, view) in enumerate(zip(self.unit.slots, self._views(), strict=True)):
-            param = nn.Parameter(view.detach(), requires_grad=self.unit.shard.requires_grad)
+        for place, (info, view) in enumerate(
+            zip(self.unit.param_infos, self._views(), strict=True)
+        ):
+            param = nn.Parameter(
+                view.detach(), requires_grad=self.unit.sharded_flat_param.requires_grad
+            )
             param.grad = None if grads is None else grads[place]
-            for module, attribute in slot.owners:
+            for module, attribute in info.owners:
                 setattr(module, attribute, param)  # which an RNN notices, too
 
     def unregister(self) -> None:
         """Undo that, whatever the caller has put in the parameters' places."""
-        hide(self.unit)
+        use_sharded_views(self.unit)
 
     def check_shapes(self) -> None:
         """Refuse what cannot be written back.
@@ -45,14 +49,14 @@ class Whole:
         Raises:
             ValueError: a parameter was removed, or replaced by one of another shape.
         """
-        for slot in self.unit.slots:
-            for module, attribute in slot.owners:
+        for info in self.unit.param_infos:
+            for module, attribute in info.owners:
                 param = module._parameters.get(attribute)
-                if param is None or param.shape != slot.shape:
+                if param is None or param.shape != info.shape:
                     raise ValueError(
-                        f"parameter {slot.name!r} of unit {self.unit.label} was replaced inside "
+                        f"parameter {info.name!r} of unit {self.unit.label} was replaced inside "
                         f"summon_full_params by {None if param is None else list(param.shape)}; it "
-                        f"has to stay a tensor of shape {list(slot.shape)}."
+                        f"has to stay a tensor of shape {list(info.shape)}."
                     )
 
     def write_back(self) -> bool:
@@ -63,28 +67,31 @@ class Whole:
         """
         unit, grads = self.unit, self._grads()
         changed = self.flat._version != self.version
-        for place, (slot, view) in enumerate(zip(unit.slots, self._views(), strict=True)):
-            for module, attribute in slot.owners:
+        for place, (info, view) in enumerate(zip(unit.param_infos, self._views(), strict=True)):
+            for module, attribute in info.owners:
                 param = module._parameters[attribute]
                 assert param is not None
                 changed |= _keep(param.data, view)
                 if grads is not None:
                     none = grads[place].new_zeros(())
                     _keep(none if param.grad is None else param.grad, grads[place])
-        own = slice(unit.rank * unit.chunk.numel(), (unit.rank + 1) * unit.chunk.numel())
+        own = slice(
+            unit.shard_rank * unit.padded_shard.numel(),
+            (unit.shard_rank + 1) * unit.padded_shard.numel(),
+        )
         # Only what differs: a graph that is waiting for its backward would take a copy of the same
         # values for a change.
-        if not torch.equal(self.flat[own], unit.chunk):
-            unit.chunk.copy_(self.flat[own])
-        if self.grad is not None and unit.shard.grad is not None:
-            unit.shard.grad.copy_(self.grad[own][: unit.shard.numel()])
+        if not torch.equal(self.flat[own], unit.padded_shard):
+            unit.padded_shard.copy_(self.flat[own])
+        if self.grad is not None and unit.sharded_flat_param.grad is not None:
+            unit.sharded_flat_param.grad.copy_(self.grad[own][: unit.sharded_flat_param.numel()])
         return changed
 
     def _views(self) -> list[Tensor]:
-        return unflatten(self.flat, [slot.shape for slot in self.unit.slots])
+        return unflatten(self.flat, [info.shape for info in self.unit.param_infos])
 
     def _grads(self) -> list[Tensor] | None:
-        shapes = [slot.shape for slot in self.unit.slots]
+        shapes = [info.shape for info in self.unit.param_infos]
         return None if self.grad is None else unflatten(self.grad, shapes)
 
 

@@ -80,10 +80,10 @@ class Part:
         """Which parameters are sharded now; empty, if all are there."""
         module = self._module()
         unit = None if module is None else _unit_with(module)
-        if module is None or unit is None or unit.exposed or unit.on_demand(unit):
+        if module is None or unit is None or unit.uses_unsharded_views or unit.on_demand(unit):
             return ""
         inside = set(module.modules()) if recurse else {module}
-        names = [s.name for s in unit.slots if any(owner in inside for owner, _ in s.owners)]
+        names = [s.name for s in unit.param_infos if any(owner in inside for owner, _ in s.owners)]
         return names and (
             f"the parameters {', '.join(names)} of {type(module).__name__} are a part of the flat "
             f"parameter of unit {unit.label} now. To freeze them, do it before you wrap the model; "
@@ -102,11 +102,12 @@ def check_parameter(module: nn.Module, name: str, param: nn.Parameter | None) ->
     unit = _unit_with(module)
     if unit is None or isinstance(param, FlatParameter):
         return
-    owned = next((slot.name for slot in unit.slots if (module, name) in slot.owners), None)
-    if (owned is not None and not unit.exposed) or (owned is None and param is not None):
-        for slot, stand_in in zip(unit.slots, unit.stand_ins, strict=True):
-            if (module, name) in slot.owners:
-                module.__dict__[name] = stand_in  # torch has removed it by now
+    owned = next((info.name for info in unit.param_infos if (module, name) in info.owners), None)
+    new = owned is None and param is not None
+    if new or (owned is not None and not unit.uses_unsharded_views):
+        for info, placeholder in zip(unit.param_infos, unit.placeholders, strict=True):
+            if (module, name) in info.owners:
+                module.__dict__[name] = placeholder  # torch has removed it by now
         raise RuntimeError(
             f"parameter {owned or name!r} of {type(module).__name__} in unit {unit.label} cannot "
             f"be added or replaced after wrapping. The unit was made of the parameters that there "
@@ -165,7 +166,7 @@ def _holders(module: nn.Module | None) -> dict[nn.Module, str]:
 
 def _holds(module: nn.Module) -> bool:
     unit = _unit_with(module)
-    if unit is not None and any(module is m for slot in unit.slots for m, _ in slot.owners):
+    if unit is not None and any(module is m for info in unit.param_infos for m, _ in info.owners):
         return True
     params = module._parameters.values()
     return any(p is not None for p in params)

@@ -136,9 +136,9 @@ def _places(group: dict[str, Any]) -> list[str] | None:
 
 def _place(param: Tensor) -> str:
     unit: Unit | None = param.unit() if isinstance(param, FlatParameter) else None
-    if unit is None or unit.ranks == 1:
+    if unit is None or unit.shard_world_size == 1:
         return "a whole parameter"
-    return f"chunk {unit.rank} of {unit.ranks} of {unit.numel} elements"
+    return f"chunk {unit.shard_rank} of {unit.shard_world_size} of {unit.numel} elements"
 
 
 def is_chunk(param: Tensor) -> bool:

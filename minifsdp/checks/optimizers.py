@@ -34,7 +34,7 @@ from minifsdp.checks.optim_state import (
     refuse_distributed_checkpoints,
 )
 from minifsdp.support.flat_parameter import FlatParameter
-from minifsdp.unit import Phase
+from minifsdp.unit_state import TrainingState
 from minifsdp.wrapping.orig_params import taken_by
 
 Groups = list[dict[str, Any]]
@@ -114,7 +114,7 @@ def _has_no_gradient(groups: Groups) -> bool:
                 if param.grad is not None:
                     return False  # as a rule the first one has
                 unit = param.unit()
-                ran = ran or (unit is not None and unit.phase is Phase.FORWARD)
+                ran = ran or (unit is not None and unit.state.training is TrainingState.FORWARD)
     return ran
 
 
@@ -139,7 +139,9 @@ def _is_flattened(param: FlatParameter) -> bool:
     """Whether it is something else than one parameter that has one dimension anyway."""
     unit = param.unit()
     return unit is not None and (
-        param.is_chunk or len(unit.slots) > 1 or any(len(slot.shape) > 1 for slot in unit.slots)
+        param.is_chunk
+        or len(unit.param_infos) > 1
+        or any(len(info.shape) > 1 for info in unit.param_infos)
     )
 
 
@@ -155,7 +157,7 @@ def _originals(optimizer: Optimizer, groups: Groups) -> str | None:
                     f"Build the optimizer (or its group) from the wrapped model's parameters()."
                 )
             old = param.unit() if isinstance(param, FlatParameter) else None
-            if old is not None and old.numel and old.shard is not param:
+            if old is not None and old.numel and old.sharded_flat_param is not param:
                 return (
                     f"an optimizer ({type(optimizer).__name__}) holds a flat parameter of unit "
                     f"{old.label} that has been replaced since, by model.to() or the like. Build "

@@ -50,7 +50,7 @@ class FlatName(str):
     def originals(self) -> list[str]:
         """Fully qualified names of the parameters that the flat one stands for."""
         path, dot, _ = self.rpartition(".")
-        return [path + dot + slot.name for slot in getattr(self.param.unit(), "slots", ())]
+        return [path + dot + info.name for info in getattr(self.param.unit(), "param_infos", ())]
 
     def __reduce__(self) -> Any:
         return str, (str(self),)  # what is saved or sent is an ordinary name

@@ -45,7 +45,7 @@ from minifsdp.comm.store import exchange
 from minifsdp.unit import Unit
 
 CHECKED_STEPS = 2
-_MODES = ("", " in train() mode", " in eval() mode")  # see Lockstep._mode
+_MODES = ("", " in train() mode", " in eval() mode")  # see RankAgreement._mode
 
 
 class Moment(IntEnum):
@@ -70,7 +70,7 @@ class Use(IntEnum):
     GRADIENT = 2
 
 
-class Lockstep:
+class RankAgreement:
     """The conversations of one root's units.
 
     Units that all ranks share, in whatever way, are talked about in one circle. Those that belong
@@ -85,7 +85,7 @@ class Lockstep:
         self.units, self._settings = units, settings
         self.steps = self._said_before = 0  # and messages, before the last one began
         # Some ranks use a unit that others do not: in this backward, in one of all.
-        self.apart = self._ever_apart = False
+        self.diverged = self._ever_diverged = False
         self.late: list[Unit] = []  # reduced at its end: what only no_sync has left; if apart, all
         self._compared = self._compared_values = False
         # This rank's last forward or backward has failed; and all ranks know that all have.
@@ -121,7 +121,7 @@ class Lockstep:
 
     def reset(self) -> None:
         """A step begins, or has failed and is forgotten."""
-        self.apart = self._training = False
+        self.diverged = self._training = False
         self._said_before = made()
 
     def begin(self) -> None:
@@ -163,7 +163,7 @@ class Lockstep:
 
     def compares(self, unit: Unit) -> bool:
         """Whether ranks compare what they do with ``unit`` now: in the first steps."""
-        return self.checking and not self.apart and unit in self._circle
+        return self.checking and not self.diverged and unit in self._circle
 
     def at(self, moment: Moment, unit: Unit) -> None:
         """Compare with the other ranks of ``unit`` where they are; only in the first steps.
@@ -194,7 +194,7 @@ class Lockstep:
     def _mode(self) -> int:
         """0: it does not matter; 1: as in train(); 2: in full precision, as in eval()."""
         unit = self._by_mode
-        return 0 if unit is None else 1 + (unit.dtype is unit.chunk.dtype)
+        return 0 if unit is None else 1 + (unit.unsharded.dtype is unit.padded_shard.dtype)
 
     def agree(self, use: Callable[[Unit], Use], synchronizes: bool) -> None:
         """Find out whether the ranks are apart in the backward that begins.
@@ -206,7 +206,7 @@ class Lockstep:
         Raises:
             RuntimeError: some ranks are inside of no_sync and others are not. All of them raise it.
         """
-        self.apart, self.late = False, []
+        self.diverged, self.late = False, []
         mine = {unit: use(unit) if unit.numel else Use.NONE for unit in self.units}
         highest = dict(mine)
         for circle in self._circles if self.asks else []:
@@ -215,14 +215,14 @@ class Lockstep:
                 circle,
                 Kind.AGREEMENT,
                 "the start of a backward",
-                [synchronizes, self.apart, self._mode(), *(mine[unit] for unit in members)],
+                [synchronizes, self.diverged, self._mode(), *(mine[unit] for unit in members)],
             )
             for place, unit in enumerate(members):
                 uses = [Use(note[3 + place]) for note in said.values()]
                 highest[unit] = max(uses)
-                self.apart |= min(uses) < max(uses) == Use.GRADIENT
-            self.apart |= any(note[1] for note in said.values())  # heard of in another circle
-            self._ever_apart |= self.apart
+                self.diverged |= min(uses) < max(uses) == Use.GRADIENT
+            self.diverged |= any(note[1] for note in said.values())  # heard of in another circle
+            self._ever_diverged |= self.diverged
             if circle is self._circles[-1] and len({(n[0], n[2]) for n in said.values()}) > 1:
                 self._all_failed = True
                 inside = ("inside", "outside")
@@ -233,13 +233,13 @@ class Lockstep:
                     f"precision, or none does."
                 )
         if synchronizes:
-            late = (Use.WAITING, Use.GRADIENT) if self.apart else (Use.WAITING,)
+            late = (Use.WAITING, Use.GRADIENT) if self.diverged else (Use.WAITING,)
             self.late = [unit for unit in self.units if highest[unit] in late]
 
     @property
     def asks(self) -> bool:
         """Whether ranks compare their backwards: a GPU would have to wait for the answer."""
-        return self._device.type == "cpu" or self.checking or self._ever_apart
+        return self._device.type == "cpu" or self.checking or self._ever_diverged
 
     @property
     def _device(self) -> torch.device:

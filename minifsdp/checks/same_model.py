@@ -9,15 +9,13 @@ a sharded unit are only whole when it is wrapped, so a number is made of them th
 long as nobody has changed the chunk: what was loaded since is compared no more.
 """
 
-from collections.abc import Iterable
 from itertools import zip_longest
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from minifsdp.support.fingerprint import fingerprint
 from minifsdp.unit import Unit
 
 
@@ -65,17 +63,18 @@ def describe(unit: Unit, forward: bool) -> Said:
     """Its name, and what else has to be the same on all ranks."""
     copies = unit.replicate_group.size() if unit.replicate_group is not None else 1
     low = unit.precision
-    dtypes = f"{unit.chunk.dtype}, computed with as {low.param_dtype or unit.chunk.dtype}"
-    trained = "trained" if unit.shard.requires_grad else "frozen"
+    kept = unit.padded_shard.dtype
+    dtypes = f"{kept}, computed with as {low.param_dtype or kept}"
+    trained = "trained" if unit.sharded_flat_param.requires_grad else "frozen"
     when = "freed" if unit.reshard_after_forward else "kept"
     both = [g for g in (unit.shard_group, unit.replicate_group) if g is not None]
     return Said(
         f"unit {unit.label}",
-        f" ({unit.numel} elements, {dtypes}, sharded over {unit.ranks} and replicated over "
-        f"{copies} ranks, {trained}, {when} after forward, {low})",
-        [f"{slot.name!r} {list(slot.shape)}" for slot in unit.slots],
+        f" ({unit.numel} elements, {dtypes}, sharded over {unit.shard_world_size} and "
+        f"replicated over {copies} ranks, {trained}, {when} after forward, {low})",
+        [f"{info.name!r} {list(info.shape)}" for info in unit.param_infos],
         {str(dist.get_process_group_ranks(group)): group.group_name for group in both},
-        values_now(unit) if forward else Values(None, None, unit.rank),
+        values_now(unit) if forward else Values(None, None, unit.shard_rank),
     )
 
 
@@ -139,25 +138,10 @@ def other_values(said: list[Notes]) -> str | None:
     return None
 
 
-def fingerprint(tensors: Iterable[Tensor]) -> int | None:
-    """A number that is the same for the same bits, on any device; None where there are none."""
-    total = 0
-    for place, tensor in enumerate(tensors, 1):
-        if tensor.is_meta:
-            return None
-        flat = tensor.detach().reshape(-1).contiguous()
-        bits = flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a lone element's may differ
-        end = bits.numel() // 8 * 8
-        words = bits[:end].clone() if bits.storage_offset() % 8 else bits[:end]
-        rest = int.from_bytes(bytes(bits[end:].tolist()), "little")
-        total += place * (int(words.view(torch.int64).sum()) + rest)
-    return total
-
-
 def remember_values(unit: Unit, whole: int | None) -> None:
     """Keep what the values of a unit are when it is wrapped, until the first forward."""
     if whole is not None:
-        _when_wrapped[unit] = Values(whole, fingerprint([unit.chunk]), unit.rank)
+        _when_wrapped[unit] = Values(whole, fingerprint([unit.padded_shard]), unit.shard_rank)
 
 
 def forget_values(units: list[Unit]) -> None:
@@ -168,6 +152,6 @@ def forget_values(units: list[Unit]) -> None:
 
 def values_now(unit: Unit) -> Values:
     """The number that was made of the whole, unless the chunk has been changed since."""
-    chunk, before = fingerprint([unit.chunk]), _when_wrapped.get(unit)
+    chunk, before = fingerprint([unit.padded_shard]), _when_wrapped.get(unit)
     whole = before.whole if before is not None and before.chunk == chunk else None
-    return Values(whole, chunk, unit.rank)
+    return Values(whole, chunk, unit.shard_rank)

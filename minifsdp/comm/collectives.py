@@ -66,7 +66,8 @@ def all_gather(
         chunk: ``[n]``, this rank's part; same dtype and device as ``full``.
         group: the ranks that take part.
         tag: the unit's number, the same on all ranks. Conversations of different units, and the
-            different ones of one unit, may overlap; message_tags.py makes tags of their own for them.
+            different ones of one unit, may overlap; message_tags.py makes tags of their own for
+            them.
         label: the unit's, for errors.
         kind: what is gathered.
     """

@@ -8,8 +8,8 @@ must be equal on both sides::
 
     1 | unit: 14 bits | kind: 3 | bytes per element: 2 | how many there were before: 11
 
-A message that nobody else sends is never taken for another one. Its receiver waits, and deadlock_watch.py
-finds out that it waits in vain.
+A message that nobody else sends is never taken for another one. Its receiver waits, and
+deadlock_watch.py finds out that it waits in vain.
 
 torch's own collectives (all-reduce, and all of them on a GPU) have no tags. They are counted here
 all the same, so that deadlock_watch.py can tell who has started them.

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from minifsdp.comm.message_tags import Key
 
-_HERE = str(Path(__file__).parent)
+_HERE = str(Path(__file__).parent.parent)  # the package
 _TORCH = str(Path(torch.__file__).parent)
 _COLLECTIVES = re.compile(
     "all_gather.*|all_reduce|all_to_all.*|barrier|broadcast.*|destroy_process_group|gather.*|"

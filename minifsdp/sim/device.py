@@ -118,9 +118,9 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A storage has been grown, or shrunk to nothing."""
         self.storages.replace(storage, self._current, self._label)
 
-    def record_use(self, tensor: Tensor, stream: str) -> None:
+    def record_stream(self, tensor: Tensor, stream: str) -> None:
         """As ``tensor.record_stream(stream)``."""
-        self.tape.append(Use(self.storages.record_use(tensor, stream), stream, caller()))
+        self.tape.append(Use(self.storages.record_stream(tensor, stream), stream, caller()))
 
     # ------------------------------------------------------------------------------- operators
 

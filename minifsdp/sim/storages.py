@@ -55,7 +55,7 @@ class Storages:
         if block is not None:
             self._note(buffer, freed=False)
 
-    def record_use(self, tensor: Tensor, stream: str) -> Buffer:
+    def record_stream(self, tensor: Tensor, stream: str) -> Buffer:
         """Tell the allocator that ``stream`` uses a tensor. Returns its memory."""
         buffer, block = self._buffers[tensor.untyped_storage()._cdata]
         if block is not None:

@@ -57,5 +57,5 @@ class VirtualStream:
         now = self._gpu.clock.now
         self._gpu.tape.append(Wait(self._name, event.mark, now, event.mark.time, caller()))
 
-    def record_use(self, tensor: Tensor) -> None:
-        self._gpu.record_use(tensor, self._name)
+    def record_stream(self, tensor: Tensor) -> None:
+        self._gpu.record_stream(tensor, self._name)

@@ -1,5 +1,13 @@
-"""What the concepts stand on: autograd, and a module's parameters while they are sharded or not.
+"""What the concepts stand on: autograd, and parameters as modules and optimizers see them.
 
-Nothing here knows of a training step. Each file knows one thing that the concept files at the top
-would otherwise have to explain.
+flat_parameter.py      the sharded flat parameter, which the optimizer sees
+unsharded_storage.py   the unsharded one, whose memory comes and goes
+param_access.py        what a module finds in the place of a parameter
+param_views.py         which of these it finds when: views while unsharded, placeholders otherwise
+saved_tensors.py       what autograd saves of parameters: a note instead of their memory
+autograd_hooks.py      how to act in the middle of a backward
+grad_hooks.py          hooks that users put on parameters
+buffers.py             what a module keeps that is not a parameter
+pytree.py              the tensors in whatever a module takes or returns
+fingerprint.py         a number for values, to compare them without sending them
 """

@@ -26,7 +26,7 @@ def change_gradient(unit: Unit, grad: Tensor) -> Tensor:
     """Let the hooks of a unit's flat parameter see and replace a gradient before it is reduced.
 
     Args:
-        grad: ``[n * ranks]``, of ``unit.full``; may be overwritten.
+        grad: ``[n * ranks]``, of ``unit.unsharded.flat_param``; may be overwritten.
 
     Returns:
         The gradient to go on with, of the same shape and dtype.
@@ -34,7 +34,7 @@ def change_gradient(unit: Unit, grad: Tensor) -> Tensor:
     Raises:
         RuntimeError: a hook raised one, or returned something of another shape.
     """
-    hooks = unit.shard._backward_hooks
+    hooks = unit.sharded_flat_param._backward_hooks
     if not hooks:
         return grad
     whole = grad[: unit.numel]  # without padding, which is nobody's gradient
@@ -48,8 +48,8 @@ def change_gradient(unit: Unit, grad: Tensor) -> Tensor:
                 f"a hook that was registered on the flat parameter of unit {unit.label} failed: "
                 f"{error}\nIt is called with this rank's gradient of the whole unit, of "
                 f"{unit.numel} elements, before the reduction over ranks, and has to return one of "
-                f"that shape or None. (The parameter itself is a chunk, of {unit.shard.numel()}. "
-                f"For what needs both, use register_post_accumulate_grad_hook.)"
+                f"that shape or None. (The parameter itself is a shard, of "
+                f"{unit.sharded_flat_param.numel()}. For what needs both, use register_post_accumulate_grad_hook.)"
             ) from error
     grad[: unit.numel] = whole
     return grad
@@ -57,7 +57,7 @@ def change_gradient(unit: Unit, grad: Tensor) -> Tensor:
 
 def after_gradient(unit: Unit) -> None:
     """Call what waits for the gradient of a unit's flat parameter, which is complete."""
-    shard = unit.shard
+    shard = unit.sharded_flat_param
     with torch.no_grad():
         for hook in list((shard._post_accumulate_grad_hooks or {}).values()):
             hook(shard)

@@ -1,9 +1,9 @@
 """What a module sees of its parameters.
 
 A layer asks for ``self.weight`` and has to get the right thing: while its unit is unsharded a view
-of the flat tensor, which computes like any tensor; while it is sharded a *stand-in*, which has the
-parameter's shape and refuses to compute. Without that a layer called at the wrong time would read
-memory that is not there, and take the whole process down.
+of the flat tensor, which computes like any tensor; while it is sharded a *placeholder*, which has
+the parameter's shape and refuses to compute. Without that a layer called at the wrong time would
+read memory that is not there, and take the whole process down.
 """
 
 import weakref
@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map
 
 
 @dataclass
-class Slot:
-    """One original parameter: its place in the flat tensor is its place in ``Unit.slots``."""
+class ParamInfo:
+    """One original parameter: its place in the flat tensor is its place in ``Unit.param_infos``."""
 
     name: str  # fully qualified, below the unit's module
     shape: torch.Size
@@ -32,11 +32,11 @@ class Slot:
         assert param is not None, self.name
         return param
 
-    def expose(self, view: Tensor, hidden: bool) -> None:
+    def use_unsharded_views(self, view: Tensor, hidden: bool) -> None:
         """Let all owners see ``view`` as a parameter: also ``module.parameters()`` lists it.
 
         Args:
-            hidden: they see a stand-in now.
+            hidden: they see a placeholder now.
 
         Raises:
             RuntimeError: somebody has put another parameter in its place.
@@ -54,15 +54,15 @@ class Slot:
                 )
             module._parameters[attribute] = view  # type: ignore[assignment]  # not a leaf
 
-    def hide(self, stand_in: "StandIn") -> None:
-        """Let all owners see ``stand_in`` as an attribute, and no parameter."""
+    def use_sharded_views(self, placeholder: "Placeholder") -> None:
+        """Let all owners see ``placeholder`` as an attribute, and no parameter."""
         for module, attribute in self.owners:
             if type(module).__setattr__ is not _SETATTR:
-                _tell(module, attribute, stand_in)
+                _tell(module, attribute, placeholder)
             # The name stays, with nothing in it: it keeps its place in the order of the parameters,
             # and torch refuses to assign what is no parameter to it.
             module._parameters[attribute] = None
-            module.__dict__[attribute] = stand_in
+            module.__dict__[attribute] = placeholder
 
 
 _SETATTR = nn.Module.__setattr__
@@ -75,10 +75,10 @@ def _tell(module: nn.Module, attribute: str, value: object) -> None:
 
 
 class Owner(Protocol):
-    """What a stand-in knows of its unit."""
+    """What a placeholder knows of its unit."""
 
     @property
-    def shard(self) -> nn.Parameter: ...
+    def sharded_flat_param(self) -> nn.Parameter: ...
 
     @property
     def device(self) -> torch.device: ...
@@ -90,19 +90,19 @@ class Owner(Protocol):
     def on_demand(self) -> Callable[[Any], bool]: ...
 
 
-class StandIn:
+class Placeholder:
     """Stands where a parameter was while its unit is sharded. What is known without the values it
     says as the parameter would: shape, dtype, device, ``requires_grad``. Whatever else is asked of
     it is refused, with the parameter's name; but in a backward the unit can be gathered, and the
     parameter itself is what is asked."""
 
-    def __init__(self, unit: Owner, slot: Slot) -> None:
-        self._unit, self._slot = weakref.ref(unit), slot
-        self._name, self.shape = slot.name, slot.shape
+    def __init__(self, unit: Owner, info: ParamInfo) -> None:
+        self._unit, self._slot = weakref.ref(unit), info
+        self._name, self.shape = info.name, info.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._owner.shard.dtype
+        return self._owner.sharded_flat_param.dtype
 
     @property
     def device(self) -> torch.device:
@@ -110,7 +110,7 @@ class StandIn:
 
     @property
     def requires_grad(self) -> bool:
-        return self._owner.shard.requires_grad
+        return self._owner.sharded_flat_param.requires_grad
 
     @property
     def ndim(self) -> int:
@@ -185,7 +185,7 @@ class StandIn:
         return func(*args, **kwargs)
 
 
-# Operators are looked up in the class. Without these a stand-in were true, and equal to nothing.
+# Operators are looked up in the class. Without these a placeholder were true, and equal to nothing.
 _OPERATORS = """
     abs add and bool contains eq float floordiv ge getitem gt int invert iter le len lt matmul mod
     mul ne neg or pos pow radd rand rfloordiv rmatmul rmod rmul ror rpow rsub rtruediv rxor setitem
@@ -198,5 +198,5 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 for _name in _OPERATORS.split():
-    setattr(StandIn, f"__{_name}__", _operator(f"__{_name}__"))
-StandIn.__hash__ = object.__hash__  # type: ignore[method-assign]  # goes with __eq__ otherwise
+    setattr(Placeholder, f"__{_name}__", _operator(f"__{_name}__"))
+Placeholder.__hash__ = object.__hash__  # type: ignore[method-assign]  # goes with __eq__ otherwise

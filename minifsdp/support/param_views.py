@@ -2,9 +2,10 @@
 
 While a unit is gathered its modules have *views* of the flat tensor in the places of their
 parameters, also for those who ask for ``module.parameters()``. While it is sharded they have
-stand-ins (param_access.py), and the unit's module has the flat parameter, for an optimizer to find::
+placeholders (param_access.py), and the unit's module has the flat parameter, for an optimizer to
+find::
 
-    sharded     linear.weight: stand-in         parameters(): _flat_param
+    sharded     linear.weight: placeholder         parameters(): _flat_param
     gathered    linear.weight: view [3, 2]      parameters(): weight, bias
 """
 
@@ -12,46 +13,46 @@ from typing import NamedTuple
 
 import torch
 
-from minifsdp.checks.same_model import fingerprint
 from minifsdp.flatten import unflatten
+from minifsdp.support.fingerprint import fingerprint
 from minifsdp.unit import Unit
 
 FLAT_PARAM = "_flat_param"  # as in torch
 
 
 def make_views(unit: Unit) -> None:
-    """New views of ``unit.full`` for a forward, which autograd will record as its first operations.
+    """New views of ``unit.unsharded.flat_param`` for a forward, which autograd will record as its
+    first operations.
 
     Not once for all: autograd runs operations in the reverse of the order in which they were
     *created*. Old views would come after the whole backward, no unit's gradient would be complete
     before its end, and all units would be unsharded at once.
     """
-    assert unit.full is not None
     # A reentrant checkpoint may run again, in its backward, with views that an evaluation has left.
     # Made without gradients they would keep the gradient that should go on to `full`.
     with torch.inference_mode(False):  # which leaves no_grad as well
-        unit.views = unflatten(unit.full, [slot.shape for slot in unit.slots])
+        unit.views = unflatten(unit.unsharded.flat_param, [info.shape for info in unit.param_infos])
 
 
-def expose(unit: Unit) -> None:
+def use_unsharded_views(unit: Unit) -> None:
     """Let the modules compute with the views."""
-    if len(unit.views) != len(unit.slots):
+    if len(unit.views) != len(unit.param_infos):
         make_views(unit)  # the last forward was in another precision
-    hidden, unit.exposed = not unit.exposed, True
+    hidden, unit.uses_unsharded_views = not unit.uses_unsharded_views, True
     unit.module._parameters.pop(FLAT_PARAM, None)  # or its elements would be listed twice
-    for slot, view in zip(unit.slots, unit.views, strict=True):
-        slot.expose(view, hidden)
+    for info, view in zip(unit.param_infos, unit.views, strict=True):
+        info.use_unsharded_views(view, hidden)
 
 
-def hide(unit: Unit) -> None:
-    """Put stand-ins where the views were, and show the flat parameter. Nothing, if that is so."""
-    if not unit.exposed:
+def use_sharded_views(unit: Unit) -> None:
+    """Put placeholders where the views were, and show the flat parameter. Twice is no error."""
+    if not unit.uses_unsharded_views:
         return
-    unit.exposed = False
-    for slot, stand_in in zip(unit.slots, unit.stand_ins, strict=True):
-        slot.hide(stand_in)
-    if unit.slots:
-        unit.module._parameters[FLAT_PARAM] = unit.shard
+    unit.uses_unsharded_views = False
+    for info, placeholder in zip(unit.param_infos, unit.placeholders, strict=True):
+        info.use_sharded_views(placeholder)
+    if unit.param_infos:
+        unit.module._parameters[FLAT_PARAM] = unit.sharded_flat_param
 
 
 class Values(NamedTuple):
@@ -67,10 +68,9 @@ def values(unit: Unit, thoroughly: bool) -> Values:
     Args:
         thoroughly: read all values, for the first steps.
     """
-    assert unit.full is not None
     # Without sharding the views are the parameters themselves, so that changes last.
-    number = fingerprint([unit.buffer]) if thoroughly and unit.transient else None
-    return Values(unit.full._version, number)
+    number = fingerprint([unit.unsharded.data]) if thoroughly and unit.needs_unshard else None
+    return Values(unit.unsharded.flat_param._version, number)
 
 
 def check_untouched(unit: Unit, before: Values, failed: bool = False) -> None:
@@ -85,15 +85,15 @@ def check_untouched(unit: Unit, before: Values, failed: bool = False) -> None:
         RuntimeError: it has changed one in place, or put another tensor in its place.
     """
     how = ""
-    if (unit.transient or failed) and values(unit, before.number is not None) != before:
+    if (unit.needs_unshard or failed) and values(unit, before.number is not None) != before:
         how = "changed in place"
-    memory = unit.room.storage._cdata
-    for slot, view in zip(unit.slots, unit.views, strict=True):
-        for module, attribute in slot.owners:
+    memory = unit.unsharded.storage._cdata
+    for info, view in zip(unit.param_infos, unit.views, strict=True):
+        for module, attribute in info.owners:
             if module._parameters.get(attribute) is not view:
-                how = f"replaced ({slot.name!r})"
+                how = f"replaced ({info.name!r})"
         if view.untyped_storage()._cdata != memory:
-            how = f"given other data ({slot.name!r}.data = ...)"
+            how = f"given other data ({info.name!r}.data = ...)"
     if how:
         raise RuntimeError(
             f"a parameter of unit {unit.label} was {how} in the forward of its module. It is a "
@@ -106,5 +106,5 @@ def check_untouched(unit: Unit, before: Values, failed: bool = False) -> None:
 def adopt(unit: Unit) -> None:
     """Take over what ``module.to(...)`` has put in the shard's place."""
     found = unit.module._parameters.get(FLAT_PARAM)
-    if found is not None and found is not unit.shard:
+    if found is not None and found is not unit.sharded_flat_param:
         unit.module._parameters[FLAT_PARAM] = unit.replace_shard(found)

@@ -27,7 +27,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from minifsdp.support.param_views import Values
-from minifsdp.unit import Phase, Unit
+from minifsdp.support.unsharded_storage import UnshardedFlatParam
+from minifsdp.unit import Unit
+from minifsdp.unit_state import TrainingState
 
 Hook = Callable[[Any], Any]
 
@@ -36,7 +38,7 @@ class Call(NamedTuple):
     """One forward of a unit, and what its backward has to find again."""
 
     unit: Unit
-    full: Tensor  # the leaf whose views it computed with
+    unsharded: UnshardedFlatParam  # whose views it computed with
     version: int  # of the shard
     values: Values  # of ``full``, when the forward began
     training: bool | None  # the mode of the outermost module
@@ -73,7 +75,7 @@ class SavedParameters:
     def uses(self, chain: Chain) -> None:
         """The unit of the last call is computed with from now on."""
         unit = chain[-1].unit
-        self._chains[unit.room.storage._cdata] = self.last[unit] = chain
+        self._chains[unit.unsharded.storage._cdata] = self.last[unit] = chain
 
     def chain_of(self, tensor: Tensor) -> Chain | None:
         """The call whose gathered parameters ``tensor`` is a part of, if it is one."""
@@ -81,7 +83,7 @@ class SavedParameters:
         chain = self._chains.get(address)
         # A unit that had to leave its memory to somebody has other memory now; the address of the
         # old one may be anybody's.
-        if chain is None or chain[-1].unit.room.storage._cdata != address:
+        if chain is None or chain[-1].unit.unsharded.storage._cdata != address:
             return None
         return chain
 
@@ -125,8 +127,9 @@ class _Hooks(saved_tensors_hooks):
     def pack(self, tensor: Tensor) -> object:
         chain = self.saved.chain_of(tensor)
         # A number type that is not the parameter's, or a flag for "conjugate", is not in a note.
-        # Such a tensor is saved itself, and keeps the memory alive (see Full.release).
-        if chain is None or tensor.dtype is not chain[-1].full.dtype or tensor.is_conj():
+        # Such a tensor is saved itself, and keeps the memory alive (see
+        # UnshardedFlatParam.release).
+        if chain is None or tensor.dtype is not chain[-1].unsharded.dtype or tensor.is_conj():
             if self.outer is not None:
                 return self.outer[0](tensor)
             return tensor, tensor._version
@@ -142,13 +145,16 @@ class _Hooks(saved_tensors_hooks):
             if self.outer is not None:
                 self.outer[1](saved.theirs)  # a checkpoint computes anew here
             unit = saved.chain[-1].unit
-            if unit.phase is not Phase.BACKWARD or unit.task != torch._C._current_graph_task_id():
+            if (
+                unit.state.training is not TrainingState.PRE_BACKWARD
+                or unit.state.graph_task != torch._C._current_graph_task_id()
+            ):
                 self.saved.before_use(saved.chain)
-            memory = unit.buffer
+            memory = unit.unsharded.data
             if torch.is_grad_enabled():
                 # This backward is recorded, and saves the tensor once more, for as long as its own
-                # graph lives. The next gather has other memory then (see Full.release), so it must
-                # not count as a change of this one.
+                # graph lives. The next gather has other memory then (see
+                # UnshardedFlatParam.release), so it must not count as a change of this one.
                 memory = memory.data
             return memory.as_strided(saved.shape, saved.stride, saved.offset)
         if self.outer is not None:

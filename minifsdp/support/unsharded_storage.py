@@ -1,4 +1,4 @@
-"""Room for a unit's whole parameters: a tensor whose memory comes and goes.
+"""The unsharded flat parameter: a tensor whose memory comes and goes.
 
 Gradients arrive at this tensor, and the layers compute with views of it, which share its *storage*.
 So the tensor stays, and its storage shrinks to nothing and grows again. Gathering into the same
@@ -20,27 +20,40 @@ from minifsdp.support.autograd_hooks import when_complete
 
 
 @dataclass(eq=False)
-class Full:
-    """Room for all chunks of a unit, in one dtype."""
+class UnshardedFlatParam:
+    """The shards of all ranks, in rank order, in one dtype.
 
-    leaf: Tensor  # [n * ranks]: what autograd knows; views of it are what the layers compute with
-    buffer: Tensor  # the same memory, for collectives to write to
-    transient: bool  # its storage comes and goes; otherwise it is the chunk's own
-    accumulator: Node | None  # where autograd puts its gradient, if it gets one
+    Attributes:
+        flat_param: ``[padded_numel]``, a leaf of the graph. The layers compute with views of it.
+        data: the same memory with a version counter of its own. Collectives write here: written
+            through ``flat_param``, they would look to autograd like a modification of what the
+            forward has saved.
+        needs_unshard: its memory comes and goes. Otherwise it is that of the shard, which is all
+            there is (NO_SHARD).
+        grad_accumulator: autograd's node that puts the gradient into ``flat_param.grad``; None if
+            the unit is frozen.
+    """
+
+    flat_param: Tensor
+    data: Tensor
+    needs_unshard: bool
+    grad_accumulator: Node | None
 
     def __post_init__(self) -> None:
-        self.storage = self.buffer.untyped_storage()
+        self.storage = self.data.untyped_storage()
+        self.dtype = self.data.dtype
+        self.nbytes = self.data.numel() * self.data.itemsize
 
     def allocate(self) -> None:
-        """Have memory for all chunks."""
-        self.storage.resize_(self.buffer.numel() * self.buffer.itemsize)
+        """Have memory for the shards of all ranks."""
+        self.storage.resize_(self.nbytes)
 
     def release(self, views: list[Tensor]) -> bool:
         """Give the memory back, unless somebody else still refers to it.
 
         A parameter may have left its module: as an output, in an attribute, in a closure. Whoever
-        has it keeps the memory, with the values of this step, and ``leaf`` gets a new storage.
-        Otherwise a use of it would read memory that is not there, and take the process down.
+        has it keeps the memory, with the values of this step, and ``flat_param`` gets a new
+        storage. Otherwise a use of it would read memory that is not there, and end the process.
 
         Args:
             views: the engine's own; emptied, if somebody else has one of them.
@@ -50,20 +63,21 @@ class Full:
         """
         if any(count > _ALONE for count in _references(views)):
             views.clear()  # to see whether that is still so
-        ours = 3 + len(views)  # ``leaf``, ``buffer``, ``storage``; all else is somebody's
+        ours = 3 + len(views)  # ``flat_param``, ``data``, ``storage``
         if torch._C._storage_Use_Count(self.storage._cdata) <= ours:
             self.storage.resize_(0)
             return True
         with torch.inference_mode(False):
-            room = torch.empty_like(self.buffer)
-        self.leaf.data, self.buffer.data = room, room
-        self.storage = room.untyped_storage()
+            memory = torch.empty_like(self.data)
+        self.flat_param.data, self.data.data = memory, memory
+        self.storage = memory.untyped_storage()
         self.storage.resize_(0)
         return False
 
 
-class Fulls:
-    """Those of one unit, made when they are needed: till then the module may move.
+class UnshardedFlatParams:
+    """Those of one unit, by dtype. Each is made when it is first needed: till then the module may
+    move to another device.
 
     Args:
         on_gradient: the unit's method to call when the gradient of one of them is complete.
@@ -71,38 +85,36 @@ class Fulls:
 
     def __init__(self, on_gradient: Callable[[], None]) -> None:
         self._on_gradient = _weakly(on_gradient)
-        self._made: dict[torch.dtype, Full] = {}
+        self._made: dict[torch.dtype, UnshardedFlatParam] = {}
 
-    def get(self, dtype: torch.dtype, requires_grad: bool) -> Full | None:
-        """The one of this dtype, unless it was made for parameters that were frozen since, or were
-        frozen then."""
-        full = self._made.get(dtype)
-        return None if full is None or full.leaf.requires_grad != requires_grad else full
+    def get(self, dtype: torch.dtype, requires_grad: bool) -> UnshardedFlatParam | None:
+        """The one of this dtype, unless the parameters were frozen or thawed since it was made."""
+        made = self._made.get(dtype)
+        return None if made is None or made.flat_param.requires_grad != requires_grad else made
 
-    def of(self, leaf: Tensor | None) -> Full | None:
-        """The one that has this leaf, if it is still there."""
-        return next((full for full in self._made.values() if full.leaf is leaf), None)
+    def __contains__(self, unsharded: UnshardedFlatParam) -> bool:
+        """Whether it is still in use: the parameters were not moved, cast or thawed since."""
+        return any(made is unsharded for made in self._made.values())
 
     def forget(self) -> None:
-        """The parameters are elsewhere now."""
+        """The parameters have been moved or cast."""
         self._made.clear()
 
     @property
-    def accumulators(self) -> list[Node]:
+    def grad_accumulators(self) -> list[Node]:
         """Where autograd would put a gradient of the unit."""
-        return [full.accumulator for full in self._made.values() if full.accumulator is not None]
+        nodes = (made.grad_accumulator for made in self._made.values())
+        return [node for node in nodes if node is not None]
 
-    def add(self, data: Tensor, requires_grad: bool, transient: bool) -> Full:
-        """Make one of ``data``, ``[n * ranks]``, which nobody else has, or the chunk itself. Not to
-        be called in inference mode, which it would not outlive."""
+    def add(self, data: Tensor, requires_grad: bool, needs_unshard: bool) -> UnshardedFlatParam:
+        """Make one of ``data``, ``[padded_numel]``, which nobody else has, or of the shard itself.
+        Not to be called in inference mode, which it would not outlive."""
         leaf = data.requires_grad_(requires_grad)
-        accumulator = when_complete(leaf, self._on_gradient) if requires_grad else None
-        # The same memory with a version counter of its own. Collectives write here: written through
-        # the leaf, they would look to autograd like a modification of what the forward has saved.
-        self._made[leaf.dtype] = full = Full(leaf, leaf.data, transient, accumulator)
-        if transient:
-            full.storage.resize_(0)
-        return full
+        node = when_complete(leaf, self._on_gradient) if requires_grad else None
+        self._made[leaf.dtype] = made = UnshardedFlatParam(leaf, leaf.data, needs_unshard, node)
+        if needs_unshard:
+            made.storage.resize_(0)
+        return made
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

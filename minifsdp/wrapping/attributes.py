@@ -130,7 +130,7 @@ class Transparent(nn.Module):
         """Refuse to set a parameter, except where all of them are there (unit_params.py)."""
         unit, module = unit_of(self), self._modules[WRAPPED]
         assert unit is not None
-        owned = any((module, name) == owner for slot in unit.slots for owner in slot.owners)
+        owned = any((module, name) == owner for info in unit.param_infos for owner in info.owners)
         new = isinstance(value, nn.Parameter) and not owned
         if new or (owned and unit not in self._hooks.summoned):
             raise RuntimeError(

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from minifsdp.support.flat_parameter import FlatParameter
-from minifsdp.support.param_access import Slot
+from minifsdp.support.param_access import ParamInfo
 from minifsdp.wrapping.module_tree import clean, own_modules, unit_of
 from minifsdp.wrapping.orig_params import taken_by
 from minifsdp.wrapping.policies import Policy, has_forward
@@ -150,13 +150,13 @@ def wrap_inside(
                 setattr(parent, name, wrapped)
 
 
-def collect(module: nn.Module) -> list[Slot]:
+def collect(module: nn.Module) -> list[ParamInfo]:
     """The parameters below ``module`` that no inner unit has. A shared one has several owners.
 
     Raises:
         ValueError: an inner unit has taken one of them, which a module outside it holds as well.
     """
-    slots: dict[nn.Parameter, Slot] = {}
+    param_infos: dict[nn.Parameter, ParamInfo] = {}
     for module_name, owner in own_modules(module).items():
         for attribute, param in owner._parameters.items():
             if param is None or isinstance(param, FlatParameter):
@@ -171,9 +171,9 @@ def collect(module: nn.Module) -> list[Slot]:
                         f"are one parameter. " + _ADVICE.format("the smallest module around both")
                     )
                 raise _shared(f"{where}.{its_name}", where, name, "")
-            slot = slots.setdefault(param, Slot(name, param.shape))
-            slot.owners.append((owner, attribute))
-    return list(slots.values())
+            info = param_infos.setdefault(param, ParamInfo(name, param.shape))
+            info.owners.append((owner, attribute))
+    return list(param_infos.values())
 
 
 def _shared(first: str, first_unit: str, second: str, second_unit: str) -> ValueError:

@@ -18,11 +18,12 @@ from minifsdp.api import MixedPrecision
 from minifsdp.checks.members import check_free, join
 from minifsdp.checks.optimizers import watch_optimizers
 from minifsdp.checks.rank_circles import answering
-from minifsdp.checks.same_model import fingerprint, remember_values
+from minifsdp.checks.same_model import remember_values
 from minifsdp.precision import ISLAND
 from minifsdp.support.buffers import Buffers
+from minifsdp.support.fingerprint import fingerprint
 from minifsdp.support.flat_parameter import watch_for_losses
-from minifsdp.support.param_views import hide
+from minifsdp.support.param_views import use_sharded_views
 from minifsdp.unit import Unit
 from minifsdp.wrapping.auto_wrap import check_sharing, check_wrappable, collect, select, wrap_inside
 from minifsdp.wrapping.materialize import materialize, move, synchronize
@@ -69,24 +70,25 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
     modules = own_modules(module)
     check_free(modules)  # first: these may refuse
     _check_outsiders(modules)
-    slots = collect(module)
+    param_infos = collect(module)
     before = originals(modules)
     groups = [g for g in (settings.placement.shard_group, settings.placement.replicate_group) if g]
     device = settings.device
     materialize(modules, device or default_device(groups[0]), settings.init_fn)
-    modules, slots = own_modules(module), collect(module)  # a param_init_fn may put new ones there
+    modules = own_modules(module)  # once more: a param_init_fn may put new ones there
+    param_infos = collect(module)
     if device is not None:
         move(modules, device)
     if settings.synchronize:
         synchronize(modules, groups[::-1])
-    params = [slot.parameter for slot in slots]
+    params = [info.parameter for info in param_infos]
     if settings.offload and device is None:
         on_device = {p.device for p in params if p.device.type != "cpu"}
         device = on_device.pop() if on_device else default_device(groups[0])
     whole = fingerprint(params) if answering(groups) else None
     unit = Unit(
         module,
-        slots,
+        param_infos,
         params,
         Buffers(list(modules.values()), settings.precision.buffer_dtype),
         settings.placement,
@@ -94,12 +96,12 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
         device if settings.offload else None,
         tag=next(_tags[groups[0].group_name]),
     )
-    hide(unit)
+    use_sharded_views(unit)
     remember_values(unit, whole)
     params.clear()  # the last references here; who else has one should not
     mark_taken(unit, before)
     join(unit, modules)
-    unit.watched = watch_for_losses(unit.shard)
+    unit.watched = watch_for_losses(unit.sharded_flat_param)
     watch_optimizers()
     return unit
 

@@ -34,7 +34,7 @@ def name_units(root: nn.Module) -> list[Any]:
     units = {name: wrapper._unit for wrapper, name in names.items()}
     for name, unit in units.items():
         unit.name = name
-        unit.enclosing = [
+        unit.ancestors = [
             outer
             for its_name, outer in units.items()
             if outer is not unit and (not its_name or name.startswith(its_name + "."))

@@ -187,10 +187,10 @@ def test_an_expert_may_have_a_gradient_on_one_rank_only():
     root = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(device())
     root[0].requires_grad_(False)
     model = FSDP(root, auto_wrap_policy=policy)
-    grads = [unit.shard.grad for unit in model.engine.units]
+    grads = [unit.sharded_flat_param.grad for unit in model.engine.units]
     assert grads == [None, None, None]
     if dist.get_rank() == 1:
-        expert = model.engine.units[2].shard
+        expert = model.engine.units[2].sharded_flat_param
         expert.grad = torch.full_like(expert, 2.0)
     found = model.clip_grad_norm_(1.0)
     assert found == math.sqrt(6 * 4.0)
@@ -222,7 +222,7 @@ def test_what_is_not_finite_on_one_rank_is_not_on_any(p, value):
     model = stack()
     step(model)
     if dist.get_rank() == 1:
-        model.engine.units[2].shard.grad[0] = value
+        model.engine.units[2].sharded_flat_param.grad[0] = value
     found = model.clip_grad_norm_(1.0, p)
     assert not found.isfinite()
 

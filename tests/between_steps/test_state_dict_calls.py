@@ -64,7 +64,7 @@ def test_a_walk_within_a_walk_is_alive():
     model = stack(2)
     held = []
     model.module[1].module.register_state_dict_post_hook(
-        lambda *_: held.append([unit.name for unit in model._hooks.walks.held])
+        lambda *_: held.append([unit.name for unit in model._hooks.state_dict_calls.held])
     )
     assert len(model.state_dict()) == 6
     assert held in ([["", "1"]], [[""]])

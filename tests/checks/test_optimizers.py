@@ -99,7 +99,9 @@ def test_a_flat_parameter_that_was_replaced_is_noticed():
     model = stack(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     unit = model.engine.units[1]
-    unit.module._flat_param = unit.replace_shard(nn.Parameter(unit.shard.detach().clone()))
+    unit.module._flat_param = unit.replace_shard(
+        nn.Parameter(unit.sharded_flat_param.detach().clone())
+    )
     step(model)
     with pytest.raises(RuntimeError, match="holds a flat parameter of unit '1' that has been repl"):
         optimizer.step()

@@ -41,14 +41,14 @@ OTHERS = {
 @on_ranks(2)
 def test_no_other_wrapper_may_be_around_a_sharded_model(other, inside, strategy):
     model = stack(1, sharding_strategy=ShardingStrategy[strategy])
-    shards = [unit.shard.detach().clone() for unit in model.engine.units]
+    shards = [unit.sharded_flat_param.detach().clone() for unit in model.engine.units]
     around = nn.Sequential(nn.Linear(6, 6).to(device()), model) if inside else model
     name = other.split(",")[0]
     match = f"{name} cannot wrap this: .* is a minifsdp.FullySharded.*Leave {name} out"
     with pytest.raises(TypeError, match=match):
         OTHERS[other](around)
     for unit, shard in zip(model.engine.units, shards, strict=True):
-        assert torch.equal(unit.shard, shard)  # as it was before, on each rank
+        assert torch.equal(unit.sharded_flat_param, shard)  # as it was before, on each rank
     step(model)
 
 

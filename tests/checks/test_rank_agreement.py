@@ -1,4 +1,4 @@
-"""rank_agreement.py: ranks that part ways are told, and units that only some ranks use are all right."""
+"""rank_agreement.py: ranks that diverge are told, and units that only some ranks use are right."""
 
 from contextlib import contextmanager, nullcontext
 from itertools import product
@@ -16,10 +16,10 @@ from minifsdp import (
     ForwardPrefetch,
     ModuleWrapPolicy,
     ShardingStrategy,
-    lockstep,
 )
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.checks.rank_agreement import CHECKED_STEPS, Lockstep
+from minifsdp.checks import rank_agreement
+from minifsdp.checks.rank_agreement import CHECKED_STEPS, RankAgreement
 from minifsdp.comm.collectives import all_gather
 from minifsdp.comm.groups import HYBRID
 from minifsdp.comm.message_tags import Kind
@@ -199,12 +199,12 @@ def test_a_forward_that_a_checkpoint_runs_again_is_not_a_step():
 
     model = wrap(nn.Sequential(Block(nn.Linear(6, 6)), Checkpointed(Block(nn.Linear(6, 6)))))
     first, second = model(batch()).sum(), model(batch()).sum()
-    assert model.engine.lockstep.steps == 2
+    assert model.engine.agreement.steps == 2
     for loss in (first, second):
         with FSDP.summon_full_params(model, writeback=False):
             pass
         loss.backward()
-        assert model.engine.lockstep.steps == 2
+        assert model.engine.agreement.steps == 2
 
 
 # ---------------------------------------------------------------- units that only some ranks use
@@ -304,7 +304,7 @@ def test_where_all_is_gathered_already_no_prefetch_is_tried():
     both = ("head", "layer")
     for at, uses in enumerate((both, both, both[dist.get_rank() :])):
         model(batch(step=at), uses).backward()
-    assert model.engine.lockstep._ever_apart
+    assert model.engine.agreement._ever_diverged
     assert not any(model.engine.prefetcher.mistargets.values()), model.engine.prefetcher.mistargets
 
 
@@ -329,7 +329,7 @@ def test_so_it_does_where_gradients_have_waited(strategy, ranks):
 def test_what_nobody_uses_keeps_no_gradient():
     model, _ = whims(FULL_SHARD)
     model(batch(), ()).backward()
-    by_name = {unit.name: unit.shard.grad is None for unit in model.engine.units}
+    by_name = {unit.name: unit.sharded_flat_param.grad is None for unit in model.engine.units}
     assert by_name == {"": False, "body": False, "layer": True, "head": True}
 
 
@@ -355,8 +355,8 @@ def test_a_unit_whose_parameters_have_no_elements_has_nothing_to_agree_on():
     for _ in range(2):
         losses = model(batch())
         sum(losses[: 1 + dist.get_rank()]).backward()
-        assert model.engine.units[1].shard.grad is None
-        assert not model.engine.lockstep.late
+        assert model.engine.units[1].sharded_flat_param.grad is None
+        assert not model.engine.agreement.late
 
 
 @on_ranks(3)
@@ -438,7 +438,7 @@ def test_experts_that_each_rank_has_for_itself_ask_nobody():
     for at in range(CHECKED_STEPS + 1):
         model.zero_grad()
         model(batch(step=at), dist.get_rank() == 1).backward()
-        gradient = model.get_submodule("expert")._unit.shard.grad
+        gradient = model.get_submodule("expert")._unit.sharded_flat_param.grad
         assert (gradient is not None) == (dist.get_rank() == 1)
 
 
@@ -458,7 +458,7 @@ def messages():
         tags.append("units")
         return exchange(group, *args)
 
-    with patch.multiple(lockstep, all_gather=noted, exchange=asked):
+    with patch.multiple(rank_agreement, all_gather=noted, exchange=asked):
         yield tags
 
 
@@ -494,12 +494,12 @@ def test_one_rank_says_nothing(strategy):
 def test_a_gpu_is_asked_in_the_first_steps_and_then_only_if_it_ever_mattered():
     model, _ = whims(FULL_SHARD)
     asked = []
-    on_gpu = patch.object(Lockstep, "_device", PropertyMock(return_value=torch.device("cuda")))
+    on_gpu = patch.object(RankAgreement, "_device", PropertyMock(return_value=torch.device("cuda")))
     for at in range(CHECKED_STEPS + 1):
         model(batch(step=at), ()).backward()
         with on_gpu:
-            asked.append(model.engine.lockstep.asks)
+            asked.append(model.engine.agreement.asks)
     model(batch(), ("head",) if dist.get_rank() else ()).backward()
     with on_gpu:
-        asked.append(model.engine.lockstep.asks)
+        asked.append(model.engine.agreement.asks)
     assert asked == [True] * CHECKED_STEPS + [False, True]

@@ -1,4 +1,4 @@
-"""deadlock_watch.py: a wait in vain ends, and says why. (More of it: promises/test_ranks_agree.py.)"""
+"""deadlock_watch.py: a wait in vain ends, and says why. (More: promises/test_ranks_agree.py.)"""
 
 import re
 import threading

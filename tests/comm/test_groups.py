@@ -11,7 +11,8 @@ import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from minifsdp import ShardingStrategy, groups
+from minifsdp import ShardingStrategy
+from minifsdp.comm import groups
 from minifsdp.comm.collectives import gather_objects
 from minifsdp.comm.groups import Placement, place
 from minifsdp.flatten import flatten
@@ -52,10 +53,12 @@ def check_gradients(expected: dict[str, torch.Tensor], **settings) -> None:
     model = stack(2, **settings)
     step(model)
     for unit in model.engine.units:
-        full_names = (f"{unit.name}.{s.name}" if unit.name else s.name for s in unit.slots)
+        full_names = (f"{unit.name}.{s.name}" if unit.name else s.name for s in unit.param_infos)
         flat = flatten([expected[name] for name in full_names])
-        chunk = shard(flat, unit.rank, unit.ranks)[: unit.shard.numel()]
-        torch.testing.assert_close(unit.shard.grad, chunk, rtol=1e-5, atol=1e-6)
+        chunk = shard(flat, unit.shard_rank, unit.shard_world_size)[
+            : unit.sharded_flat_param.numel()
+        ]
+        torch.testing.assert_close(unit.sharded_flat_param.grad, chunk, rtol=1e-5, atol=1e-6)
 
 
 def mean_over_all() -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from minifsdp.comm import deadlock_watch
+from minifsdp.comm import deadlock_watch, store
 from minifsdp.comm.store import exchange
 from tests.comm.test_deadlock_watch import alone_in_the_world
 from tests.ranks import on_ranks
@@ -43,7 +43,7 @@ def test_ranks_may_hold_different_groups_of_the_same_ranks():
 def test_notes_are_not_left_in_the_store():
     exchange(dist.group.WORLD, "", "note", list)
     dist.barrier()
-    store = dist.distributed_c10d._get_default_store()
+    groups_store = dist.distributed_c10d._get_default_store()
     before = store.num_keys()
     dist.barrier()  # else a fast rank's next note is among those counted
     exchange(dist.group.WORLD, "", "note", list)
@@ -75,9 +75,9 @@ def test_who_waits_for_a_note_in_vain_is_told():
 
 @on_ranks(2)
 def test_a_wait_without_end_has_one():
-    store = dist.distributed_c10d._get_default_store()
+    groups_store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
         with patch.object(store.time, "monotonic", iter([0, 0, 10**9]).__next__):
             message = store.Message(dist.group.WORLD, 0, store.Kind.OTHER, 1, "the test")
             with pytest.raises(RuntimeError, match=r"waited in the test.*nobody came in time"):
-                store._read(store, "a key that nobody sets", message)
+                store._read(groups_store, "a key that nobody sets", message)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp import reports
+from minifsdp.comm import wait_reports
 from minifsdp.comm.wait_reports import Report, elsewhere, stuck, where
 from tests.ranks import on_ranks
 
@@ -116,7 +116,7 @@ def test_other_functions_of_that_name_are_no_collectives_of_torchs_either():
     with pytest.raises(KeyError):
         torch.nn.parallel.gather(Outputs(), "cpu")
     assert found[0].f_back.f_code.co_name == "gather"
-    with patch.object(reports, "main_frame", lambda: found[0]):
+    with patch.object(wait_reports, "main_frame", lambda: found[0]):
         assert elsewhere() is None
 
 

@@ -184,7 +184,7 @@ def test_one_before_anything_was_said_concerns_nobody_else():
     for now in range(5):
         step(model, now)
         if dist.get_rank():
-            shard = model.module[0]._unit.shard
+            shard = model.module[0]._unit.sharded_flat_param
             data, shard.data = shard.data, torch.zeros(5)  # refused before the step begins
             with pytest.raises(ValueError, match="5 elements"):
                 model(batch(3, 6))

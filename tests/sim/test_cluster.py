@@ -64,9 +64,11 @@ def test_a_second_process_group_is_refused():
 
 def test_the_unit_that_is_gathered_has_memory_and_the_others_have_not():
     gpu, model = train()
-    sizes = {unit.full.untyped_storage().nbytes() for unit in model.engine.units[1:]}
+    sizes = {
+        unit.unsharded.flat_param.untyped_storage().nbytes() for unit in model.engine.units[1:]
+    }
     assert sizes == {0}
-    shards = sum(unit.chunk.numel() * 4 for unit in model.engine.units)
+    shards = sum(unit.padded_shard.numel() * 4 for unit in model.engine.units)
     assert gpu.allocator.allocated.now == pytest.approx(shards, rel=0.01)
 
 
@@ -75,7 +77,7 @@ def test_gathers_send_what_all_the_others_have():
     (unit, *_) = model.engine.units[1:]
     gathers = [e for e in gpu.tape if isinstance(e, Op) and e.name == "_allgather_base_"]
     assert {op.stream for op in gathers} == {"unshard"}
-    assert {op.sent for op in gathers} == {unit.full_bytes * 15 / 16}
+    assert {op.sent for op in gathers} == {unit.unsharded.nbytes * 15 / 16}
     assert [op.label for op in gathers[:2]] == ["all-gather '0'", "all-gather '1'"]
 
 

@@ -68,7 +68,7 @@ def test_work_goes_to_the_stream_that_is_current_and_takes_its_memory_there():
         with gpu.on("unshard", "a label"):
             x = torch.ones(4 * MiB)
         torch.ones(3)
-        gpu.record_use(x, "compute")
+        gpu.record_stream(x, "compute")
     first, second = ops(gpu)
     assert (first.stream, first.label) == ("unshard", "a label")
     assert (second.stream, second.label) == ("compute", "")

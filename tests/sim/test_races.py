@@ -25,7 +25,7 @@ METHODS = {
     "wait": VirtualEvent,
     "synchronize": VirtualEvent,
     "wait_event": VirtualStream,
-    "record_use": VirtualStream,
+    "record_stream": VirtualStream,
 }
 
 
@@ -90,7 +90,7 @@ def races(forgotten: Wait | None, strategy: ShardingStrategy, **settings):
         fail(model, model.module[1].register_forward_hook)
         if settings.get("cpu_offload") is None:  # else the host steps, which waits for gradients
             with torch.no_grad():
-                model.engine.units[2].shard.mul_(0.9)  # prefetched, and not used
+                model.engine.units[2].sharded_flat_param.mul_(0.9)  # prefetched, and not used
         step(model)
         optimizer.step()
     return gpu.races()
@@ -130,12 +130,12 @@ def test_nor_with_mixed_precision(strategy, offload):
 
 
 MISSED = {
-    "unshard.py wait_for_unshard: unit.gathered.wait()":
+    "unshard.py wait_for_unshard: unit.unshard_event.wait()":
         r"addmm on compute uses memory of all-gather <root> .* and does not wait for "
         r"_allgather_base_ of all-gather <root> on unshard",
-    "reshard.py reshard: streams.compute.record_use(unit.buffer)":
+    "reshard.py reshard: streams.compute.record_stream(unit.unsharded.data)":
         r"memory of all-gather '1' .* is given out again while addmm on compute may still use it",
-    "reshard.py reshard: unit.gathered.wait()":  # the optimizer steps while it is sent
+    "reshard.py reshard: unit.unshard_event.wait()":  # the optimizer steps while it is sent
         r"mul_ on compute uses .* from the compute stream\) and does not wait for "
         r"_allgather_base_ of all-gather '2' on unshard",
     "reduce.py reduce_gradient: streams.reduce.wait_event(written)":
@@ -155,13 +155,13 @@ MISSED = {
     "offload.py upload: streams.unshard.wait_event(streams.upload.submit(launch, f'upload {unit}'))":  # noqa: E501
         r"_allgather_base_ of all-gather <root> on unshard uses memory of upload <root> .* and "
         r"does not wait for copy_ of upload <root> on upload",
-    "offload.py uploaded: streams.unshard.record_use(copies[0])":
+    "offload.py uploaded: streams.unshard.record_stream(copies[0])":
         r"memory of upload <root> .* is given out again while _allgather_base_ of all-gather "
         r"<root> on unshard may still use it",
     "offload.py download: streams.download.wait_event(ready)":
         r"copy_ of download '3' on download uses memory of reduce '3' .* and does not wait for "
         r"_reduce_scatter_base_ of reduce '3' on reduce",
-    "offload.py download: streams.download.record_use(tensor)":
+    "offload.py download: streams.download.record_stream(tensor)":
         r"memory of reduce '3' .* is given out again while copy_ of download '3' on download may "
         r"still use it",
     "engine.py start: self.streams.unshard.wait_event(self.streams.compute.record_event())":

@@ -52,7 +52,7 @@ def test_what_the_host_has_is_not_the_devices(kind):
     with cluster(kind=kind) as gpu:
         x = gpu.host_memory(torch.ones(4 * MiB))
         assert gpu.buffer(x).owner == "host" and gpu.allocator.allocated.now == 0
-        gpu.record_use(x, "compute")  # nothing to tell anybody
+        gpu.record_stream(x, "compute")  # nothing to tell anybody
         del x
         assert gpu.allocator.allocated.now == 0
 
@@ -61,7 +61,7 @@ def test_another_stream_keeps_what_it_is_known_to_use():
     with cluster() as gpu:
         x = torch.ones(4 * MiB)
         gpu.clock.launch("reduce", 1.0)
-        gpu.record_use(x, "reduce")
+        gpu.record_stream(x, "reduce")
         del x
         assert gpu.allocator.allocated.now == 0 and gpu.allocator.active.now == 16 * MiB
 
@@ -72,6 +72,6 @@ def test_where_there_is_no_room_what_is_left_of_it_may_still_be_cleaned_up():
         gpu.allocator.capacity = 32 * MiB
         with pytest.raises(torch.OutOfMemoryError):
             x.untyped_storage().resize_(64 * MiB)
-        gpu.record_use(x, "compute")
+        gpu.record_stream(x, "compute")
         x.untyped_storage().resize_(0)
         assert gpu.allocator.allocated.now == 0

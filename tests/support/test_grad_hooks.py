@@ -28,13 +28,13 @@ def test_a_tensor_hook_gets_this_ranks_gradient_of_the_whole_unit(strategy):
     model, seen = stack(2, width=4, sharding_strategy=strategy), {}
     for unit in model.engine.units:
         hook = lambda grad, unit=unit: seen.__setitem__(unit.name, grad.clone())  # noqa: E731
-        unit.shard.register_hook(hook)
+        unit.sharded_flat_param.register_hook(hook)
     model(batch(4)).pow(2).sum().backward()
     plain = layers(2, width=4)
     plain(batch(4)).pow(2).sum().backward()
     for unit in model.engine.units:
         prefix = f"{unit.name}." if unit.name else ""
-        own = [plain.get_parameter(prefix + slot.name) for slot in unit.slots]
+        own = [plain.get_parameter(prefix + info.name) for info in unit.param_infos]
         expected = torch.cat([param.grad.reshape(-1) for param in own])
         torch.testing.assert_close(seen[unit.name], expected)  # and nothing of the padding
 
@@ -82,7 +82,7 @@ def test_a_hook_may_remove_itself_and_be_called_once():
 @on_ranks(2)
 def test_what_does_not_fit_is_refused_by_name():
     model = stack(1)
-    model.engine.units[1].shard.register_hook(lambda grad: grad[:-1])
+    model.engine.units[1].sharded_flat_param.register_hook(lambda grad: grad[:-1])
     words = r"(?s)flat parameter of unit '1' failed.*of 42 elements"
     with pytest.raises(RuntimeError, match=words):
         step(model)
@@ -112,7 +112,9 @@ def test_a_hook_after_accumulation_finds_every_gradient_reduced(strategy):
 def test_it_is_not_called_for_units_without_a_gradient_or_while_gradients_wait():
     model, seen = stack(2), []
     for unit in model.engine.units:
-        unit.shard.register_post_accumulate_grad_hook(lambda _, unit=unit: seen.append(unit.name))
+        unit.sharded_flat_param.register_post_accumulate_grad_hook(
+            lambda _, unit=unit: seen.append(unit.name)
+        )
     with model.no_sync():
         step(model)
     assert not seen

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from minifsdp import CPUOffload
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.support.param_access import Slot, StandIn
+from minifsdp.support.param_access import ParamInfo, Placeholder
 from tests.ranks import device, on_ranks
 from tests.small import batch, stack, step
 
@@ -77,7 +77,7 @@ def test_a_module_called_around_its_wrapper_is_refused_also_after_a_step():
 def test_a_stand_in_says_what_is_known_without_values():
     model = stack().double()
     weight = model.module[2].module[0].weight
-    assert type(weight) is StandIn
+    assert type(weight) is Placeholder
     assert weight.shape == (6, 6) and weight.dtype == torch.float64
     assert weight.device.type == device().type
     assert weight.size() == (6, 6) and weight.size(1) == 6 and weight.size(dim=-2) == 6
@@ -104,7 +104,10 @@ def test_nothing_is_set_on_a_stand_in_where_nobody_would_read_it(attribute):
 @on_ranks(1)
 def test_with_offload_the_device_is_the_one_that_computes():
     model = FSDP(nn.Linear(2, 2).to(device()), cpu_offload=CPUOffload(offload_params=True))
-    assert model.module.weight.device.type == "cuda" and model._unit.shard.device.type == "cpu"
+    assert (
+        model.module.weight.device.type == "cuda"
+        and model._unit.sharded_flat_param.device.type == "cpu"
+    )
 
 
 @on_ranks(2)
@@ -126,7 +129,7 @@ def test_a_copy_of_a_wrapped_module_says_so_too():
         assert copied.shape == (6, 6)
         with pytest.raises(RuntimeError, match="'weight' of unit <root> is sharded now"):
             copied + 1
-    assert not hasattr(object.__new__(StandIn), "__setstate__")  # asked before there is a name
+    assert not hasattr(object.__new__(Placeholder), "__setstate__")  # asked before there is a name
 
 
 class Remembers(nn.Linear):
@@ -141,15 +144,15 @@ class Remembers(nn.Linear):
 def test_all_owners_see_what_is_put_into_a_slot():
     first, second = nn.Linear(2, 2), Remembers(2, 2)
     weight = first.weight
-    slot = Slot("first.weight", weight.shape, [(first, "weight"), (second, "weight")])
-    assert slot.parameter is weight
+    info = ParamInfo("first.weight", weight.shape, [(first, "weight"), (second, "weight")])
+    assert info.parameter is weight
     for owner in (first, second):
         del owner.weight
     value = torch.ones(2, 2)
-    slot.expose(value, hidden=False)
+    info.use_unsharded_views(value, hidden=False)
     assert first.weight is second.weight is second.other is value
     assert all(dict(owner.named_parameters())["weight"] is value for owner in (first, second))
-    slot.hide("hidden")
+    info.use_sharded_views("hidden")
     assert first.weight == second.weight == second.other == "hidden"
     assert all("weight" not in dict(owner.named_parameters()) for owner in (first, second))
 
@@ -170,10 +173,10 @@ def test_an_lstm_computes_with_its_list_of_weights():
     assert torch.equal(output, expected)
     lists.append(list(plain._flat_weights))
     kinds = [{type(weight) for weight in weights} for weights in lists]
-    assert kinds[0] == {StandIn} and kinds[1] == {Tensor}
+    assert kinds[0] == {Placeholder} and kinds[1] == {Tensor}
     assert all(a is b for a, b in zip(plain._flat_weights, weights_of(plain), strict=True))
     output.sum().backward()
-    assert {type(weight) for weight in plain._flat_weights} == {StandIn}
+    assert {type(weight) for weight in plain._flat_weights} == {Placeholder}
     with pytest.raises(RuntimeError, match="'weight_ih_l0' of unit <root> is sharded now"):
         plain(batch())
 
@@ -184,5 +187,5 @@ def test_a_module_sees_a_view_of_the_flat_parameter_while_it_runs():
     block = model.module[1].module
     block.register_forward_hook(lambda *_: seen.append(block[0].weight))
     step(model)
-    assert seen[0]._base is model.engine.units[1].full and seen[0].shape == (6, 6)
-    assert type(block[0].weight) is StandIn
+    assert seen[0]._base is model.engine.units[1].unsharded.flat_param and seen[0].shape == (6, 6)
+    assert type(block[0].weight) is Placeholder

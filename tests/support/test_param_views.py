@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy
-from minifsdp.checks.same_model import fingerprint
 from minifsdp.support import param_views
-from minifsdp.support.param_access import StandIn
+from minifsdp.support.fingerprint import fingerprint
+from minifsdp.support.param_access import Placeholder
 from tests.ranks import device, on_ranks
 from tests.small import batch, stack, step
 
@@ -128,7 +128,7 @@ def test_what_was_moved_is_listed_at_once():
         model.double()
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(False)
-    assert all(unit.module._flat_param is unit.shard for unit in model.engine.units)
+    assert all(unit.module._flat_param is unit.sharded_flat_param for unit in model.engine.units)
 
 
 @on_ranks(2)
@@ -141,7 +141,7 @@ def test_after_a_backward_that_died_parameters_are_flat_again():
     with pytest.raises(KeyError):
         out.sum().backward()
     handle.remove()
-    assert type(inner.weight) is StandIn and not isinstance(inner.weight, Tensor)
+    assert type(inner.weight) is Placeholder and not isinstance(inner.weight, Tensor)
     assert all(p.is_leaf for p in model.module.parameters())
     torch.optim.SGD(model.module.parameters(), lr=0.1)
     step(model)

@@ -7,7 +7,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.support.saved_tensors import Call, SavedParameters
-from minifsdp.unit import Phase
+from minifsdp.unit_state import TrainingState
 from tests.ranks import device, on_ranks
 from tests.small import batch, layers, stack, step, storage
 
@@ -27,22 +27,22 @@ def test_a_graph_holds_no_memory_of_a_unit():
     assert storage(kept) and not any(map(storage, model.engine.units[1:]))
     for unit in model.engine.units[1:]:
         unit.views = []
-        assert torch._C._storage_Use_Count(unit.room.storage._cdata) == 3
+        assert torch._C._storage_Use_Count(unit.unsharded.storage._cdata) == 3
     loss.backward()
 
 
 @on_ranks(2)
 def test_a_parameter_is_asked_for_before_it_is_read():
     unit, asked = lone_unit(), []
-    saved = SavedParameters(lambda chain: (asked.append(chain), unit.buffer.fill_(2)))
-    unit.room.allocate()
-    unit.buffer.fill_(1)
-    call = Call(unit, unit.full, 0, 0, True)
+    saved = SavedParameters(lambda chain: (asked.append(chain), unit.unsharded.data.fill_(2)))
+    unit.unsharded.allocate()
+    unit.unsharded.data.fill_(1)
+    call = Call(unit, unit.unsharded.flat_param, 0, 0, True)
     saved.uses((call,))
     x = torch.ones(3, requires_grad=True)
     with saved.hooks():
-        y = (x * unit.full[:3]).sum()
-    unit.phase = Phase.FORWARD
+        y = (x * unit.unsharded.flat_param[:3]).sum()
+    unit.state.training = TrainingState.FORWARD
     y.backward()
     assert asked == [(call,)] and x.grad.tolist() == [2, 2, 2]
 
@@ -51,11 +51,11 @@ def test_a_parameter_is_asked_for_before_it_is_read():
 def test_the_address_of_memory_that_was_left_to_others_means_nothing():
     unit = lone_unit()
     saved = SavedParameters(lambda chain: None)
-    unit.room.allocate()
-    saved.uses((Call(unit, unit.full, 0, 0, True),))
-    part = unit.full.detach()[:3]
+    unit.unsharded.allocate()
+    saved.uses((Call(unit, unit.unsharded.flat_param, 0, 0, True),))
+    part = unit.unsharded.flat_param.detach()[:3]
     assert saved.chain_of(part) is not None
-    assert not unit.room.release([])  # `part` refers to it
+    assert not unit.unsharded.release([])  # `part` refers to it
     assert saved.chain_of(part) is None
 
 
@@ -106,7 +106,9 @@ def test_hooks_within_a_unit_are_used_too():
 
     model = FSDP(nn.Sequential(*(FSDP(Offloads(6, 6)) for _ in range(2))))
     step(model)
-    assert all(unit.shard.grad.isfinite().all() for unit in model.engine.units if unit.numel)
+    assert all(
+        unit.sharded_flat_param.grad.isfinite().all() for unit in model.engine.units if unit.numel
+    )
 
 
 @on_ranks(1)

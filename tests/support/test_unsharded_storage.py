@@ -21,16 +21,19 @@ def test_full_is_one_tensor_with_one_storage_for_ever():
     model = stack()
     step(model)
     unit = model.engine.units[1]
-    full, pointer = unit.full, unit.full.untyped_storage()._cdata
+    full, pointer = unit.unsharded.flat_param, unit.unsharded.flat_param.untyped_storage()._cdata
     step(model)
-    assert unit.full is full and unit.full.untyped_storage()._cdata == pointer
+    assert (
+        unit.unsharded.flat_param is full
+        and unit.unsharded.flat_param.untyped_storage()._cdata == pointer
+    )
 
 
 @on_ranks(2)
 def test_gathering_does_not_look_like_a_modification_to_autograd():
     model = stack()
     step(model)
-    assert all(unit.full._version == 0 for unit in model.engine.units)
+    assert all(unit.unsharded.flat_param._version == 0 for unit in model.engine.units)
 
 
 def prepared(strategy="FULL_SHARD", **settings):
@@ -42,17 +45,17 @@ def prepared(strategy="FULL_SHARD", **settings):
 @on_ranks(2)
 def test_there_is_one_full_for_each_dtype_and_it_is_made_once():
     unit = prepared()
-    exact = unit.full
+    exact = unit.unsharded.flat_param
     unit.compute_in(LOW)
-    low = unit.full
-    assert exact.dtype is torch.float32 and low.dtype is LOW and unit.dtype is LOW
+    low = unit.unsharded.flat_param
+    assert exact.dtype is torch.float32 and low.dtype is LOW and unit.unsharded.dtype is LOW
     assert storage(unit) == 0  # it has no memory before it is needed
-    assert unit.full_bytes == 42 * 2 and exact.numel() == low.numel() == 42
+    assert unit.unsharded.nbytes == 42 * 2 and exact.numel() == low.numel() == 42
     unit.compute_in(torch.float32)
-    assert unit.full is exact and unit.full_bytes == 42 * 4
-    assert [full.leaf for full in unit.fulls._made.values()] == [exact, low]
+    assert unit.unsharded.flat_param is exact and unit.unsharded.nbytes == 42 * 4
+    assert [made.flat_param for made in unit.unsharded_by_dtype._made.values()] == [exact, low]
     unit.compute_with(low)
-    assert unit.full is low and unit.buffer.data_ptr() == low.data_ptr()
+    assert unit.unsharded.flat_param is low and unit.unsharded.data.data_ptr() == low.data_ptr()
 
 
 @on_ranks(2)
@@ -61,9 +64,9 @@ def test_a_full_of_any_dtype_says_when_its_gradient_is_complete():
     unit.on_gradient = told.append
     for dtype in (torch.float32, LOW, torch.float32):
         unit.compute_in(dtype)
-        unit.room.allocate()
-        unit.full.sum().backward()
-        assert unit.full.grad.dtype is dtype
+        unit.unsharded.allocate()
+        unit.unsharded.flat_param.sum().backward()
+        assert unit.unsharded.flat_param.grad.dtype is dtype
         unit.release()
     assert told == [unit] * 3
 
@@ -71,14 +74,14 @@ def test_a_full_of_any_dtype_says_when_its_gradient_is_complete():
 @on_ranks(2)
 def test_what_somebody_refers_to_keeps_its_values_and_the_unit_gets_other_memory():
     unit = prepared()
-    unit.room.allocate()
-    unit.buffer.fill_(3)
-    kept = unit.full.detach()[:6]
+    unit.unsharded.allocate()
+    unit.unsharded.data.fill_(3)
+    kept = unit.unsharded.flat_param.detach()[:6]
     unit.release()
     assert unit.leaks == 1 and storage(unit) == 0
-    unit.room.allocate()
-    unit.buffer.fill_(4)
-    assert kept.tolist() == [3] * 6 and unit.full.tolist() == [4] * 42
+    unit.unsharded.allocate()
+    unit.unsharded.data.fill_(4)
+    assert kept.tolist() == [3] * 6 and unit.unsharded.flat_param.tolist() == [4] * 42
     unit.release()
     assert unit.leaks == 1 and storage(unit) == 0  # nobody refers to the new one
 
@@ -87,34 +90,34 @@ def test_what_somebody_refers_to_keeps_its_values_and_the_unit_gets_other_memory
 def test_other_memory_that_an_evaluation_needs_may_be_trained_with():
     unit, told = prepared(), []
     unit.on_gradient = told.append
-    unit.room.allocate()
-    kept = unit.full.detach()[:6]
+    unit.unsharded.allocate()
+    kept = unit.unsharded.flat_param.detach()[:6]
     with torch.inference_mode():
         unit.release()
-    unit.room.allocate()
-    unit.full.pow(2).sum().backward()
+    unit.unsharded.allocate()
+    unit.unsharded.flat_param.pow(2).sum().backward()
     assert told == [unit] and unit.leaks == 1
-    assert unit.full.data_ptr() != kept.data_ptr()
+    assert unit.unsharded.flat_param.data_ptr() != kept.data_ptr()
 
 
 @on_ranks(2)
 def test_freezing_is_followed_in_every_dtype():
     unit = prepared()
     unit.compute_in(LOW)
-    unit.shard.requires_grad_(False)
+    unit.sharded_flat_param.requires_grad_(False)
     for dtype in (torch.float32, LOW):
         unit.compute_in(dtype)
-        assert not unit.full.requires_grad
-    unit.shard.requires_grad_(True)
+        assert not unit.unsharded.flat_param.requires_grad
+    unit.sharded_flat_param.requires_grad_(True)
     unit.compute_in(LOW)
-    assert unit.full.requires_grad
+    assert unit.unsharded.flat_param.requires_grad
 
 
 @on_ranks(2)
 def test_a_discarded_model_is_freed():
     model = stack()
     step(model)
-    shard = weakref.ref(model.engine.units[1].chunk)
+    shard = weakref.ref(model.engine.units[1].padded_shard)
     del model
     gc.collect()
     assert shard() is None

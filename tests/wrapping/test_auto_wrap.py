@@ -197,7 +197,7 @@ def test_a_module_in_two_places_is_one_unit():
 @on_ranks(2)
 def test_shared_parameters_inside_a_unit_stay_one_parameter():
     model = FSDP(SharedTransformer().to(device()))
-    names = [slot.name for slot in model.engine.root.slots]
+    names = [info.name for info in model.engine.root.param_infos]
     assert "embed.weight" in names and "output.weight" not in names
     with FSDP.summon_full_params(model):
         assert model.module.embed.weight is model.module.output.weight

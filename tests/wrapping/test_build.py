@@ -125,9 +125,11 @@ def test_units_of_a_group_have_different_tags_and_all_its_ranks_the_same():
 
 @on_ranks(2)
 def test_a_unit_is_where_the_user_says():
-    assert build(nn.Linear(2, 2)).shard.device.type == "cpu"
+    assert build(nn.Linear(2, 2)).sharded_flat_param.device.type == "cpu"
     unit = build(nn.BatchNorm1d(2), device=META)
-    assert unit.shard.device == META and isinstance(unit.shard, FlatParameter)
+    assert unit.sharded_flat_param.device == META and isinstance(
+        unit.sharded_flat_param, FlatParameter
+    )
     norm = nn.BatchNorm1d(2)
     build(norm, device=META)
     assert norm.running_mean.device == norm.num_batches_tracked.device == META
@@ -137,7 +139,10 @@ def test_a_unit_is_where_the_user_says():
 def test_with_offload_the_shard_is_on_the_host_and_computed_with_elsewhere():
     for settings in ({}, {"device": device()}):
         unit = build(nn.Linear(2, 2).to(device()), offload=True, **settings)
-        assert unit.shard.device.type == "cpu" and unit.device == unit.offload_from == here()
+        assert (
+            unit.sharded_flat_param.device.type == "cpu"
+            and unit.device == unit.offload_from == here()
+        )
     empty = build(nn.Tanh(), offload=True)
     assert empty.offload_from == default_device(dist.group.WORLD)
     assert build(nn.Linear(2, 2)).offload_from is None
@@ -181,4 +186,4 @@ def test_a_model_is_moved_to_its_gpu_unit_by_unit_and_trains_there():
     assert next(found.parameters()).device == here()
     assert torch.equal(step(found), step(expected))
     offloaded = FSDP(layers(), cpu_offload=CPUOffload(offload_params=True))
-    assert offloaded._unit.offload_from == here() != offloaded._unit.shard.device
+    assert offloaded._unit.offload_from == here() != offloaded._unit.sharded_flat_param.device

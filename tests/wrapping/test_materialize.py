@@ -98,9 +98,9 @@ def test_a_model_from_the_meta_device_trains_like_one_that_was_there(init_fn):
     for at in range(2):
         assert torch.equal(step(found, at), step(expected, at))
     for ours, theirs in zip(found.engine.units, expected.engine.units, strict=True):
-        assert ours.shard.requires_grad == theirs.shard.requires_grad
-        assert ours.shard.grad is theirs.shard.grad or torch.equal(
-            ours.shard.grad, theirs.shard.grad
+        assert ours.sharded_flat_param.requires_grad == theirs.sharded_flat_param.requires_grad
+        assert ours.sharded_flat_param.grad is theirs.sharded_flat_param.grad or torch.equal(
+            ours.sharded_flat_param.grad, theirs.sharded_flat_param.grad
         )
     for ours, theirs in zip(found.buffers(), expected.buffers(), strict=True):
         assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype
@@ -137,7 +137,9 @@ def test_values_are_set_without_autograd():
         module.weight.fill_(3)
 
     found = FSDP(on_meta(lambda: nn.Linear(2, 2, bias=False)), param_init_fn=initialize)
-    assert (found._unit.shard == 3).all() and found._unit.shard.requires_grad
+    assert (
+        found._unit.sharded_flat_param == 3
+    ).all() and found._unit.sharded_flat_param.requires_grad
 
 
 class Table(nn.Module):
@@ -219,7 +221,7 @@ def test_what_is_shared_is_moved_once():
 @on_ranks(2)
 def test_a_shared_parameter_from_meta_is_one_parameter_of_its_unit():
     found = FSDP(on_meta(Both), param_init_fn=where_on_meta)
-    assert [slot.name for slot in found.engine.root.slots] == [
+    assert [info.name for info in found.engine.root.param_infos] == [
         "first.weight", "first.bias", "second.bias",
     ]  # fmt: skip
 
@@ -291,10 +293,10 @@ def ones_below(module: nn.Module) -> None:
 def test_units_inside_keep_their_values_when_all_below_a_module_get_theirs(init_fn):
     root = on_meta(Around)
     inner = root.inner = FSDP(Block(nn.Linear(6, 6)).to(device()))
-    chunk = inner._unit.shard.detach().clone()
+    chunk = inner._unit.sharded_flat_param.detach().clone()
     found = FSDP(root, param_init_fn=init_fn)
-    assert found.module.inner is inner and torch.equal(inner._unit.shard, chunk)
-    assert (found._unit.shard == 1).all()
+    assert found.module.inner is inner and torch.equal(inner._unit.sharded_flat_param, chunk)
+    assert (found._unit.sharded_flat_param == 1).all()
     step(found)
 
 

@@ -24,7 +24,7 @@ def test_units_know_their_names_and_those_around_them():
     middle = FSDP(nn.Sequential(inner, nn.Linear(2, 2).to(device())))
     outer = FSDP(nn.Sequential(middle))
     assert [unit.name for unit in outer.engine.units] == ["", "0", "0.0"]
-    assert inner._unit.enclosing == [outer._unit, middle._unit]
+    assert inner._unit.ancestors == [outer._unit, middle._unit]
 
 
 @on_ranks(1)

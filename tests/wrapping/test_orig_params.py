@@ -22,11 +22,11 @@ def test_an_optimizer_built_before_is_refused_and_one_built_after_trains():
     ):
         FSDP(model)
     wrapped = FSDP(nn.Sequential(nn.Linear(6, 6)).to(device()))
-    before = wrapped.engine.root.shard.detach().clone()
+    before = wrapped.engine.root.sharded_flat_param.detach().clone()
     optimizer = torch.optim.Adam(wrapped.parameters())
     step(wrapped)
     optimizer.step()
-    assert not torch.equal(before, wrapped.engine.root.shard)
+    assert not torch.equal(before, wrapped.engine.root.sharded_flat_param)
 
 
 @on_ranks(2)
