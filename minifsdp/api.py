@@ -110,3 +110,16 @@ class Stats:
     unsharded_bytes: int = 0
     peak_unsharded_units: int = 0
     peak_unsharded_bytes: int = 0
+
+    def count_unshard(self, nbytes: int) -> None:
+        """A unit of so many bytes is being gathered."""
+        self.all_gathers += 1
+        self.unsharded_units += 1
+        self.unsharded_bytes += nbytes
+        self.peak_unsharded_units = max(self.peak_unsharded_units, self.unsharded_units)
+        self.peak_unsharded_bytes = max(self.peak_unsharded_bytes, self.unsharded_bytes)
+
+    def count_reshard(self, nbytes: int) -> None:
+        """A unit of so many bytes has been freed."""
+        self.unsharded_units -= 1
+        self.unsharded_bytes -= nbytes

@@ -8,8 +8,7 @@ something raises in between, that call never comes, and the next step finds out.
 hooks.py has the moments of a forward, and the names of all five.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
@@ -18,11 +17,10 @@ from minifsdp.engine import Engine
 from minifsdp.no_sync import check_unreduced_grad
 from minifsdp.support.autograd_hooks import at_end_of_backward, will_reach
 from minifsdp.support.grad_hooks import change_gradient
-from minifsdp.support.param_views import use_sharded_views, use_unsharded_views
+from minifsdp.support.param_views import use_sharded_views
 from minifsdp.support.saved_tensors import Call, Chain, SavedParameters
 from minifsdp.unit import Unit
 from minifsdp.unit_state import TrainingState
-from minifsdp.unshard import wait_for_unshard
 
 
 class Backward:
@@ -30,26 +28,16 @@ class Backward:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.agreement = engine, engine.agreement
-        self.synchronizes = True  # gradients are reduced; not so inside no_sync
         self.calls: list[Call] = []  # forwards that are under way, outermost first
-        self.saved = SavedParameters(self.pre_backward)
+        self.saved = SavedParameters(self.before_backward)
         self._to_end: Callable[[], bool] | None = None
         for unit in engine.units:
-            unit.on_gradient, unit.on_demand = self.post_backward, self.on_demand
+            unit.on_gradient, unit.on_demand = self.after_gradient, self.on_demand
 
     @property
     def running(self) -> bool:
         """Whether one is under way. One that died of an exception is not."""
         return self._to_end is not None and self._to_end()
-
-    @contextmanager
-    def unsynchronized(self) -> Iterator[None]:
-        """Backwards in this block leave their gradients on this rank; see no_sync.py."""
-        before, self.synchronizes = self.synchronizes, False
-        try:
-            yield
-        finally:
-            self.synchronizes = before
 
     def begin(self, training: bool | None) -> None:
         """One has begun, if it had not before.
@@ -66,17 +54,17 @@ class Backward:
             )
         self.forget_the_dead()
         self.engine.compute_as(training)  # an evaluation came between, perhaps in full precision
-        self._to_end = at_end_of_backward(self.end, self._hide_all)
+        self._to_end = at_end_of_backward(self.end_of_backward, self._hide_all)
         self.engine.prefetcher.start_backward()
         self.agreement.at(Moment.START_OF_A_BACKWARD_BELOW, self.engine.root)
         for unit in self.engine.units:
             check_unreduced_grad(unit)
-        self.agreement.agree(_use, self.synchronizes)
+        self.agreement.agree(_use, self.engine.synchronizes)
         if self.agreement.diverged:  # once they go different ways, nothing may be gathered any more
             for unit in self.engine.units:
-                self.engine.gather(unit)
+                self.engine.parameters.unshard(unit)
 
-    def pre_backward(self, calls: Chain, grads: object = None) -> None:
+    def before_backward(self, calls: Chain, grads: object = None) -> None:
         """A gradient has reached an output of a unit, or autograd needs one of its parameters. It
         was computed in the last of ``calls``, inside of the others.
 
@@ -101,7 +89,7 @@ class Backward:
         """
         chain = self.saved.last.get(unit)
         if chain is not None and _task() >= 0:
-            self.pre_backward(chain)
+            self.before_backward(chain)
         return unit.uses_unsharded_views
 
     def _begin_backward(self, call: Call) -> None:
@@ -116,17 +104,9 @@ class Backward:
             )
         if unit.needs_unshard:
             self.agreement.at(Moment.BACKWARD_OF, unit)
-        self.engine.prefetcher.needed(unit)
-        if unit.unsharded is not call.unsharded:
-            self.engine.free(unit)  # gathered for a forward in another precision
-            unit.compute_with(call.unsharded)
-        self.engine.gather(unit)
-        unit.state.start_backward(_task())
-        self.engine.prefetch(self.engine.prefetcher.pre_backward(unit))
-        wait_for_unshard(unit)
-        use_unsharded_views(unit)  # activation checkpointing runs parts of a forward again in here
+        self.engine.before_backward(unit, call.unsharded, _task())
 
-    def post_backward(self, unit: Unit) -> None:
+    def after_gradient(self, unit: Unit) -> None:
         """The unit's gradient is complete: the backward has gone through every use of it."""
         self.begin(self.engine.training)
         if unit.state.training is TrainingState.PRE_BACKWARD and unit.state.graph_task != _task():
@@ -142,44 +122,16 @@ class Backward:
                 f"unit {unit.label}: gradients of gradients (create_graph=True) are not supported, "
                 f"because the reduction over ranks cannot be differentiated."
             )
-        grad = change_gradient(unit, grad)
-        unit.state.complete_grad()
-        if not self._keeps(unit):
-            self.engine.done_with(unit)
-        self.engine.prefetch(self.engine.prefetcher.post_backward(unit))
-        if not unit.numel:
-            return
-        if self.synchronizes and not self.agreement.diverged:
-            self.engine.reduce(unit, grad)
-        else:
-            self.engine.keep(unit, grad)
+        self.engine.after_gradient(unit, change_gradient(unit, grad))
 
-    def end(self) -> None:
-        """Every unit is sharded again, every gradient where the optimizer looks for it."""
+    def end_of_backward(self) -> None:
+        """Autograd has nothing left to do."""
         for unit in self.engine.units:
             if unit.unsharded.flat_param.grad is not None:
                 self._gradient_of(unit)  # all of it came in parts
         self.agreement.at(Moment.END_OF_A_BACKWARD_BELOW, self.engine.root)
-        for unit in self.agreement.late:
-            self.engine.reduce_kept(unit)
-        self.engine.finish_gradients()
-        if self.agreement.diverged:
-            self.engine.prefetcher.pre_backward_order.forget()  # every rank has seen another one
-            self.agreement.diverged = False
+        self.engine.end_of_backward(in_use={call.unit for call in self.calls})
         self._to_end = None
-        in_use = {call.unit for call in self.calls}  # if this is torch.autograd.grad in a forward
-        for unit in self.engine.units:
-            if self._keeps(unit):
-                unit.kept_version = unit.sharded_flat_param._version
-                use_sharded_views(unit)
-            elif unit not in in_use:
-                self.engine.free(unit)  # its outputs, or some, were not part of this backward
-            unit.state.end_backward()
-
-    def _keeps(self, unit: Unit) -> bool:
-        """Whether a unit stays gathered after a backward: in no_sync, for the next forward, since
-        no optimizer steps in between; unless the strategy is to save its memory."""
-        return not (self.synchronizes or unit.reshard_after_forward)
 
     def _hide_all(self) -> None:
         for unit in self.engine.units:

@@ -1,11 +1,12 @@
-"""What the units of one root share: streams, limiter, prefetcher, counts; and the verbs with them.
+"""What the units of one root share, and what happens to a unit at the five moments of a step.
 
-Each verb (unshard.py, reshard.py, reduce.py) knows one unit and one stream. Here they meet the
-limiter and the counts. Hooks start a verb through these methods only; what concerns one unit alone,
-such as waiting for its gather or making its views, they call where it is.
+hooks.py and backward.py know *when* a moment has come, and call the method of the same name here.
+Each method is a few lines. It gathers parameters and frees them (parameters.py), asks which unit
+comes next (prefetch.py), and sends gradients on their way (gradients.py).
 """
 
-import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +14,22 @@ from torch import Tensor, nn
 from minifsdp.api import Stats
 from minifsdp.checks.members import check_tree
 from minifsdp.checks.rank_agreement import RankAgreement
+from minifsdp.gradients import Gradients
 from minifsdp.limiter import Limiter
-from minifsdp.no_sync import check_unreduced_grad, store_unreduced
+from minifsdp.no_sync import check_unreduced_grad
+from minifsdp.parameters import Parameters
 from minifsdp.prefetch import Prefetcher
-from minifsdp.reduce import Reduction, go_on, let_arrive, reduce_gradient, store_gradient, wait_for
-from minifsdp.reshard import reshard
 from minifsdp.streams import Streams
-from minifsdp.support.grad_hooks import after_gradient
-from minifsdp.support.param_views import adopt, use_sharded_views
+from minifsdp.support.param_views import (
+    adopt,
+    make_views,
+    use_sharded_views,
+    use_unsharded_views,
+)
+from minifsdp.support.unsharded_storage import UnshardedFlatParam
 from minifsdp.unit import Unit
-from minifsdp.unit_state import ShardedState
-from minifsdp.unshard import unshard
+from minifsdp.unit_state import TrainingState
+from minifsdp.unshard import wait_for_unshard
 
 
 class Engine:
@@ -36,7 +42,6 @@ class Engine:
     def __init__(self, units: list[Unit], limiter: Limiter, prefetcher: Prefetcher) -> None:
         self.units, self.root = units, units[0]
         self.limiter, self.prefetcher, self.stats = limiter, prefetcher, Stats()
-        self.streams = Streams.on(torch.device("cpu"))  # till the first forward
         self.agreement = RankAgreement(
             units,
             f"limit_all_gathers={getattr(limiter, 'limit', False)}, "
@@ -44,8 +49,10 @@ class Engine:
         )
         self.sharded = any(unit.shard_group is not None for unit in units)  # not all replicated
         self.training: bool | None = None  # the mode of the outermost module, last time it ran
-        self._reductions: list[Reduction] = []  # of this backward, in the order of their start
-        self._kept: dict[Unit, Tensor] = {}  # gradients of this backward that are not reduced yet
+        self.streams = Streams.on(torch.device("cpu"))  # till the first forward
+        self.parameters = Parameters(self.streams, limiter, prefetcher, self.agreement, self.stats)
+        self.gradients = Gradients(self.streams, self.stats)
+        self.synchronizes = True  # backwards reduce gradients; not so inside no_sync
 
     def start(self, training: bool | None) -> None:
         """Be ready for a forward: nothing left from the last one, everything as the user wants it.
@@ -70,6 +77,7 @@ class Engine:
         for device in by_device:
             if device != self.streams.device:
                 self.streams = Streams.on(device)
+                self.parameters.streams = self.gradients.streams = self.streams
             for unit in self.units:
                 if not unit.numel and unit.device != device:
                     # It has nothing that module.to() would have moved; but inputs, and buffers.
@@ -90,7 +98,7 @@ class Engine:
         if training is not self.training:
             self.training = training
             for unit in self.units:
-                self.free(unit)
+                self.parameters.reshard(unit)
                 unit.choose_precision(training)
 
     def reset(self, keep: bool = False) -> None:
@@ -99,114 +107,111 @@ class Engine:
         Args:
             keep: what a backward in no_sync has left gathered, if nobody has changed it since.
         """
-        reductions, self._reductions = self._reductions, []
-        self._kept.clear()
         self.agreement.reset()
-        for reduction in reductions:
-            reduction.event.wait()
+        self.gradients.drop()
         for unit in self.units:
             if not keep or unit.moved or unit.kept_version != unit.sharded_flat_param._version:
-                self.free(unit)
+                self.parameters.reshard(unit)
             unit.state.start_step()
             unit.unsharded.flat_param.grad = None
 
-    # ----------------------------------------------------------------------------- the three verbs
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in this block leave their gradients on this rank; see no_sync.py."""
+        before, self.synchronizes = self.synchronizes, False
+        try:
+            yield
+        finally:
+            self.synchronizes = before
 
-    def gather(self, unit: Unit) -> None:
-        """Start to unshard a unit that is needed now, unless a prefetch has done it. The host may
-        have to wait for the limiter; for the data it is the computation that waits, later."""
-        if unit.needs_unshard and unit.state.sharded is ShardedState.SHARDED:
-            self.limiter.admit(unit, needed=True)
-            self._unshard(unit)
+    # ---------------------------------------------------------------- the five moments of a step
 
-    def prefetch(self, target: Unit | None) -> None:
-        """Start to unshard a unit that will be needed next, if that is so and there is room."""
-        if target is None or not target.needs_unshard or self.agreement.diverged:
-            return
-        if not self.prefetcher.is_sound(target):
-            return
-        if self.limiter.admit(target, needed=False):
-            self.prefetcher.issued(target)
-            self._unshard(target)
-        else:
-            self.stats.declined_prefetches += 1
+    def before_forward(self, unit: Unit, prefetch: bool) -> None:
+        """The module is about to run: give it its parameters, as views known to autograd.
 
-    def free(self, unit: Unit) -> None:
-        """Reshard a unit, unless it is sharded already. Whoever is unsure may call it."""
-        unit.kept_version = -1
-        if unit.uses_unsharded_views:
-            use_sharded_views(unit)
-        if unit.state.sharded is not ShardedState.SHARDED:
-            self.limiter.freed(unit, reshard(unit, self.streams))
-            self.stats.unsharded_units -= 1
-            self.stats.unsharded_bytes -= unit.unsharded.nbytes
+        Args:
+            prefetch: this forward is part of a step, whose order tells what comes next.
+        """
+        self.prefetcher.needed(unit)
+        self.parameters.unshard(unit)
+        if prefetch:
+            self.parameters.prefetch(self.prefetcher.pre_forward(unit))
+        wait_for_unshard(unit)
+        make_views(unit)
+        use_unsharded_views(unit)
 
-    def done_with(self, unit: Unit) -> None:
-        """Free a unit that has had its turn; but where ranks go different ways, nobody could gather
-        it again."""
-        if not self.agreement.diverged:
-            leaks = unit.leaks
-            self.free(unit)
-            if unit.leaks > leaks == 0:
-                warnings.warn(
-                    f"a parameter of unit {unit.label} is still referred to when the unit is freed "
-                    f"(by an output of its module, an attribute, a closure?). It keeps the values "
-                    f"of this step, and {unit.unsharded.nbytes} bytes that would have been freed. "
-                    f"Keep a copy instead: parameter.detach().clone().",
-                    stacklevel=2,
-                )
+    def after_forward(self, unit: Unit, prefetch: bool) -> None:
+        """The module has run. Free its parameters, unless its backward follows at once."""
+        if torch.is_grad_enabled():
+            unit.state.run_forward()
+        if not self.stays_after_forward(unit):
+            self.parameters.reshard_after_use(unit)
+        elif unit.state.training is not TrainingState.PRE_BACKWARD:
+            use_sharded_views(unit)  # kept for the backward; parameters() does not list views
+        if prefetch:
+            self.parameters.prefetch(self.prefetcher.post_forward(unit))
 
-    def reduce(self, unit: Unit, grad: Tensor) -> None:
-        """Start to reduce the gradient of ``unit.unsharded.flat_param``, ``[n * ranks]``, with what no_sync has
-        left; nobody else may hold it. It is handed over by :meth:`finish_gradients`."""
-        if unit.unreduced_grad is not None and all(r.unit is not unit for r in self._reductions):
-            grad.add_(
-                unit.unreduced_grad.grad
-            )  # a copy of it stays, until this backward has succeeded
-        for reduction in self._reductions[-2:-1]:
-            go_on(reduction, self.streams)
-        if self._reductions:
-            # One at a time: else a network slower than the computation would pile up the gradients
-            # of the whole model, all waiting to be sent.
-            let_arrive(self._reductions[-1], self.streams)
-        self._reductions.append(reduce_gradient(unit, grad, self.streams))
-        self.stats.reductions += 1
+    def before_backward(self, unit: Unit, unsharded: UnshardedFlatParam, graph_task: int) -> None:
+        """The first gradient has reached the unit: gather its parameters again.
 
-    def keep(self, unit: Unit, grad: Tensor) -> None:
-        """Hold a gradient that is not to be reduced now."""
-        before = self._kept.get(unit)
-        self._kept[unit] = grad if before is None else before.add_(grad)
+        Args:
+            unsharded: what the forward has computed with, perhaps in another precision.
+            graph_task: autograd's number of this backward.
+        """
+        self.prefetcher.needed(unit)
+        if unit.unsharded is not unsharded:
+            self.parameters.reshard(unit)
+            unit.compute_with(unsharded)
+        self.parameters.unshard(unit)
+        unit.state.start_backward(graph_task)
+        self.parameters.prefetch(self.prefetcher.pre_backward(unit))
+        wait_for_unshard(unit)
+        use_unsharded_views(unit)  # activation checkpointing runs parts of a forward again in here
 
-    def reduce_kept(self, unit: Unit) -> None:
-        """Reduce what was kept, or nothing: then this rank's part of the sum is zero."""
-        grad = self._kept.pop(unit, None)
-        if grad is None:
-            grad = torch.zeros(unit.padded_numel, dtype=unit.unsharded.dtype, device=unit.device)
-        self.reduce(unit, grad)
+    def after_gradient(self, unit: Unit, grad: Tensor) -> None:
+        """The gradient of the unit, ``[padded_numel]``, is complete: free its parameters, reduce
+        the gradient. Nobody else may hold ``grad``."""
+        unit.state.complete_grad()
+        if not self._stays_after_backward(unit):
+            self.parameters.reshard_after_use(unit)
+        self.parameters.prefetch(self.prefetcher.post_backward(unit))
+        if unit.numel and self.synchronizes and not self.agreement.diverged:
+            self.gradients.reduce(unit, grad)
+        elif unit.numel:
+            self.gradients.hold(unit, grad)
 
-    def finish_gradients(self) -> None:
-        """Wait for all gradients and hand them to the optimizer: all of a backward's, or none."""
-        if self._reductions:
-            let_arrive(self._reductions[-1], self.streams)
-        for reduction in self._reductions:
-            go_on(reduction, self.streams)
-        for reduction in self._reductions:
-            wait_for(reduction)
-        for reduction in self._reductions:
-            store_gradient(reduction)
-        for unit, grad in self._kept.items():
-            store_unreduced(unit, grad)
-        complete = [reduction.unit for reduction in self._reductions]
-        self._reductions.clear()
-        self._kept.clear()
-        for unit in complete:  # last: a hook may raise, or be an optimizer
-            after_gradient(unit)
+    def end_of_backward(self, in_use: set[Unit]) -> None:
+        """Every unit is sharded again, every gradient where the optimizer looks for it.
 
-    def _unshard(self, unit: Unit) -> None:
-        stats = self.stats
-        stats.all_gathers += 1
-        stats.unsharded_units += 1
-        stats.unsharded_bytes += unit.unsharded.nbytes
-        stats.peak_unsharded_units = max(stats.peak_unsharded_units, stats.unsharded_units)
-        stats.peak_unsharded_bytes = max(stats.peak_unsharded_bytes, stats.unsharded_bytes)
-        unshard(unit, self.streams)
+        Args:
+            in_use: units whose forward is still running, if it has called torch.autograd.grad.
+        """
+        for unit in self.agreement.late:
+            self.gradients.reduce_held(unit)
+        self.gradients.finish()
+        if self.agreement.diverged:
+            self.prefetcher.pre_backward_order.forget()  # every rank has seen another one
+            self.agreement.diverged = False
+        for unit in self.units:
+            if self._stays_after_backward(unit):
+                unit.kept_version = unit.sharded_flat_param._version
+                use_sharded_views(unit)
+            elif unit not in in_use:
+                self.parameters.reshard(
+                    unit
+                )  # its outputs, or some, were not part of this backward
+            unit.state.end_backward()
+
+    def stays_after_forward(self, unit: Unit) -> bool:
+        """Whether a unit keeps its parameters when its forward ends."""
+        if unit.state.training is TrainingState.PRE_BACKWARD:
+            return True  # checkpointing: its backward is under way, and computes with them
+        if not torch.is_grad_enabled() or unit.state.training is not TrainingState.FORWARD:
+            return False  # no backward will come for them
+        # The root's backward comes right after its forward: freeing it would gain nothing.
+        return unit is self.root or not unit.reshard_after_forward
+
+    def _stays_after_backward(self, unit: Unit) -> bool:
+        """Whether a unit keeps its parameters after a backward: in no_sync, for the next forward,
+        since no optimizer steps in between; unless the strategy is to save its memory."""
+        return not (self.synchronizes or unit.reshard_after_forward)

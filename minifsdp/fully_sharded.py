@@ -191,7 +191,7 @@ class FullyShardedDataParallel(Transparent):
             RuntimeError: this is not the root, or a forward or backward is under way.
         """
         self._hooks.check_root_and_idle(self._unit, "no_sync")
-        return self._hooks.backward.unsynchronized()
+        return self._engine.no_sync()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``.

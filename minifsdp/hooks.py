@@ -37,16 +37,12 @@ from minifsdp.precision import output_cast, prepare_inputs
 from minifsdp.support.autograd_hooks import after_gradients_of, before_gradient_of
 from minifsdp.support.param_views import (
     check_untouched,
-    make_views,
-    use_sharded_views,
-    use_unsharded_views,
     values,
 )
 from minifsdp.support.pytree import tensors_in
 from minifsdp.support.saved_tensors import Call, refuse_transforms
 from minifsdp.unit import Unit
 from minifsdp.unit_state import TrainingState
-from minifsdp.unshard import wait_for_unshard
 
 
 class Hooks:
@@ -107,7 +103,7 @@ class Hooks:
         first = torch._C._autograd._get_sequence_nr()  # of the operations to come
         try:
             as_given = output_cast(unit, args, kwargs)
-            args, kwargs = self.pre_forward(unit, training, args, kwargs)
+            args, kwargs = self.before_forward(unit, training, args, kwargs)
             try:
                 with self.backward.saved.hooks():
                     output = module(*args, **kwargs)
@@ -118,7 +114,7 @@ class Hooks:
                 raise
             if as_given is not None:
                 output = as_given(output)
-            self.post_forward(unit, output, first)
+            self.after_forward(unit, output, first)
         except BaseException:
             self.forward_failed(unit)
             raise
@@ -127,7 +123,7 @@ class Hooks:
             del self.calls[self.depth :]
         return output
 
-    def pre_forward(
+    def before_forward(
         self, unit: Unit, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The module is about to run. Its parameters have to be there, as views known to autograd.
@@ -142,28 +138,19 @@ class Hooks:
             self.engine.prefetcher.start_forward()
         if unit.needs_unshard or not self.backward.running:  # else it is nobody else's business
             self.agreement.at(Moment.FORWARD_OF, unit)
-        self.engine.prefetcher.needed(unit)
-        self.engine.gather(unit)
-        if self._in_order:
-            self.engine.prefetch(self.engine.prefetcher.pre_forward(unit))
-        wait_for_unshard(unit)
-        make_views(unit)
-        use_unsharded_views(unit)
+        self.engine.before_forward(unit, prefetch=self._in_order)
         before = values(unit, thoroughly=self.agreement.compares(unit))
         version = unit.sharded_flat_param._version
         self.calls.append(Call(unit, unit.unsharded, version, before, self.engine.training))
         self.backward.saved.uses(tuple(self.calls))
-        if (
-            unit.needs_unshard
-            and not unit.sharded_flat_param.requires_grad
-            and torch.is_grad_enabled()
-        ):
+        frozen = not unit.sharded_flat_param.requires_grad
+        if unit.needs_unshard and frozen and torch.is_grad_enabled():
             self._free_when_inputs_have_gradients(unit, args, kwargs)
         # Also where a checkpoint around the root runs it again, which is then not the outermost.
         is_root = unit is self.engine.root or self._outermost
         return prepare_inputs(unit, is_root, args, kwargs)
 
-    def post_forward(self, unit: Unit, output: object, first: int) -> None:
+    def after_forward(self, unit: Unit, output: object, first: int) -> None:
         """The module has run. Free its parameters, and see that the backward finds them again.
 
         Args:
@@ -174,23 +161,15 @@ class Hooks:
         """
         check_untouched(unit, self.calls[-1].values)
         if torch.is_grad_enabled():
-            unit.state.run_forward()
-            hook = partial(self.backward.pre_backward, tuple(self.calls))
+            hook = partial(self.backward.before_backward, tuple(self.calls))
             for tensor in tensors_in(output):
                 before_gradient_of(tensor, hook, first)
-        if not self._stays(unit):
-            self.engine.done_with(unit)
-        elif unit.state.training is not TrainingState.PRE_BACKWARD:
-            use_sharded_views(
-                unit
-            )  # kept for the backward, not for anybody who looks at the model till then
-        if self._in_order:
-            self.engine.prefetch(self.engine.prefetcher.post_forward(unit))
+        self.engine.after_forward(unit, prefetch=self._in_order)
         if self._outermost:
             self.agreement.at(Moment.END_OF_FORWARD_OF, unit)
             for other in self.engine.units:  # prefetched for a forward that did not come
-                if not self._stays(other) and other not in self.summoned:
-                    self.engine.free(other)
+                if not self.engine.stays_after_forward(other) and other not in self.summoned:
+                    self.engine.parameters.reshard(other)
 
     def forward_failed(self, unit: Unit) -> None:
         """The module raised. Leave everything so that the next forward finds it in order."""
@@ -200,16 +179,7 @@ class Hooks:
             self.engine.prefetcher.forget()
         elif unit.state.training is not TrainingState.PRE_BACKWARD and not self.agreement.diverged:
             # Only this one: its caller may catch the exception, whose traceback may hold views.
-            self.engine.free(unit)
-
-    def _stays(self, unit: Unit) -> bool:
-        """Whether the unit keeps its parameters when its forward ends."""
-        if unit.state.training is TrainingState.PRE_BACKWARD:
-            return True  # checkpointing: its backward is under way, and computes with them
-        if not torch.is_grad_enabled() or unit.state.training is not TrainingState.FORWARD:
-            return False  # no backward will come for them
-        # The root's backward comes right after its forward: freeing it would gain nothing.
-        return unit is self.engine.root or not unit.reshard_after_forward
+            self.engine.parameters.reshard(unit)
 
     @property
     def _in_order(self) -> bool:
@@ -219,9 +189,8 @@ class Hooks:
 
     def _check_summoned(self, unit: Unit) -> None:
         """Refuse to train inside of summon_full_params."""
-        if torch.is_grad_enabled() and any(
-            u.sharded_flat_param.requires_grad for u in self.engine.units
-        ):
+        trained = any(u.sharded_flat_param.requires_grad for u in self.engine.units)
+        if trained and torch.is_grad_enabled():
             raise RuntimeError(
                 f"unit {unit.label} was called inside summon_full_params with gradients enabled. "
                 f"They would reach parameters that are there for the time of the block only. Leave "
@@ -235,6 +204,6 @@ class Hooks:
 
         def free(grads: object) -> None:
             unit.state.complete_grad()
-            self.engine.done_with(unit)
+            self.engine.parameters.reshard_after_use(unit)
 
         after_gradients_of(inputs, free)

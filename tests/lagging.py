@@ -18,8 +18,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-import minifsdp.engine
 import minifsdp.offload
+import minifsdp.parameters
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import streams
 from minifsdp.streams import CpuEvent, CpuStream, Streams
@@ -116,7 +116,7 @@ class DeferringStream(CpuStream):
 @contextmanager
 def deferring_device() -> Iterator[None]:
     """Inside, models that are wrapped there run on such a device."""
-    unshard, host_memory = minifsdp.engine.unshard, minifsdp.offload._host_memory
+    unshard, host_memory = minifsdp.parameters.unshard, minifsdp.offload._host_memory
 
     def make(device: torch.device) -> Streams:
         return Streams(device, CpuStream(), *(DeferringStream() for _ in range(5)))
@@ -131,7 +131,7 @@ def deferring_device() -> Iterator[None]:
 
     with (
         patch.dict(streams.BACKENDS, cpu=make),
-        patch.object(minifsdp.engine, "unshard", unshard_into_nan),
+        patch.object(minifsdp.parameters, "unshard", unshard_into_nan),
         patch.object(minifsdp.offload, "_host_memory", nan_on_host),
     ):
         yield
@@ -142,7 +142,7 @@ def count_alive(model: FSDP) -> Iterator[list[int]]:
     """How many units the device has in memory just after each gather begins, the root aside."""
     counts: list[int] = []
     held, freeing = set(), []
-    unshard, reshard = minifsdp.engine.unshard, minifsdp.engine.reshard
+    unshard, reshard = minifsdp.parameters.unshard, minifsdp.parameters.reshard
 
     def counted_unshard(unit, its_streams):
         unshard(unit, its_streams)
@@ -158,7 +158,7 @@ def count_alive(model: FSDP) -> Iterator[list[int]]:
         return event
 
     with (
-        patch.object(minifsdp.engine, "unshard", counted_unshard),
-        patch.object(minifsdp.engine, "reshard", counted_reshard),
+        patch.object(minifsdp.parameters, "unshard", counted_unshard),
+        patch.object(minifsdp.parameters, "reshard", counted_reshard),
     ):
         yield counts

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-import minifsdp.engine
+import minifsdp.parameters
 import minifsdp.reduce
 import minifsdp.unshard
 from minifsdp import CustomPolicy, MixedPrecision, ShardingStrategy
@@ -321,7 +321,7 @@ def check_at_rest(model: FSDP, kept: bool = False) -> None:
             )
         unsharded += stays and unit.state.sharded is not ShardedState.SHARDED
     assert model.engine.stats.unsharded_units == unsharded
-    assert not model.engine._reductions and not model.engine._kept
+    assert not model.engine.gradients.pending
 
 
 @contextmanager
@@ -349,7 +349,7 @@ def delays(where: str) -> Iterator[None]:
         "reduction": patch.object(minifsdp.reduce, "reduce_scatter", slow_to_finish(reduce)),
         "gather": patch.object(minifsdp.unshard, "all_gather", slow_to_finish(gather)),
         "loss": patch(f"{__name__}.after_loss", pause),
-        "free": patch.object(minifsdp.engine, "reshard", slowly(minifsdp.engine.reshard)),
+        "free": patch.object(minifsdp.parameters, "reshard", slowly(minifsdp.parameters.reshard)),
     }
     with patches[where]:
         yield

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import minifsdp.engine
+import minifsdp.parameters
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
 from minifsdp.unit import Unit
@@ -93,7 +93,7 @@ def storage(unit: Unit) -> int:
 def watch(model: FSDP) -> Iterator[list[str]]:
     """A log of what the engine does to units: '+name' for an unshard, '-name' for a reshard."""
     log: list[str] = []
-    unshard, reshard = minifsdp.engine.unshard, minifsdp.engine.reshard
+    unshard, reshard = minifsdp.parameters.unshard, minifsdp.parameters.reshard
 
     def noted(sign, verb):
         def wrapper(unit, streams):
@@ -103,7 +103,7 @@ def watch(model: FSDP) -> Iterator[list[str]]:
         return wrapper
 
     with (
-        patch.object(minifsdp.engine, "unshard", noted("+", unshard)),
-        patch.object(minifsdp.engine, "reshard", noted("-", reshard)),
+        patch.object(minifsdp.parameters, "unshard", noted("+", unshard)),
+        patch.object(minifsdp.parameters, "reshard", noted("-", reshard)),
     ):
         yield log

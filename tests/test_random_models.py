@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import minifsdp.engine
+import minifsdp.gradients
 import minifsdp.reduce
 from minifsdp import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
 from tests.fuzz import WORLDS, Differs, check, failure
@@ -166,12 +166,12 @@ def gradients_that_are_not_added() -> Iterator[object]:
         reduction.unit.sharded_flat_param.grad = None
         store_gradient(reduction)
 
-    store_gradient = minifsdp.engine.store_gradient
-    yield patch.object(minifsdp.engine, "store_gradient", store)
+    store_gradient = minifsdp.gradients.store_gradient
+    yield patch.object(minifsdp.gradients, "store_gradient", store)
 
 
 def nothing_left_by_no_sync() -> Iterator[object]:
-    yield patch.object(minifsdp.engine, "store_unreduced", lambda unit, grad: None)
+    yield patch.object(minifsdp.gradients, "store_unreduced", lambda unit, grad: None)
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def test_a_reduction_goes_on_while_the_backward_does():
     model, open_when = stack(), []
 
     def note(*_):
-        open_when.append(any(not r.event.query() for r in model.engine._reductions))
+        open_when.append(any(not r.event.query() for r in model.engine.gradients._reductions))
 
     model.module[1].module[0].register_full_backward_hook(note)
     step(model)

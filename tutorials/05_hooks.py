@@ -24,16 +24,14 @@ from torch import Tensor, nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, hooks
-from minifsdp.backward import Backward
-from minifsdp.hooks import Hooks
 from minifsdp.sim.__main__ import parser
 from minifsdp.sim.run import simulate
 from minifsdp.unit import Unit
 from minifsdp.unit_state import TrainingState
 
 PICTURE, NAMES = __file__.replace(".py", ".svg"), ("root", "block 1", "block 2", "block 3")
-MOMENTS = [(Hooks, "pre_forward"), (Hooks, "post_forward"), (Backward, "_begin_backward")]
-MOMENTS += [(Backward, "post_backward"), (Backward, "end")]
+MOMENTS = ["before_forward", "after_forward", "before_backward", "after_gradient"]
+MOMENTS += ["end_of_backward"]
 
 
 def noting(kind: type, name: str, steps: list[Any]) -> Any:
@@ -120,7 +118,7 @@ def two_layers() -> None:
 # The engine keeps these hooks in [autograd_hooks.py](../minifsdp/support/autograd_hooks.py). Its
 # post-backward:
 #
-# {{ minifsdp/backward.py Backward.post_backward }}
+# {{ minifsdp/engine.py Engine.after_gradient }}
 #
 # (`begin` queues the end. Prefetching is page 10, `synchronizes` page 14, and ranks are `apart` if
 # they use different units.) A tensor may leave a module in an attribute, too, so

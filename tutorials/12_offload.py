@@ -131,7 +131,7 @@ def only_the_gpu_waits(reduction: Reduction) -> None:
 
 
 def too_early() -> None:
-    with cluster() as gpu, patch("minifsdp.engine.wait_for", only_the_gpu_waits):
+    with cluster() as gpu, patch("minifsdp.gradients.wait_for", only_the_gpu_waits):
         model = FSDP(nn.Linear(8, 8), cpu_offload=OFFLOAD)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(torch.ones(8)).sum().backward()

@@ -113,25 +113,25 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[N
             whole.unregister()
         for unit in units:
             hooks.summoned.discard(unit)
-            engine.free(unit)
+            engine.parameters.reshard(unit)
         for unit in engine.units if not hooks.summoned else ():
             unit.choose_precision(engine.training)  # there may be a backward to come
 
 
 def _take_out(hooks: Hooks, unit: Unit, options: Options, shown: bool) -> UnitParams:
     with torch.no_grad():  # only while gathering: what the caller computes is his to decide
-        hooks.engine.gather(unit)
+        hooks.engine.parameters.unshard(unit)
         wait_for_unshard(unit)
         grad = _whole_grad(unit) if options.with_grads else None
         whole = UnitParams(unit, unit.unsharded.data, grad)
         if not shown:
-            hooks.engine.free(unit)  # it was only needed to take part
+            hooks.engine.parameters.reshard(unit)  # it was only needed to take part
         elif options.offload_to_cpu:
             # Copied even from one place in the host's memory to another: the gathered one is freed
             # now, and whoever reads a view of freed memory on a CPU is killed.
             whole.flat = torch.empty_like(whole.flat, device=HOST).copy_(whole.flat)
             whole.grad = None if grad is None else grad.to(HOST)
-            hooks.engine.free(unit)
+            hooks.engine.parameters.reshard(unit)
     return whole
 
 

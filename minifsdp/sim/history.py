@@ -93,7 +93,8 @@ class Approach:
     def wrap(self, module: nn.Module, **settings: Any) -> FullyShardedDataParallel:
         """``FullyShardedDataParallel(module, **settings)`` that trains in this way."""
         model = FullyShardedDataParallel(module, limit_all_gathers=self.limiter(), **settings)
-        model.engine.prefetcher = self.prefetcher(self.backward, self.forward)
+        prefetcher = self.prefetcher(self.backward, self.forward)
+        model.engine.prefetcher = model.engine.parameters.prefetcher = prefetcher
         return model
 
 

@@ -1,0 +1,94 @@
+"""The gradients of one backward, on their way to the optimizer.
+
+A backward completes one unit's gradient after the other. Each is reduced as soon as it is complete,
+while the backward goes on; the optimizer gets them when the backward is over, all of them or none::
+
+    backward    | d | c | b | a |
+    reduce          | d | c | b | a |
+    sharded_flat_param.grad         all four, at the end
+
+One reduction at a time. Otherwise a network slower than the computation would pile up the gradients
+of the whole model, all waiting to be sent.
+
+What is not reduced now (``no_sync``; ranks that use different units, see checks/rank_agreement.py)
+is held here until the end of the backward.
+"""
+
+import torch
+from torch import Tensor
+
+from minifsdp.api import Stats
+from minifsdp.no_sync import store_unreduced
+from minifsdp.reduce import Reduction, go_on, let_arrive, reduce_gradient, store_gradient, wait_for
+from minifsdp.streams import Streams
+from minifsdp.support.grad_hooks import after_gradient
+from minifsdp.unit import Unit
+
+
+class Gradients:
+    """Those of the backward that is under way.
+
+    Args:
+        streams: of the device that the units are on; set anew when the model moves.
+        stats: counts the reductions.
+    """
+
+    def __init__(self, streams: Streams, stats: Stats) -> None:
+        self.streams, self.stats = streams, stats
+        self._reductions: list[Reduction] = []  # in the order of their start
+        self._held: dict[Unit, Tensor] = {}  # not reduced
+
+    @property
+    def pending(self) -> int:
+        """How many there are that the optimizer has not got yet."""
+        return len(self._reductions) + len(self._held)
+
+    def reduce(self, unit: Unit, grad: Tensor) -> None:
+        """Start to reduce ``grad``, ``[padded_numel]``, together with what ``no_sync`` has left of
+        the unit. Nobody else may hold it: it is written to."""
+        if unit.unreduced_grad is not None and all(r.unit is not unit for r in self._reductions):
+            # What no_sync has left stays as it is until this backward has succeeded.
+            grad.add_(unit.unreduced_grad.grad)
+        for reduction in self._reductions[-2:-1]:
+            go_on(reduction, self.streams)
+        if self._reductions:
+            let_arrive(self._reductions[-1], self.streams)
+        self._reductions.append(reduce_gradient(unit, grad, self.streams))
+        self.stats.reductions += 1
+
+    def hold(self, unit: Unit, grad: Tensor) -> None:
+        """Keep a gradient that is not to be reduced now; a unit's second one is added to it."""
+        before = self._held.get(unit)
+        self._held[unit] = grad if before is None else before.add_(grad)
+
+    def reduce_held(self, unit: Unit) -> None:
+        """Reduce what is held of a unit. If that is nothing, this rank's part of the mean is zero."""
+        grad = self._held.pop(unit, None)
+        if grad is None:
+            grad = torch.zeros(unit.padded_numel, dtype=unit.unsharded.dtype, device=unit.device)
+        self.reduce(unit, grad)
+
+    def finish(self) -> None:
+        """Wait for all reductions, then hand everything over."""
+        if self._reductions:
+            let_arrive(self._reductions[-1], self.streams)
+        for reduction in self._reductions:
+            go_on(reduction, self.streams)
+        for reduction in self._reductions:
+            wait_for(reduction)
+        for reduction in self._reductions:
+            store_gradient(reduction)
+        for unit, grad in self._held.items():
+            store_unreduced(unit, grad)
+        complete = [reduction.unit for reduction in self._reductions]
+        self._reductions.clear()
+        self._held.clear()
+        for unit in complete:  # last: a hook may raise, or be an optimizer
+            after_gradient(unit)
+
+    def drop(self) -> None:
+        """The backward has failed. Its memory must not be given away while it is being sent."""
+        reductions, self._reductions = self._reductions, []
+        self._held.clear()
+        for reduction in reductions:
+            reduction.event.wait()

@@ -1,0 +1,88 @@
+"""The parameters of one root's units: gathered before use, ahead of use, and freed after it.
+
+unshard.py and reshard.py know one unit. Here each of them meets what is shared by all units of a
+model: the limit on how many may be unsharded (limiter.py), the choice of the next one
+(prefetch.py), and the counts that ``model.engine.stats`` shows.
+"""
+
+import warnings
+
+from minifsdp.api import Stats
+from minifsdp.checks.rank_agreement import RankAgreement
+from minifsdp.limiter import Limiter
+from minifsdp.prefetch import Prefetcher
+from minifsdp.reshard import reshard
+from minifsdp.streams import Streams
+from minifsdp.support.param_views import use_sharded_views
+from minifsdp.unit import Unit
+from minifsdp.unit_state import ShardedState
+from minifsdp.unshard import unshard
+
+
+class Parameters:
+    """Unshards and reshards units.
+
+    Args:
+        streams: of the device that the units are on; set anew when the model moves.
+        limiter: asked before each gather, told of each free.
+        prefetcher: told which prefetches were made.
+        agreement: while ranks have diverged, units are neither prefetched nor freed.
+        stats: counts.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        limiter: Limiter,
+        prefetcher: Prefetcher,
+        agreement: RankAgreement,
+        stats: Stats,
+    ) -> None:
+        self.streams, self.limiter, self.prefetcher = streams, limiter, prefetcher
+        self.agreement, self.stats = agreement, stats
+
+    def unshard(self, unit: Unit) -> None:
+        """Start to gather a unit that is needed now, unless a prefetch has done it. The host may
+        have to wait for the limiter; for the data it is the computation that waits, later."""
+        if unit.needs_unshard and unit.state.sharded is ShardedState.SHARDED:
+            self.limiter.admit(unit, needed=True)
+            self._unshard(unit)
+
+    def prefetch(self, target: Unit | None) -> None:
+        """Start to gather a unit that will be needed next, if that is so and there is room."""
+        if target is None or not target.needs_unshard or self.agreement.diverged:
+            return
+        if not self.prefetcher.is_sound(target):
+            return
+        if self.limiter.admit(target, needed=False):
+            self.prefetcher.issued(target)
+            self._unshard(target)
+        else:
+            self.stats.declined_prefetches += 1
+
+    def _unshard(self, unit: Unit) -> None:
+        self.stats.count_unshard(unit.unsharded.nbytes)
+        unshard(unit, self.streams)
+
+    def reshard(self, unit: Unit) -> None:
+        """Free a unit's parameters. Nothing, if it is sharded already."""
+        unit.kept_version = -1
+        use_sharded_views(unit)
+        if unit.state.sharded is not ShardedState.SHARDED:
+            self.limiter.freed(unit, reshard(unit, self.streams))
+            self.stats.count_reshard(unit.unsharded.nbytes)
+
+    def reshard_after_use(self, unit: Unit) -> None:
+        """Free a unit that has had its turn; but where ranks have diverged, nobody could gather it
+        again."""
+        if not self.agreement.diverged:
+            before = unit.leaks
+            self.reshard(unit)
+            if unit.leaks > before == 0:
+                warnings.warn(
+                    f"a parameter of unit {unit.label} is still referred to when the unit is freed "
+                    f"(by an output of its module, an attribute, a closure?). It keeps the values "
+                    f"of this step, and {unit.unsharded.nbytes} bytes that would have been freed. "
+                    f"Keep a copy instead: parameter.detach().clone().",
+                    stacklevel=2,
+                )

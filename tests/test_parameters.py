@@ -1,0 +1,52 @@
+"""parameters.py: units are gathered and freed once, and counted."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.parity import check_at_rest
+from tests.ranks import on_ranks
+from tests.small import (
+    batch,
+    layers,
+    stack,
+    step,
+    storage,
+)
+
+
+@on_ranks(2)
+def test_gathering_and_freeing_twice_is_gathering_and_freeing_once():
+    model = stack()
+    engine, unit = model.engine, model.engine.units[1]
+    engine.start(training=True)
+    engine.parameters.unshard(unit)
+    engine.parameters.unshard(unit)
+    assert engine.stats.all_gathers == engine.stats.unsharded_units == 1
+    assert engine.stats.unsharded_bytes == unit.unsharded.nbytes == storage(unit)
+    engine.parameters.reshard(unit)
+    engine.parameters.reshard(unit)
+    assert engine.stats.unsharded_units == engine.stats.unsharded_bytes == 0
+    assert engine.stats.peak_unsharded_bytes == unit.unsharded.nbytes
+
+
+@on_ranks(2)
+def test_a_failing_gather_reaches_the_caller_and_leaves_nothing():
+    model, plain = stack(), layers()
+    with (
+        patch("minifsdp.unshard.all_gather", side_effect=ConnectionError("rank 1 is gone")),
+        pytest.raises(ConnectionError, match="rank 1 is gone"),
+    ):
+        model(batch())
+    check_at_rest(model)
+    assert torch.equal(step(model), plain(batch()).pow(2).sum())
+    assert model.engine.stats.declined_prefetches == 0  # the limiter knows that it is gone
+
+
+@on_ranks(2)
+def test_prefetches_for_which_there_is_no_room_are_counted():
+    model = stack(3, limit_all_gathers=1)
+    for at in range(2):
+        step(model, at)
+        assert model.engine.stats.declined_prefetches == 2 * (at + 1)  # the root's has room
