@@ -23,39 +23,34 @@ from launch import on_ranks
 from torch import Tensor, nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ModuleWrapPolicy, hooks
+from minifsdp import ModuleWrapPolicy
+from minifsdp.engine import Engine
 from minifsdp.sim.__main__ import parser
 from minifsdp.sim.run import simulate
+from minifsdp.support.param_views import make_views
 from minifsdp.unit import Unit
 from minifsdp.unit_state import TrainingState
 
 PICTURE, NAMES = __file__.replace(".py", ".svg"), ("root", "block 1", "block 2", "block 3")
-MOMENTS = ["before_forward", "after_forward", "before_backward", "after_gradient"]
-MOMENTS += ["end_of_backward"]
+WORDS = {"before_forward": "pre", "after_forward": "post", "before_backward": "pre"}
+WORDS |= {"after_gradient": "post", "end_of_backward": "end"}
 
 
-def noting(kind: type, name: str, steps: list[Any]) -> Any:
-    method, word = getattr(kind, name), name.split("_")[0] or "pre"
+def noting(moment: str, steps: list[Any]) -> Any:
+    method = getattr(Engine, moment)
 
-    def noted(these: Any, *args: Any) -> Any:
-        units = these.engine.units
-        unit = getattr(args[0], "unit", args[0]) if args else units[0]
-        again = (
-            name == "_begin_backward" and unit.state.training is TrainingState.PRE_BACKWARD
-        )  # by another output
-        result = method(these, *args)
-        colours = [
-            "purple" if u.state.training is TrainingState.PRE_BACKWARD else "blue" for u in units
-        ]
-        boxes = [
-            colours[i] if u.unsharded.flat_param.untyped_storage().size() else ""
-            for i, u in enumerate(units)
-        ]
-        if not again:
-            steps[-1].append((word, units.index(unit), boxes))
+    def noted(engine: Engine, *args: Any, **kwargs: Any) -> Any:
+        result = method(engine, *args, **kwargs)
+        boxes = []
+        for unit in engine.units:
+            started = unit.state.training is TrainingState.PRE_BACKWARD
+            there = unit.unsharded.flat_param.untyped_storage().size() > 0
+            boxes.append(("purple" if started else "blue") if there else "")
+        unit = args[0] if args else engine.root
+        steps[-1].append((WORDS[moment], engine.units.index(unit), boxes))
         return result
 
-    return patch.object(kind, name, noted)
+    return patch.object(Engine, moment, noted)
 
 
 @on_ranks(2)
@@ -64,9 +59,9 @@ def train(make: str, calls: str) -> tuple[list[Any], list[Any]]:
     blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in NAMES]
     net = nn.Sequential(blocks[0][0], *(blocks[int(call)] for call in calls))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(hooks, "make_views", globals()[make]))
-        for kind, name in MOMENTS:
-            stack.enter_context(noting(kind, name, steps))
+        stack.enter_context(patch("minifsdp.engine.make_views", globals()[make]))
+        for moment in WORDS:
+            stack.enter_context(noting(moment, steps))
         net = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), backward_prefetch=None)
         for _ in range(3):
             steps.append([])
@@ -115,15 +110,14 @@ def two_layers() -> None:
 # with a view of it, so its gradient is complete when the layer's is. The *end* is a callback. It
 # can only be queued while a backward is running, and runs after the last operation.
 #
-# The engine keeps these hooks in [autograd_hooks.py](../minifsdp/support/autograd_hooks.py). Its
-# post-backward:
+# The hooks are in [autograd_hooks.py](../minifsdp/support/autograd_hooks.py). What is
+# done at each moment is a method of the engine. The post-backward:
 #
 # {{ minifsdp/engine.py Engine.after_gradient }}
 #
-# (`begin` queues the end. Prefetching is page 10, `synchronizes` page 14, and ranks are `apart` if
-# they use different units.) A tensor may leave a module in an attribute, too, so
-# `pre_backward` is also called when autograd needs a saved parameter:
-# `minifsdp/support/saved_tensors.py`.
+# (Prefetching is page 10, `synchronizes` page 14; ranks have `diverged` if they use different
+# units.) A tensor may leave a module in an attribute, too, so the pre-backward also comes when
+# autograd needs a saved parameter: `minifsdp/support/saved_tensors.py`.
 #
 # ## What breaks without it
 #
@@ -134,9 +128,6 @@ def two_layers() -> None:
 
 
 # %%
-make_views = hooks.make_views
-
-
 def make_once(unit: Unit) -> None:
     if not unit.views:
         make_views(unit)
@@ -152,7 +143,7 @@ def four_units() -> None:
 
 def a_gpt_on_virtual_gpus() -> None:
     for make in (make_views, make_once):
-        with patch.object(hooks, "make_views", make):
+        with patch("minifsdp.engine.make_views", make):
             gpu = simulate(parser().parse_args(["--model=gpt-1.3b", "--batch=1", "--seq=512"]))
         print(f"{make.__name__}: {gpu.report()['peak allocated'] / 2**20:,.0f} MiB at the peak")
 

@@ -133,7 +133,7 @@ def timeline() -> None:
 
 # %%
 def without_the_wait() -> None:
-    with patch("minifsdp.hooks.wait_for_unshard"):  # it is called, and nothing happens
+    with patch("minifsdp.engine.wait_for_unshard"):  # it is called, and nothing happens
         gpu = a_step()
     print(f"step {gpu.report()['step'] * 1e3:.1f} ms", gpu.races()[0], sep="\n")
 
@@ -164,7 +164,7 @@ def answers() -> None:
     with patch("minifsdp.sim.streams.STREAMS", ("compute",) * 6):
         assert a_step().report()["step"] > report["compute"] + report["communication"]  # 1. the sum
     at_once = patch("minifsdp.sim.costs.Cluster.ring_seconds", return_value=0.0)
-    with at_once, patch("minifsdp.hooks.wait_for_unshard"):
+    with at_once, patch("minifsdp.engine.wait_for_unshard"):
         assert a_step().races()  # 2. yes: nothing orders the two, they only came out so
 
 
