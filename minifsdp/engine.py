@@ -78,6 +78,7 @@ class Engine:
             if device != self.streams.device:
                 self.streams = Streams.on(device)
                 self.parameters.streams = self.gradients.streams = self.streams
+            self.prefetcher.adapt_to(self.streams.host_runs_ahead)
             for unit in self.units:
                 if not unit.numel and unit.device != device:
                     # It has nothing that module.to() would have moved; but inputs, and buffers.

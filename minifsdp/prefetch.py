@@ -77,6 +77,7 @@ class Prefetcher:
             if given is not None and not isinstance(given, kind):
                 raise TypeError(f"{given!r} is not one of minifsdp.{kind.__name__}'s, nor None")
         self.backward, self.forward = backward, forward
+        self.forward_where_it_helps = False  # the device decides on ``forward``; see `adapt_to`
         self.pre_forward_order = Order()
         self.post_forward_order = Order()
         self.pre_backward_order = Order()
@@ -85,6 +86,16 @@ class Prefetcher:
             ("already unsharded", "not needed yet", "already resharded"), 0
         )
         self._pending: Unit | None = None  # prefetched, and not used yet
+
+    def adapt_to(self, host_runs_ahead: bool) -> None:
+        """Choose what ``forward_prefetch=None`` leaves open.
+
+        A host that runs ahead asks for the gathers of the whole forward long before they are
+        needed: nothing is to be gained. One that computes itself asks for each when the computation
+        before it is over, and no gather of the forward would be hidden.
+        """
+        if self.forward_where_it_helps:
+            self.forward = None if host_runs_ahead else ForwardPrefetch.FORWARD_PRE
 
     def start_forward(self) -> None:
         self.pre_forward_order.start()
@@ -167,9 +178,14 @@ def _next(order: Order, unit: Unit) -> Unit | None:
 def make_prefetcher(
     backward: BackwardPrefetch | None, forward: bool | ForwardPrefetch | None
 ) -> Prefetcher:
-    """What ``backward_prefetch`` and ``forward_prefetch`` mean: True is FORWARD_PRE.
+    """What ``backward_prefetch`` and ``forward_prefetch`` mean: True is FORWARD_PRE, and None is
+    FORWARD_PRE on a device whose host does not run ahead.
 
     Raises:
         TypeError: they are something else.
     """
-    return Prefetcher(backward, ForwardPrefetch.FORWARD_PRE if forward is True else forward or None)
+    prefetcher = Prefetcher(
+        backward, ForwardPrefetch.FORWARD_PRE if forward is True else forward or None
+    )
+    prefetcher.forward_where_it_helps = forward is None
+    return prefetcher

@@ -80,6 +80,12 @@ class Streams:
     upload: Stream
     download: Stream
 
+    @property
+    def host_runs_ahead(self) -> bool:
+        """Whether the host queues work and goes on. A CPU computes with the thread that asks for
+        it, so the next gather is asked for when the computation before it is over."""
+        return self.device.type != "cpu"
+
     @staticmethod
     def on(device: torch.device) -> "Streams":
         """New streams on ``device``.

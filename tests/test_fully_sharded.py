@@ -28,7 +28,8 @@ def test_arguments_are_torchs_in_torchs_order():
     expected = inspect.signature(theirs.FullyShardedDataParallel).parameters
     assert list(ours) == list(expected)
     for name in expected:
-        if name not in ("backward_prefetch", "param_init_fn"):
+        # forward_prefetch: None, which is False on GPUs; see prefetch.py.
+        if name not in ("backward_prefetch", "forward_prefetch", "param_init_fn"):
             assert ours[name].default == expected[name].default, name
     assert ours["backward_prefetch"].default.name == expected["backward_prefetch"].default.name
 

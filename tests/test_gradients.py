@@ -94,7 +94,8 @@ def test_what_a_backward_that_failed_has_left_is_dropped(synchronizes):
     torch.manual_seed(0)
     plain = TwoEnds().to(device())
     torch.manual_seed(0)
-    model = FSDP(TwoEnds().to(device()), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    policy = ModuleWrapPolicy({Block})
+    model = FSDP(TwoEnds().to(device()), auto_wrap_policy=policy, forward_prefetch=False)
     with watch(model) as before:
         model(batch())
     x = batch().requires_grad_()

@@ -46,7 +46,7 @@ def test_a_failing_gather_reaches_the_caller_and_leaves_nothing():
 
 @on_ranks(2)
 def test_prefetches_for_which_there_is_no_room_are_counted():
-    model = stack(3, limit_all_gathers=1)
+    model = stack(3, limit_all_gathers=1, forward_prefetch=False)
     for at in range(2):
         step(model, at)
         assert model.engine.stats.declined_prefetches == 2 * (at + 1)  # the root's has room

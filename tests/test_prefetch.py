@@ -8,7 +8,7 @@ from torch.distributed.fsdp import BackwardPrefetch as TorchBackwardPrefetch
 
 from minifsdp import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.prefetch import Order, Prefetcher
+from minifsdp.prefetch import Order, Prefetcher, make_prefetcher
 from tests.ranks import device, on_ranks
 from tests.small import batch, layers, stack, step, watch
 
@@ -69,7 +69,7 @@ def test_backward_pre_gathers_the_next_before_the_current_computes():
 
 @on_ranks(2)
 def test_backward_post_gathers_the_next_after_the_current_is_freed():
-    model = stack(3, backward_prefetch=BackwardPrefetch.BACKWARD_POST)
+    model = stack(3, backward_prefetch=BackwardPrefetch.BACKWARD_POST, forward_prefetch=False)
     for at in range(3):
         _, backward = recorded(model, at)
         assert backward == "+3 -3 +2 -2 +1 -1 -root"
@@ -79,10 +79,30 @@ def test_backward_post_gathers_the_next_after_the_current_is_freed():
 
 @on_ranks(2)
 def test_without_prefetch_each_unit_is_gathered_when_needed():
-    model = stack(3, backward_prefetch=None)
+    model = stack(3, backward_prefetch=None, forward_prefetch=False)
     for at in range(3):
         assert recorded(model, at) == ("+root +1 -1 +2 -2 +3 -3", "+3 -3 +2 -2 +1 -1 -root")
     assert model.engine.prefetcher.prefetches == 0
+
+
+@on_ranks(2)
+def test_by_default_the_forward_prefetches_where_the_host_does_not_run_ahead():
+    """On a GPU the host comes to each gather long before the computation does, without it."""
+    model = stack(3)
+    forwards = [recorded(model, at)[0] for at in range(3)]
+    one_by_one, ahead = "+root +1 -1 +2 -2 +3 -3", "+root +1 +2 -1 +3 -2 -3"
+    later = ahead if device().type == "cpu" else one_by_one
+    assert forwards == [one_by_one, later, later]  # in the first step nothing is known yet
+
+
+@pytest.mark.parametrize("forward", [None, True, False, ForwardPrefetch.FORWARD_POST])
+def test_only_none_is_decided_by_the_device(forward):
+    prefetcher = make_prefetcher(None, forward)
+    given = prefetcher.forward
+    for runs_ahead in (True, False, True):
+        prefetcher.adapt_to(host_runs_ahead=runs_ahead)
+        decided = None if runs_ahead else ForwardPrefetch.FORWARD_PRE
+        assert prefetcher.forward is (decided if forward is None else given)
 
 
 @pytest.mark.parametrize("forward", [True, ForwardPrefetch.FORWARD_PRE])

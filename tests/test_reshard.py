@@ -94,7 +94,7 @@ def test_what_is_alive_between_forward_and_backward_is_what_the_strategy_says(st
 @on_ranks(2)
 def test_the_peak_is_a_few_units_and_not_the_model(prefetch, units):
     modes = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST}
-    model = stack(blocks=12, backward_prefetch=modes.get(prefetch))
+    model = stack(12, backward_prefetch=modes.get(prefetch), forward_prefetch=prefetch is not None)
     peak = 0
 
     def measure(*_):
