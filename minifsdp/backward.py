@@ -1,11 +1,13 @@
-"""The moments of a backward: before a unit's, after a unit's, and at the end of all.
+"""The three moments of a backward: before a unit's, after its gradient, and the end of all.
 
-Any unit may be the first to be reached, since the loss may come from a part of the model, and no
-unit is known to be the last. So the first moment of a backward, whichever it is, calls
-:meth:`Backward.begin`, and has autograd call :meth:`Backward.end` when nothing is left to do. If
-something raises in between, that call never comes, and the next step finds out.
+hooks.py has the moments of the forward and a table of all five. The three here come from autograd:
+from a hook on an output or on a saved parameter, from a hook on the unsharded flat parameter, and
+from a callback that autograd makes when it has nothing left to do.
 
-hooks.py has the moments of a forward, and the names of all five.
+No unit is known to be the first, because the loss may come from a part of the model, and none is
+known to be the last. So whichever moment comes first calls :meth:`Backward.begin`, which asks
+autograd for the callback at the end. If an exception ends the backward, the callback never comes;
+the next step notices that.
 """
 
 from collections.abc import Callable
@@ -24,11 +26,16 @@ from minifsdp.unit_state import TrainingState
 
 
 class Backward:
-    """The backwards of one root's units, one after the other."""
+    """The backwards of one root's units, one after the other.
+
+    Attributes:
+        calls: the forwards that are running now, outermost first; written by hooks.py.
+        saved: what autograd has saved of parameters.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.agreement = engine, engine.agreement
-        self.calls: list[Call] = []  # forwards that are under way, outermost first
+        self.calls: list[Call] = []
         self.saved = SavedParameters(self.before_backward)
         self._to_end: Callable[[], bool] | None = None
         for unit in engine.units:
@@ -36,11 +43,11 @@ class Backward:
 
     @property
     def running(self) -> bool:
-        """Whether one is under way. One that died of an exception is not."""
+        """Whether one is running. One that an exception has ended is not."""
         return self._to_end is not None and self._to_end()
 
     def begin(self, training: bool | None) -> None:
-        """One has begun, if it had not before.
+        """A backward has begun. Nothing, if that is known already.
 
         Args:
             training: the mode that its graph was made in.
@@ -52,7 +59,7 @@ class Backward:
                 "a parameter that autograd has saved was asked for outside of a backward. It is "
                 "sharded then; read it inside of FSDP.summon_full_params(model)."
             )
-        self.forget_the_dead()
+        self.forget_failed()
         self.engine.compute_as(training)  # an evaluation came between, perhaps in full precision
         self._to_end = at_end_of_backward(self.end_of_backward, self._hide_all)
         self.engine.prefetcher.start_backward()
@@ -60,29 +67,32 @@ class Backward:
         for unit in self.engine.units:
             check_unreduced_grad(unit)
         self.agreement.agree(_use, self.engine.synchronizes)
-        if self.agreement.diverged:  # once they go different ways, nothing may be gathered any more
+        if self.agreement.diverged:  # from here on, other ranks may not be there to gather with
             for unit in self.engine.units:
                 self.engine.parameters.unshard(unit)
 
     def before_backward(self, calls: Chain, grads: object = None) -> None:
-        """A gradient has reached an output of a unit, or autograd needs one of its parameters. It
-        was computed in the last of ``calls``, inside of the others.
+        """A gradient has reached an output of a unit, or autograd needs one of its parameters.
+
+        Args:
+            calls: the forward that has made this output or used this parameter, last, and those
+                around it, outermost first.
 
         Raises:
             RuntimeError: a shard has been changed since; a step came between.
         """
         self.begin(calls[-1].training)
         for call in calls[:-1]:
-            # The loss may come from the inner unit alone, with no gradient for the outputs of those
-            # around it. What they computed before it is part of the graph all the same.
+            # The loss may come from the inner unit alone, so that the outputs of those around it
+            # get no gradient. What they computed before it is part of the graph all the same.
             if call.unit.state.training is not TrainingState.POST_BACKWARD:
                 self._begin_backward(call)
         self._begin_backward(calls[-1])
 
     def on_demand(self, unit: Unit) -> bool:
-        """A module asks for a parameter that is sharded. In a backward it is one that an activation
-        checkpoint runs again: autograd has saved nothing of what is in it, and the gradient may
-        have come past the outputs of the unit.
+        """A module asks for a parameter that is sharded. In a backward this is the recomputation
+        of an activation checkpoint: autograd has saved nothing of what is in it, and the gradient
+        may not have come through the outputs of the unit.
 
         Returns:
             Whether the unit is gathered now.
@@ -110,7 +120,7 @@ class Backward:
         """The unit's gradient is complete: the backward has gone through every use of it."""
         self.begin(self.engine.training)
         if unit.state.training is TrainingState.PRE_BACKWARD and unit.state.graph_task != _task():
-            return  # a part of it, from a reentrant checkpoint inside of the unit; more will come
+            return  # only a part, from a reentrant checkpoint inside of the unit; more will come
         self._gradient_of(unit)
 
     def _gradient_of(self, unit: Unit) -> None:
@@ -128,7 +138,7 @@ class Backward:
         """Autograd has nothing left to do."""
         for unit in self.engine.units:
             if unit.unsharded.flat_param.grad is not None:
-                self._gradient_of(unit)  # all of it came in parts
+                self._gradient_of(unit)  # it came in parts only
         self.agreement.at(Moment.END_OF_A_BACKWARD_BELOW, self.engine.root)
         self.engine.end_of_backward(in_use={call.unit for call in self.calls})
         self._to_end = None
@@ -137,8 +147,8 @@ class Backward:
         for unit in self.engine.units:
             use_sharded_views(unit)  # else parameters() would list views until the next forward
 
-    def forget_the_dead(self) -> None:
-        """If the last one died of an exception, start as if it had never been."""
+    def forget_failed(self) -> None:
+        """If an exception has ended the last one, start as if it had never been."""
         if self._to_end is None:
             return
         self._to_end = None

@@ -59,8 +59,8 @@ class FullyShardedDataParallel(Transparent):
             give it memory and values; None: ``reset_parameters()`` does. See materialize.py.
         device_id: move the module there first, unit by unit.
         sync_module_states: give every rank the parameters and buffers that the first one has.
-        forward_prefetch: see prefetch.py; True is ``ForwardPrefetch.FORWARD_PRE``, and None is that
-            on a CPU, whose host does not run ahead; so gathers of the forward are hidden there, too.
+        forward_prefetch: see prefetch.py; True is ``ForwardPrefetch.FORWARD_PRE``. None is that on
+            a CPU, where the host does not run ahead, and no gather would be hidden otherwise.
         limit_all_gathers: how many units may be alive at once: True is 2, False is no limit; or a
             :class:`~minifsdp.limiter.Limiter`.
         device_mesh: instead of ``process_group``; with two dimensions, (replicate, shard), for

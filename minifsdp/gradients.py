@@ -62,7 +62,7 @@ class Gradients:
         self._held[unit] = grad if before is None else before.add_(grad)
 
     def reduce_held(self, unit: Unit) -> None:
-        """Reduce what is held of a unit. If that is nothing, this rank's part of the mean is zero."""
+        """Reduce what is held of a unit; if nothing is, zeros: this rank's part of the mean."""
         grad = self._held.pop(unit, None)
         if grad is None:
             grad = torch.zeros(unit.padded_numel, dtype=unit.unsharded.dtype, device=unit.device)

@@ -1,26 +1,25 @@
-"""When: the moments of a training step at which the engine acts.
+"""When: the five moments of a training step, and the two of them that belong to the forward.
 
-A step of plain PyTorch is two calls, ``model(x)`` and ``loss.backward()``. FSDP has to get a word
-in between the layers of both, and there are five places for it::
+A step of plain PyTorch is two calls, ``model(x)`` and ``loss.backward()``. FSDP acts between the
+layers of both, at five moments::
 
-    pre-forward     before a unit's module runs           gather its parameters
-    post-forward    after it                              free them
-    pre-backward    when a gradient first reaches one     gather them again
-                    of the module's outputs, or
-                    autograd needs a parameter
-    post-backward   when the gradient of ``unit.unsharded.flat_param``    free them, reduce the
-    gradient
-                    is complete
-    end of          after the last operation of the       collect what is still under way,
-    backward        whole backward                        give the optimizer its gradients
+    before forward     before a unit's module runs             gather its parameters
+    after forward      after it has run                        free them
+    before backward    when the first gradient reaches an      gather them again
+                       output of the module, or autograd
+                       needs a parameter that it has saved
+    after gradient     when the unit's gradient is complete    free them, reduce the gradient
+    end of backward    after autograd's last operation         wait for all reductions, and give
+                                                               the optimizer its gradients
 
-The first two are here, the other three in backward.py. Both say only *when*. What is done is told
-in unshard.py, reshard.py and reduce.py, what next in prefetch.py, how many at once in limiter.py,
-whether all ranks do the same in rank_agreement.py.
+The first two are here: they surround a call of the module. The other three are in backward.py,
+because autograd calls them. Both files only say *when*. What is done is in the method of the same
+name in engine.py.
 
-The outputs are what prefetching goes by: they come first, in every ordinary model. What autograd
-has saved is what nothing can get around (saved_tensors.py): a module may hand on tensors in ways
-that nobody sees, but no gradient of it can be computed without what it has saved.
+Why the output and the saved parameters? Every ordinary model uses a unit's outputs, and their
+gradient comes early enough for prefetching. But a module may also hand on tensors in ways that
+cannot be seen (an attribute, a closure). Then the hook on saved parameters still comes, because no
+gradient can be computed without what autograd has saved (support/saved_tensors.py).
 """
 
 from collections.abc import Callable
@@ -35,10 +34,7 @@ from minifsdp.checks.rank_agreement import Moment
 from minifsdp.engine import Engine
 from minifsdp.precision import output_cast, prepare_inputs
 from minifsdp.support.autograd_hooks import after_gradients_of, before_gradient_of
-from minifsdp.support.param_views import (
-    check_untouched,
-    values,
-)
+from minifsdp.support.param_views import check_untouched, values
 from minifsdp.support.pytree import tensors_in
 from minifsdp.support.saved_tensors import Call, refuse_transforms
 from minifsdp.unit import Unit
@@ -46,26 +42,31 @@ from minifsdp.unit_state import TrainingState
 
 
 class Hooks:
-    """The hooks of all units below one root, around their forwards."""
+    """The forwards of all units below one root.
+
+    Attributes:
+        calls: the forwards that are running now, outermost first.
+        summoned: units whose parameters are out between steps; see between_steps/full_params.py.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.agreement = engine, engine.agreement
         self.backward = Backward(engine)
+        self.calls = self.backward.calls
         self.depth = 0  # of forwards within forwards
-        self.calls = self.backward.calls  # those forwards, outermost first
-        self.summoned: set[Unit] = set()  # their parameters are out, between steps (full_params.py)
+        self.summoned: set[Unit] = set()
         self.state_dict_calls = StateDictCalls()
 
     @property
     def idle(self) -> bool:
-        """Between steps."""
+        """Whether no forward and no backward is running."""
         return self.depth == 0 and not self.backward.running
 
     def check_root_and_idle(self, unit: Unit, method: str) -> None:
-        """Refuse to do between steps, for all units, what was asked for elsewhere.
+        """Refuse a method that concerns all units, between steps.
 
         Raises:
-            RuntimeError: ``unit`` is not the root's; or a forward or backward is under way.
+            RuntimeError: ``unit`` is not the root's; or a forward or backward is running.
         """
         if unit is not self.engine.root:
             raise RuntimeError(
@@ -75,11 +76,6 @@ class Hooks:
         if not self.idle:
             raise RuntimeError(f"{method} was called in a forward or backward; call it between.")
 
-    @property
-    def _outermost(self) -> bool:
-        """In a forward that is not part of another, nor of a backward."""
-        return self.depth == 1 and not self.backward.running
-
     def forward(
         self,
         unit: Unit,
@@ -88,7 +84,7 @@ class Hooks:
         args: Any,
         kwargs: dict[str, Any],
     ) -> Any:
-        """The forward of a unit's module, with its parameters gathered for as long as it runs.
+        """Run a unit's module, between its two moments.
 
         Args:
             training: the module's mode; the outermost one's counts.
@@ -102,7 +98,7 @@ class Hooks:
         self.depth += 1
         first = torch._C._autograd._get_sequence_nr()  # of the operations to come
         try:
-            as_given = output_cast(unit, args, kwargs)
+            cast_output = output_cast(unit, args, kwargs)
             args, kwargs = self.before_forward(unit, training, args, kwargs)
             try:
                 with self.backward.saved.hooks():
@@ -112,8 +108,8 @@ class Hooks:
                 if unit.uses_unsharded_views:  # perhaps because of a parameter that was changed
                     check_untouched(unit, self.calls[-1].values, failed=True)
                 raise
-            if as_given is not None:
-                output = as_given(output)
+            if cast_output is not None:
+                output = cast_output(output)
             self.after_forward(unit, output, first)
         except BaseException:
             self.forward_failed(unit)
@@ -126,17 +122,17 @@ class Hooks:
     def before_forward(
         self, unit: Unit, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The module is about to run. Its parameters have to be there, as views known to autograd.
+        """The module is about to run.
 
         Returns:
-            What the module should be called with.
+            The arguments to call it with: moved to the device and cast, where that is asked for.
         """
         if self._outermost and not self.summoned:
-            self.backward.forget_the_dead()
+            self.backward.forget_failed()
             self.engine.start(training)
             self.agreement.begin()
             self.engine.prefetcher.start_forward()
-        if unit.needs_unshard or not self.backward.running:  # else it is nobody else's business
+        if unit.needs_unshard or not self.backward.running:  # else other ranks need not take part
             self.agreement.at(Moment.FORWARD_OF, unit)
         self.engine.before_forward(unit, prefetch=self._in_order)
         before = values(unit, thoroughly=self.agreement.compares(unit))
@@ -151,7 +147,7 @@ class Hooks:
         return prepare_inputs(unit, is_root, args, kwargs)
 
     def after_forward(self, unit: Unit, output: object, first: int) -> None:
-        """The module has run. Free its parameters, and see that the backward finds them again.
+        """The module has run. Its backward begins with a gradient of one of its outputs.
 
         Args:
             first: number of the first operation that autograd may have recorded in it.
@@ -172,7 +168,7 @@ class Hooks:
                     self.engine.parameters.reshard(other)
 
     def forward_failed(self, unit: Unit) -> None:
-        """The module raised. Leave everything so that the next forward finds it in order."""
+        """The module has raised. Leave everything so that the next forward finds it in order."""
         if self._outermost and not self.summoned:
             self.agreement.failed()
             self.engine.reset()
@@ -182,9 +178,14 @@ class Hooks:
             self.engine.parameters.reshard(unit)
 
     @property
+    def _outermost(self) -> bool:
+        """In a forward that is not part of another, nor of a backward."""
+        return self.depth == 1 and not self.backward.running
+
+    @property
     def _in_order(self) -> bool:
-        """Whether forwards come as in a step: none of a checkpoint that runs one again, and none of
-        an evaluation inside of summon_full_params."""
+        """Whether this forward comes in the order of a step: not in a checkpoint that runs a part
+        again, and not in an evaluation inside of summon_full_params."""
         return not self.backward.running and not self.summoned
 
     def _check_summoned(self, unit: Unit) -> None:
@@ -198,8 +199,8 @@ class Hooks:
             )
 
     def _free_when_inputs_have_gradients(self, unit: Unit, args: object, kwargs: object) -> None:
-        # A frozen unit gets no gradient, so no post-backward. It is done with when its inputs have
-        # theirs; where they get none, it waits for the end of the backward.
+        # A frozen unit has no gradient of its own to wait for. Its backward is over when its inputs
+        # have theirs; where they get none, the unit is freed at the end of the whole backward.
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
 
         def free(grads: object) -> None:

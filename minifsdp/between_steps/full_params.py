@@ -86,7 +86,7 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[N
         )
     engine = hooks.engine
     if not hooks.summoned:
-        hooks.backward.forget_the_dead()
+        hooks.backward.forget_failed()
         engine.start(None)
     if engine.sharded:  # else each rank has everything, and need not ask anybody
         engine.agreement.at(Moment.SUMMON_FULL_PARAMS_OF, engine.root)
