@@ -16,7 +16,14 @@ from minifsdp.checks.rank_agreement import RankAgreement
 from minifsdp.limiter import Limiter
 from minifsdp.no_sync import check_unreduced_grad, store_unreduced
 from minifsdp.prefetch import Prefetcher
-from minifsdp.reduce import Reduction, go_on, let_arrive, reduce_gradient, store_gradient, wait_for
+from minifsdp.reduce import (
+    Reduction,
+    reduce_gradient,
+    start_next_part,
+    store_gradient,
+    wait_for_first_part,
+    wait_for_reduction,
+)
 from minifsdp.reshard import reshard
 from minifsdp.streams import Streams
 from minifsdp.support.grad_hooks import after_gradient
@@ -164,11 +171,11 @@ class Engine:
                 unit.unreduced_grad.grad
             )  # a copy of it stays, until this backward has succeeded
         for reduction in self._reductions[-2:-1]:
-            go_on(reduction, self.streams)
+            start_next_part(reduction, self.streams)
         if self._reductions:
             # One at a time: else a network slower than the computation would pile up the gradients
             # of the whole model, all waiting to be sent.
-            let_arrive(self._reductions[-1], self.streams)
+            wait_for_first_part(self._reductions[-1], self.streams)
         self._reductions.append(reduce_gradient(unit, grad, self.streams))
         self.stats.reductions += 1
 
@@ -187,11 +194,11 @@ class Engine:
     def finish_gradients(self) -> None:
         """Wait for all gradients and hand them to the optimizer: all of a backward's, or none."""
         if self._reductions:
-            let_arrive(self._reductions[-1], self.streams)
+            wait_for_first_part(self._reductions[-1], self.streams)
         for reduction in self._reductions:
-            go_on(reduction, self.streams)
+            start_next_part(reduction, self.streams)
         for reduction in self._reductions:
-            wait_for(reduction)
+            wait_for_reduction(reduction)
         for reduction in self._reductions:
             store_gradient(reduction)
         for unit, grad in self._kept.items():
