@@ -1,17 +1,17 @@
-"""Many tensors <-> one 1-D tensor.
+"""Flatten: many tensors <-> one 1-D tensor.
 
-A model has hundreds of parameters of all shapes. One collective for each would be slow (a network
-has a fixed price for each message, whatever its size), and dividing each by the number of ranks
-would be fiddly. So the parameters of a unit are laid end to end in one *flat parameter*::
+A model has hundreds of parameters of all shapes. One collective for each of them would be slow,
+because each message has a fixed cost, whatever its size. Dividing each of them by the number of
+ranks would be complicated. So the parameters of a unit are concatenated to one *flat parameter*::
 
     weight [2, 3]   w w w w w w ─┐
     bias   [2]      b b         ─┴─>  flat [8]   w w w w w w b b
 
-and the layers compute with *views*: tensors of the old shapes that share the flat tensor's memory.
-To autograd a view is an operation like any other. Its gradient flows back into the flat tensor, so
-one gradient arrives for the whole unit, already flat, ready to be reduced.
+The layers compute with *views* of it: tensors of the original shapes that share its memory. To
+autograd a view is an operation like any other. The gradients of the views flow back into the flat
+parameter, so each unit has one gradient, which is already flat.
 
-Pure functions: nothing here knows of ranks, modules or streams.
+These are pure functions: nothing here depends on ranks, modules or streams.
 """
 
 import math
@@ -22,13 +22,14 @@ from torch import Tensor
 
 
 def check_flattenable(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse what cannot share one flat tensor.
+    """Check that tensors can be parts of one flat parameter.
 
     Args:
-        tensors: fully qualified name -> parameter, of any shape, those of one unit.
+        tensors: fully qualified name -> parameter, of any shape, for all parameters of one unit.
 
     Raises:
-        ValueError: they differ in dtype, device or requires_grad. The message says which is which.
+        ValueError: they differ in dtype, device or requires_grad. The message lists the parameters
+            by their value.
     """
     advice = {
         "dtype": "Convert them to one dtype, or wrap those of one dtype in a unit of their own.",
@@ -48,7 +49,14 @@ def check_flattenable(tensors: Mapping[str, Tensor]) -> None:
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Lay ``tensors`` end to end. Returns a new tensor ``[sum of numels]``, without gradient."""
+    """Concatenate tensors, each in row-major order.
+
+    Args:
+        tensors: at least one, of any shapes, of one dtype and on one device.
+
+    Returns:
+        A new tensor ``[sum of numels]`` of that dtype, on that device, which needs no gradient.
+    """
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
@@ -56,9 +64,10 @@ def unflatten(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     """Views of ``flat``, one for each shape, in order.
 
     Args:
-        flat: ``[n]`` with n at least the sum of the shapes' numels. What is left at the end is
-            padding; its gradient is zero, so the gradient of ``flat`` comes padded for free.
-        shapes: of the views; 0-d and empty ones are ordinary.
+        flat: ``[padded_numel]``, which is at least the sum of the shapes' numels. The elements
+            after that are padding. Their gradient is zero, so that the gradient of ``flat`` is
+            padded as ``flat`` is.
+        shapes: of the views; they may be 0-d, or have no elements.
     """
     numels = [math.prod(shape) for shape in shapes]
     pieces = torch.split(flat, [*numels, flat.numel() - sum(numels)])

@@ -117,9 +117,9 @@ class FullyShardedDataParallel(Transparent):
             param_init_fn=param_init_fn, device_id=device_id,
             sync_module_states=sync_module_states, device_mesh=device_mesh,
         )  # fmt: skip
-        settings = as_settings(**given)
         limiter = make_limiter(limit_all_gathers)
         prefetcher = make_prefetcher(as_ours(backward_prefetch), forward_prefetch)
+        settings = as_settings(**given)  # last: it may make process groups, which all ranks join
         if auto_wrap_policy is not None:
             wrap_below(
                 module, as_ours(auto_wrap_policy), settings.precision,
@@ -250,8 +250,8 @@ class FullyShardedDataParallel(Transparent):
             ValueError: ``rank0_only`` with ``writeback``.
         """
         wrappers = FullyShardedDataParallel.fsdp_modules(module)
-        wrappers = [wrapper for wrapper in wrappers if recurse or wrapper is module]
-        with summon(wrappers, Options(writeback, rank0_only, offload_to_cpu, with_grads)):
+        units = [(w._hooks, w._unit) for w in wrappers if recurse or w is module]
+        with summon(units, Options(writeback, rank0_only, offload_to_cpu, with_grads)):
             yield
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

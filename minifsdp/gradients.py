@@ -19,7 +19,14 @@ from torch import Tensor
 
 from minifsdp.api import Stats
 from minifsdp.no_sync import store_unreduced
-from minifsdp.reduce import Reduction, go_on, let_arrive, reduce_gradient, store_gradient, wait_for
+from minifsdp.reduce import (
+    Reduction,
+    reduce_gradient,
+    start_next_part,
+    store_gradient,
+    wait_for_first_part,
+    wait_for_reduction,
+)
 from minifsdp.streams import Streams
 from minifsdp.support.grad_hooks import after_gradient
 from minifsdp.unit import Unit
@@ -50,9 +57,9 @@ class Gradients:
             # What no_sync has left stays as it is until this backward has succeeded.
             grad.add_(unit.unreduced_grad.grad)
         for reduction in self._reductions[-2:-1]:
-            go_on(reduction, self.streams)
+            start_next_part(reduction, self.streams)
         if self._reductions:
-            let_arrive(self._reductions[-1], self.streams)
+            wait_for_first_part(self._reductions[-1], self.streams)
         self._reductions.append(reduce_gradient(unit, grad, self.streams))
         self.stats.reductions += 1
 
@@ -71,11 +78,11 @@ class Gradients:
     def finish(self) -> None:
         """Wait for all reductions, then hand everything over."""
         if self._reductions:
-            let_arrive(self._reductions[-1], self.streams)
+            wait_for_first_part(self._reductions[-1], self.streams)
         for reduction in self._reductions:
-            go_on(reduction, self.streams)
+            start_next_part(reduction, self.streams)
         for reduction in self._reductions:
-            wait_for(reduction)
+            wait_for_reduction(reduction)
         for reduction in self._reductions:
             store_gradient(reduction)
         for unit, grad in self._held.items():

@@ -90,7 +90,7 @@ class Hooks:
             training: the module's mode; the outermost one's counts.
         """
         if self.state_dict_calls.held:
-            self.state_dict_calls.close_dead()
+            self.state_dict_calls.close_aborted()
         if self.summoned:
             self._check_summoned(unit)
             if unit in self.summoned:

@@ -1,28 +1,36 @@
-"""How many at once: the rate limiter.
+"""The rate limiter: how many units may be unsharded at the same time.
 
-On a GPU the host runs ahead: it queues kernels far faster than they execute. So it also reaches the
-next unit's all-gather, and the one after, long before the GPU has finished with the first unit's
-parameters. Memory that a stream may still read cannot be given to another one, so each gather gets
-a *fresh* block, when it is launched: memory of many units is reserved though one is in use. Two
-teams met this:
+On a GPU the host runs ahead: it queues kernels much faster than the device executes them. So it
+also queues the next unit's all-gather, and the one after that, long before the device has used the
+parameters of the first unit::
 
-- fairscale (PR 972, April 2022, not merged): prefetch, and let the host wait after every free for
-  what was launched on the compute stream. A model of 175 billion parameters had 22 GB of a GPU
-  reserved instead of 75. In July a comment there said that the wait alone does it in PyTorch's own
-  FSDP: 47 % of the memory instead of 95, with a T5 of 8 billion. The thread has the reason, too.
-- PyTorch (PRs 83666 and 83917, August 2022): record an *event* when a unit is freed, and before
-  gathering another one wait for the event of the unit before the last. The host stays ahead by one
-  unit instead of by none. On by default since 2023 (PR 104900), with a limit of two.
+    host      gather 1  compute 1  free 1  gather 2  compute 2  free 2  gather 3 ...
+    device    gather 1 ................ compute 1 ...
 
-PyTorch's queue takes at most one event off at each gather and is never emptied, so after the first
-step its bound is three, not two. The one here holds the bound: it counts the units that are alive.
+Memory that one stream may still read cannot be given to another stream. So each all-gather gets
+*new* memory, and the device has reserved memory for many units while it uses one. A limiter makes
+the host wait before it starts an all-gather. Two projects found this:
 
-On a CPU memory is free when it is freed and no event is ever waited for; there the limit decides
-whether a prefetch may be issued while the current unit is alive.
+- fairscale (PR 972, April 2022, not merged) prefetched, and after every free the host waited for
+  the compute stream. For a model of 175 billion parameters, 22 GB of each GPU were reserved instead
+  of 75. In July a comment on the PR reported that the wait alone helps PyTorch's FSDP as well: 47 %
+  of the memory instead of 95, for a T5 of 8 billion. It also explains why.
+- PyTorch (PRs 83666 and 83917, August 2022) records an *event* when a unit is freed. Before it
+  gathers another unit, it waits for the event of the unit before the last. So the host stays one
+  unit ahead. This is on by default since 2023 (PR 104900), with a limit of two.
+
+PyTorch's queue waits for at most one event before each all-gather, and a step ends with events in
+it. So from the second step on three units can be alive, and not two. :class:`EventQueue` counts the
+units, so that its limit holds in every step.
+
+On a CPU, memory that is freed is not in use, and the host never waits here. There the limit decides
+whether a prefetch may start while the current unit is unsharded.
+
+Source: Zhao et al., "PyTorch FSDP", arXiv:2304.11277, section 3.4.
 """
 
 from collections import deque
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch.profiler import record_function
 
@@ -30,38 +38,65 @@ from minifsdp.streams import Event
 from minifsdp.unit import Unit
 
 
+@runtime_checkable
 class Limiter(Protocol):
-    """Asked before every gather, told of every free."""
+    """What the engine calls before every all-gather and after every free.
+
+    Any object with these two methods can be given as ``limit_all_gathers``.
+    """
 
     def admit(self, unit: Unit, needed: bool) -> bool:
-        """Make room for ``unit``; the host may block in here.
+        """Allow or decline the all-gather of ``unit``. This may block the host.
+
+        The answer may depend on the order of the calls, but not on the time that something takes.
+        Otherwise ranks could decide differently, gather units in different orders, and wait for
+        each other forever.
 
         Args:
-            needed: it is about to be used. Otherwise it is a prefetch, which may be declined. The
-                answer depends on program order alone, never on timing: ranks that decided
-                differently would gather in different orders, and wait for each other forever.
+            unit: it is SHARDED. If it is admitted, its all-gather starts next.
+            needed: the unit is about to be used, and has to be admitted. Otherwise this is a
+                prefetch, which may be declined.
+
+        Returns:
+            Whether the unit is admitted.
         """
 
     def freed(self, unit: Unit, event: Event) -> None:
-        """The host has freed ``unit``; the device is done with it once ``event`` is passed."""
+        """The host has freed ``unit``, which was admitted. This may block the host.
+
+        Args:
+            event: passed when the device does not use the memory any more.
+        """
 
 
 class EventQueue:
-    """At most ``limit`` units alive: gathered or being gathered, or freed by the host but not yet
-    by the device. PyTorch's way.
+    """At most ``limit`` units are alive at the same time. This is PyTorch's way.
 
-    Not counted: units around the one asked for, which must be alive while it runs (the root, for
-    one), and those that keep their parameters from forward to backward, as their strategy says.
+    A unit is alive from the start of its all-gather until the *device* does not use its memory any
+    more. Two kinds do not count: the ancestors of the unit that is to be gathered, which must be
+    unsharded while it runs, and units that stay unsharded from forward to backward by their
+    strategy.
+
+    Args:
+        limit: number of units, at least 1.
+
+    Sources: pytorch PRs 83666, 83917 and 104900.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._alive: list[Unit] = []
-        self._freeing: deque[Event] = deque()
+        self._freeing: deque[Event] = deque()  # of units that only the host has freed
 
     def admit(self, unit: Unit, needed: bool) -> bool:
+        """Wait until the device has freed so many units that there is room for ``unit``.
+
+        Returns:
+            False for a prefetch if other units that the host has not freed take all the room. A
+            unit that is needed is always admitted.
+        """
         others = sum(u.reshard_after_forward and u not in unit.ancestors for u in self._alive)
-        room = self.limit - others - 1  # how many may still be on their way out
+        room = self.limit - others - 1  # for units that the device has not freed yet
         if room < 0 and not needed:
             return False
         while len(self._freeing) > max(room, 0):
@@ -70,36 +105,44 @@ class EventQueue:
         return True
 
     def freed(self, unit: Unit, event: Event) -> None:
+        """Remember the event, and do not wait: the host stays ahead of the device."""
         self._alive.remove(unit)
         self._freeing.append(event)
 
 
 class SynchronizeAfterFree:
-    """Wait for the compute stream after every free, whatever comes next. fairscale's way."""
+    """Wait for the compute stream after every free. This is fairscale's way (PR 972)."""
 
     def admit(self, unit: Unit, needed: bool) -> bool:
+        """Admit every unit."""
         return True
 
     def freed(self, unit: Unit, event: Event) -> None:
+        """Block the host until the device has freed the unit."""
         wait_for_free(event)
 
 
 class NoLimit:
-    """Let the host run ahead as far as it likes."""
+    """The host runs ahead without a limit."""
 
     def admit(self, unit: Unit, needed: bool) -> bool:
+        """Admit every unit."""
         return True
 
     def freed(self, unit: Unit, event: Event) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def make_limiter(limit: "bool | int | Limiter") -> Limiter:
-    """What ``limit_all_gathers`` means: True is 2, False is none, a number is itself.
+    """The limiter for the argument ``limit_all_gathers``.
+
+    Args:
+        limit: True for at most 2 units, False for no limit, a number of units, or a limiter, which
+            is returned as it is.
 
     Raises:
         ValueError: the number is less than 1.
-        TypeError: it is something else, such as None.
+        TypeError: it is something else, such as None or "2".
     """
     if limit is False:
         return NoLimit()
@@ -112,17 +155,21 @@ def make_limiter(limit: "bool | int | Limiter") -> Limiter:
                 f"Use False for no limit."
             )
         return EventQueue(limit)
-    methods = (getattr(limit, name, None) for name in ("admit", "freed"))
-    if isinstance(limit, type) or not all(callable(method) for method in methods):
+    if isinstance(limit, type) or not isinstance(limit, Limiter):
         raise TypeError(
-            f"limit_all_gathers={limit!r}: it is True (at most 2 units alive), False (no limit), a "
-            f"number of units, or a minifsdp.Limiter, which has the methods admit and freed."
+            f"limit_all_gathers={limit!r}: expected True (at most 2 units alive), False (no limit),"
+            f" a number of units, or a minifsdp.Limiter, which has the methods admit and freed."
         )
     return limit
 
 
 def wait_for_free(event: Event) -> None:
-    """Block the host until the device has freed a unit too."""
-    if not event.query():  # so that in a profile the name means a wait that really happened
+    """Block the host until the device has freed a unit.
+
+    Args:
+        event: as in :meth:`Limiter.freed`. If the host has to wait for it, a profile shows
+            "FullyShardedDataParallel.rate_limiter", as with PyTorch.
+    """
+    if not event.query():  # without this check a profile would show waits of no time
         with record_function("FullyShardedDataParallel.rate_limiter"):
             event.synchronize()

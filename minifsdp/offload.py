@@ -1,17 +1,18 @@
-"""Parameters that live in the host's memory.
+"""CPU offload: shards that are stored in the host's memory.
 
-A host has ten times the memory of its GPU. With CPU offload a unit's shard stays there, with its
-gradient and the optimizer's state; the device has only what it is computing with::
+A host has about ten times the memory of its GPU. With CPU offload a unit's shard is stored there,
+with its gradient and the optimizer's state. The device stores only what it computes with::
 
     host     shard ----------upload--┐                ┌--download--> shard.grad   optimizer step
     device                           └─> all-gather   reduce ─┘
                                          forward, backward
 
-Both copies run on streams of their own, beside the computation. Two waits keep this right: the
-all-gather must not send a chunk that has not arrived, and the host must not add to a gradient that
-has not. The second is why the end of a backward blocks the host here, as it does nowhere else:
-PyTorch's FSDP lets the device write into the tensor that held the last gradient, and so loses what
-was accumulated in it.
+Both copies run on streams of their own, at the same time as the computation. Two waits make this
+correct. The all-gather must not send a shard that has not arrived on the device, and the host must
+not add to a gradient that has not arrived on the host. Because of the second one the host waits at
+the end of each backward, which it does not do without offload. PyTorch's FSDP does not wait: there
+the device writes into the tensor that held the last gradient, so that accumulated gradients are
+lost.
 
 Source: Ren et al., "ZeRO-Offload", arXiv:2101.06840.
 """
@@ -27,28 +28,40 @@ HOST = torch.device("cpu")
 
 
 def host_copy(tensor: Tensor, device: torch.device | None) -> Tensor:
-    """A copy of ``tensor`` in the host's memory, for ``device`` to copy from. None: no offload, so
-    the tensor itself."""
+    """A copy of ``tensor`` in the host's memory, of the same shape and dtype.
+
+    Args:
+        device: will copy from it, and to it. None: there is no offload, and ``tensor`` itself is
+            returned.
+    """
     return tensor if device is None else _host_memory(tensor, device).copy_(tensor)
 
 
-def upload(chunk: Tensor, streams: Streams, unit: str) -> Callable[[], Tensor]:
-    """Start to copy ``chunk``, ``[n]``, of a unit to the device. The unshard stream waits for it.
+def upload(padded_shard: Tensor, streams: Streams, unit: str) -> Callable[[], Tensor]:
+    """Start to copy a unit's shard to the device. The unshard stream waits for the copy.
+
+    Args:
+        padded_shard: ``[padded_numel / world_size]``, in the host's memory.
+        streams: of the device to copy to.
+        unit: its label, for profiles.
 
     Returns:
-        What gives the copy. To be called on the unshard stream.
+        A function that returns the copy. Call it on the unshard stream.
     """
     copies: list[Tensor] = []
 
     def launch() -> Finish:
-        # Inside, so that the memory is the upload stream's own: it is free to be written at once.
-        copies.append(torch.empty_like(chunk, device=streams.device))
-        copies[0].copy_(chunk, non_blocking=True)
+        # Allocated in here, so that the memory belongs to the upload stream, which can then write
+        # to it without waiting for another stream.
+        copies.append(torch.empty_like(padded_shard, device=streams.device))
+        copies[0].copy_(padded_shard, non_blocking=True)
         return lambda: None
 
+    # Without this wait the all-gather would send memory that the copy has not filled yet.
     streams.unshard.wait_event(streams.upload.submit(launch, f"upload {unit}"))
 
     def uploaded() -> Tensor:
+        # Without this line the next upload could get this memory while the all-gather reads it.
         streams.unshard.record_stream(copies[0])
         return copies[0]
 
@@ -56,10 +69,16 @@ def upload(chunk: Tensor, streams: Streams, unit: str) -> Callable[[], Tensor]:
 
 
 def download(tensor: Tensor, ready: Event, streams: Streams, unit: str) -> tuple[Tensor, Event]:
-    """Start to copy ``tensor``, of any shape, of a unit to the host, once ``ready`` is passed.
+    """Start to copy a tensor of a unit to the host.
+
+    Args:
+        tensor: of any shape and dtype, on the device.
+        ready: passed when ``tensor`` has its values; the copy waits for it.
+        streams: of the device to copy from.
+        unit: its label, for profiles.
 
     Returns:
-        The copy, valid once the event is passed; and that event.
+        The copy, and the event after which it has its values.
     """
     copy = _host_memory(tensor, streams.device)
 
@@ -68,10 +87,11 @@ def download(tensor: Tensor, ready: Event, streams: Streams, unit: str) -> tuple
         return lambda: None
 
     streams.download.wait_event(ready)
+    # Without this line another gradient could get this memory while the copy still reads it.
     streams.download.record_stream(tensor)
     return copy, streams.download.submit(launch, f"download {unit}")
 
 
 def _host_memory(like: Tensor, device: torch.device) -> Tensor:
-    # Pinned: a copy from or to memory that the system may move is not asynchronous.
+    # Pinned for CUDA: copies from and to other host memory are not asynchronous.
     return torch.empty(like.shape, dtype=like.dtype, device=HOST, pin_memory=device.type == "cuda")

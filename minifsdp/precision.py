@@ -1,15 +1,15 @@
-"""Mixed precision: small numbers to compute and send with, exact ones to keep.
+"""Mixed precision: low precision to compute and communicate, full precision to store.
 
-Half the bits are half the bytes on the network and, on a GPU, a multiple of the speed. But an
-update is often a thousandth of the parameter it changes, which 8 bits of mantissa cannot hold. So
-each rank keeps its shard exact, and a *copy* of it is gathered::
+Half of the bits are half of the bytes on the network and, on a GPU, several times the speed. But an
+update is often a thousandth of the parameter, which 8 bits of mantissa cannot represent. So each
+rank stores its shard in full precision, and a *copy* of it in low precision is all-gathered::
 
-    shard fp32 --cast--> bf16 --all-gather--> full bf16      forward, backward
+    shard fp32 --cast--> bf16 --all-gather--> unsharded flat parameter bf16    forward, backward
     shard.grad fp32 <--cast-- fp32 <--reduce-scatter-- fp32 <--cast-- gradient bf16
 
-With sharding this is nearly free: what is kept exact is a chunk on each rank, not a second model.
-The casts of parameters are in unshard.py, those of gradients in reduce.py and those of buffers in
-buffers.py. This file has what goes into a module and what comes out.
+With sharding this costs little memory: each rank stores one shard in full precision, and not a
+second model. unshard.py casts the parameters, reduce.py the gradients and support/buffers.py the
+buffers. This file casts the inputs and outputs of modules.
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740.
 """
@@ -24,20 +24,23 @@ from minifsdp.support.pytree import map_tensors, tensors_in
 from minifsdp.unit import Unit
 
 ISLAND = MixedPrecision(cast_forward_inputs=True)
-"""A unit that computes in full precision among others that do not."""
+"""For a unit that computes in full precision inside a model that does not."""
 
 
 def prepare_inputs(
     unit: Unit, is_root: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inputs of a unit's module, in the dtype and on the device that it computes with.
+    """Cast the inputs of a unit's module to the dtype that the unit computes in, if its precision
+    says so, and move those of the root to the unit's device.
 
     Args:
-        is_root: this is the outermost module, called by the user with whatever he has.
+        is_root: this is the outermost module, which the user calls.
+        args, kwargs: any pytree, of which the floating-point tensors are cast. Tensors of integers
+            keep their dtype. A tensor that has the dtype and the device already is not copied.
 
-    Tensors in tuples, lists, dicts and dataclasses are found. Integers keep their dtype. Nothing is
-    copied that is right already. The cast is part of the graph: gradients come back in the dtype
-    of what was given.
+    Returns:
+        ``args`` and ``kwargs`` for the module. The cast is part of the graph, so the gradient of an
+        input has the input's dtype.
     """
     precision = unit.precision
     casts = precision.cast_forward_inputs or (
@@ -47,6 +50,7 @@ def prepare_inputs(
         return args, kwargs
 
     def prepare(tensor: Tensor) -> Tensor:
+        # Without this check indices would be rounded, and so would the inputs of integer units.
         both = tensor.is_floating_point() and unit.unsharded.dtype.is_floating_point
         dtype = unit.unsharded.dtype if casts and both else tensor.dtype
         return tensor.to(unit.device if is_root else tensor.device, dtype)
@@ -55,9 +59,15 @@ def prepare_inputs(
 
 
 def output_cast(unit: Unit, args: object, kwargs: object) -> Callable[[Any], Any] | None:
-    """For an island of full precision: what puts its outputs in the dtype that its inputs have.
+    """For a unit of full precision in a model of low precision: the function that casts its outputs
+    to the dtype of its inputs.
 
-    None, if there is nothing to do.
+    Args:
+        args, kwargs: the inputs of the unit's module, before :func:`prepare_inputs`.
+
+    Returns:
+        A function of the output, any pytree, that returns the same with its tensors cast. None: no
+        output has to be cast.
     """
     precision = unit.precision
     if not precision.cast_forward_inputs or precision.param_dtype is not None:
@@ -66,7 +76,7 @@ def output_cast(unit: Unit, args: object, kwargs: object) -> Callable[[Any], Any
         unit.unsharded.dtype
     }
     if len(dtypes) != 1:
-        return None  # it was not called with low precision, or with several of them
+        return None  # no input has another dtype, or there are several and none is the right one
     (dtype,) = dtypes
 
     def restore(tensor: Tensor) -> Tensor:

@@ -1,45 +1,49 @@
-"""What next: which unit to gather before it is asked for.
+"""Prefetching: which unit to gather before it is needed.
 
-A gather that starts when its unit is needed is a gather that the computation waits for. Models do
-the same thing every step, so the order of one step foretells the next. Three orders are recorded::
+If an all-gather starts when its unit is needed, the computation has to wait for it. Models do the
+same in every step, so the order of units in one step predicts that of the next. Three orders are
+recorded::
 
     pre-forward    units in the order in which their forwards begin     root a  a.x  b
-    post-forward   ... in which their forwards end                      a.x  a  b  root
-    pre-backward   ... in which their backwards begin                   root b  a  a.x
+    post-forward   units in the order in which their forwards end       a.x  a  b  root
+    pre-backward   units in the order in which their backwards begin    root b  a  a.x
 
-and each hook looks up the unit that followed the current one the last time:
+Each hook looks up the unit that followed the current one in the last pass:
 
-==========================  ==================  =====================================
-``ForwardPrefetch``         FORWARD_PRE         pre-forward order, before computing
-                            FORWARD_POST        post-forward order, after freeing
-``BackwardPrefetch``        BACKWARD_PRE        pre-backward order, before computing
-                            BACKWARD_POST       pre-backward order, after freeing
-==========================  ==================  =====================================
+==========================  ==================  ============================================
+``ForwardPrefetch``         FORWARD_PRE         pre-forward order, before the unit computes
+                            FORWARD_POST        post-forward order, after it is resharded
+``BackwardPrefetch``        BACKWARD_PRE        pre-backward order, before the unit computes
+                            BACKWARD_POST       pre-backward order, after it is resharded
+==========================  ==================  ============================================
 
-In the first backward there is no pre-backward order yet. The reverse of the post-forward order is a
-good guess, and the one that PyTorch keeps guessing for ever.
+In the first backward there is no pre-backward order yet. The reverse of the post-forward order is
+used in its place; PyTorch uses that in every step.
 
-Guesses fail: post-forward order knows nothing of the units around the next one, and models change
-course. A prefetch can find its target in three wrong states. None of them changes a result, because
-a prefetch only gathers early what a hook would gather anyway; they cost memory or time:
+A target can be wrong: the post-forward order does not tell when the ancestors of the next unit are
+needed, and models can change their order. prefetch_stats.py counts wrong targets.
 
-- ``already unsharded``: nothing to do;
-- ``not needed yet``: another unit is needed first, and has to queue behind the wrong gather;
-- ``already resharded``: its turn in this backward is over; gathering it again would be pure waste.
+Sources: Zhao et al., "PyTorch FSDP", arXiv:2304.11277, section 3.3; fairscale PRs 972 and 1052.
 """
 
 from minifsdp.api import BackwardPrefetch, ForwardPrefetch
+from minifsdp.support.prefetch_stats import PrefetchStats
 from minifsdp.unit import Unit
 from minifsdp.unit_state import ShardedState, TrainingState
 
 
 class Order:
-    """The order of one kind of event: recorded in this pass, looked up in the last."""
+    """The order in which one kind of event visits the units of a root.
+
+    Attributes:
+        last: the order of the last pass that was complete.
+        current: of this pass, so far. A unit may occur several times in both.
+    """
 
     def __init__(self) -> None:
         self.last: list[Unit] = []
         self.current: list[Unit] = []
-        self._position = 0
+        self._position = 0  # in ``last``, of the unit that is expected next
 
     def start(self) -> None:
         """A new pass begins."""
@@ -48,13 +52,18 @@ class Order:
         self._position = 0
 
     def forget(self) -> None:
-        """The pass broke off; half an order is worse than the one before."""
+        """An exception has ended the pass. A part of an order would predict less than the last."""
         self.current = []
 
     def visit(self, unit: Unit) -> Unit | None:
-        """Record ``unit``; the unit that came after it in the last pass, if there was one."""
+        """Record ``unit``.
+
+        Returns:
+            The unit that came after it in the last pass; None if there is none.
+        """
         self.current.append(unit)
-        # From where we stand, and only then from the start: a unit may come several times.
+        # First from the current position, and only then from the start, because a unit may occur
+        # several times.
         rest = self.last[self._position :]
         if unit in rest:
             self._position += rest.index(unit) + 1
@@ -65,27 +74,40 @@ class Order:
         return self.upcoming()
 
     def upcoming(self) -> Unit | None:
-        """The unit that came next in the last pass, from where we stand."""
+        """The unit that came next in the last pass, from the current position."""
         return self.last[self._position] if self._position < len(self.last) else None
 
 
 class Prefetcher:
-    """Names the unit to gather next, at each of the four places where there is a choice."""
+    """Chooses the unit to gather next, from the recorded orders of one root.
+
+    The hooks call the methods that are named after them, which return the target or None. The
+    others only tell the statistics what happened.
+
+    Args:
+        backward: when to prefetch in the backward; None: never.
+        forward: when to prefetch in the forward; None: never.
+
+    Attributes:
+        stats: the observer that counts; no choice depends on it.
+
+    Raises:
+        TypeError: an argument is something else, such as torch's enum of the same name.
+    """
 
     def __init__(self, backward: BackwardPrefetch | None, forward: ForwardPrefetch | None) -> None:
         for given, kind in ((backward, BackwardPrefetch), (forward, ForwardPrefetch)):
             if given is not None and not isinstance(given, kind):
-                raise TypeError(f"{given!r} is not one of minifsdp.{kind.__name__}'s, nor None")
+                raise TypeError(
+                    f"{given!r} is not one of minifsdp.{kind.__name__}'s members, nor None (do not "
+                    f"prefetch)"
+                )
         self.backward, self.forward = backward, forward
         self.forward_where_it_helps = False  # the device decides on ``forward``; see `adapt_to`
         self.pre_forward_order = Order()
         self.post_forward_order = Order()
         self.pre_backward_order = Order()
-        self.prefetches = 0
-        self.mistargets = dict.fromkeys(
-            ("already unsharded", "not needed yet", "already resharded"), 0
-        )
-        self._pending: Unit | None = None  # prefetched, and not used yet
+        self.stats = PrefetchStats()
 
     def adapt_to(self, host_runs_ahead: bool) -> None:
         """Choose what ``forward_prefetch=None`` leaves open.
@@ -98,91 +120,85 @@ class Prefetcher:
             self.forward = None if host_runs_ahead else ForwardPrefetch.FORWARD_PRE
 
     def start_forward(self) -> None:
+        """The forward of the root begins."""
         self.pre_forward_order.start()
         self.post_forward_order.start()
-        self._pending = None
+        self.stats.start_pass()
 
     def start_backward(self) -> None:
+        """A backward begins."""
         order = self.pre_backward_order
         order.start()
         if not order.last:
             order.last = list(reversed(self.post_forward_order.current))
-        self._pending = None
+        self.stats.start_pass()
 
     def forget(self) -> None:
+        """An exception has ended the forward or the backward."""
         for order in (self.pre_forward_order, self.post_forward_order, self.pre_backward_order):
             order.forget()
 
     def pre_forward(self, unit: Unit) -> Unit | None:
+        """The forward of ``unit`` begins. Returns the target of FORWARD_PRE."""
         target = _next(self.pre_forward_order, unit)
         return target if self.forward is ForwardPrefetch.FORWARD_PRE else None
 
     def post_forward(self, unit: Unit) -> Unit | None:
+        """The forward of ``unit`` has ended. Returns the target of FORWARD_POST."""
         target = _next(self.post_forward_order, unit)
         return target if self.forward is ForwardPrefetch.FORWARD_POST else None
 
     def pre_backward(self, unit: Unit) -> Unit | None:
+        """The backward of ``unit`` begins. Returns the target of BACKWARD_PRE."""
         target = _next(self.pre_backward_order, unit)
         return target if self.backward is BackwardPrefetch.BACKWARD_PRE else None
 
     def post_backward(self, unit: Unit) -> Unit | None:
-        # What follows the unit whose backward began last, which need not be the one that ends now,
-        # ``unit``: units in units end after others have begun.
+        """The backward of ``unit`` has ended. Returns the target of BACKWARD_POST."""
+        # The unit after the one whose backward began last, which may be another one than ``unit``:
+        # the backward of an outer unit ends after those of its inner units have begun.
         target = self.pre_backward_order.upcoming()
         return target if self.backward is BackwardPrefetch.BACKWARD_POST else None
 
     def is_sound(self, target: Unit) -> bool:
-        """Whether gathering ``target`` now makes sense; if not, it is counted and left alone."""
-        if target.state.sharded is not ShardedState.SHARDED:
-            if target.reshard_after_forward and target is not self._pending:
-                self.missed("already unsharded", target)
-        elif target.state.training is TrainingState.POST_BACKWARD:
-            self.missed("already resharded", target)
-        else:
+        """Whether to gather ``target`` now: it is sharded, and has not had its turn yet in this
+        backward. If not, this is counted."""
+        sharded = target.state.sharded is ShardedState.SHARDED
+        if sharded and target.state.training is not TrainingState.POST_BACKWARD:
             return True
+        self.stats.skipped(target)
         return False
 
     def issued(self, target: Unit) -> None:
-        """``target`` is being gathered ahead of its time."""
-        self.prefetches += 1
-        self._pending = target
+        """The all-gather of ``target`` is started as a prefetch."""
+        self.stats.issued(target)
 
     def needed(self, unit: Unit) -> None:
-        """``unit`` is used now. If another one was prefetched in its place, that is counted."""
-        pending = self._pending
-        if unit is pending:
-            self._pending = None
-        elif (
-            pending is not None
-            and unit.needs_unshard
-            and unit.state.sharded is ShardedState.SHARDED
-        ):
-            self._pending = None  # count it once
-            if pending.state.sharded is not ShardedState.SHARDED:
-                self.missed("not needed yet", pending)
-
-    def missed(self, how: str, target: Unit) -> None:
-        """``target`` was the wrong unit to prefetch."""
-        self.mistargets[how] += 1
+        """``unit`` is about to be used; its all-gather may have been prefetched."""
+        self.stats.needed(unit)
 
 
 def _next(order: Order, unit: Unit) -> Unit | None:
     if not unit.ancestors:
-        # The root is where a pass begins, and never a target: it is unsharded all the while.
+        # A pass begins at the root. It is never a target, because it is unsharded all the time.
         return order.upcoming()
-    # One without parameters gets no gradient, so that ranks do not agree (rank_agreement.py) on
-    # whether they come to it. If some did and prefetched, the others would be waited for.
+    # A unit without parameters gets no gradient, so ranks need not agree (rank_agreement.py) on
+    # whether its backward runs. If only some ranks prefetched there, they would wait for the others
+    # forever.
     return order.visit(unit) if unit.numel else None
 
 
 def make_prefetcher(
     backward: BackwardPrefetch | None, forward: bool | ForwardPrefetch | None
 ) -> Prefetcher:
-    """What ``backward_prefetch`` and ``forward_prefetch`` mean: True is FORWARD_PRE, and None is
-    FORWARD_PRE on a device whose host does not run ahead.
+    """The prefetcher for the arguments ``backward_prefetch`` and ``forward_prefetch``.
+
+    Args:
+        forward: True is FORWARD_PRE, False is no prefetching. None is FORWARD_PRE on a device whose
+            host does not run ahead, and no prefetching elsewhere.
 
     Raises:
-        TypeError: they are something else.
+        TypeError: an argument is something else.
     """
     prefetcher = Prefetcher(
         backward, ForwardPrefetch.FORWARD_PRE if forward is True else forward or None

@@ -1,21 +1,25 @@
-"""The third verb: turn a unit's gradient into this rank's share of the mean over ranks.
+"""Reduce: from each rank's gradient of a unit to this rank's shard of their mean.
 
-Every rank has seen other data, so every rank has another gradient for the whole unit. What is
-needed is their mean, and of that only the part that belongs to this rank's shard::
+Every rank has computed with other data, so each has a different gradient of the unsharded flat
+parameter. The optimizer of a rank needs their mean, and of that only its own shard::
 
     rank 0   [a0 b0]                      rank 0   mean(a0, a1)
     rank 1   [a1 b1]   reduce-scatter ->  rank 1   mean(b0, b1)
 
-A rank that holds all parameters (NO_SHARD) needs all of the mean: an all-reduce. With hybrid
-sharding there are both, one after the other: a reduce-scatter in the group that shares the
-parameters, then an all-reduce, of a chunk only, over those that have the same chunk.
+A rank that has all parameters (NO_SHARD) needs all of the mean, so the gradient is all-reduced.
+Hybrid sharding does both: a reduce-scatter in the group that shares the parameters, and then an
+all-reduce of a shard over the ranks that have the same shard.
 
-On a CPU an all-reduce comes in two halves (see collectives.py). Each is started when the one before
-has arrived, one or two units later in the backward, so that the computation hides both.
+On a CPU an all-reduce has two parts, a reduce-scatter and an all-gather (comm/collectives.py). So a
+reduction has up to three parts, one after the other. Each part is started when the one before is
+complete, one or two units later in the backward, so that the computation hides all of them.
 
-A reduction holds three pieces of memory until it is over: the gradient that is being sent, what
-arrives, and the result. The engine lets one arrive before it starts the next (see engine.py), so
-there is never more than one such set besides the gradient being computed.
+A reduction needs three pieces of memory until its first part is complete: the gradient that is
+sent, what other ranks send, and the result. The engine waits for the first part of one reduction
+before it starts the next (engine.py). So there is at most one such set of memory, and the gradient
+that is being computed.
+
+Source: Rajbhandari et al., "ZeRO", arXiv:1910.02054.
 """
 
 from collections.abc import Iterator
@@ -31,34 +35,53 @@ from minifsdp.unit import Unit
 
 @dataclass
 class Reduction:
-    """A gradient on its way. ``result`` is shaped as ``unit.padded_shard``, valid after ``event``."""
+    """The reduction of one gradient, in progress.
+
+    Attributes:
+        unit: whose gradient it is.
+        result: shaped as ``unit.padded_shard``; in the dtype of the reduction; on the unit's device
+            and, with offload, at last on the host.
+        event: when it is passed, all parts that were started are complete. After the last part
+            ``result`` has its values.
+        sent: the tensors that the first part reads; empty when it is complete.
+        parts_left: parts of the all-reduce that are not started yet.
+        all_reduce: starts these parts, one after the other; None before the first.
+    """
 
     unit: Unit
     result: Tensor
     event: Event
-    sent: tuple[Tensor, ...] = ()  # kept: until it has arrived, the reduce stream reads it
-    to_come: int = 0  # halves of its all-reduce that are not submitted yet
+    sent: tuple[Tensor, ...] = ()
+    parts_left: int = 0
     all_reduce: Iterator[Finish] | None = None
 
 
 def reduce_gradient(unit: Unit, grad: Tensor, streams: Streams) -> Reduction:
-    """Start reducing ``grad``, the gradient of ``unit.unsharded.flat_param`` (same shape), on the reduce stream."""
+    """Start the first part of a reduction, on the reduce stream.
+
+    Args:
+        grad: the gradient of ``unit.unsharded.flat_param``, ``[padded_numel]``, in its dtype. It
+            may be overwritten.
+    """
     # Without this wait the reduction would send what the backward has yet to write.
     written = streams.compute.record_event()
     streams.reduce.wait_event(written)
     shards = unit.shard_group
     reduction = Reduction(unit, grad, written)
     if unit.replicate_group is not None:
-        reduction.to_come = halves(grad) - (shards is None)
+        # Without a shard group the all-reduce is all there is, so launch() starts one of its parts.
+        reduction.parts_left = halves(grad) - (shards is None)
 
     def launch() -> Finish:
         dtype = unit.precision.reduce_dtype
-        low = grad if dtype is None else grad.to(dtype)
-        reduction.result, reduction.sent = low, (grad, low)
+        cast = grad if dtype is None else grad.to(dtype)
+        # Referred to until this part is complete: otherwise the memory could be given to another
+        # tensor while the reduce stream still reads it.
+        reduction.result, reduction.sent = cast, (grad, cast)
         if shards is None:
-            return _next_half(reduction, low)
+            return _start_all_reduce_part(reduction, cast)
         reduction.result, finish = reduce_scatter(
-            low, shards, 1 / shards.size(), unit.tag, unit.label
+            cast, shards, 1 / shards.size(), unit.tag, unit.label
         )
         return finish
 
@@ -66,30 +89,32 @@ def reduce_gradient(unit: Unit, grad: Tensor, streams: Streams) -> Reduction:
     return reduction
 
 
-def let_arrive(reduction: Reduction, streams: Streams) -> None:
-    """Wait for the first part of a reduction, and start the rest: over replicas, to the host."""
+def wait_for_first_part(reduction: Reduction, streams: Streams) -> None:
+    """Make the compute stream wait for the first part. Then start what comes after it: the next
+    part of the all-reduce over replicas or, with offload, all parts and the copy to the host."""
     reduction.event.wait()
     reduction.sent = ()
-    go_on(reduction, streams)
+    start_next_part(reduction, streams)
     unit = reduction.unit
     if unit.offload_from is not None:
-        go_on(reduction, streams)
+        start_next_part(reduction, streams)
         ready = reduction.event
         reduction.result, reduction.event = download(reduction.result, ready, streams, unit.label)
 
 
-def go_on(reduction: Reduction, streams: Streams) -> None:
-    """Start the next half of the all-reduce over replicas, if one is left, after the last."""
-    if reduction.to_come:
-        reduction.to_come -= 1
-        result = reduction.result  # as it is now, not when this starts: a download replaces it
+def start_next_part(reduction: Reduction, streams: Streams) -> None:
+    """Start the next part of the all-reduce over replicas, if there is one, after the last part."""
+    if reduction.parts_left:
+        reduction.parts_left -= 1
+        result = reduction.result  # the tensor on the device: download() replaces it by a host copy
+        # Without this wait the all-reduce would send what the part before has yet to write.
         streams.replicate.wait_event(reduction.event)
         reduction.event = streams.replicate.submit(
-            lambda: _next_half(reduction, result), f"all-reduce {reduction.unit.label}"
+            lambda: _start_all_reduce_part(reduction, result), f"all-reduce {reduction.unit.label}"
         )
 
 
-def _next_half(reduction: Reduction, flat: Tensor) -> Finish:
+def _start_all_reduce_part(reduction: Reduction, flat: Tensor) -> Finish:
     unit, replicas = reduction.unit, reduction.unit.replicate_group
     assert replicas is not None
     if reduction.all_reduce is None:
@@ -98,23 +123,26 @@ def _next_half(reduction: Reduction, flat: Tensor) -> Finish:
     return next(reduction.all_reduce)
 
 
-def wait_for(reduction: Reduction) -> None:
-    """Wait for the end of a reduction, in the place where it will be added to others."""
+def wait_for_reduction(reduction: Reduction) -> None:
+    """Wait for the last part: the host waits if the gradient is added to others on the host, and
+    otherwise the compute stream."""
     if reduction.unit.offload_from is not None:
-        reduction.event.synchronize()  # it is the host that will read it
+        # Without this wait the host would read a gradient that has not arrived.
+        reduction.event.synchronize()
     else:
         reduction.event.wait()
 
 
 def store_gradient(reduction: Reduction) -> None:
-    """Put a finished reduction where the optimizer looks: add it to ``shard.grad``.
+    """Add the result of a reduction to the gradient of the sharded flat parameter.
 
-    Called for all units at the end of a backward, so that a backward that failed leaves nothing.
+    The engine calls this for all units at the end of a backward, so that a backward that failed
+    changes no gradient.
     """
     unit, shard = reduction.unit, reduction.unit.sharded_flat_param
-    # Its own dtype or, with keep_low_precision_grads, a lower one; whatever was computed with.
+    # ``grad_dtype`` is that of the shard or, with keep_low_precision_grads, ``param_dtype``.
     grad, before = reduction.result[: shard.numel()].to(shard.grad_dtype), shard.grad
-    unit.unreduced_grad = None  # it was part of the sum
+    unit.unreduced_grad = None  # what no_sync has left was part of this sum
     if before is None:
         shard.grad = grad
     else:

@@ -1,8 +1,13 @@
-"""The second verb: let a unit's full parameters go.
+"""Reshard: free a unit's unsharded flat parameter, and keep only this rank's shard.
 
-Freeing is the easy half of sharding and the one that is easy to get wrong. Dropping the tensor
-frees nothing: autograd's saved views keep its *storage* alive. So the storage itself is resized to
-nothing, under everybody's eyes, and whoever touches a view before the next unshard is in error.
+::
+
+    unsharded flat parameter    A B C          A B C          A B C       on every rank
+    sharded flat parameter      rank 0: A      rank 1: B      rank 2: C
+
+To delete the tensor would free nothing: the views that autograd has saved keep its *storage* alive.
+So the storage is resized to zero bytes, while the tensor and its views stay. A program that reads a
+view before the next unshard makes an error.
 """
 
 from minifsdp.streams import Event, Streams
@@ -12,19 +17,23 @@ from minifsdp.unit_state import ShardedState
 
 
 def reshard(unit: Unit, streams: Streams) -> Event:
-    """Free the full parameters of a gathered unit.
+    """Free the unsharded flat parameter. The unit is UNSHARDING or UNSHARDED before this, and
+    SHARDED after it.
 
     Returns:
-        An event on the compute stream: once it is passed, nothing reads the freed memory any more.
-        The host frees long before a GPU gets there; the limiter is about this difference.
+        An event on the compute stream. When it is passed, nothing reads the freed memory any more.
+        On a GPU this may be long after this function has returned, which is why there is a limiter
+        (limiter.py).
     """
     assert unit.state.sharded is not ShardedState.SHARDED, unit.label
     use_sharded_views(unit)
     if unit.unshard_event is not None:
-        # Prefetched and never used. The gather still writes to this memory.
+        # The unit was prefetched and not used. Without this wait the all-gather could write to
+        # memory that is already in use for something else.
         unit.unshard_event.wait()
         unit.unshard_event = None
-    # The memory belongs to the unshard stream and was read on the compute stream.
+    # The memory was allocated on the unshard stream and is read on the compute stream. Without this
+    # line the next all-gather could overwrite it while a layer still reads it.
     streams.compute.record_stream(unit.unsharded.data)
     unit.release()
     unit.state.reshard()

@@ -1,44 +1,56 @@
-"""One 1-D tensor <-> world_size chunks.
+"""Shard: one 1-D tensor <-> one shard for each rank.
 
-A flat parameter is cut into chunks of equal size, one for each rank. Equal, because collectives
-are fastest, and on NCCL only possible, when all ranks send the same amount; so the end is padded::
+A flat parameter is divided into *padded shards* of equal size, one for each rank. Collectives are
+fastest if all ranks send the same number of elements, and NCCL's require it. So zeros are appended
+until the length is a multiple of the number of ranks::
 
-    flat     [5]          a b c d e
-    padded   [8]          a b c d e 0 0 0         4 ranks: chunks of ceil(5 / 4) = 2
-    rank               0:[a b] 1:[c d] 2:[e 0] 3:[0 0]
-    the optimizer sees 0:[a b] 1:[c d] 2:[e]   3:[]
+    flat parameter   [5]   a b c d e
+    padded           [8]   a b c d e 0 0 0                4 ranks: ceil(5 / 4) = 2 elements each
+    padded shards    [2]   0: [a b] 1: [c d] 2: [e 0] 3: [0 0]
+    shards                 0: [a b] 1: [c d] 2: [e]   3: []
 
-The padding travels with its chunk, but the parameter that the optimizer gets ends where the data
-ends: noise, weight decay or a norm taken over the shard never meets an element that does not exist.
+Collectives send padded shards. The optimizer gets the shards, without the padding: otherwise noise,
+weight decay or a norm of the parameters would depend on elements that the model does not have.
 
-Nothing here talks to another rank.
+Nothing here communicates with other ranks.
 """
 
 from torch import Tensor
 
 
-def chunk_numel(numel: int, world_size: int) -> int:
-    """Elements in each rank's chunk, padding included."""
+def padded_shard_numel(numel: int, world_size: int) -> int:
+    """Elements in the padded shard of each rank.
+
+    Args:
+        numel: elements of the flat parameter, without padding.
+        world_size: ranks that share it.
+    """
     return -(-numel // world_size)
 
 
-def real_numel(numel: int, rank: int, world_size: int) -> int:
-    """Elements in the chunk of ``rank`` that are data and not padding; 0 past the end."""
-    chunk = chunk_numel(numel, world_size)
-    return min(max(numel - rank * chunk, 0), chunk)
+def unpadded_shard_numel(numel: int, rank: int, world_size: int) -> int:
+    """Elements in the shard of ``rank``, without padding; 0 if all of it is padding.
+
+    Args:
+        numel, world_size: as in :func:`padded_shard_numel`.
+    """
+    padded = padded_shard_numel(numel, world_size)
+    return min(max(numel - rank * padded, 0), padded)
 
 
 def shard(flat: Tensor, rank: int, world_size: int) -> Tensor:
-    """The chunk of ``flat`` that belongs to ``rank``.
+    """The padded shard of ``rank``.
 
     Args:
-        flat: ``[n]``.
+        flat: ``[numel]``, without padding.
 
     Returns:
-        A new tensor ``[ceil(n / world_size)]``, zero where there is padding. It shares no memory
-        with ``flat``: a view would keep all of it alive, and nothing would be saved.
+        A new tensor ``[ceil(numel / world_size)]``, of the same dtype and on the same device; the
+        padding is zero. It shares no memory with ``flat``. A view would keep all of ``flat`` alive,
+        so that sharding would save nothing.
     """
-    size, real = chunk_numel(flat.numel(), world_size), real_numel(flat.numel(), rank, world_size)
-    chunk = flat.new_zeros(size)
-    chunk[:real] = flat[rank * size : rank * size + real]
-    return chunk
+    size = padded_shard_numel(flat.numel(), world_size)
+    unpadded = unpadded_shard_numel(flat.numel(), rank, world_size)
+    padded_shard = flat.new_zeros(size)
+    padded_shard[:unpadded] = flat[rank * size : rank * size + unpadded]
+    return padded_shard

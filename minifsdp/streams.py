@@ -1,29 +1,29 @@
-"""Where work runs: streams and events, with the same four verbs on every device.
+"""Streams: where work runs, with the same methods on every device.
 
-A *stream* is a queue. What is submitted to one stream happens in order; two streams run beside
-each other unless one is told to wait. An *event* is a mark in a stream that others can wait for.
-FSDP uses three streams, and three more where models need them::
+A *stream* is a queue. Work on one stream runs in order; two streams run at the same time, unless
+one waits for an *event* of the other. FSDP uses three streams, and three more if they are needed::
 
     compute     | layer 1 fwd | layer 2 fwd | ...   forward, backward, optimizer
     unshard     | gather 2 | gather 3 | ...         parameters, ahead of the computation
     reduce      |  ...            reduce 2 |        gradients, behind the computation
 
-    replicate   behind reduce: the all-reduce of hybrid sharding
-    upload      ahead of unshard: parameters that live in the host's memory
-    download    behind reduce: gradients on their way there
+    replicate   after reduce: the all-reduce of hybrid sharding
+    upload      before unshard: shards, from the host's memory to the device
+    download    after reduce: gradients, from the device to the host's memory
 
-The engine submits a function, ``launch``, that *starts* a collective and returns another,
-``finish``, that waits for it and does what must come after it (see collectives.py). This is all
-the engine ever asks, and it means the right thing on each device:
+The engine submits a function, ``launch``. It *starts* a collective and returns another function,
+``finish``, which waits for the collective and does what has to come after it (collectives.py). What
+this means depends on the device:
 
-- **CUDA**: waiting only orders one stream after another, so both run at once, on the stream, and
-  the host goes on. Nothing has happened yet when ``submit`` returns.
-- **CPU**: the compute stream is the calling thread. ``launch`` runs at once and hands the bytes to
-  the threads of the network library, which move them while the caller computes; ``finish`` runs
-  when somebody first waits for the event. There is no worker thread: every collective is started
-  by the calling thread, in program order, which is the same order on every rank.
+- **CUDA**: ``launch`` and ``finish`` both run at once, on the stream. They only queue work; waiting
+  makes one stream wait for another, and the host goes on. When ``submit`` returns, nothing needs to
+  have happened yet.
+- **CPU**: the compute stream is the calling thread. ``launch`` runs at once and gives the data to
+  the threads of the network library, which send it while the caller computes. ``finish`` runs at
+  the first wait for the event. There is no worker thread: the calling thread starts each collective
+  in program order, which is the same order on every rank.
 
-This is the only file that names a kind of device. Another one plugs in through :data:`BACKENDS`.
+This is the only file that names a kind of device. :data:`BACKENDS` takes others.
 """
 
 from collections.abc import Callable
@@ -35,42 +35,51 @@ from torch import Tensor
 from torch.profiler import record_function
 
 Finish = Callable[[], None]
+"""Waits for work that was started, and does what has to come after it."""
 Launch = Callable[[], Finish]
+"""Starts work, and returns the function that finishes it."""
 
 
 class Event(Protocol):
-    """A mark in a stream: passed once everything before it has happened."""
+    """A point in a stream. The event is passed when all work before this point is complete."""
 
     def wait(self) -> None:
-        """Make the *current compute stream* wait until the mark is passed."""
+        """Make the *compute stream* wait for the event. With CUDA the host does not wait."""
 
     def synchronize(self) -> None:
-        """Block the *host*, that is the calling thread, until the mark is passed."""
+        """Block the *host*, which is the calling thread, until the event is passed."""
 
     def query(self) -> bool:
-        """Whether the mark is known to be passed."""
+        """Whether the event is known to be passed. This does not block."""
 
 
 class Stream(Protocol):
     """A queue of work on one device."""
 
     def submit(self, launch: Launch, label: str = "") -> Event:
-        """Run ``launch`` and what it returns on this stream; the event is passed after both.
-        ``label`` says what it is, in a profile."""
+        """Run ``launch``, and the function that it returns, on this stream.
+
+        Args:
+            label: the name of this work in a profile, such as "all-gather 'layer.3'".
+
+        Returns:
+            An event that is passed when both are complete.
+        """
 
     def record_event(self) -> Event:
-        """A mark after everything submitted so far."""
+        """An event that is passed when everything submitted so far is complete."""
 
     def wait_event(self, event: Event) -> None:
-        """Whatever is submitted to this stream from now on happens after ``event``."""
+        """Make what is submitted to this stream from now on wait for ``event``."""
 
     def record_stream(self, tensor: Tensor) -> None:
-        """Tell the memory allocator that this stream uses a tensor that another one allocated."""
+        """Tell the memory allocator that this stream uses ``tensor``, which was allocated on
+        another stream. The allocator then reuses the memory only after that use."""
 
 
 @dataclass(frozen=True)
 class Streams:
-    """The streams of one root, on one device."""
+    """The streams of one root, all on ``device``."""
 
     device: torch.device
     compute: Stream
@@ -91,7 +100,7 @@ class Streams:
         """New streams on ``device``.
 
         Raises:
-            NotImplementedError: no backend is known for this kind of device.
+            NotImplementedError: :data:`BACKENDS` has no entry for this kind of device.
         """
         if device.type not in BACKENDS:
             raise NotImplementedError(
@@ -105,7 +114,7 @@ class Streams:
 
 
 class CpuEvent:
-    """Passed as soon as ``finish`` has run; the first one to wait runs it."""
+    """Passed when ``finish`` has run. The first wait runs it."""
 
     def __init__(self, finish: Finish | None = None) -> None:
         self._finish = finish
@@ -114,28 +123,28 @@ class CpuEvent:
         return self._finish is None
 
     def synchronize(self) -> None:
-        # Forgotten before it runs: a collective that failed must not be waited for twice.
+        # Cleared before the call: a second wait must not wait again for a collective that failed.
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
 
-    wait = synchronize  # on a CPU the compute stream *is* the host
+    wait = synchronize  # on a CPU the compute stream is the calling thread
 
 
 class CpuStream:
-    """Work that the network library's threads do beside the calling thread."""
+    """Work that the threads of the network library do while the calling thread computes."""
 
     def submit(self, launch: Launch, label: str = "") -> Event:
         return CpuEvent(launch())
 
     def record_event(self) -> Event:
-        return CpuEvent()  # the calling thread has done all that it was told to do
+        return CpuEvent()  # the calling thread does its work at once, so that it is complete
 
     def wait_event(self, event: Event) -> None:
         event.synchronize()
 
     def record_stream(self, tensor: Tensor) -> None:
-        """Nothing to tell: a CPU's memory is free when it is freed."""
+        """Do nothing: on a CPU, memory that is freed is not in use."""
 
 
 def _cpu(device: torch.device) -> Streams:
@@ -146,7 +155,7 @@ def _cpu(device: torch.device) -> Streams:
 
 
 class CudaStream:
-    """A CUDA stream; without one given, whichever is current when it is used."""
+    """A CUDA stream. Without ``stream`` it is the one that is current at each use."""
 
     def __init__(self, device: torch.device, stream: "torch.cuda.Stream | None" = None) -> None:
         self._device = device
@@ -154,7 +163,7 @@ class CudaStream:
 
     @property
     def _stream(self) -> torch.cuda.Stream:
-        # Autograd runs a backward on the stream of its forward, which need not be the default one.
+        # Autograd runs a backward on the stream of its forward, which may not be the default one.
         return self._own if self._own is not None else torch.cuda.current_stream(self._device)
 
     def submit(self, launch: Launch, label: str = "") -> Event:
@@ -170,14 +179,15 @@ class CudaStream:
         self._stream.wait_event(event)  # type: ignore[arg-type]  # events here are CUDA's
 
     def record_stream(self, tensor: Tensor) -> None:
-        # Without this line the allocator hands the block to the next all-gather as soon as the host
-        # has freed it, while the compute stream still reads it.
+        # Without this line the allocator gives the memory to the next all-gather as soon as the
+        # host has freed it, while the compute stream may still read it.
         tensor.record_stream(self._stream)
 
 
 def _cuda(device: torch.device) -> Streams:
     def new() -> CudaStream:
-        # High priority: a collective that is ready must not queue behind kernels it runs beside.
+        # High priority: otherwise a collective that is ready waits until the kernels of the compute
+        # stream leave room for it.
         own = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         return CudaStream(device, own)
 
@@ -185,4 +195,4 @@ def _cuda(device: torch.device) -> Streams:
 
 
 BACKENDS: dict[str, Callable[[torch.device], Streams]] = {"cpu": _cpu, "cuda": _cuda}
-"""Device kind -> how to make its streams. The virtual GPU adds itself here."""
+"""Kind of device -> function that makes its streams. The virtual GPU (sim/) adds itself here."""

@@ -21,7 +21,7 @@ from minifsdp.api import MixedPrecision
 from minifsdp.comm.groups import Placement
 from minifsdp.flatten import check_flattenable, flatten
 from minifsdp.offload import HOST, host_copy
-from minifsdp.shard import chunk_numel, real_numel, shard
+from minifsdp.shard import padded_shard_numel, shard, unpadded_shard_numel
 from minifsdp.streams import Event
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.flat_parameter import FlatParameter, flat_parameter
@@ -83,13 +83,15 @@ class Unit:
         self.shard_rank = group.rank() if group is not None else 0
         self.shard_world_size = group.size() if group is not None else 1  # that share it
         self.numel = flat.numel()
-        self.padded_numel = chunk_numel(self.numel, self.shard_world_size) * self.shard_world_size
+        padded = padded_shard_numel(self.numel, self.shard_world_size)
+        self.padded_numel = padded * self.shard_world_size
 
         # The shard's memory, and padding after it.
         self.padded_shard = host_copy(
             shard(flat, self.shard_rank, self.shard_world_size), offload_from
         )
-        real = self.padded_shard[: real_numel(self.numel, self.shard_rank, self.shard_world_size)]
+        unpadded = unpadded_shard_numel(self.numel, self.shard_rank, self.shard_world_size)
+        real = self.padded_shard[:unpadded]
         self.sharded_flat_param = self._new_shard(real, bool(params) and params[0].requires_grad)
         self.unreduced_grad: UnreducedGrad | None = None
         self.views: list[Tensor] = []
@@ -140,7 +142,7 @@ class Unit:
         """
         shard, real = (
             self.sharded_flat_param,
-            real_numel(self.numel, self.shard_rank, self.shard_world_size),
+            unpadded_shard_numel(self.numel, self.shard_rank, self.shard_world_size),
         )
         if shard.numel() != real:
             raise ValueError(

@@ -1,23 +1,25 @@
-"""Where a unit stands: two small state machines, and every transition of each.
+"""Unit state: two small state machines, and all transitions of both.
 
-Whether the unsharded flat parameter is there::
+The sharded state tells whether the unsharded flat parameter has memory and data::
 
     SHARDED --start_unshard--> UNSHARDING --finish_unshard--> UNSHARDED
        ^                           |                              |
        +--------- reshard ---------+----------- reshard ----------+
 
-UNSHARDING goes straight back if the unit was prefetched and never used, or if its gather failed.
+A unit goes from UNSHARDING back to SHARDED if it was prefetched and not used, or if its all-gather
+failed.
 
-How far the unit is in the training step::
+The training state tells how far the unit is in the training step::
 
     IDLE --run_forward--> FORWARD --start_backward--> PRE_BACKWARD --complete_grad--> POST_BACKWARD
      ^                    |  ^  |                          |                           |
      |                    |  |  +------ complete_grad -----|-------------------------->+
      +-- start_step ------+  +--------- end_backward ------+---------------------------+
 
-A unit without a PRE_BACKWARD is one of which autograd has saved nothing, so that nothing needed its
-parameters. At the end of a backward all units are in FORWARD again, because another graph may still
-go through them. When the next step starts, or an exception has ended this one, all become IDLE.
+A unit goes from FORWARD straight to POST_BACKWARD if autograd has saved none of its parameters, so
+that its backward does not need them. At the end of a backward all units return to FORWARD, because
+another graph may still go through them. All become IDLE when the next step starts, or when an
+exception has ended this one.
 
 The names are those of PyTorch's FSDP2 (``ShardedState`` and ``TrainingState`` in
 ``torch/distributed/fsdp/_fully_shard/_fsdp_common.py``).
@@ -29,9 +31,9 @@ from enum import Enum, auto
 class ShardedState(Enum):
     """Whether the unsharded flat parameter has memory and data."""
 
-    SHARDED = auto()
-    UNSHARDING = auto()  # the memory is there, the all-gather is under way
-    UNSHARDED = auto()
+    SHARDED = auto()  # neither
+    UNSHARDING = auto()  # memory; the all-gather is in progress
+    UNSHARDED = auto()  # both
 
 
 class TrainingState(Enum):
@@ -44,31 +46,38 @@ class TrainingState(Enum):
 
 
 class UnitState:
-    """The two states of one unit. Read the attributes; change them through the methods only."""
+    """The two states of one unit. Read the attributes, and change them by the methods only.
+
+    Attributes:
+        sharded: of the unsharded flat parameter.
+        training: in the current step.
+        graph_task: autograd's number of the backward in which the unit became PRE_BACKWARD; -1
+            before the first one.
+    """
 
     def __init__(self) -> None:
         self.sharded = ShardedState.SHARDED
         self.training = TrainingState.IDLE
-        self.graph_task = -1  # autograd's number of the backward that PRE_BACKWARD belongs to
+        self.graph_task = -1
 
     def start_unshard(self) -> None:
-        """The gather is about to start."""
+        """The all-gather is about to start."""
         assert self.sharded is ShardedState.SHARDED
         self.sharded = ShardedState.UNSHARDING
 
     def finish_unshard(self) -> None:
-        """The computation has waited for the gather."""
+        """The computation has waited for the all-gather."""
         assert self.sharded is ShardedState.UNSHARDING
         self.sharded = ShardedState.UNSHARDED
 
     def reshard(self) -> None:
-        """The unsharded flat parameter has been freed."""
+        """The memory of the unsharded flat parameter has been freed."""
         assert self.sharded is not ShardedState.SHARDED
         self.sharded = ShardedState.SHARDED
 
     def run_forward(self) -> None:
-        """A forward has run with gradients enabled. In a backward it is a recomputation
-        (activation checkpointing), which changes nothing."""
+        """A forward has run with gradients enabled. During the unit's backward this is activation
+        checkpointing, which runs the forward again, and the state stays the same."""
         if self.training is not TrainingState.PRE_BACKWARD:
             self.training = TrainingState.FORWARD
 
@@ -78,14 +87,14 @@ class UnitState:
         self.training, self.graph_task = TrainingState.PRE_BACKWARD, graph_task
 
     def complete_grad(self) -> None:
-        """The backward needs the parameters no more."""
+        """The gradient is complete: this backward does not need the parameters any more."""
         self.training = TrainingState.POST_BACKWARD
 
     def end_backward(self) -> None:
-        """The whole backward is over."""
+        """The backward of all units is complete."""
         if self.training is not TrainingState.IDLE:
             self.training = TrainingState.FORWARD
 
     def start_step(self) -> None:
-        """Another step starts, whatever has become of the last one."""
+        """The next step starts, also if an exception has ended this one."""
         self.training = TrainingState.IDLE

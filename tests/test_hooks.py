@@ -399,7 +399,8 @@ def test_what_runs_again_in_a_backward_is_no_part_of_the_forwards_order(together
         ForwardPrefetch.FORWARD_POST: "+root +0 -0 +1 -1 +2 -2 +3 -3",
     }
     assert " ".join(forward_log).replace("blocks.", "") == ahead[prefetch]
-    assert not any(model.engine.prefetcher.mistargets.values()), model.engine.prefetcher.mistargets
+    mistargets = model.engine.prefetcher.stats.mistargets
+    assert not any(mistargets.values()), mistargets
 
 
 @on_ranks(2)

@@ -156,5 +156,5 @@ def test_a_limit_that_admits_nothing_is_refused(limit):
 
 @pytest.mark.parametrize("limit", [None, "2", 2.5, NoLimit])
 def test_a_limit_of_another_kind_is_refused(limit):
-    with pytest.raises(TypeError, match=r"limit_all_gathers=.*: it is True .*, False .*, a number"):
+    with pytest.raises(TypeError, match=r"limit_all_gathers=.*: expected True .*, False .*, a num"):
         make_limiter(limit)

@@ -73,7 +73,7 @@ def test_backward_post_gathers_the_next_after_the_current_is_freed():
     for at in range(3):
         _, backward = recorded(model, at)
         assert backward == "+3 -3 +2 -2 +1 -1 -root"
-    assert model.engine.prefetcher.prefetches == 6, model.engine.prefetcher.prefetches
+    assert model.engine.prefetcher.stats.prefetches == 6, model.engine.prefetcher.stats.prefetches
     assert not mistargets(model)
 
 
@@ -82,7 +82,7 @@ def test_without_prefetch_each_unit_is_gathered_when_needed():
     model = stack(3, backward_prefetch=None, forward_prefetch=False)
     for at in range(3):
         assert recorded(model, at) == ("+root +1 -1 +2 -2 +3 -3", "+3 -3 +2 -2 +1 -1 -root")
-    assert model.engine.prefetcher.prefetches == 0
+    assert model.engine.prefetcher.stats.prefetches == 0
 
 
 @on_ranks(2)
@@ -120,7 +120,8 @@ def test_forward_post_gathers_the_next_after_the_current_is_freed():
     recorded(model)
     for at in range(2):
         assert recorded(model, at)[0] == "+root +1 -1 +2 -2 +3 -3"
-    assert model.engine.prefetcher.prefetches == 3 * 3 + 2 * 2  # 3 a backward, 2 a later forward
+    # 3 in each backward, 2 in each later forward
+    assert model.engine.prefetcher.stats.prefetches == 3 * 3 + 2 * 2
 
 
 class Branches(nn.Module):
@@ -157,9 +158,9 @@ def test_from_the_second_step_on_the_backward_follows_its_own_order():
         step(model, at)
         orders.append([unit.name for unit in model.engine.prefetcher.pre_backward_order.current])
     assert orders[0] == orders[1] == orders[2]
-    model.engine.prefetcher.mistargets = dict.fromkeys(model.engine.prefetcher.mistargets, 0)
+    before = mistargets(model)
     step(model)
-    assert not any(model.engine.prefetcher.mistargets.values())
+    assert mistargets(model) == before
 
 
 class Fork(nn.Module):
@@ -182,11 +183,11 @@ def test_a_unit_without_parameters_prefetches_nothing():
     outputs = model(batch())
     outputs[dist.get_rank()].sum().backward()
     assert [unit.name for unit in model.engine.units] == ["", "idle", "tanh"]
-    assert model.engine.prefetcher.prefetches == 1  # by the root, to which all come
+    assert model.engine.prefetcher.stats.prefetches == 1  # by the root, to which all come
 
 
 def mistargets(model):
-    return {kind: n for kind, n in model.engine.prefetcher.mistargets.items() if n}
+    return {kind: n for kind, n in model.engine.prefetcher.stats.mistargets.items() if n}
 
 
 @on_ranks(2)
@@ -348,16 +349,16 @@ def test_a_step_that_broke_off_does_not_say_what_comes_next(where, forward):
     units = [FSDP(nn.Sequential(layers(0), *[fails] * (at == 1))) for at in range(3)]
     model = FSDP(nn.Sequential(*units), forward_prefetch=forward)
     for _ in range(2):
-        before = model.engine.prefetcher.prefetches
+        before = model.engine.prefetcher.stats.prefetches
         expected = recorded(model)
-    made = model.engine.prefetcher.prefetches - before
+    made = model.engine.prefetcher.stats.prefetches - before
     fails.fails_in = where
     with pytest.raises(InterruptedError):
         recorded(model)
     fails.fails_in = ""
-    before = model.engine.prefetcher.prefetches
+    before = model.engine.prefetcher.stats.prefetches
     after, backward = recorded(model)
-    assert model.engine.prefetcher.prefetches - before == made
+    assert model.engine.prefetcher.stats.prefetches - before == made
     assert (after[after.index("+") :], backward) == expected  # first, what was left is freed
     assert not mistargets(model), mistargets(model)
 

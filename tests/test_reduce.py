@@ -8,7 +8,14 @@ import torch.distributed as dist
 
 from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp.comm.groups import HYBRID
-from minifsdp.reduce import Reduction, go_on, let_arrive, reduce_gradient, store_gradient, wait_for
+from minifsdp.reduce import (
+    Reduction,
+    reduce_gradient,
+    start_next_part,
+    store_gradient,
+    wait_for_first_part,
+    wait_for_reduction,
+)
 from minifsdp.sim import cluster
 from tests.lagging import deferring_device
 from tests.parity import grid
@@ -67,9 +74,9 @@ def test_with_hybrid_sharding_there_are_two_means_one_after_the_other(strategy):
     unit, streams = model.engine.units[1], model.engine.streams
     grad = torch.full((42,), 10.0 ** dist.get_rank(), device=device())
     reduction = reduce_gradient(unit, grad, streams)
-    let_arrive(reduction, streams)
-    go_on(reduction, streams)
-    wait_for(reduction)
+    wait_for_first_part(reduction, streams)
+    start_next_part(reduction, streams)
+    wait_for_reduction(reduction)
     assert reduction.result.shape == (21,)
     assert (reduction.result == (1 + 10 + 100 + 1000) / 4).all()
 
@@ -90,7 +97,7 @@ def test_what_was_sent_is_let_go_once_it_has_arrived_and_not_before():
     grad = torch.ones(42, device=device())
     reduction = reduce_gradient(model.engine.units[1], grad, streams)
     assert any(tensor is grad for tensor in reduction.sent)
-    let_arrive(reduction, streams)
+    wait_for_first_part(reduction, streams)
     assert reduction.sent == () and reduction.event.query()
 
 
@@ -119,7 +126,7 @@ def test_what_has_waited_is_reduced_once():
 @on_ranks(2)
 def test_the_host_waits_only_for_what_it_reads_itself(offload):
     unit, event = stack(cpu_offload=offload).engine.units[1], Mock()
-    wait_for(Reduction(unit, torch.empty(0), event))
+    wait_for_reduction(Reduction(unit, torch.empty(0), event))
     assert event.synchronize.called == (offload is not None)
     assert event.wait.called == (offload is None)
 
@@ -149,7 +156,7 @@ def test_a_gradient_is_cast_before_it_is_added_up_and_again_when_it_is_stored(
     value = torch.tensor(2.0 if dist.get_rank() == 0 else 2.0**-7)
     grad = torch.full((42,), value, dtype=torch.bfloat16, device=device())
     reduction = reduce_gradient(unit, grad, streams)
-    let_arrive(reduction, streams)
+    wait_for_first_part(reduction, streams)
     assert reduction.result.dtype is (reduce_dtype or torch.bfloat16)
     store_gradient(reduction)
     assert unit.sharded_flat_param.grad.dtype is stored

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from minifsdp.shard import chunk_numel, real_numel, shard
+from minifsdp.shard import padded_shard_numel, shard, unpadded_shard_numel
 
 SIZES = list(product(range(14), range(1, 7)))
 
@@ -21,19 +21,19 @@ def test_chunks_put_together_are_the_flat_tensor_then_zeros(numel, ranks):
 @pytest.mark.parametrize("numel, ranks", SIZES)
 def test_chunks_are_equal_and_as_small_as_can_be(numel, ranks):
     sizes = {len(shard(torch.zeros(numel), rank, ranks)) for rank in range(ranks)}
-    assert sizes == {chunk_numel(numel, ranks)}
-    assert 0 <= chunk_numel(numel, ranks) * ranks - numel < ranks
+    assert sizes == {padded_shard_numel(numel, ranks)}
+    assert 0 <= padded_shard_numel(numel, ranks) * ranks - numel < ranks
 
 
 @pytest.mark.parametrize("numel, ranks", SIZES)
 def test_real_elements_are_all_elements_once(numel, ranks):
-    reals = [real_numel(numel, rank, ranks) for rank in range(ranks)]
+    reals = [unpadded_shard_numel(numel, rank, ranks) for rank in range(ranks)]
     assert sum(reals) == numel
     assert reals == sorted(reals, reverse=True) and min(reals) >= 0
 
 
 def test_a_late_rank_may_have_nothing():
-    assert [real_numel(5, rank, 4) for rank in range(4)] == [2, 2, 1, 0]
+    assert [unpadded_shard_numel(5, rank, 4) for rank in range(4)] == [2, 2, 1, 0]
 
 
 def test_a_chunk_does_not_keep_the_flat_tensor_alive():

@@ -9,7 +9,7 @@
 # an embedding as large as two. FSDP takes the flat tensor of page [02](02_flatten.md) and cuts it
 # into pieces of equal length, *chunks*, one for each rank.
 #
-# {{ minifsdp/shard.py real_numel }}
+# {{ minifsdp/shard.py unpadded_shard_numel }}
 #
 # {{ minifsdp/shard.py shard }}
 #
@@ -31,7 +31,7 @@ from torch import nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy
-from minifsdp.shard import real_numel, shard
+from minifsdp.shard import shard, unpadded_shard_numel
 
 PICTURE = Path(__file__).with_suffix(".svg")
 
@@ -40,7 +40,8 @@ PICTURE = Path(__file__).with_suffix(".svg")
 def five_on_four() -> None:
     flat = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
     for rank in range(4):
-        print(f"rank {rank}: {shard(flat, rank, 4).tolist()}, {real_numel(5, rank, 4)} real")
+        unpadded = unpadded_shard_numel(5, rank, 4)
+        print(f"rank {rank}: {shard(flat, rank, 4).tolist()}, {unpadded} without padding")
 
 
 # %% [markdown]
@@ -162,7 +163,7 @@ def normalized() -> None:
 
 # %%
 def answers() -> None:
-    assert [real_numel(9, rank, 8) for rank in range(8)].count(0) == 3  # 1.
+    assert [unpadded_shard_numel(9, rank, 8) for rank in range(8)].count(0) == 3  # 1.
     assert torch.empty(0).norm() == 0 and torch.empty(0).mean().isnan()  # 2. 0, and no number
     parts = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
     parts[0].grad, parts[1].grad = torch.tensor([3.0, 4.0]), torch.tensor([6.0, 8.0])

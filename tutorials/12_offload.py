@@ -120,7 +120,7 @@ def adam_on_the_host() -> None:
 # At the end of a backward the last gradients are on their way. Without offload the host does not
 # wait for them: it tells the GPU to, and goes on. But now it is the host that needs them:
 #
-# {{ minifsdp/reduce.py wait_for }}
+# {{ minifsdp/reduce.py wait_for_reduction }}
 #
 # Leave out the case for offload, and ask the virtual GPU what it thinks:
 
@@ -131,7 +131,7 @@ def only_the_gpu_waits(reduction: Reduction) -> None:
 
 
 def too_early() -> None:
-    with cluster() as gpu, patch("minifsdp.gradients.wait_for", only_the_gpu_waits):
+    with cluster() as gpu, patch("minifsdp.gradients.wait_for_reduction", only_the_gpu_waits):
         model = FSDP(nn.Linear(8, 8), cpu_offload=OFFLOAD)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(torch.ones(8)).sum().backward()

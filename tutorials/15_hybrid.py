@@ -25,7 +25,7 @@
 # out along the row, so gathers stay on the fast road, and so does the first half of a reduction. A
 # rank has its chunk of the mean over its *machine* then. Its column all-reduces that, in halves:
 #
-# {{ minifsdp/reduce.py go_on }}
+# {{ minifsdp/reduce.py start_next_part }}
 #
 # Here are 8 of the 32 layers of a GPT of 7 billion parameters, on two networks:
 

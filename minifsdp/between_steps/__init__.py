@@ -1,9 +1,9 @@
 """What users do between steps.
 
-full_params.py        read and set whole parameters
-unit_params.py        one unit's, while they are out
+full_params.py        read and set unsharded parameters
+unit_params.py        those of one unit, as ordinary parameters
 state_dict.py         save and load the model as if it were not sharded
 state_dict_calls.py   calls of state_dict() that an exception has ended
 clip_grad.py          clip by the norm of all gradients
-grad_scaler.py        scale for fp16, in step on all ranks
+grad_scaler.py        scale gradients in fp16, the same on all ranks
 """

@@ -1,14 +1,15 @@
-"""Clipping gradients by the norm of all of them.
+"""Clip gradients by the norm of all of them.
 
-The norm is taken over the whole model, but each rank has only chunks::
+The norm is that of the whole model, but each rank has only shards::
 
-    norm^p  =  sum over ranks of  sum over its chunks of  |g|^p
+    norm^p  =  sum over ranks of  sum over its shards of  |g|^p
 
-So each rank adds up its own and an all-reduce adds up the ranks'. Two things can go wrong without
-a word: to take the local sum for the whole, as ``torch.nn.utils.clip_grad_norm_`` would (it is
-refused for that, see flat_parameter.py), and to count twice what several ranks hold alike. Replicas
-count once: the first of each group speaks for them. Experts that each rank has for itself count
-all, so that every rank finds the same norm and scales what they share alike.
+So each rank adds up the powers of its own gradients, and an all-reduce adds up the sums of all
+ranks. Two mistakes would give a wrong norm without an error. The sum of one rank must not be taken
+for the total, as ``torch.nn.utils.clip_grad_norm_`` would do; flat_parameter.py refuses that. And
+what several ranks have alike must not count several times: of replicas, only those on the first
+rank of each replicate group count. Experts, which each rank has for itself, all count, so that all
+ranks find the same norm and scale the parameters that they share by the same factor.
 """
 
 import math
@@ -23,14 +24,15 @@ from minifsdp.unit import Unit
 
 
 def clip_grad_norm(units: list[Unit], max_norm: float, norm_type: float) -> Tensor:
-    """Scale the gradients of ``units`` so that their norm is at most ``max_norm``.
+    """Scale the gradients of ``units`` in place, so that their norm is at most ``max_norm``.
 
     Args:
-        units: all of a root's. All ranks that any of them belongs to take part.
+        units: all units of a root. All ranks of their groups have to call this.
         norm_type: p; ``math.inf`` for the largest absolute value.
 
     Returns:
-        The norm before clipping, ``[]``, the same on every rank; fp32, or fp64 if a unit is.
+        The norm before clipping, ``[]``, the same on every rank, on the device of the first unit;
+        in fp32, or in fp64 if a unit is.
 
     Raises:
         ValueError: ``norm_type`` is not positive.
@@ -46,24 +48,25 @@ def clip_grad_norm(units: list[Unit], max_norm: float, norm_type: float) -> Tens
                 f"there is no norm of their sum. Run the last backward outside of no_sync()."
             )
     largest = math.isinf(norm_type)
-    full = [unit for unit in units if unit.numel] or units  # an empty one may be on another device
-    dtypes = (unit.sharded_flat_param.dtype for unit in full)
+    # A unit without parameters may be on another device.
+    units_with_params = [unit for unit in units if unit.numel] or units
+    dtypes = (unit.sharded_flat_param.dtype for unit in units_with_params)
     dtype = reduce(torch.promote_types, dtypes, torch.float32)
-    total = torch.zeros((), dtype=dtype, device=full[0].device)
-    for unit in full:
+    total = torch.zeros((), dtype=dtype, device=units_with_params[0].device)
+    for unit in units_with_params:
         grad = unit.sharded_flat_param.grad
-        speaks = unit.replicate_group is None or unit.replicate_group.rank() == 0
-        if grad is not None and grad.numel() and speaks:
+        counts = unit.replicate_group is None or unit.replicate_group.rank() == 0
+        if grad is not None and grad.numel() and counts:
             norm = torch.linalg.vector_norm(grad, norm_type, dtype=dtype).to(total.device)
             total = torch.maximum(total, norm) if largest else total + norm**norm_type
     if largest:
-        total = total.masked_fill(total.isnan(), math.inf)  # the largest over ranks drops NaN
+        total = total.masked_fill(total.isnan(), math.inf)  # MAX over ranks ignores NaN
     for group in max(map(_groups, units), key=lambda groups: math.prod(g.size() for g in groups)):
         add_up(total, group, largest)
     if not largest:
         total = total ** (1 / norm_type)
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's epsilon
-    for unit in full:
+    for unit in units_with_params:
         if unit.sharded_flat_param.grad is not None:
             unit.sharded_flat_param.grad.mul_(scale.to(unit.sharded_flat_param.grad.device))
     return total

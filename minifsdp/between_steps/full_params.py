@@ -1,24 +1,24 @@
-"""Reading and changing whole parameters between steps.
+"""Unsharded parameters between steps: read them, and change them.
 
-Outside of its forward and backward a unit is a flat chunk without names. To look at
+Outside of its forward and backward a unit has a flat shard without names. To read
 ``layer.weight``, or to set it, all ranks gather it together::
 
     with FSDP.summon_full_params(model):
-        print(model.layer.weight)       # the whole parameter, on every rank
-        model.layer.weight.zero_()      # kept, in the shards, when the block ends
+        print(model.layer.weight)       # the unsharded parameter, on every rank
+        model.layer.weight.zero_()      # when the block ends, the shards have this change
 
-They come in the shards' own dtype, whatever is computed with; so do buffers.
+Inside of the block, parameters and buffers have the dtypes in which they are stored, and not those
+of the computation.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from minifsdp.between_steps.unit_params import UnitParams
+from minifsdp.between_steps.unit_params import SummonedParams
 from minifsdp.checks.rank_agreement import Moment
 from minifsdp.checks.same_model import remember_values
 from minifsdp.comm.collectives import all_gather
@@ -32,7 +32,7 @@ from minifsdp.unshard import wait_for_unshard
 
 @dataclass(frozen=True)
 class Options:
-    """As in :meth:`FullyShardedDataParallel.summon_full_params`."""
+    """The arguments of :meth:`FullyShardedDataParallel.summon_full_params`."""
 
     writeback: bool = True
     rank0_only: bool = False
@@ -40,40 +40,39 @@ class Options:
     with_grads: bool = False
 
 
-class Wrapper(Protocol):
-    """What is needed of a ``FullyShardedDataParallel``."""
-
-    _unit: Unit
-    _hooks: Hooks
-
-
 @contextmanager
-def summon(wrappers: Sequence[Wrapper], options: Options) -> Iterator[None]:
-    """Hold the full parameters of the wrappers' own units, which may have several roots."""
-    by_root: dict[Hooks, list[Wrapper]] = {}
-    for wrapper in wrappers:
-        by_root.setdefault(wrapper._hooks, []).append(wrapper)
+def summon(units: Iterable[tuple[Hooks, Unit]], options: Options) -> Iterator[None]:
+    """:func:`full_params` of units that may have several roots.
+
+    Args:
+        units: each with the hooks of its root.
+    """
+    by_root: dict[Hooks, list[Unit]] = {}
+    for hooks, unit in units:
+        by_root.setdefault(hooks, []).append(unit)
     with ExitStack() as stack:
         for hooks, below in by_root.items():
-            units = [wrapper._unit for wrapper in below]
-            stack.enter_context(full_params(hooks, units, options))
+            stack.enter_context(full_params(hooks, below, options))
         yield
 
 
 @contextmanager
 def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[None]:
-    """Hold the full parameters of ``units``, under their own names, as ordinary parameters.
+    """Inside, the modules of ``units`` have unsharded parameters under their original names.
 
-    Units that are out already, in a block around this one, are left to that.
+    Every rank has to take part. If units are unsharded already by a block around this one, they
+    stay so when this one ends.
 
     Args:
-        hooks: of the root that the units belong to.
+        hooks: of the root of all ``units``.
 
     Raises:
-        RuntimeError: called in a forward or backward, which gather and free by themselves.
-        ValueError: ``writeback`` and ``rank0_only``: the other ranks would have nothing to write.
+        RuntimeError: a forward or backward is in progress, which unshard parameters by themselves;
+            with ``with_grads``, a gradient is not reduced yet.
+        ValueError: ``writeback`` with ``rank0_only``: the other ranks would have nothing to write;
+            or, with ``writeback``, a parameter was removed or its shape changed.
     """
-    hooks.state_dict_calls.close_dead()
+    hooks.state_dict_calls.close_aborted()
     if not hooks.idle:
         raise RuntimeError(
             "summon_full_params was called in a forward or in a backward of this model (as "
@@ -82,61 +81,67 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[N
     if options.writeback and options.rank0_only:
         raise ValueError(
             "summon_full_params(rank0_only=True) needs writeback=False: each rank writes back its "
-            "own chunk, and only rank 0 would have the parameters."
+            "own shard, and only rank 0 would have the parameters."
         )
     engine = hooks.engine
     if not hooks.summoned:
         hooks.backward.forget_failed()
         engine.start(None)
-    if engine.sharded:  # else each rank has everything, and need not ask anybody
+    if engine.sharded:  # otherwise each rank has all parameters, and need not communicate
         engine.agreement.at(Moment.SUMMON_FULL_PARAMS_OF, engine.root)
     units = [unit for unit in units if unit not in hooks.summoned]
     shown = not options.rank0_only or all(_is_first(unit) for unit in units)
     hooks.summoned.update(units)
-    out: list[UnitParams] = []
+    summoned: list[SummonedParams] = []
     try:
         for unit in units:
-            whole = _take_out(hooks, unit, options, shown)
+            params = _gather(hooks, unit, options, shown)
             if shown:
-                whole.register()
-                out.append(whole)
+                params.register()
+                summoned.append(params)
         yield
         if options.writeback:
-            for whole in out:  # all, or none
-                whole.check_shapes()
-            for whole in out:
-                if whole.write_back():
-                    remember_values(whole.unit, fingerprint([whole.flat]))
+            for params in summoned:  # check all before any is written
+                params.check_shapes()
+            for params in summoned:
+                if params.write_back():
+                    remember_values(params.unit, fingerprint([params.flat]))
                     engine.agreement.compare_values_again()
     finally:
-        for whole in out:
-            whole.unregister()
+        for params in summoned:
+            params.unregister()
         for unit in units:
             hooks.summoned.discard(unit)
             engine.parameters.reshard(unit)
         for unit in engine.units if not hooks.summoned else ():
-            unit.choose_precision(engine.training)  # there may be a backward to come
+            unit.choose_precision(engine.training)  # a backward may follow, of a forward before
 
 
-def _take_out(hooks: Hooks, unit: Unit, options: Options, shown: bool) -> UnitParams:
-    with torch.no_grad():  # only while gathering: what the caller computes is his to decide
+def _gather(hooks: Hooks, unit: Unit, options: Options, shown: bool) -> SummonedParams:
+    # Gradients are disabled for the gathering only. The caller decides about those in the block.
+    with torch.no_grad():
         hooks.engine.parameters.unshard(unit)
         wait_for_unshard(unit)
-        grad = _whole_grad(unit) if options.with_grads else None
-        whole = UnitParams(unit, unit.unsharded.data, grad)
+        grad = _unsharded_grad(unit) if options.with_grads else None
+        params = SummonedParams(unit, unit.unsharded.data, grad)
         if not shown:
-            hooks.engine.parameters.reshard(unit)  # it was only needed to take part
-        elif options.offload_to_cpu:
-            # Copied even from one place in the host's memory to another: the gathered one is freed
-            # now, and whoever reads a view of freed memory on a CPU is killed.
-            whole.flat = torch.empty_like(whole.flat, device=HOST).copy_(whole.flat)
-            whole.grad = None if grad is None else grad.to(HOST)
+            # This rank only had to take part in the all-gather.
             hooks.engine.parameters.reshard(unit)
-    return whole
+        elif options.offload_to_cpu:
+            # A copy is made also if the parameters are in the host's memory already. The unsharded
+            # flat parameter is freed now, and to read a view of it would end the process.
+            params.flat = torch.empty_like(params.flat, device=HOST).copy_(params.flat)
+            params.grad = None if grad is None else grad.to(HOST)
+            hooks.engine.parameters.reshard(unit)
+    return params
 
 
-def _whole_grad(unit: Unit) -> Tensor | None:
-    """The gathered gradient of a unit, ``[n * ranks]``, in the dtype of its shard.
+def _unsharded_grad(unit: Unit) -> Tensor | None:
+    """All-gather the gradient of a unit.
+
+    Returns:
+        ``[padded_numel]``, in the dtype of the shard and on the unit's device; None if there is no
+        gradient.
 
     Raises:
         RuntimeError: some of it has not been reduced.
@@ -149,13 +154,13 @@ def _whole_grad(unit: Unit) -> Tensor | None:
     grad = unit.sharded_flat_param.grad
     if grad is None or not unit.numel:
         return None
-    chunk = torch.zeros(unit.padded_shard.shape, dtype=unit.padded_shard.dtype, device=unit.device)
-    chunk[: grad.numel()] = grad
+    padded = torch.zeros(unit.padded_shard.shape, dtype=unit.padded_shard.dtype, device=unit.device)
+    padded[: grad.numel()] = grad
     if unit.shard_group is None:
-        return chunk
-    whole = chunk.new_empty(unit.padded_numel)
-    all_gather(whole, chunk, unit.shard_group, unit.tag, unit.label, Kind.GRADIENT)()
-    return whole
+        return padded
+    unsharded = padded.new_empty(unit.padded_numel)
+    all_gather(unsharded, padded, unit.shard_group, unit.tag, unit.label, Kind.GRADIENT)()
+    return unsharded
 
 
 def _is_first(unit: Unit) -> bool:

@@ -1,14 +1,16 @@
-"""Gradient scaling for fp16, with all ranks of one mind.
+"""Gradient scaling for fp16, with the same decisions on all ranks.
 
 Small gradients are zero in fp16. So the loss is multiplied by a large number, and the gradients are
-divided by it before the step. If they overflow, the step is skipped and the number halved. Each
-rank has chunks of the gradients, and an inf in one is seen by one rank. If that one skips its step
-and the others do not, the model is torn apart. So the ranks tell each other::
+divided by it before the step. If they overflow, the step is skipped and the number is halved. Each
+rank has shards of the gradients, so only one rank finds an inf in a shard. If only that rank
+skipped its step, the parameters would come from different steps. So all ranks exchange what they
+have found::
 
     rank 0   found: no     any rank: yes -> skip, halve the scale
     rank 1   found: yes    any rank: yes -> skip, halve the scale
 
-The rest is torch's: how to scale, when to grow, several optimizers, ``unscale_()`` before clipping.
+All else is torch's: scaling, growth of the scale, several optimizers, ``unscale_()`` before
+clipping.
 """
 
 import torch
@@ -32,12 +34,13 @@ class ShardedGradScaler(GradScaler):
         scaler.update()
 
     Args:
-        process_group: the ranks that have to be of one mind: all that train the model.
+        process_group: all ranks that train the model; None: the default group. All of them have to
+            call ``step`` (or ``unscale_``) for the same optimizers in the same order.
 
-    All of them have to call ``step`` (or ``unscale_``) for the same optimizers in the same order.
+    The other arguments are those of ``torch.amp.GradScaler``.
     """
 
-    asks_all_ranks = True  # flat parameters look for this
+    asks_all_ranks = True  # flat_parameter.py refuses scalers that do not have this
 
     def __init__(
         self,
@@ -57,21 +60,26 @@ class ShardedGradScaler(GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Divide the gradients; and say, for each device, whether *any* rank has found inf or NaN.
+        """Divide the gradients by the scale, in place, also those in fp16
+        (``keep_low_precision_grads``).
 
-        In here and not in ``unscale_``: fused optimizers, which skip by themselves, are told what
-        this finds. fp16 gradients (``keep_low_precision_grads``) are divided as they are.
+        This method is overridden, and not ``unscale_``, because fused optimizers, which skip steps
+        by themselves, use its result.
+
+        Returns:
+            Device -> ``[1]``: 1.0 if *any* rank has found an inf or a NaN, else 0.0.
         """
         found: dict[torch.device, Tensor] = super()._unscale_grads_(  # type: ignore[no-untyped-call,unused-ignore]
             optimizer, inv_scale, found_inf, True
         )
         group = self.process_group or dist.distributed_c10d._get_default_group()
-        # One message, whatever devices this rank's gradients are on, and also if it has none.
-        anywhere = found_inf.clone()
+        # One all-reduce, however many devices the gradients are on. A rank without gradients takes
+        # part, too: otherwise the others would wait for it forever.
+        any_rank = found_inf.clone()
         for local in found.values():
-            torch.maximum(anywhere, local.to(anywhere.device), out=anywhere)
-        add_up(anywhere, group, largest=True)
-        found.setdefault(found_inf.device, anywhere)
+            torch.maximum(any_rank, local.to(any_rank.device), out=any_rank)
+        add_up(any_rank, group, largest=True)
+        found.setdefault(found_inf.device, any_rank)
         for local in found.values():
-            local.copy_(anywhere)
+            local.copy_(any_rank)
         return found

@@ -1,71 +1,66 @@
-"""State dicts: the model as it would be without sharding.
+"""State dicts: save and load the model as if it were not sharded.
 
-``model.state_dict()`` has whole parameters under their original names, on every rank, as if nothing
-had been wrapped; ``model.load_state_dict()`` takes such a dict. So checkpoints move between DDP, a
-plain model and any number of ranks. Every rank has to call them: parameters are gathered together.
+``model.state_dict()`` has unsharded parameters under their original names, on every rank, and
+``model.load_state_dict()`` takes such a dict. So checkpoints can be exchanged with DDP, with a
+plain model and with any number of ranks. Every rank has to call both, because all ranks gather the
+parameters together.
 
-torch walks the tree of modules and calls hooks around each. The hooks on a *wrapped* module gather
-its unit for as long as the walk is inside of it, so there are never more units out than lie within
-each other, and ``model.module.state_dict()`` works as well. The hooks on the *wrapper* only take
-its part out of the names. What is returned are copies, on the device that computes: writing to them
-does not change the model. (A plain module returns its own tensors, which the next step changes.)
+torch visits the tree of modules, and calls hooks before and after each of them::
 
-``torch.distributed.checkpoint.load({"model": model.state_dict()})`` is written for a plain module's
-tensors: it changes them and is done. But a value that has a ``load_state_dict`` is told of what was
-loaded, so the dict has one, and hands it to the model. If the dict itself is given to ``load``, it
-is assigned what was loaded, entry by entry, and hands all of it to the model after the last.
+    FullyShardedDataParallel       its hooks remove its prefix from the names, and add it again
+      └─ wrapped module            its hooks unshard the unit before the visit, and reshard it after
+           └─ ...
+
+So only units that are inside one another are unsharded at the same time, and
+``model.module.state_dict()`` works as well. The values are copies, on the device that computes:
+writing to them does not change the model. (A plain module returns its own tensors, which the next
+step changes.)
+
+``torch.distributed.checkpoint.load({"model": model.state_dict()})`` changes the values in place,
+which is enough for a plain module. If a value has a method ``load_state_dict``, torch calls it
+afterwards. So the dict that is returned here has one, which loads the values into the model. If the
+dict itself is given to ``load``, torch assigns to its entries, one by one; the dict then loads all
+of them into the model after the last one.
 """
 
 import sys
 import weakref
 from collections import OrderedDict
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
-from minifsdp.hooks import Hooks
-from minifsdp.unit import Unit
+from minifsdp.between_steps.full_params import Options, full_params
+from minifsdp.wrapping.attributes import Transparent
 from minifsdp.wrapping.module_tree import WRAPPER_PREFIX, clean, own_modules
 
 
-class Wrapper(Protocol):
-    """What is needed of a ``FullyShardedDataParallel``."""
-
-    _unit: Unit
-    _hooks: Hooks
-
-    @property
-    def module(self) -> nn.Module: ...
-
-    def load_state_dict(self, state_dict: Any, strict: bool) -> Any: ...
-
-    def summon_full_params(
-        self, module: Any, recurse: bool, writeback: bool
-    ) -> AbstractContextManager[None]: ...
-
-
 def register_hooks(wrapper: Any) -> None:
-    """Let ``wrapper`` save and load whole parameters, wherever in a tree of modules it is."""
-    wrapper.register_state_dict_post_hook(_shorten_names)
-    wrapper._register_state_dict_hook(_hand_out)  # the only kind that may return another dict
-    wrapper.register_load_state_dict_pre_hook(_lengthen_names)
-    module, own = wrapper.module, weakref.ref(wrapper)  # the module may outlive its wrapper
-    module.register_state_dict_pre_hook(partial(_before_save, own))
-    module.register_state_dict_post_hook(partial(_after_save, own))
-    module.register_load_state_dict_pre_hook(partial(_before_load, own))
-    module.register_load_state_dict_post_hook(partial(_after_load, own))
+    """Make a wrapper save and load unsharded parameters, wherever in a tree of modules it is."""
+    wrapper.register_state_dict_post_hook(_remove_prefix)
+    wrapper._register_state_dict_hook(_as_model_state_dict)  # the only kind that may replace it
+    wrapper.register_load_state_dict_pre_hook(_add_prefix)
+    module, ref = wrapper.module, weakref.ref(wrapper)  # the module may outlive its wrapper
+    module.register_state_dict_pre_hook(partial(_before_save, ref))
+    module.register_state_dict_post_hook(partial(_after_save, ref))
+    module.register_load_state_dict_pre_hook(partial(_before_load, ref))
+    module.register_load_state_dict_post_hook(partial(_after_load, ref))
 
 
-Own = weakref.ref[Wrapper]
+WrapperRef = weakref.ref[Transparent]
 
 
-class Copies(OrderedDict[str, Any]):
-    """What a wrapper's ``state_dict()`` returns. Saved and copied as an ordinary dict."""
+class ModelStateDict(OrderedDict[str, Any]):
+    """What ``state_dict()`` of a wrapped model returns. It is saved and copied as an ordinary dict.
 
-    own: "Own | None" = None
+    Attributes:
+        wrapper_ref: the model that it was made from.
+    """
+
+    wrapper_ref: "WrapperRef | None" = None
     _metadata: Any = None
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -75,16 +70,16 @@ class Copies(OrderedDict[str, Any]):
             self._load()  # dcp.load(model.state_dict()): this was the last entry
 
     def state_dict(self) -> "OrderedDict[str, Any]":
-        """What torch.distributed.checkpoint saves, and writes into."""
+        """The dict that torch.distributed.checkpoint saves, and writes into."""
         return OrderedDict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """It has been written into: the model takes it."""
+        """Load what torch.distributed.checkpoint has written into the model."""
         self.update(state)
         self._load()
 
     def _load(self) -> None:
-        wrapper = self.own() if self.own is not None else None
+        wrapper = self.wrapper_ref() if self.wrapper_ref is not None else None
         if wrapper is not None:
             wrapper.load_state_dict(self, strict=False)  # a program may have added entries
 
@@ -93,14 +88,15 @@ class Copies(OrderedDict[str, Any]):
 
 
 def refuse_full_options() -> None:
-    """Refuse to list flat parameters to set_model_state_dict() where it would deal out whole ones
-    by their names.
+    """Refuse the options of torch's set_model_state_dict() that would distribute unsharded values
+    to flat parameters, by their names.
 
     Raises:
-        NotImplementedError: on every rank, for all of them ask.
+        NotImplementedError: that function is among the callers, with such an option. All ranks
+            call it, so all of them raise this.
     """
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "") == _ASKER:
+    while frame is not None and frame.f_globals.get("__name__", "") == _SETTER:
         info: Any = frame.f_locals.get("info")
         if frame.f_code.co_name == "_load_model_state_dict" and (
             info.full_state_dict or info.broadcast_from_rank0
@@ -115,29 +111,32 @@ def refuse_full_options() -> None:
 
 
 _LOADER = "torch.distributed.checkpoint.state_dict_loader"
-_ASKER = "torch.distributed.checkpoint.state_dict"
+_SETTER = "torch.distributed.checkpoint.state_dict"
 
 
-def _before_save(own: Own, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    _enter(own, module, writeback=False)
+# ----------------------------------------------- hooks of the wrapped module: unshard and reshard
+
+
+def _before_save(ref: WrapperRef, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    _unshard_unit(ref, module, writeback=False)
 
 
 def _after_save(
-    own: Own, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
+    ref: WrapperRef, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
 ) -> None:
     copies: dict[tuple[object, ...], Tensor] = {}  # a parameter with two names stays one tensor
-    memory = _own_memory(module)
-    for key in _below(state, prefix):
+    storages = _own_storages(module)
+    for key in _names_below(state, prefix):
         value = state[key]
-        if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in memory:
+        if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in storages:
             place = (value.data_ptr(), value.shape, value.dtype)
             copies.setdefault(place, value.detach().clone())
             state[key] = copies[place]
-    _leave(own, module)
+    _reshard_unit(ref, module)
 
 
 def _before_load(
-    own: Own,
+    ref: WrapperRef,
     module: nn.Module,
     state: dict[str, Any],
     prefix: str,
@@ -147,62 +146,42 @@ def _before_load(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    _enter(own, module, True, missing, unexpected, errors)
+    _unshard_unit(ref, module, True, missing, unexpected, errors)
 
 
-def _after_load(own: Own, module: nn.Module, incompatible: object) -> None:
-    _leave(own, module)
+def _after_load(ref: WrapperRef, module: nn.Module, incompatible: object) -> None:
+    _reshard_unit(ref, module)
 
 
-def _shorten_names(
-    wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: object
+def _unshard_unit(
+    ref: WrapperRef, module: nn.Module, writeback: bool, *messages: list[str]
 ) -> None:
-    for key in _below(state, prefix):
-        state[_unwrapped(key, prefix)] = state.pop(key)  # each one, so that the order stays
-    versions = getattr(state, "_metadata", {})
-    for key in _below(versions, prefix):
-        versions[_unwrapped(key + ".", prefix).removesuffix(".")] = versions.pop(key)
-
-
-def _hand_out(wrapper: Any, state: Any, prefix: str, metadata: object) -> Any:
-    if prefix:
-        return None  # it is part of another module's
-    copies = Copies(state)
-    copies.own, copies._metadata = weakref.ref(wrapper), getattr(state, "_metadata", None)
-    return copies
-
-
-def _lengthen_names(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    for key in _below(state, prefix):
-        state[prefix + WRAPPER_PREFIX + key.removeprefix(prefix)] = state.pop(key)
-
-
-def _enter(own: Own, module: nn.Module, writeback: bool, *found: list[str]) -> None:
-    wrapper = own()
+    wrapper = ref()
     if wrapper is None or wrapper.module is not module:
-        return  # a module that has outlived its wrapper, or a copy of it
-    hooks = wrapper._hooks
-    hooks.state_dict_calls.close_dead(wrapper._unit)
+        return  # the wrapper is gone, or ``module`` is a copy of the wrapped one
+    unit, calls = wrapper._unit, wrapper._hooks.state_dict_calls
+    calls.close_aborted(unit)
     with ExitStack() as stack:
-        stack.callback(_clean_all, found)
-        stack.enter_context(wrapper.summon_full_params(wrapper, recurse=False, writeback=writeback))
-        hooks.state_dict_calls.held[wrapper._unit] = stack.pop_all()
+        stack.callback(_clean_names, messages)
+        options = Options(writeback=writeback)
+        stack.enter_context(full_params(wrapper._hooks, [unit], options))
+        calls.held[unit] = stack.pop_all()
 
 
-def _leave(own: Own, module: nn.Module) -> None:
-    wrapper = own()
+def _reshard_unit(ref: WrapperRef, module: nn.Module) -> None:
+    wrapper = ref()
     if wrapper is not None and wrapper.module is module:
         wrapper._hooks.state_dict_calls.held.pop(wrapper._unit).close()
 
 
-def _clean_all(found: tuple[list[str], ...]) -> None:
-    """What is said about names says the original ones."""
-    for texts in found:
+def _clean_names(messages: tuple[list[str], ...]) -> None:
+    """Replace the names in messages about a load by the original ones."""
+    for texts in messages:
         texts[:] = [clean(text) for text in texts]
 
 
-def _own_memory(module: nn.Module) -> set[int]:
-    """Where the parameters and buffers are that no wrapper inside has."""
+def _own_storages(module: nn.Module) -> set[int]:
+    """The addresses of parameters and buffers of this unit, without those of nested units."""
     return {
         tensor.untyped_storage().data_ptr()
         for own in own_modules(module).values()
@@ -211,9 +190,35 @@ def _own_memory(module: nn.Module) -> set[int]:
     }
 
 
-def _below(names: dict[str, Any], prefix: str) -> list[str]:
+# -------------------------------------------------- hooks of the wrapper: names without its prefix
+
+
+def _remove_prefix(
+    wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: object
+) -> None:
+    for key in _names_below(state, prefix):
+        state[_original_name(key, prefix)] = state.pop(key)  # all of them, so that the order stays
+    versions = getattr(state, "_metadata", {})
+    for key in _names_below(versions, prefix):
+        versions[_original_name(key + ".", prefix).removesuffix(".")] = versions.pop(key)
+
+
+def _as_model_state_dict(wrapper: Any, state: Any, prefix: str, metadata: object) -> Any:
+    if prefix:
+        return None  # this is a part of another module's state dict, which stays an ordinary one
+    copy = ModelStateDict(state)
+    copy.wrapper_ref, copy._metadata = weakref.ref(wrapper), getattr(state, "_metadata", None)
+    return copy
+
+
+def _add_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    for key in _names_below(state, prefix):
+        state[prefix + WRAPPER_PREFIX + key.removeprefix(prefix)] = state.pop(key)
+
+
+def _names_below(names: dict[str, Any], prefix: str) -> list[str]:
     return [name for name in names if name.startswith(prefix)]
 
 
-def _unwrapped(key: str, prefix: str) -> str:
+def _original_name(key: str, prefix: str) -> str:
     return prefix + key.removeprefix(prefix).removeprefix(WRAPPER_PREFIX)

@@ -1,8 +1,13 @@
-"""The walks of ``state_dict()`` and ``load_state_dict()`` through a tree of modules.
+"""Calls of ``state_dict()`` and ``load_state_dict()`` that are in progress.
 
-torch calls a hook when a walk comes to a module and another one when it leaves. In between the
-module's unit is held gathered (state_dict.py). If something raises, the second hook is never
-called. So whoever begins something new asks here first, and what a dead walk holds is let go.
+torch visits the tree of modules, and calls one hook before it visits a module and another one after
+it. In between the module's unit is unsharded (state_dict.py)::
+
+    before root, before 1, after 1, before 2, after 2, after root
+    before root, before 1, exception                             1 and root stay unsharded
+
+After an exception the second hook is never called. So everything that starts between steps, and
+each forward, first calls :meth:`StateDictCalls.close_aborted`.
 """
 
 import sys
@@ -15,26 +20,31 @@ from minifsdp.unit import Unit
 
 
 class StateDictCalls:
-    """Those of one root's units that are under way, or were when something raised."""
+    """The calls for the units of one root that are in progress, or that an exception has ended.
+
+    Attributes:
+        held: unit -> what reshards it, in the order in which the units were visited.
+    """
 
     def __init__(self) -> None:
-        self.held: dict[Unit, ExitStack] = {}  # in the order in which the walk came to them
+        self.held: dict[Unit, ExitStack] = {}
 
-    def close_dead(self, unit: Unit | None = None) -> None:
-        """Let go of what a dead walk holds. What it has loaded is dropped: all of it, or none.
+    def close_aborted(self, unit: Unit | None = None) -> None:
+        """If an exception has ended the call that holds units, reshard these units. What the call
+        has loaded is dropped: otherwise some parameters would be loaded and others not.
 
         Args:
-            unit: a walk comes there now, so that one which had come there before is dead.
+            unit: a call visits it now. If the unit is held already, an earlier call has ended.
         """
-        if self.held and (unit in self.held or not _under_way(sys._getframe())):
+        if self.held and (unit in self.held or not _in_progress(sys._getframe())):
             held, self.held = self.held, {}
             for stack in held.values():
-                stack.__exit__(RuntimeError, RuntimeError("the walk was not finished"), None)
+                stack.__exit__(RuntimeError, RuntimeError("an exception ended the call"), None)
 
 
-def _under_way(frame: FrameType | None) -> bool:
+def _in_progress(frame: FrameType | None) -> bool:
     """Whether a module's ``state_dict`` or ``load_state_dict`` is among the callers."""
-    walks = (nn.Module.state_dict.__code__, nn.Module.load_state_dict.__code__)
-    while frame is not None and frame.f_code not in walks:
+    functions = (nn.Module.state_dict.__code__, nn.Module.load_state_dict.__code__)
+    while frame is not None and frame.f_code not in functions:
         frame = frame.f_back
     return frame is not None

@@ -1,7 +1,13 @@
-"""One unit's parameters while they are out, as ordinary parameters under their own names.
+"""One unit's unsharded parameters, between steps, as ordinary parameters.
 
-What a caller may do to a parameter is more than to change it in place: he may give it another
-``data`` or ``grad``, or put another parameter in its place. All of that is found again here.
+::
+
+    flat [padded_numel]   w w w w w w b b      a view of it for each parameter
+                          weight      bias     registered in the modules, for as long as they are
+                                               summoned (full_params.py)
+
+A caller may change a parameter in place, assign another tensor to its ``data`` or ``grad``, or
+assign another parameter to the module's attribute. All of these changes are written back.
 """
 
 from dataclasses import dataclass
@@ -15,36 +21,46 @@ from minifsdp.unit import Unit
 
 
 @dataclass
-class UnitParams:
-    """All chunks of a unit, ``[n * ranks]``, and its gradient, in the same way, if it is wanted."""
+class SummonedParams:
+    """The parameters of one unit, while they are summoned.
+
+    Attributes:
+        unit: whose parameters they are.
+        flat: the shards of all ranks, ``[padded_numel]``, in the dtype of the shard.
+        grad: the same of its gradient; None if that is not wanted, or there is none.
+        version: of ``flat``, before the caller may change it.
+    """
 
     unit: Unit
     flat: Tensor
     grad: Tensor | None
-    version: int = 0  # of ``flat``, before the caller has it
+    version: int = 0
 
     def register(self) -> None:
-        """Turn the views into parameters, so that torch finds them under their names."""
+        """Register the parameters in their modules, under their names."""
         self.version = self.flat._version
         grads = self._grads()
         self.unit.uses_unsharded_views = True
-        self.unit.module._parameters.pop(FLAT_PARAM, None)  # no element may be listed twice
-        for place, (info, view) in enumerate(
+        # Without this line parameters() would list each element twice.
+        self.unit.module._parameters.pop(FLAT_PARAM, None)
+        for index, (info, view) in enumerate(
             zip(self.unit.param_infos, self._views(), strict=True)
         ):
             param = nn.Parameter(
                 view.detach(), requires_grad=self.unit.sharded_flat_param.requires_grad
             )
-            param.grad = None if grads is None else grads[place]
+            param.grad = None if grads is None else grads[index]
             for module, attribute in info.owners:
-                setattr(module, attribute, param)  # which an RNN notices, too
+                setattr(
+                    module, attribute, param
+                )  # not in _parameters: an RNN has a list of its own
 
     def unregister(self) -> None:
-        """Undo that, whatever the caller has put in the parameters' places."""
+        """Put the placeholders back, also where the caller has assigned something else."""
         use_sharded_views(self.unit)
 
     def check_shapes(self) -> None:
-        """Refuse what cannot be written back.
+        """Check that all parameters can be written back.
 
         Raises:
             ValueError: a parameter was removed, or replaced by one of another shape.
@@ -60,27 +76,26 @@ class UnitParams:
                     )
 
     def write_back(self) -> bool:
-        """Store this rank's chunk of what the parameters, and their gradients, are now.
+        """Copy this rank's part of the parameters, and of their gradients, to its shard.
 
         Returns:
-            Whether the parameters were written to; the same on all ranks that have done the same.
+            Whether the caller has written to the parameters. Ranks on which callers have done the
+            same return the same.
         """
         unit, grads = self.unit, self._grads()
         changed = self.flat._version != self.version
-        for place, (info, view) in enumerate(zip(unit.param_infos, self._views(), strict=True)):
+        for index, (info, view) in enumerate(zip(unit.param_infos, self._views(), strict=True)):
             for module, attribute in info.owners:
                 param = module._parameters[attribute]
                 assert param is not None
-                changed |= _keep(param.data, view)
+                changed |= _copy_if_replaced(param.data, view)
                 if grads is not None:
-                    none = grads[place].new_zeros(())
-                    _keep(none if param.grad is None else param.grad, grads[place])
-        own = slice(
-            unit.shard_rank * unit.padded_shard.numel(),
-            (unit.shard_rank + 1) * unit.padded_shard.numel(),
-        )
-        # Only what differs: a graph that is waiting for its backward would take a copy of the same
-        # values for a change.
+                    zero = grads[index].new_zeros(())
+                    _copy_if_replaced(zero if param.grad is None else param.grad, grads[index])
+        size = unit.padded_shard.numel()
+        own = slice(unit.shard_rank * size, (unit.shard_rank + 1) * size)
+        # Without this check the shard's version would change even if its values do not, and a
+        # backward that is still to come would be refused.
         if not torch.equal(self.flat[own], unit.padded_shard):
             unit.padded_shard.copy_(self.flat[own])
         if self.grad is not None and unit.sharded_flat_param.grad is not None:
@@ -95,8 +110,9 @@ class UnitParams:
         return None if self.grad is None else unflatten(self.grad, shapes)
 
 
-def _keep(value: Tensor, view: Tensor) -> bool:
-    replaced = value.data_ptr() != view.data_ptr()  # and not changed in place: `weight.data = ...`
+def _copy_if_replaced(value: Tensor, view: Tensor) -> bool:
+    """Copy ``value`` to ``view``, unless it is this view. Returns whether it is not."""
+    replaced = value.data_ptr() != view.data_ptr()  # by ``weight.data = ...``, for example
     if replaced:
         view.data.copy_(value)
     return replaced

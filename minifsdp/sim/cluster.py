@@ -30,12 +30,12 @@ import torch.testing._internal.distributed.fake_pg
 import minifsdp.comm.collectives
 import minifsdp.comm.groups
 import minifsdp.offload
-from minifsdp.prefetch import Prefetcher
 from minifsdp.sim.costs import Cluster, preset
 from minifsdp.sim.device import VirtualGpu
 from minifsdp.sim.streams import make_streams
 from minifsdp.sim.tape import Mistarget
 from minifsdp.streams import BACKENDS
+from minifsdp.support.prefetch_stats import PrefetchStats
 from minifsdp.unit import Unit
 
 
@@ -97,7 +97,7 @@ def _replacements(gpu: VirtualGpu) -> Iterator[Any]:
         "hosts_of",
         lambda group: [f"node {r // per_node}" for r in dist.get_process_group_ranks(group)],
     )
-    resize, missed = torch.UntypedStorage.resize_, Prefetcher.missed
+    resize, mistarget = torch.UntypedStorage.resize_, PrefetchStats.mistarget
 
     def seen_resize(storage: torch.UntypedStorage, size: int) -> Any:
         result = resize(storage, size)
@@ -106,11 +106,11 @@ def _replacements(gpu: VirtualGpu) -> Iterator[Any]:
 
     yield patch.object(torch.UntypedStorage, "resize_", seen_resize)
 
-    def seen_missed(prefetcher: Prefetcher, how: str, target: Unit) -> None:
-        missed(prefetcher, how, target)
-        gpu.tape.append(Mistarget(how, target.name, gpu.clock.now))
+    def seen_mistarget(stats: PrefetchStats, kind: str, target: Unit) -> None:
+        mistarget(stats, kind, target)
+        gpu.tape.append(Mistarget(kind, target.name, gpu.clock.now))
 
-    yield patch.object(Prefetcher, "missed", seen_missed)
+    yield patch.object(PrefetchStats, "mistarget", seen_mistarget)
     if gpu.kind == "cpu":
         host = minifsdp.offload._host_memory
         yield patch.object(

@@ -8,6 +8,9 @@ them; times are in seconds since the beginning.
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+
+from minifsdp.limiter import Limiter
 
 HOST, COMPUTE = "host", "compute"
 STREAMS = (COMPUTE, "unshard", "reduce", "replicate", "upload", "download")
@@ -56,11 +59,7 @@ class Wait:
     launched: float
     until: float  # for the host: when it went on
     why: str  # the file and the line that asked for it
-
-    @property
-    def by_limiter(self) -> bool:
-        """Whether it is limiter.py that asked for it."""
-        return self.why.startswith("limiter.py:")
+    by_limiter: bool = False  # a limiter's method asked for it, in whatever file that is
 
 
 @dataclass(eq=False)
@@ -86,7 +85,7 @@ class Memory:
 
 @dataclass(eq=False)
 class Mistarget:
-    """A prefetch had the wrong target; see prefetch.py."""
+    """A prefetch had the wrong target; see support/prefetch_stats.py."""
 
     how: str
     unit: str
@@ -110,3 +109,15 @@ def caller() -> str:
     while frame.f_back is not None and Path(frame.f_code.co_filename).parent == here:
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def in_limiter() -> bool:
+    """Whether a method of a :class:`minifsdp.limiter.Limiter` is among the callers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in ("admit", "freed") and isinstance(
+            frame.f_locals.get("self"), Limiter
+        ):
+            return True
+        frame = frame.f_back
+    return False

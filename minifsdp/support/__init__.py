@@ -7,6 +7,7 @@ param_views.py         which of these it finds when: views while unsharded, plac
 saved_tensors.py       what autograd saves of parameters: a note instead of their memory
 autograd_hooks.py      how to act in the middle of a backward
 grad_hooks.py          hooks that users put on parameters
+prefetch_stats.py      how many prefetches there were, and how many had the wrong target
 buffers.py             what a module keeps that is not a parameter
 pytree.py              the tensors in whatever a module takes or returns
 fingerprint.py         a number for values, to compare them without sending them

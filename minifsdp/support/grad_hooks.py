@@ -49,7 +49,8 @@ def change_gradient(unit: Unit, grad: Tensor) -> Tensor:
                 f"{error}\nIt is called with this rank's gradient of the whole unit, of "
                 f"{unit.numel} elements, before the reduction over ranks, and has to return one of "
                 f"that shape or None. (The parameter itself is a shard, of "
-                f"{unit.sharded_flat_param.numel()}. For what needs both, use register_post_accumulate_grad_hook.)"
+                f"{unit.sharded_flat_param.numel()}. For what needs both, use "
+                f"register_post_accumulate_grad_hook.)"
             ) from error
     grad[: unit.numel] = whole
     return grad

@@ -141,15 +141,15 @@ MISSED = {
     "reduce.py reduce_gradient: streams.reduce.wait_event(written)":
         r"mul_ of reduce '3' on reduce uses the result of cat .* and does not wait for "
         r"cat on compute",
-    "reduce.py let_arrive: reduction.event.wait()":
+    "reduce.py wait_for_first_part: reduction.event.wait()":
         r"the result of cat .* is given out again while mul_ of reduce '3' on reduce may still "
         r"use it",
-    "reduce.py go_on: streams.replicate.wait_event(reduction.event)":
+    "reduce.py start_next_part: streams.replicate.wait_event(reduction.event)":
         r"mul_ of all-reduce '3' on replicate uses memory of reduce '3' .* and does not wait for "
         r"_reduce_scatter_base_ of reduce '3' on reduce",
-    "reduce.py wait_for: reduction.event.synchronize()":
+    "reduce.py wait_for_reduction: reduction.event.synchronize()":
         r"\w+ on host uses .* and does not wait for copy_ of download <root> on download",
-    "reduce.py wait_for: reduction.event.wait()":
+    "reduce.py wait_for_reduction: reduction.event.wait()":
         r"\w+ on compute uses memory of reduce <root> .* and does not wait for allreduce_ of "
         r"all-reduce <root> on replicate",
     "offload.py upload: streams.unshard.wait_event(streams.upload.submit(launch, f'upload {unit}'))":  # noqa: E501

@@ -23,6 +23,21 @@ def test_events_carry_times_from_stream_to_stream_and_to_the_host():
     assert all(isinstance(wait.mark, Mark) for wait in waits)
 
 
+def test_a_wait_in_a_limiter_is_the_limiters_whatever_file_it_is_in():
+    class MyLimiter:
+        def admit(self, unit, needed):
+            return True
+
+        def freed(self, unit, event):
+            event.synchronize()
+
+    with cluster() as gpu:
+        compute = make_streams(gpu, torch.device("meta")).compute
+        MyLimiter().freed(None, compute.record_event())
+        compute.record_event().synchronize()
+    assert [e.by_limiter for e in gpu.tape if isinstance(e, Wait)] == [True, False]
+
+
 def test_what_is_submitted_runs_on_the_stream_under_its_label_and_the_host_goes_on():
     with cluster() as gpu:
         unshard = make_streams(gpu, torch.device("meta")).unshard
