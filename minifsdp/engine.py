@@ -197,10 +197,8 @@ class Engine:
             if self._stays_after_backward(unit):
                 unit.kept_version = unit.sharded_flat_param._version
                 use_sharded_views(unit)
-            elif unit not in in_use:
-                self.parameters.reshard(
-                    unit
-                )  # its outputs, or some, were not part of this backward
+            elif unit not in in_use:  # still unsharded, if its outputs had no gradient
+                self.parameters.reshard(unit)
             unit.state.end_backward()
 
     def stays_after_forward(self, unit: Unit) -> bool:
