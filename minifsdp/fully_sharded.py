@@ -36,7 +36,7 @@ from minifsdp.wrapping.build import build_unit, wrap_below
 from minifsdp.wrapping.compiled import uncompiled, watched
 from minifsdp.wrapping.module_tree import clean, name_units
 from minifsdp.wrapping.policies import Policy
-from minifsdp.wrapping.settings import as_settings
+from minifsdp.wrapping.settings import Settings
 from minifsdp.wrapping.torch_names import as_ours
 
 
@@ -110,20 +110,14 @@ class FullyShardedDataParallel(Transparent):
         if auto_wrap_policy is None:
             check_wrappable(module)
         check_inside(module)
-        given = dict(
-            process_group=process_group, sharding_strategy=as_ours(sharding_strategy),
-            cpu_offload=as_ours(cpu_offload), mixed_precision=as_ours(mixed_precision),
-            param_init_fn=param_init_fn, device_id=device_id,
-            sync_module_states=sync_module_states, device_mesh=device_mesh,
+        settings = Settings(
+            process_group, sharding_strategy, cpu_offload, mixed_precision, param_init_fn,
+            device_id, sync_module_states, device_mesh,
         )  # fmt: skip
-        settings = as_settings(**given)
         limiter = make_limiter(limit_all_gathers)
         prefetcher = make_prefetcher(as_ours(backward_prefetch), forward_prefetch)
         if auto_wrap_policy is not None:
-            wrap_below(
-                module, as_ours(auto_wrap_policy), settings.precision,
-                lambda inner, **own: FullyShardedDataParallel(inner, **{**given, **own}),
-            )  # fmt: skip
+            wrap_below(module, as_ours(auto_wrap_policy), settings, FullyShardedDataParallel)
         self._unit = build_unit(module, settings)
         self._fsdp_wrapped_module = module
         register_hooks(self)

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minifsdp.api import MixedPrecision
 from minifsdp.checks.members import check_free, join
 from minifsdp.checks.optimizers import watch_optimizers
 from minifsdp.checks.rank_circles import answering
@@ -39,24 +38,27 @@ _tags: defaultdict[str, Iterator[int]] = defaultdict(lambda: count(0x4D46_0000))
 
 
 def wrap_below(
-    module: nn.Module, policy: Policy, precision: MixedPrecision, wrapper: Callable[..., nn.Module]
+    module: nn.Module, policy: Policy, settings: Settings, wrapper: Callable[..., nn.Module]
 ) -> None:
     """Wrap what ``policy`` wants below ``module``; and, to keep them in full precision, the modules
     that mixed precision leaves out.
 
     Args:
-        wrapper: called with a module, and the settings that it has of its own.
+        settings: of the unit around, which these units have, too, where the policy says no other.
+        wrapper: called with a module and its arguments by name.
     """
     _check_outsiders(dict(module.named_modules()))  # before the first of them is wrapped
     borders = select(module, policy)
     check_wrappable(module, borders=borders.keys())
+    precision = settings.precision
     if precision.param_dtype is not None:
         for island in select(module, ModuleWrapPolicy(precision._module_classes_to_ignore)):
             borders[island] = {"mixed_precision": ISLAND, **borders.get(island, {})}
     check_sharing(module, borders)
     # Inner ones first: what is wrapped around them must find their parameters taken.
     inner_first = sorted(borders, key=lambda border: sum(1 for _ in border.modules()))
-    wrap_inside(module, {border: borders[border] for border in inner_first}, wrapper)
+    arguments = {border: {**settings.arguments, **borders[border]} for border in inner_first}
+    wrap_inside(module, arguments, wrapper)
 
 
 def build_unit(module: nn.Module, settings: Settings) -> Unit:
@@ -74,12 +76,12 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
     before = originals(modules)
     groups = [g for g in (settings.placement.shard_group, settings.placement.replicate_group) if g]
     device = settings.device
-    materialize(modules, device or default_device(groups[0]), settings.init_fn)
+    materialize(modules, device or default_device(groups[0]), settings.param_init_fn)
     modules = own_modules(module)  # once more: a param_init_fn may put new ones there
     param_infos = collect(module)
     if device is not None:
         move(modules, device)
-    if settings.synchronize:
+    if settings.sync_module_states:
         synchronize(modules, groups[::-1])
     params = [info.parameter for info in param_infos]
     if settings.offload and device is None:
@@ -89,7 +91,6 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
     unit = Unit(
         module,
         param_infos,
-        params,
         Buffers(list(modules.values()), settings.precision.buffer_dtype),
         settings.placement,
         settings.precision,

@@ -1,58 +1,66 @@
-"""What the arguments of one wrapper mean for its unit."""
+"""The arguments of one ``FullyShardedDataParallel`` that decide how its unit is built.
+
+They are listed twice: in the signature that users read, and here. A wrapper makes a record of them,
+which checks them all before anything is changed, and says what they mean::
+
+    FSDP(module, device_id=1, ...)   ->   Settings(device_id=1, ...)   .device    cuda:1
+                                                                       .placement who shares it
+    auto_wrap_policy makes inner     <-   {**settings.arguments, **what the policy says of it}
+"""
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from minifsdp.api import CPUOffload, MixedPrecision, ShardingStrategy
-from minifsdp.comm.groups import Placement, place
+from minifsdp.comm.groups import place
 from minifsdp.streams import BACKENDS
+from minifsdp.wrapping.torch_names import as_ours
 
 
-@dataclass(frozen=True)
+@dataclass
 class Settings:
-    """How one unit is to be built."""
+    """These arguments, as :class:`FullyShardedDataParallel` has them, and what they mean.
 
-    placement: Placement
-    precision: MixedPrecision
-    offload: bool
-    device: torch.device | None  # where the user wants it, if he has said so
-    init_fn: Callable[[nn.Module], None] | None  # for what is on the meta device
-    synchronize: bool  # take rank 0's values
-
-
-def as_settings(
-    process_group: Any,
-    sharding_strategy: ShardingStrategy | None,
-    cpu_offload: CPUOffload | None,
-    mixed_precision: MixedPrecision | None,
-    param_init_fn: Callable[[nn.Module], None] | None,
-    device_id: int | str | torch.device | None,
-    sync_module_states: bool,
-    device_mesh: Any,
-) -> Settings:
-    """These arguments, as :class:`FullyShardedDataParallel` has them.
+    Attributes:
+        placement: the groups to shard and to replicate over.
+        precision: the dtypes to compute and to reduce in.
+        offload: whether shards live on the host.
+        device: where the user wants the unit; None if that was not said.
 
     Raises:
         ValueError, TypeError, RuntimeError: as it does.
     """
-    strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
-    if cpu_offload is not None and not isinstance(cpu_offload, CPUOffload):
-        raise TypeError(_wrong_type("cpu_offload", CPUOffload, cpu_offload))
-    if param_init_fn is not None and not callable(param_init_fn):
-        raise TypeError(f"param_init_fn is a function of a module, not {param_init_fn!r}")
-    return Settings(
-        placement=place(strategy, process_group, device_mesh),
-        precision=as_precision(mixed_precision),
-        offload=cpu_offload is not None and cpu_offload.offload_params,
-        device=as_device(device_id),
-        init_fn=param_init_fn,
-        synchronize=sync_module_states,
-    )
+
+    process_group: Any = None
+    sharding_strategy: ShardingStrategy | None = None
+    cpu_offload: CPUOffload | None = None
+    mixed_precision: MixedPrecision | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    device_id: int | str | torch.device | None = None
+    sync_module_states: bool = False
+    device_mesh: Any = None
+
+    def __post_init__(self) -> None:
+        offload = as_ours(self.cpu_offload)
+        if offload is not None and not isinstance(offload, CPUOffload):
+            raise TypeError(_wrong_type("cpu_offload", CPUOffload, offload))
+        if self.param_init_fn is not None and not callable(self.param_init_fn):
+            raise TypeError(f"param_init_fn is a function of a module, not {self.param_init_fn!r}")
+        strategy = as_ours(self.sharding_strategy) or ShardingStrategy.FULL_SHARD
+        self.placement = place(strategy, self.process_group, self.device_mesh)
+        self.precision = as_precision(as_ours(self.mixed_precision))
+        self.offload = offload is not None and offload.offload_params
+        self.device = as_device(self.device_id)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """As they were given, by name, for the wrappers that an auto_wrap_policy makes inside."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def as_precision(mixed_precision: object) -> MixedPrecision:
