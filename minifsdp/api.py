@@ -82,15 +82,15 @@ class MixedPrecision:
 
     cast_forward_inputs: bool = False
     """Cast the floating-point inputs of this unit's module to ``param_dtype``. Where that is None,
-    the unit is an island of full precision: its inputs are cast to the shards' dtype, and its
-    outputs back to the one that the inputs had."""
+    the unit computes in full precision: its inputs are cast to the shards' dtype, and its outputs
+    back to the one that the inputs had."""
 
     cast_root_forward_inputs: bool = True
     """The same, for the inputs of the root."""
 
     _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
-    """Modules that become units and islands of full precision, in every model that is auto-wrapped:
-    running statistics do not survive in 8 bits of mantissa."""
+    """Modules that become units in full precision, in every model that is auto-wrapped: running
+    statistics do not survive in 8 bits of mantissa."""
 
     full_precision_in_eval: bool = False
     """Compute in the shards' dtype while the root is in ``eval()``. The environment variable

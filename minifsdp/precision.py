@@ -23,7 +23,7 @@ from minifsdp.api import MixedPrecision
 from minifsdp.support.pytree import map_tensors, tensors_in
 from minifsdp.unit import Unit
 
-ISLAND = MixedPrecision(cast_forward_inputs=True)
+FULL_PRECISION = MixedPrecision(cast_forward_inputs=True)
 """A unit that computes in full precision among others that do not."""
 
 
@@ -55,7 +55,7 @@ def prepare_inputs(
 
 
 def output_cast(unit: Unit, args: object, kwargs: object) -> Callable[[Any], Any] | None:
-    """For an island of full precision: what puts its outputs in the dtype that its inputs have.
+    """For a unit in full precision: what puts its outputs in the dtype that its inputs have.
 
     None, if there is nothing to do.
     """

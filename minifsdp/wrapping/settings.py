@@ -19,7 +19,7 @@ from torch import nn
 from minifsdp.api import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp.comm.groups import place
 from minifsdp.streams import BACKENDS
-from minifsdp.wrapping.torch_names import as_ours
+from minifsdp.wrapping.torch_names import from_torch
 
 
 @dataclass
@@ -46,15 +46,16 @@ class Settings:
     device_mesh: Any = None
 
     def __post_init__(self) -> None:
-        offload = as_ours(self.cpu_offload)
-        if offload is not None and not isinstance(offload, CPUOffload):
-            raise TypeError(_wrong_type("cpu_offload", CPUOffload, offload))
+        offload = _checked("cpu_offload", from_torch(self.cpu_offload), CPUOffload)
         if self.param_init_fn is not None and not callable(self.param_init_fn):
             raise TypeError(f"param_init_fn is a function of a module, not {self.param_init_fn!r}")
-        strategy = as_ours(self.sharding_strategy) or ShardingStrategy.FULL_SHARD
+        strategy = from_torch(self.sharding_strategy) or ShardingStrategy.FULL_SHARD
         self.placement = place(strategy, self.process_group, self.device_mesh)
-        self.precision = as_precision(as_ours(self.mixed_precision))
-        self.offload = offload is not None and offload.offload_params
+        precision = _checked("mixed_precision", from_torch(self.mixed_precision), MixedPrecision)
+        if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":  # torch reads it here, too
+            precision = replace(precision, full_precision_in_eval=True)
+        self.precision: MixedPrecision = precision
+        self.offload: bool = offload.offload_params
         self.device = as_device(self.device_id)
 
     @property
@@ -63,30 +64,21 @@ class Settings:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def as_precision(mixed_precision: object) -> MixedPrecision:
-    """What that argument means: without it, everything is done in the parameters' dtype.
-
-    Raises:
-        TypeError: it is something else, such as FSDP2's record.
-    """
-    precision = MixedPrecision() if mixed_precision is None else mixed_precision
-    if not isinstance(precision, MixedPrecision):
-        raise TypeError(_wrong_type("mixed_precision", MixedPrecision, precision))
-    if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":  # torch reads it here, too
-        precision = replace(precision, full_precision_in_eval=True)
-    return precision
-
-
-def _wrong_type(argument: str, expected: type, found: object) -> str:
-    cls = type(found)
-    return (
-        f"{argument} is a minifsdp.{expected.__name__}, not {cls.__module__}.{cls.__qualname__}: "
-        f"{found!r}"
-    )
+def _checked(argument: str, found: object, expected: type) -> Any:
+    """``found``, if it is an ``expected``; for None one with all defaults."""
+    found = expected() if found is None else found
+    if not isinstance(found, expected):
+        cls = type(found)
+        raise TypeError(
+            f"{argument} is a minifsdp.{expected.__name__}, not "
+            f"{cls.__module__}.{cls.__qualname__}: {found!r}"
+        )
+    return found
 
 
 def as_device(device_id: int | str | torch.device | None) -> torch.device | None:
-    """What the argument ``device_id`` means: a number is that GPU, "cuda" the current one.
+    """The device that the argument ``device_id`` means: a number is that GPU, "cuda" the current
+    one. None if it was left out.
 
     Raises:
         ValueError: there is no such device, or none that minifsdp runs on.
@@ -99,7 +91,7 @@ def as_device(device_id: int | str | torch.device | None) -> torch.device | None
             f"device_id={device_id!r}: minifsdp runs on {' and '.join(sorted(BACKENDS))}"
         )
     if device.type != "cuda":
-        return torch.device(device.type)  # "cpu:0" is the CPU, but not equal to it
+        return torch.device(device.type)  # "cpu:0" is the CPU, but is not equal to "cpu"
     gpus = torch.cuda.device_count()
     if (device.index or 0) >= gpus:
         raise ValueError(

@@ -15,7 +15,7 @@ import minifsdp.wrapping.build
 from minifsdp import CPUOffload, CustomPolicy, FlatParameter, MixedPrecision, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.comm.collectives import gather_objects
-from minifsdp.precision import ISLAND
+from minifsdp.precision import FULL_PRECISION
 from minifsdp.streams import BACKENDS
 from minifsdp.unit import Unit
 from minifsdp.wrapping.build import build_unit, default_device
@@ -44,7 +44,7 @@ def on_meta(make):
 
 @on_ranks(2)
 def test_the_steps_come_in_the_order_that_keeps_memory_low():
-    names = ["check_optimizers", "collect", "materialize", "collect"]
+    names = ["check_optimizers", "make_param_infos", "materialize", "make_param_infos"]
     names += ["move", "synchronize", "Unit"]
     log = []
 
@@ -173,7 +173,7 @@ def test_what_a_policy_says_of_a_module_goes_before_its_being_left_out():
     policy = CustomPolicy(lambda m: {"mixed_precision": own} if m is module[1] else False)
     model = FSDP(module, auto_wrap_policy=policy, mixed_precision=left_out)
     found = {unit.name: unit.precision for unit in model.engine.units}
-    assert found == {"": left_out, "1": own, "2.0": ISLAND}
+    assert found == {"": left_out, "1": own, "2.0": FULL_PRECISION}
 
 
 @pytest.mark.gpus(1)
