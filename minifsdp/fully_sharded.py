@@ -30,17 +30,17 @@ from minifsdp.hooks import Hooks
 from minifsdp.limiter import Limiter, make_limiter
 from minifsdp.prefetch import Prefetcher, make_prefetcher
 from minifsdp.support.param_views import adopt
-from minifsdp.wrapping.attributes import Forward, Transparent
+from minifsdp.wrapping.attributes import Forward, ModuleWrapper
 from minifsdp.wrapping.auto_wrap import check_wrappable
 from minifsdp.wrapping.build import build_unit, wrap_below
-from minifsdp.wrapping.compiled import uncompiled, watched
+from minifsdp.wrapping.compiled import compiled, uncompiled
 from minifsdp.wrapping.module_tree import clean, name_units
 from minifsdp.wrapping.policies import Policy
-from minifsdp.wrapping.settings import as_settings
-from minifsdp.wrapping.torch_names import as_ours
+from minifsdp.wrapping.settings import Settings
+from minifsdp.wrapping.torch_names import from_torch
 
 
-class FullyShardedDataParallel(Transparent):
+class FullyShardedDataParallel(ModuleWrapper):
     """Shard a module's parameters, gradients and optimizer state over the ranks of a group.
 
     Args:
@@ -111,20 +111,14 @@ class FullyShardedDataParallel(Transparent):
         if auto_wrap_policy is None:
             check_wrappable(module)
         check_inside(module)
-        given = dict(
-            process_group=process_group, sharding_strategy=as_ours(sharding_strategy),
-            cpu_offload=as_ours(cpu_offload), mixed_precision=as_ours(mixed_precision),
-            param_init_fn=param_init_fn, device_id=device_id,
-            sync_module_states=sync_module_states, device_mesh=device_mesh,
-        )  # fmt: skip
         limiter = make_limiter(limit_all_gathers)
-        prefetcher = make_prefetcher(as_ours(backward_prefetch), forward_prefetch)
-        settings = as_settings(**given)  # last: it may make process groups, which all ranks join
+        prefetcher = make_prefetcher(from_torch(backward_prefetch), forward_prefetch)
+        settings = Settings(  # last: it may make process groups, in which all ranks take part
+            process_group, sharding_strategy, cpu_offload, mixed_precision, param_init_fn,
+            device_id, sync_module_states, device_mesh,
+        )  # fmt: skip
         if auto_wrap_policy is not None:
-            wrap_below(
-                module, as_ours(auto_wrap_policy), settings.precision,
-                lambda inner, **own: FullyShardedDataParallel(inner, **{**given, **own}),
-            )  # fmt: skip
+            wrap_below(module, from_torch(auto_wrap_policy), settings, FullyShardedDataParallel)
         self._unit = build_unit(module, settings)
         self._fsdp_wrapped_module = module
         register_hooks(self)
@@ -144,11 +138,11 @@ class FullyShardedDataParallel(Transparent):
             wrapper._hooks = self._hooks
 
     @uncompiled
-    def forward(self, watcher: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, callback: Any, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, with its parameters gathered for as long as it runs."""
         # Looked up as an attribute it would take as long as all that a gather needs of the host.
         module: Any = self._modules["_fsdp_wrapped_module"]
-        called = module if watcher is None else watched(module, watcher)
+        called = module if callback is None else compiled(module, callback)
         return self._hooks.forward(self._unit, called, module.training, args, kwargs)
 
     def check_is_root(self) -> bool:

@@ -23,7 +23,7 @@ from minifsdp.api import MixedPrecision
 from minifsdp.support.pytree import map_tensors, tensors_in
 from minifsdp.unit import Unit
 
-ISLAND = MixedPrecision(cast_forward_inputs=True)
+FULL_PRECISION = MixedPrecision(cast_forward_inputs=True)
 """For a unit that computes in full precision inside a model that does not."""
 
 

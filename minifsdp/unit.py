@@ -44,8 +44,8 @@ class Unit:
 
     Args:
         module: the unit's module.
-        param_infos: where the parameters are; those of nested units excluded. May be empty.
-        params: the parameters themselves, in the same order. They are copied, and let go.
+        param_infos: where the parameters are; those of nested units excluded. May be empty. The
+            parameters are copied, and not kept.
         buffers: those of the same modules.
         placement: who shares them (see groups.py).
         precision: what to compute and to reduce in (see precision.py).
@@ -60,13 +60,13 @@ class Unit:
         self,
         module: nn.Module,
         param_infos: list[ParamInfo],
-        params: list[nn.Parameter],
         buffers: Buffers,
         placement: Placement,
         precision: MixedPrecision,
         offload_from: torch.device | None,
         tag: int,
     ) -> None:
+        params = [info.parameter for info in param_infos]
         check_flattenable({s.name: p for s, p in zip(param_infos, params, strict=True)})
         self.name = ""  # the wrapper's place in the root; the root itself keeps ""
         self.module, self.param_infos, self.buffers = module, param_infos, buffers

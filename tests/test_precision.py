@@ -412,7 +412,7 @@ def test_a_root_without_parameters_of_its_own_casts_its_inputs(own):
     assert step(model).dtype is LOW
 
 
-# ----------------------------------------------------------------------------------------- islands
+# ------------------------------------------------------ units in full precision among others
 
 
 def normalized(*norms: nn.Module) -> nn.Sequential:
@@ -438,7 +438,7 @@ def policies():
 @pytest.mark.parametrize("policy", policies())
 @pytest.mark.parametrize("buffer_dtype", [None, LOW], ids=str)
 @on_ranks(2)
-def test_batch_norm_is_an_island_of_full_precision(buffer_dtype, policy):
+def test_batch_norm_is_a_unit_in_full_precision(buffer_dtype, policy):
     norm = nn.BatchNorm1d(6)
     model = normalized(norm)
     inside, outside = watch_dtypes(norm), watch_dtypes(model[2])
@@ -466,7 +466,7 @@ def test_batch_norm_is_left_alone_where_it_is_not_to_be_ignored():
 
 
 @on_ranks(2)
-def test_other_norms_become_islands_by_a_policy():
+def test_other_norms_are_in_full_precision_by_a_policy():
     norm = nn.LayerNorm(6)
     model = normalized(norm)
     inside, outside = watch_dtypes(norm), watch_dtypes(model[2])
@@ -482,12 +482,12 @@ def test_other_norms_become_islands_by_a_policy():
 
 
 @on_ranks(1)
-def test_the_outputs_of_an_island_are_what_its_inputs_were():
-    island = FSDP(nn.Identity(), mixed_precision=MixedPrecision(cast_forward_inputs=True))
+def test_the_outputs_of_full_precision_have_the_dtype_of_its_inputs():
+    exact = FSDP(nn.Identity(), mixed_precision=MixedPrecision(cast_forward_inputs=True))
     low, half, exact, index = (torch.ones(1, dtype=d) for d in (LOW, HALF, EXACT, torch.long))
 
     def out(*inputs):
-        return [tensor.dtype for tensor in island(inputs)]
+        return [tensor.dtype for tensor in exact(inputs)]
 
     assert out(low) == [LOW] and out(low, index) == [LOW, torch.long]
     assert out(exact) == [EXACT] and out(low, exact) == [LOW, LOW]

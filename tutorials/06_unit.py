@@ -114,7 +114,7 @@ def units() -> None:
 # uses. Later both see a *placeholder*: it has a shape, no values, and a message. Without it, a
 # module that is called at the wrong time would compute with freed memory.
 #
-# {{ minifsdp/support/param_access.py ParamInfo.expose }}
+# {{ minifsdp/support/param_access.py ParamInfo.use_unsharded_views }}
 #
 # ## What breaks without it
 #
@@ -135,7 +135,7 @@ def embedding_apart() -> None:
         torch.manual_seed(0)
         with (
             patch("minifsdp.wrapping.build.check_sharing"),
-            patch("minifsdp.wrapping.build.mark_taken"),
+            patch("minifsdp.wrapping.build.set_unit"),
         ):
             model = FSDP(Model(), auto_wrap_policy=ModuleWrapPolicy(kinds))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -139,7 +139,7 @@ def clip(whose: str, mean: list[float]) -> list[float]:
     model(torch.tensor([mean]) * (0.5 + dist.get_rank())).sum().backward()  # dy/dw = x
     (param,) = model.parameters()
     if whose == "torch's":
-        param.is_chunk = False  # it is one
+        param.is_sharded = False  # it is one
         torch.nn.utils.clip_grad_norm_([param], max_norm=1.0)
     else:
         model.clip_grad_norm_(max_norm=1.0)

@@ -34,7 +34,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from minifsdp.between_steps.full_params import Options, full_params
-from minifsdp.wrapping.attributes import Transparent
+from minifsdp.wrapping.attributes import ModuleWrapper
 from minifsdp.wrapping.module_tree import WRAPPER_PREFIX, clean, own_modules
 
 
@@ -50,7 +50,7 @@ def register_hooks(wrapper: Any) -> None:
     module.register_load_state_dict_post_hook(partial(_after_load, ref))
 
 
-WrapperRef = weakref.ref[Transparent]
+WrapperRef = weakref.ref[ModuleWrapper]
 
 
 class ModelStateDict(OrderedDict[str, Any]):

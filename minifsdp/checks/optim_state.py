@@ -114,7 +114,7 @@ def agree(wrong: str | None, groups: list[dict[str, Any]]) -> None:
 
 def refuse_distributed_checkpoints(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
     """Have ``state_dict()`` refuse to be asked by torch.distributed.checkpoint."""
-    sharded = any(is_chunk(param) for group in groups for param in group["params"])
+    sharded = any(is_sharded(param) for group in groups for param in group["params"])
     if sharded and "_minifsdp_asked" not in optimizer.__dict__:
         optimizer.__dict__["_minifsdp_asked"] = optimizer.register_state_dict_pre_hook(_check_asker)
 
@@ -129,7 +129,7 @@ def _check_asker(optimizer: Optimizer) -> None:
 
 def _places(group: dict[str, Any]) -> list[str] | None:
     """Which chunk each of them is, as text: that is what messages say, and any format can save."""
-    if not any(is_chunk(param) for param in group["params"]):
+    if not any(is_sharded(param) for param in group["params"]):
         return None
     return [_place(param) for param in group["params"]]
 
@@ -141,9 +141,9 @@ def _place(param: Tensor) -> str:
     return f"chunk {unit.shard_rank} of {unit.shard_world_size} of {unit.numel} elements"
 
 
-def is_chunk(param: Tensor) -> bool:
+def is_sharded(param: Tensor) -> bool:
     """Whether other ranks have the rest of this parameter."""
-    return isinstance(param, FlatParameter) and param.is_chunk
+    return isinstance(param, FlatParameter) and param.is_sharded
 
 
 def _not_its_own(optimizer: Optimizer, param: Any, there: str, here: str) -> str:

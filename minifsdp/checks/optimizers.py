@@ -35,7 +35,7 @@ from minifsdp.checks.optim_state import (
 )
 from minifsdp.support.flat_parameter import FlatParameter
 from minifsdp.unit_state import TrainingState
-from minifsdp.wrapping.orig_params import taken_by
+from minifsdp.wrapping.orig_params import unit_of_orig_param
 
 Groups = list[dict[str, Any]]
 
@@ -125,7 +125,7 @@ def _refuse_by_name(optimizer: Optimizer, groups: Groups) -> None:
         name = cls.__name__.lower()
         if _BY_TENSOR.search(name) and any(_is_flattened(param) for param in flat):
             looks_at = "whole parameters, in their own shapes; a unit's are laid end to end in one"
-        elif _BY_MODEL.search(name) and any(param.is_chunk for param in flat):
+        elif _BY_MODEL.search(name) and any(param.is_sharded for param in flat):
             looks_at = "all parameters together; each rank has other chunks of them"
         if looks_at:
             raise RuntimeError(
@@ -139,7 +139,7 @@ def _is_flattened(param: FlatParameter) -> bool:
     """Whether it is something else than one parameter that has one dimension anyway."""
     unit = param.unit()
     return unit is not None and (
-        param.is_chunk
+        param.is_sharded
         or len(unit.param_infos) > 1
         or any(len(info.shape) > 1 for info in unit.param_infos)
     )
@@ -148,7 +148,7 @@ def _is_flattened(param: FlatParameter) -> bool:
 def _originals(optimizer: Optimizer, groups: Groups) -> str | None:
     for group in groups:
         for param in group["params"]:
-            unit, name = taken_by(param)
+            unit, name = unit_of_orig_param(param)
             if unit is not None:
                 return (
                     f"an optimizer ({type(optimizer).__name__}) holds {name!r} of unit "

@@ -47,14 +47,14 @@ def by_rank(what: dict[int, str]) -> str:
     )
 
 
-def answering(groups: Iterable[dist.ProcessGroup | None]) -> list[dist.ProcessGroup]:
-    """Those in which there is somebody to talk to. (torch's fake ranks never answer.)"""
+def groups_with_peers(groups: Iterable[dist.ProcessGroup | None]) -> list[dist.ProcessGroup]:
+    """Those with other ranks that answer. (torch's fake ranks never answer.)"""
     both = [group for group in groups if group is not None and group.size() > 1]
     return [group for group in both if "fake" not in dist.get_backend_config(group)]
 
 
 def _groups(unit: Unit) -> list[Group]:
-    return answering((unit.shard_group, unit.replicate_group))
+    return groups_with_peers((unit.shard_group, unit.replicate_group))
 
 
 def _breadth(groups: list[Group]) -> int:

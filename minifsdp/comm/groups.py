@@ -64,54 +64,57 @@ def place(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> P
             "FullyShardedDataParallel needs a process group. Start the program with torchrun and "
             "call torch.distributed.init_process_group() first."
         )
+    # A mesh becomes groups first, so that the strategies below know one kind of argument only.
+    groups = process_group if device_mesh is None else _mesh_groups(process_group, device_mesh)
     if strategy in HYBRID:
-        shard, replicate = _pair(process_group, device_mesh)
+        shard, replicate = _pair(groups)
         return Placement(shard, replicate, strategy is ShardingStrategy.HYBRID_SHARD)
-    group = _single(strategy, process_group, device_mesh)
+    group = _single(strategy, groups)
     if strategy is ShardingStrategy.NO_SHARD:
         return Placement(None, group, False)
     return Placement(group, None, strategy is ShardingStrategy.FULL_SHARD)
 
 
-def _single(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> Group:
-    _not_both(process_group, device_mesh)
-    if device_mesh is not None:
-        _check_mesh(device_mesh)
-        if device_mesh.ndim != 1:
-            raise ValueError(
-                f"{strategy.name} takes a device_mesh of one dimension, not of {device_mesh.ndim}. "
-                f"For two, (replicate, shard), use HYBRID_SHARD."
-            )
-        group: Group = device_mesh.get_group()
-        return group
-    if process_group is None:
-        return _everybody()
-    if not isinstance(process_group, dist.ProcessGroup):
+def _mesh_groups(process_group: Any, mesh: Any) -> Group | tuple[Group, ...]:
+    """The process groups that a device mesh stands for, as the argument ``process_group`` has them:
+    one group, or the groups of its dimensions with the last dimension (shard) first."""
+    if process_group is not None:
+        raise ValueError("pass process_group or device_mesh, not both: each says who takes part.")
+    if not isinstance(mesh, DeviceMesh):
         raise ValueError(
-            f"{strategy.name} takes one process group, not {process_group!r}. (A pair, of shard "
-            f"and replicate group, is for HYBRID_SHARD. On a rank outside of a group new_group() "
+            f"device_mesh is a DeviceMesh, as init_device_mesh() makes them, not {mesh!r}"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in device_mesh, whose ranks are {mesh.mesh.tolist()}: "
+            f"do not wrap there."
+        )
+    groups = tuple(mesh.get_group(dimension) for dimension in reversed(range(mesh.ndim)))
+    return groups[0] if len(groups) == 1 else groups
+
+
+def _single(strategy: ShardingStrategy, group: Any) -> Group:
+    if group is None:
+        return _default_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"{strategy.name} takes one process group, or a device_mesh of one dimension, not "
+            f"{group!r}. (A pair of shard and replicate group, or a device_mesh of two dimensions, "
+            f"(replicate, shard), is for HYBRID_SHARD. On a rank outside of a group new_group() "
             f"gives no group: do not wrap there.)"
         )
-    return process_group
+    return group
 
 
-def _pair(process_group: Any, device_mesh: Any) -> tuple[Group, Group]:
-    _not_both(process_group, device_mesh)
-    if device_mesh is not None:
-        _check_mesh(device_mesh)
-        if device_mesh.ndim != 2:
-            raise ValueError(
-                f"hybrid sharding takes a device_mesh of two dimensions, (replicate, shard), not "
-                f"of {device_mesh.ndim}."
-            )
-        return check_grid(device_mesh.get_group(1), device_mesh.get_group(0))
-    if process_group is None:
-        return groups_by_host(_everybody())
-    pair = tuple(process_group) if isinstance(process_group, (tuple, list)) else ()
+def _pair(groups: Any) -> tuple[Group, Group]:
+    if groups is None:
+        return groups_by_host(_default_group())
+    pair = tuple(groups) if isinstance(groups, (tuple, list)) else ()
     if len(pair) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in pair):
         raise ValueError(
-            f"hybrid sharding takes a pair of process groups, (shard group, replicate group), not "
-            f"{process_group!r}. Leave it out to shard within each host."
+            f"hybrid sharding takes a pair of process groups, (shard group, replicate group), or a "
+            f"device_mesh of two dimensions, (replicate, shard), not {groups!r}. Leave both out to "
+            f"shard within each host."
         )
     return check_grid(*pair)
 
@@ -175,24 +178,7 @@ def _mine(lines: list[list[int]]) -> Group:
     return mine
 
 
-def _everybody() -> Group:
+def _default_group() -> Group:
     group = dist.group.WORLD
-    assert group is not None  # it is initialized
+    assert group is not None  # place() has checked that it is initialized
     return group
-
-
-def _not_both(process_group: Any, device_mesh: Any) -> None:
-    if process_group is not None and device_mesh is not None:
-        raise ValueError("pass process_group or device_mesh, not both: each says who takes part.")
-
-
-def _check_mesh(mesh: Any) -> None:
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(
-            f"device_mesh is a DeviceMesh, as init_device_mesh() makes them, not {mesh!r}"
-        )
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not in device_mesh, whose ranks are {mesh.mesh.tolist()}: "
-            f"do not wrap there."
-        )

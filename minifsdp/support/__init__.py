@@ -1,14 +1,15 @@
 """What the concepts stand on: autograd, and parameters as modules and optimizers see them.
 
 flat_parameter.py      the sharded flat parameter, which the optimizer sees
-unsharded_storage.py   the unsharded one, whose memory comes and goes
-param_access.py        what a module finds in the place of a parameter
-param_views.py         which of these it finds when: views while unsharded, placeholders otherwise
-saved_tensors.py       what autograd saves of parameters: a note instead of their memory
+unsharded_storage.py   the unsharded flat parameter, whose memory is allocated and freed
+tensor_attribute.py    where a module has a parameter or a buffer
+param_access.py        what a module finds where it had a parameter: a view or a placeholder
+param_views.py         when it finds which: views while unsharded, placeholders while sharded
+saved_tensors.py       what autograd saves of parameters: where to find them, not their memory
 autograd_hooks.py      how to act in the middle of a backward
-grad_hooks.py          hooks that users put on parameters
+grad_hooks.py          the gradient hooks that users register on flat parameters
 prefetch_stats.py      how many prefetches there were, and how many had the wrong target
-buffers.py             what a module keeps that is not a parameter
-pytree.py              the tensors in whatever a module takes or returns
-fingerprint.py         a number for values, to compare them without sending them
+buffers.py             the tensors of a module that are not parameters
+pytree.py              the tensors in what a module takes or returns
+fingerprint.py         a number for values, to compare values without sending them
 """

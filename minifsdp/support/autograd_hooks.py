@@ -1,14 +1,15 @@
-"""Doors into autograd: how to act in the middle of a backward that somebody else runs.
+"""Hooks in a running backward, at the moments that FSDP needs.
 
-``loss.backward()`` is one call, and what FSDP has to do in it has to be done inside. Autograd walks
-a graph of *nodes*, one for each operation, from the loss to the parameters; and it has doors::
+``loss.backward()`` is one call, and FSDP has to act in the middle of it. Autograd walks a graph of
+*nodes*, one for each operation, from the loss back to the parameters. It offers hooks on the way::
 
     loss <- ... <- output <- [the operations of a module] <- inputs <- ... <- leaf
                    |                                         |                |
                    before_gradient_of                        after_gradients_of   when_complete
-    and, when there is nothing left to walk: at_end_of_backward
+    and when the last node has run: at_end_of_backward
 
-All that knows how autograd works inside is in this file, two names that are not public included.
+Everything that depends on autograd's internals is in this file, including the two names that are
+not public (``_execution_engine`` and ``_will_engine_execute_node``).
 """
 
 import weakref
@@ -21,33 +22,35 @@ from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_ho
 
 
 def before_gradient_of(output: Tensor, hook: Callable[[object], None], first: int) -> None:
-    """Call ``hook`` when a gradient has reached ``output``, before it goes on from there. A leaf
-    has nowhere to go on to, and no hook.
+    """Call ``hook`` when a gradient has reached ``output``, before the operation that computed
+    ``output`` runs its backward. A leaf was computed by no operation, so it gets no hook.
 
     Args:
-        first: number of the first operation that counts. What is older was handed on, as in a skip
-            connection: its gradient comes long after that of what was computed here.
+        first: the sequence number of the first operation that counts. An older one was not computed
+            by this module (a skip connection): its gradient is complete only long after those of
+            the module's own operations.
     """
-    # Not the tensor's own hook. Where the output is an input of the same module once more, it has
-    # one of `after_gradients_of`, which ends the later call; that has to come first, and does.
-    if output.grad_fn is not None and output.grad_fn._sequence_nr() >= first:
-        output.grad_fn.register_prehook(hook)
-    # Who changes a view in place gives it another operation, and keeps that of its base.
-    base = output._base
-    if base is not None and base.grad_fn is not None and base.grad_fn._sequence_nr() >= first:
-        base.grad_fn.register_prehook(hook)
+    # A hook on the node, not on the tensor. Where a module gets its own output as an input again,
+    # the tensor has a hook of `after_gradients_of` too. That one ends the later call, so it has to
+    # run first, and tensor hooks run before the node's.
+    for tensor in (output, output._base):
+        # The base as well: an in-place operation on a view gives the view another node, and the
+        # base keeps the one from before.
+        node = None if tensor is None else tensor.grad_fn
+        if node is not None and node._sequence_nr() >= first:
+            node.register_prehook(hook)
 
 
 def after_gradients_of(inputs: Sequence[Tensor], hook: Callable[[object], None]) -> None:
-    """Call ``hook`` when all of ``inputs`` that will get a gradient have theirs."""
+    """Call ``hook`` when all those of ``inputs`` that will get a gradient have got theirs."""
     register_multi_grad_hook(inputs, hook)
 
 
 def when_complete(leaf: Tensor, hook: Callable[[], None]) -> Node:
-    """Call ``hook`` each time that the gradient of ``leaf`` is complete, and in its ``grad``.
+    """Call ``hook`` each time the gradient of ``leaf`` has been accumulated into ``leaf.grad``.
 
     Returns:
-        The node that adds it up, for :func:`will_reach`.
+        The node that accumulates the gradient, for :func:`will_reach`.
     """
     register = leaf.register_post_accumulate_grad_hook
     register(lambda _: hook())  # type: ignore[no-untyped-call]
@@ -55,16 +58,15 @@ def when_complete(leaf: Tensor, hook: Callable[[], None]) -> Node:
 
 
 def at_end_of_backward(
-    callback: Callable[[], None], if_it_dies: Callable[[], None]
+    callback: Callable[[], None], on_error: Callable[[], None]
 ) -> Callable[[], bool]:
-    """Call ``callback`` after the last operation of the backward that is under way, or
-    ``if_it_dies`` when an exception has ended it.
+    """Call ``callback`` after the last operation of the backward that is running, or ``on_error``
+    if an exception ends it before.
 
     Returns:
-        Whether this is still to come. Not so if an exception has ended the backward: autograd then
-        drops what it was to call, and so the reference to it here is dead.
+        A function that says whether the end is still to come. After an exception it is not:
+        autograd then drops the queued callback, so the weak reference to it here is dead.
     """
-
     ended = False
 
     def call() -> None:
@@ -73,11 +75,12 @@ def at_end_of_backward(
         callback()
 
     Variable._execution_engine.queue_callback(call)
-    held = weakref.ref(call, lambda _: None if ended else if_it_dies())
-    return lambda: held() is not None
+    # Weak, because autograd's reference has to be the only one: its death is the sign of the error.
+    queued = weakref.ref(call, lambda _: None if ended else on_error())
+    return lambda: queued() is not None
 
 
 def will_reach(node: Node) -> bool:
-    """Whether the backward that is under way comes to ``node``."""
-    # torch's own multi-grad hooks ask the engine the same question.
+    """Whether the backward that is running will execute ``node``."""
+    # torch's own multi-grad hooks ask the engine in the same way.
     return torch._C._will_engine_execute_node(node)

@@ -1,50 +1,62 @@
-"""What a module sees of its parameters.
+"""What a module finds where it had a parameter.
 
-A layer asks for ``self.weight`` and has to get the right thing: while its unit is unsharded a view
-of the flat tensor, which computes like any tensor; while it is sharded a *placeholder*, which has
-the parameter's shape and refuses to compute. Without that a layer called at the wrong time would
-read memory that is not there, and take the whole process down.
+A layer reads ``self.weight``. While its unit is unsharded it finds a *view* of the unsharded flat
+parameter, which computes like any tensor. While the unit is sharded it finds a *placeholder*, which
+knows the parameter's shape and refuses to compute::
+
+    linear.weight      unsharded: view [3, 2]         sharded: Placeholder "0.weight" [3, 2]
+
+Without placeholders a layer that is called at the wrong time would read freed memory, and the
+process would crash without a message.
 """
 
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from minifsdp.support.tensor_attribute import TensorAttribute
+
 
 @dataclass
 class ParamInfo:
-    """One original parameter: its place in the flat tensor is its place in ``Unit.param_infos``."""
+    """One original parameter. The order of ``Unit.param_infos`` is that of the flat parameter.
 
-    name: str  # fully qualified, below the unit's module
+    Attributes:
+        name: fully qualified, below the unit's module.
+        owners: where modules have it; several if it is shared.
+    """
+
+    name: str
     shape: torch.Size
-    owners: list[tuple[nn.Module, str]] = field(default_factory=list)  # several: it is shared
+    owners: list[TensorAttribute] = field(default_factory=list)
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter itself, before it is sharded."""
-        module, attribute = self.owners[0]
-        param = module._parameters[attribute]
+        """The parameter that the modules have now: before sharding the original one, while the unit
+        is unsharded a view."""
+        param: nn.Parameter | None = self.owners[0].get()
         assert param is not None, self.name
         return param
 
     def use_unsharded_views(self, view: Tensor, hidden: bool) -> None:
-        """Let all owners see ``view`` as a parameter: also ``module.parameters()`` lists it.
+        """Show ``view`` to all owners as a parameter, which ``module.parameters()`` lists as well.
 
         Args:
-            hidden: they see a placeholder now.
+            view: of the parameter's shape.
+            hidden: the owners have a placeholder now.
 
         Raises:
-            RuntimeError: somebody has put another parameter in its place.
+            RuntimeError: the placeholder was replaced by another parameter.
         """
-        for module, attribute in self.owners:
+        for module, name in self.owners:
             if type(module).__setattr__ is not _SETATTR:
-                _tell(module, attribute, view)
-            found = module.__dict__.pop(attribute, None)  # it would be found before the parameter
+                _assign(module, name, view)
+            found = module.__dict__.pop(name, None)  # Python would find it before the parameter
             if hidden and found is None:
                 raise RuntimeError(
                     f"parameter {self.name!r} was replaced after wrapping. Its unit was made of "
@@ -52,65 +64,52 @@ class ParamInfo:
                     f"Replace it before you wrap the model, or set its values inside of "
                     f"FSDP.summon_full_params(model)."
                 )
-            module._parameters[attribute] = view  # type: ignore[assignment]  # not a leaf
+            module._parameters[name] = view  # type: ignore[assignment]  # not a leaf
 
     def use_sharded_views(self, placeholder: "Placeholder") -> None:
-        """Let all owners see ``placeholder`` as an attribute, and no parameter."""
-        for module, attribute in self.owners:
+        """Show ``placeholder`` to all owners as an attribute that is no parameter."""
+        for module, name in self.owners:
             if type(module).__setattr__ is not _SETATTR:
-                _tell(module, attribute, placeholder)
-            # The name stays, with nothing in it: it keeps its place in the order of the parameters,
-            # and torch refuses to assign what is no parameter to it.
-            module._parameters[attribute] = None
-            module.__dict__[attribute] = placeholder
+                _assign(module, name, placeholder)
+            # The name stays, with None: it keeps its place in the order of the parameters, and
+            # torch refuses to assign what is no parameter to it.
+            module._parameters[name] = None
+            module.__dict__[name] = placeholder
 
 
 _SETATTR = nn.Module.__setattr__
 
 
-def _tell(module: nn.Module, attribute: str, value: object) -> None:
-    """An RNN keeps a list of its weights, up to date with a ``__setattr__`` of its own."""
-    module._parameters.pop(attribute, None)  # else torch would take it for a wrong parameter
-    setattr(module, attribute, value)
-
-
-class Owner(Protocol):
-    """What a placeholder knows of its unit."""
-
-    @property
-    def sharded_flat_param(self) -> nn.Parameter: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def label(self) -> str: ...
-
-    @property
-    def on_demand(self) -> Callable[[Any], bool]: ...
+def _assign(module: nn.Module, name: str, value: object) -> None:
+    """Assign as users do, for modules with a ``__setattr__`` of their own: an RNN updates its list
+    of weights in there, and computes with that list."""
+    module._parameters.pop(name, None)  # or torch would refuse a value that is no nn.Parameter
+    setattr(module, name, value)
 
 
 class Placeholder:
-    """Stands where a parameter was while its unit is sharded. What is known without the values it
-    says as the parameter would: shape, dtype, device, ``requires_grad``. Whatever else is asked of
-    it is refused, with the parameter's name; but in a backward the unit can be gathered, and the
-    parameter itself is what is asked."""
+    """Stands where a parameter was while its unit is sharded.
 
-    def __init__(self, unit: Owner, info: ParamInfo) -> None:
-        self._unit, self._slot = weakref.ref(unit), info
+    It answers what is known without the values: shape, dtype, device, ``requires_grad``. All other
+    uses are refused with the parameter's name, except in a backward. There the unit can be gathered
+    (``Unit.on_demand``), and then the parameter itself is used.
+    """
+
+    def __init__(self, unit: Any, info: ParamInfo) -> None:
+        self._unit, self._info = weakref.ref(unit), info
         self._name, self.shape = info.name, info.shape
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self._owner.sharded_flat_param.dtype
+    def dtype(self) -> Any:
+        return self._living_unit().sharded_flat_param.dtype
 
     @property
-    def device(self) -> torch.device:
-        return self._owner.device
+    def device(self) -> Any:
+        return self._living_unit().device
 
     @property
-    def requires_grad(self) -> bool:
-        return self._owner.sharded_flat_param.requires_grad
+    def requires_grad(self) -> Any:
+        return self._living_unit().sharded_flat_param.requires_grad
 
     @property
     def ndim(self) -> int:
@@ -125,8 +124,7 @@ class Placeholder:
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
-    @property
-    def _owner(self) -> Owner:
+    def _living_unit(self) -> Any:
         unit = self._unit()
         return self._refuse() if unit is None else unit
 
@@ -144,7 +142,7 @@ class Placeholder:
             f"activation checkpointing, use_reentrant=False keeps them long enough."
         )
 
-    def _refuse(self, *_: object) -> NoReturn:
+    def _refuse(self) -> NoReturn:
         raise RuntimeError(self._message())
 
     def _parameter(self) -> Tensor:
@@ -156,21 +154,21 @@ class Placeholder:
         unit = self._unit()
         if unit is None or not unit.on_demand(unit):
             self._refuse()
-        return self._slot.parameter
+        return self._info.parameter
 
     def __setattr__(self, attribute: str, value: object) -> None:
-        # Taken without a word, ``weight.data = ...`` and ``bias.requires_grad = False`` would be
-        # read by nobody.
-        if attribute not in ("_unit", "_slot", "_name", "shape"):
+        # If ``weight.data = ...`` or ``bias.requires_grad = False`` were accepted, the value would
+        # never be used.
+        if attribute not in ("_unit", "_info", "_name", "shape"):
             raise RuntimeError(f"{attribute!r} cannot be set: {self._message()}")
         object.__setattr__(self, attribute, value)
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):  # Python asks a copy for these before it has a name
+        if attribute.startswith("__"):  # copy and pickle ask for these before there is a _name
             raise AttributeError(attribute)
         try:
             parameter = self._parameter()
-        except RuntimeError as error:
+        except RuntimeError as error:  # hasattr() expects an AttributeError
             raise AttributeError(str(error)) from None
         return getattr(parameter, attribute)
 
@@ -178,14 +176,17 @@ class Placeholder:
     def __torch_function__(
         cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        def real(item: object) -> object:  # also in a list: an RNN's weights, say
+        """torch calls this in place of a function that gets a placeholder as an argument."""
+
+        def real(item: object) -> object:
             return item._parameter() if isinstance(item, cls) else item
 
-        args, kwargs = tree_map(real, (args, kwargs or {}))
+        args, kwargs = tree_map(real, (args, kwargs or {}))  # also in a list, as torch.cat takes it
         return func(*args, **kwargs)
 
 
-# Operators are looked up in the class. Without these a placeholder were true, and equal to nothing.
+# Python looks operators up in the class, and not with __getattr__. Without these `if weight:` would
+# be true and `weight == x` false.
 _OPERATORS = """
     abs add and bool contains eq float floordiv ge getitem gt int invert iter le len lt matmul mod
     mul ne neg or pos pow radd rand rfloordiv rmatmul rmod rmul ror rpow rsub rtruediv rxor setitem
@@ -199,4 +200,5 @@ def _operator(name: str) -> Callable[..., Any]:
 
 for _name in _OPERATORS.split():
     setattr(Placeholder, f"__{_name}__", _operator(f"__{_name}__"))
-Placeholder.__hash__ = object.__hash__  # type: ignore[method-assign]  # goes with __eq__ otherwise
+# A class with __eq__ has no hash of its own, and a set of placeholders would be refused.
+Placeholder.__hash__ = object.__hash__  # type: ignore[method-assign]

@@ -1,12 +1,11 @@
-"""What the modules of a unit see of its parameters, before, in and after their forward.
+"""What the modules of a unit find in the place of its parameters, before, in and after a forward.
 
-While a unit is gathered its modules have *views* of the flat tensor in the places of their
-parameters, also for those who ask for ``module.parameters()``. While it is sharded they have
-placeholders (param_access.py), and the unit's module has the flat parameter, for an optimizer to
-find::
+While a unit is unsharded its modules have *views* of the unsharded flat parameter, which
+``module.parameters()`` lists. While it is sharded they have placeholders (param_access.py), and the
+unit's module has the sharded flat parameter, which an optimizer finds there::
 
-    sharded     linear.weight: placeholder         parameters(): _flat_param
-    gathered    linear.weight: view [3, 2]      parameters(): weight, bias
+    sharded      linear.weight: placeholder      parameters(): _flat_param [n]
+    unsharded    linear.weight: view [3, 2]      parameters(): weight [3, 2], bias [2]
 """
 
 from typing import NamedTuple
@@ -17,35 +16,37 @@ from minifsdp.flatten import unflatten
 from minifsdp.support.fingerprint import fingerprint
 from minifsdp.unit import Unit
 
-FLAT_PARAM = "_flat_param"  # as in torch
+FLAT_PARAM = "_flat_param"  # the name that torch gives it
 
 
 def make_views(unit: Unit) -> None:
-    """New views of ``unit.unsharded.flat_param`` for a forward, which autograd will record as its
-    first operations.
+    """Make new views of ``unit.unsharded.flat_param`` for a forward, which autograd then records as
+    the first operations of that forward.
 
-    Not once for all: autograd runs operations in the reverse of the order in which they were
-    *created*. Old views would come after the whole backward, no unit's gradient would be complete
-    before its end, and all units would be unsharded at once.
+    They cannot be made once for all: autograd runs operations in the reverse of the order in which
+    they were *created*. Views from before would run after the whole backward, no unit's gradient
+    would be complete before its end, and all units would be unsharded at once.
     """
-    # A reentrant checkpoint may run again, in its backward, with views that an evaluation has left.
-    # Made without gradients they would keep the gradient that should go on to `full`.
-    with torch.inference_mode(False):  # which leaves no_grad as well
+    # After an evaluation a reentrant checkpoint may run again in its backward, with the views of
+    # that evaluation. Views that were made without gradients would stop the gradient on its way to
+    # the unsharded flat parameter.
+    with torch.inference_mode(False):  # this switches gradients on, also inside of no_grad
         unit.views = unflatten(unit.unsharded.flat_param, [info.shape for info in unit.param_infos])
 
 
 def use_unsharded_views(unit: Unit) -> None:
     """Let the modules compute with the views."""
     if len(unit.views) != len(unit.param_infos):
-        make_views(unit)  # the last forward was in another precision
+        make_views(unit)  # there are none in this precision: the last forward was in another one
     hidden, unit.uses_unsharded_views = not unit.uses_unsharded_views, True
-    unit.module._parameters.pop(FLAT_PARAM, None)  # or its elements would be listed twice
+    unit.module._parameters.pop(FLAT_PARAM, None)  # or parameters() would list its elements twice
     for info, view in zip(unit.param_infos, unit.views, strict=True):
         info.use_unsharded_views(view, hidden)
 
 
 def use_sharded_views(unit: Unit) -> None:
-    """Put placeholders where the views were, and show the flat parameter. Twice is no error."""
+    """Put placeholders where the views are, and let ``parameters()`` list the sharded flat
+    parameter. Does nothing if that is so already."""
     if not unit.uses_unsharded_views:
         return
     unit.uses_unsharded_views = False
@@ -56,41 +57,42 @@ def use_sharded_views(unit: Unit) -> None:
 
 
 class Values(NamedTuple):
-    """What tells whether somebody has changed the gathered parameters of a unit."""
+    """By these two a change of the unsharded parameters of a unit is noticed."""
 
-    version: int  # autograd counts the changes that are made through the views
-    number: int | None  # of all bits: a change through ``weight.data`` is not counted
+    version: int  # autograd's count of changes that are made through the views
+    number: int | None  # a fingerprint: a change through ``weight.data`` is not counted
 
 
 def values(unit: Unit, thoroughly: bool) -> Values:
-    """Those of now.
+    """The values that the unsharded parameters have now.
 
     Args:
-        thoroughly: read all values, for the first steps.
+        thoroughly: read all of them, which is for the first steps only.
     """
-    # Without sharding the views are the parameters themselves, so that changes last.
+    # Without sharding the views are the parameters themselves, and a change of them lasts.
     number = fingerprint([unit.unsharded.data]) if thoroughly and unit.needs_unshard else None
     return Values(unit.unsharded.flat_param._version, number)
 
 
 def check_untouched(unit: Unit, before: Values, failed: bool = False) -> None:
-    """Refuse what a module has done to its gathered parameters, which are about to be freed.
+    """Refuse changes that a module has made to its unsharded parameters, which are about to be
+    freed.
 
     Args:
-        before: the values, when the forward began.
-        failed: the forward has raised an error. Autograd refuses a view that is used after a change
-            in place, without its name, also where nothing is sharded and the change would last.
+        before: the values when the forward began.
+        failed: the forward has raised an error. Autograd refuses a view that is used after an
+            in-place change, also without sharding, and its message has no name of a parameter.
 
     Raises:
-        RuntimeError: it has changed one in place, or put another tensor in its place.
+        RuntimeError: a parameter was changed in place, or another tensor put in its place.
     """
     how = ""
     if (unit.needs_unshard or failed) and values(unit, before.number is not None) != before:
         how = "changed in place"
     memory = unit.unsharded.storage._cdata
     for info, view in zip(unit.param_infos, unit.views, strict=True):
-        for module, attribute in info.owners:
-            if module._parameters.get(attribute) is not view:
+        for module, name in info.owners:
+            if module._parameters.get(name) is not view:
                 how = f"replaced ({info.name!r})"
         if view.untyped_storage()._cdata != memory:
             how = f"given other data ({info.name!r}.data = ...)"
@@ -104,7 +106,7 @@ def check_untouched(unit: Unit, before: Values, failed: bool = False) -> None:
 
 
 def adopt(unit: Unit) -> None:
-    """Take over what ``module.to(...)`` has put in the shard's place."""
+    """Take over the parameter that ``module.to(...)`` has put in place of the flat parameter."""
     found = unit.module._parameters.get(FLAT_PARAM)
     if found is not None and found is not unit.sharded_flat_param:
         unit.module._parameters[FLAT_PARAM] = unit.replace_shard(found)

@@ -1,8 +1,15 @@
-"""The tensors in whatever a module takes or returns.
+"""The tensors in a pytree: in what a module takes or returns.
 
 A unit's backward begins when a gradient reaches one of its outputs, so every output has to be
-found, wherever it hides. One that is missed would find its unit's parameters freed.
+found, however deep it is in other objects::
+
+    ModelOutput(loss=t1, states=[(t2, {"mask": t3})])    ->    t1, t2, t3
+
+The backward of an output that is missed would find its unit's parameters freed.
 """
+
+# Not torch.utils._pytree: it looks into no dataclass or other object that was not registered with
+# it, does not end where an object contains itself, and copies what has nothing to replace.
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -14,8 +21,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """All tensors in a nest of tuples, lists, sets, dicts, dataclasses and plain objects, in no
-    particular order. Circles end; modules are not looked into."""
+    """All tensors in ``value``: in tuples, lists, sets, dicts, dataclasses and other objects with
+    attributes, nested in any way, in no particular order.
+
+    An object that contains itself is looked into once; modules are not looked into.
+    """
     stack, seen = [value], set[int]()
     while stack:
         item = stack.pop()
@@ -36,22 +46,26 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """``value`` with each tensor in its tuples, lists, dicts and dataclasses replaced. Nothing that
-    the caller holds is changed; what has no such tensor in it is the same object as before. Where
-    something is inside of itself, that stays as it is."""
+    """``value`` with each tensor in its tuples, lists, dicts and dataclasses replaced by
+    ``function(tensor)``.
+
+    The caller's objects are not changed: what has a new tensor in it is copied, and what has none
+    is the same object as before. Inside of itself an object stays as it is.
+    """
     return _map(function, value, ())
 
 
-def _map(function: Callable[[Tensor], Tensor], value: Any, around: tuple[int, ...]) -> Any:
+def _map(function: Callable[[Tensor], Tensor], value: Any, parents: tuple[int, ...]) -> Any:
+    # parents: the ids of the objects that `value` is in, without which a circle would never end.
     if isinstance(value, Tensor):
         return function(value)
-    if id(value) in around:
+    if id(value) in parents:
         return value
-    around = (*around, id(value))
+    parents = (*parents, id(value))
     if isinstance(value, (list, tuple)):
-        items = [_map(function, item, around) for item in value]
+        items = [_map(function, item, parents) for item in value]
         if isinstance(value, PackedSequence):
-            items[1] = value.batch_sizes  # on the CPU, and an RNN wants it there
+            items[1] = value.batch_sizes  # an RNN refuses them on a device other than the CPU
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
@@ -61,13 +75,13 @@ def _map(function: Callable[[Tensor], Tensor], value: Any, around: tuple[int, ..
         parts = {field.name: getattr(value, field.name) for field in fields(value)}
     else:
         return value
-    changed = {key: _map(function, part, around) for key, part in parts.items()}
+    changed = {key: _map(function, part, parents) for key, part in parts.items()}
     if all(changed[key] is part for key, part in parts.items()):
         return value
     result = copy.copy(value)
     for key, part in changed.items():
         if isinstance(result, dict):
-            result[key] = part  # not update(), which some refuse, as transformers' ModelOutput
+            result[key] = part  # not update(), which transformers' ModelOutput refuses
         else:
             object.__setattr__(result, key, part)  # the dataclass may be frozen
     return result

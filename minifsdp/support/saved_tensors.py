@@ -1,19 +1,21 @@
-"""What autograd saves of a unit's parameters: a note in place of the memory.
+"""What autograd saves of a unit's parameters: where to find them again, and not their memory.
 
-A forward saves tensors for its backward, and some are parameters: a linear layer needs its weight
-for the gradient of its input. Between the two the unit is sharded, so there is nothing to point to.
-PyTorch's saved-tensor hooks let us keep a note instead, and act when autograd asks for the tensor::
+A forward saves tensors for its backward, and some of them are parameters: a linear layer needs its
+weight for the gradient of its input. Between forward and backward the unit is sharded, so the
+memory of the parameter is freed. PyTorch's saved-tensor hooks let us save a description instead,
+and act when autograd asks for the tensor::
 
-    forward     weight --pack--> note: unit, shape, strides, offset
-    backward    note --unpack--> gather the unit, wait for it, a view of the gathered memory
+    forward     weight --pack--> PackedParameter: unit, shape, strides, offset
+    backward    PackedParameter --unpack--> unshard the unit, wait for it, a view of its memory
 
-So a parameter is there whenever a backward needs it, by whatever path the gradient has come: from
-an output of the module, from a view that was changed in place, from a loss that the module has kept
-in an attribute. Without these hooks only the first of them would be known in time.
+So a parameter is there whenever a backward needs it, however the gradient has come to that
+operation: from an output of the module, from a view that was changed in place, from a loss that the
+module keeps in an attribute. Without these hooks only an output would be known in time.
 
-All other tensors are saved as ever. Hooks replace autograd's own check that nobody has changed them
-since, so that check is here. Hooks that somebody else has set (activation checkpointing, offloading
-of activations) get what they would have got; for a parameter they get a tensor that looks like it.
+All other tensors are saved as usual. Where hooks are set, autograd does not check by itself that a
+saved tensor was not changed since, so the check is here. Other hooks that are set around ours
+(activation checkpointing, offloading of activations) get what they would have got without ours; in
+place of a parameter they get a tensor that looks like it.
 
 Source: "Hooks for autograd saved tensors", PyTorch tutorials; torch.autograd.graph.
 """
@@ -39,61 +41,64 @@ class Call(NamedTuple):
 
     unit: Unit
     unsharded: UnshardedFlatParam  # whose views it computed with
-    version: int  # of the shard
-    values: Values  # of ``full``, when the forward began
-    training: bool | None  # the mode of the outermost module
+    version: int  # of the sharded flat parameter
+    values: Values  # of the unsharded parameters, when the forward began
+    training: bool | None  # the mode of the root
 
 
 Chain = tuple[Call, ...]
-"""A call inside of others, outermost first."""
+"""A call and the calls that it is inside of, outermost first."""
 
 
-class Note(NamedTuple):
-    """How to find a saved parameter again."""
+class PackedParameter(NamedTuple):
+    """What autograd saves in place of a parameter, or of a view of one."""
 
     owner: "SavedParameters"
     chain: Chain
     shape: torch.Size
     stride: tuple[int, ...]
-    offset: Any  # elements
-    theirs: object  # what the hooks around ours have made of a tensor that looks like it
+    offset: Any  # in the unsharded flat parameter, in elements
+    outer: object  # what the hooks around ours have packed for a tensor that looks like it
 
 
 class SavedParameters:
     """The saved-tensor hooks of one root's units.
 
     Args:
-        before_use: called in a backward with the chain of a saved parameter, to gather its unit.
+        before_use: called in a backward with the chain of a saved parameter, to unshard its unit.
+
+    Attributes:
+        last: the last call of each unit.
     """
 
     def __init__(self, before_use: Callable[[Chain], None]) -> None:
         self.before_use = before_use
-        self._chains: dict[int, Chain] = {}  # by the address of a storage
-        self.last: dict[Unit, Chain] = {}  # the last call of each unit
-        self._alone = _Hooks(self, None)
+        self._chains: dict[int, Chain] = {}  # by the address of the unsharded storage
+        self.last: dict[Unit, Chain] = {}
+        self._without_outer = _Hooks(self, None)
 
     def uses(self, chain: Chain) -> None:
-        """The unit of the last call is computed with from now on."""
+        """From now on the unit of the chain's last call is computed with."""
         unit = chain[-1].unit
         self._chains[unit.unsharded.storage._cdata] = self.last[unit] = chain
 
     def chain_of(self, tensor: Tensor) -> Chain | None:
-        """The call whose gathered parameters ``tensor`` is a part of, if it is one."""
+        """The call whose unsharded parameters ``tensor`` shares memory with, if there is one."""
         address = tensor.untyped_storage()._cdata
         chain = self._chains.get(address)
-        # A unit that had to leave its memory to somebody has other memory now; the address of the
-        # old one may be anybody's.
+        # A unit that could not free its memory has a new storage (UnshardedFlatParam.release), and
+        # the address of the old one may by now be that of any other tensor.
         if chain is None or chain[-1].unit.unsharded.storage._cdata != address:
             return None
         return chain
 
     def hooks(self) -> AbstractContextManager[object]:
-        """Around a forward. Nothing, if they are set already by a forward around this one."""
+        """A context for a forward. It does nothing if a forward around this one has set them."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if outer is None:
             if not torch._C._autograd._saved_tensors_hooks_is_enabled():
                 return _NOTHING  # inside of torch.func, which refuses them
-            return self._alone
+            return self._without_outer
         owner = getattr(outer[0], "__self__", None)
         if isinstance(owner, _Hooks) and owner.saved is self:
             return _NOTHING
@@ -101,10 +106,14 @@ class SavedParameters:
 
 
 def refuse_transforms(unit: Unit, error: RuntimeError) -> None:
-    """Say by name what torch refuses in general: torch.func where saved-tensor hooks are set.
+    """Name the unit and the way out where torch refuses a transform of torch.func: there are none
+    while saved-tensor hooks are set.
+
+    Args:
+        error: raised in the unit's forward.
 
     Raises:
-        RuntimeError: ``error`` is torch's.
+        RuntimeError: ``error`` is that refusal.
     """
     if "saved tensor hooks" in str(error):
         raise RuntimeError(
@@ -118,7 +127,7 @@ _NOTHING = nullcontext()
 
 
 class _Hooks(saved_tensors_hooks):
-    """One pair of hooks, which knows the pair around it."""
+    """One pair of hooks. It calls the pair around it, since torch calls the innermost pair only."""
 
     def __init__(self, saved: SavedParameters, outer: tuple[Hook, Hook] | None) -> None:
         super().__init__(self.pack, self.unpack)
@@ -126,24 +135,21 @@ class _Hooks(saved_tensors_hooks):
 
     def pack(self, tensor: Tensor) -> object:
         chain = self.saved.chain_of(tensor)
-        # A number type that is not the parameter's, or a flag for "conjugate", is not in a note.
-        # Such a tensor is saved itself, and keeps the memory alive (see
-        # UnshardedFlatParam.release).
+        # A PackedParameter has no other dtype (of `weight.view(dtype)`) and no conjugate flag. Such
+        # a tensor is saved itself, which keeps its memory alive (see UnshardedFlatParam.release).
         if chain is None or tensor.dtype is not chain[-1].unsharded.dtype or tensor.is_conj():
             if self.outer is not None:
                 return self.outer[0](tensor)
             return tensor, tensor._version
-        theirs = None
-        if self.outer is not None:
-            theirs = self.outer[0](tensor.new_empty(()).expand(tensor.shape))
-        return Note(
-            self.saved, chain, tensor.shape, tensor.stride(), tensor.storage_offset(), theirs
-        )
+        look_alike = tensor.new_empty(()).expand(tensor.shape)
+        outer = None if self.outer is None else self.outer[0](look_alike)
+        place = (tensor.shape, tensor.stride(), tensor.storage_offset())
+        return PackedParameter(self.saved, chain, *place, outer)
 
     def unpack(self, saved: Any) -> Tensor:
-        if isinstance(saved, Note) and saved.owner is self.saved:
+        if isinstance(saved, PackedParameter) and saved.owner is self.saved:
             if self.outer is not None:
-                self.outer[1](saved.theirs)  # a checkpoint computes anew here
+                self.outer[1](saved.outer)  # a checkpoint recomputes its forward in this call
             unit = saved.chain[-1].unit
             if (
                 unit.state.training is not TrainingState.PRE_BACKWARD
@@ -152,9 +158,10 @@ class _Hooks(saved_tensors_hooks):
                 self.saved.before_use(saved.chain)
             memory = unit.unsharded.data
             if torch.is_grad_enabled():
-                # This backward is recorded, and saves the tensor once more, for as long as its own
-                # graph lives. The next gather has other memory then (see
-                # UnshardedFlatParam.release), so it must not count as a change of this one.
+                # This backward is recorded itself (create_graph=True). Its graph saves this tensor
+                # once more, and keeps the memory. The next gather then writes to other memory (see
+                # UnshardedFlatParam.release), but would count as a change of this tensor if they
+                # shared a version counter.
                 memory = memory.data
             return memory.as_strided(saved.shape, saved.stride, saved.offset)
         if self.outer is not None:

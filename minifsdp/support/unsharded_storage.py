@@ -1,10 +1,15 @@
-"""The unsharded flat parameter: a tensor whose memory comes and goes.
+"""The unsharded flat parameter: a tensor whose memory is allocated and freed in every step.
 
-Gradients arrive at this tensor, and the layers compute with views of it, which share its *storage*.
-So the tensor stays, and its storage shrinks to nothing and grows again. Gathering into the same
-storage brings the views back to life; a new tensor would leave them pointing at nothing.
+The layers compute with views of this tensor, and the gradients of the views arrive at it. The views
+share its *storage*. So the tensor stays for good, and its storage is resized::
 
-There is one for each dtype that the unit is computed in: mixed precision may be for training only.
+    SHARDED      flat_param [padded_numel], storage of 0 bytes        views without values
+    UNSHARDED    the same tensor, storage of all bytes, gathered      the same views, with values
+
+A new tensor for every gather would leave the views without memory, and autograd with a graph that
+ends at an old tensor.
+
+A unit has one for each dtype that it is computed in: mixed precision may be for training only.
 """
 
 import sys
@@ -25,13 +30,13 @@ class UnshardedFlatParam:
 
     Attributes:
         flat_param: ``[padded_numel]``, a leaf of the graph. The layers compute with views of it.
-        data: the same memory with a version counter of its own. Collectives write here: written
-            through ``flat_param``, they would look to autograd like a modification of what the
-            forward has saved.
-        needs_unshard: its memory comes and goes. Otherwise it is that of the shard, which is all
-            there is (NO_SHARD).
-        grad_accumulator: autograd's node that puts the gradient into ``flat_param.grad``; None if
-            the unit is frozen.
+        data: the same memory with a version counter of its own. Collectives write here: through
+            ``flat_param`` they would look to autograd like an in-place change of what the forward
+            has saved.
+        needs_unshard: its memory is allocated and freed. False: it has the memory of the shard,
+            which is the whole parameter (NO_SHARD).
+        grad_accumulator: autograd's node that writes to ``flat_param.grad``; None if the unit is
+            frozen.
     """
 
     flat_param: Tensor
@@ -45,24 +50,24 @@ class UnshardedFlatParam:
         self.nbytes = self.data.numel() * self.data.itemsize
 
     def allocate(self) -> None:
-        """Have memory for the shards of all ranks."""
+        """Get memory for the shards of all ranks. It has no values yet."""
         self.storage.resize_(self.nbytes)
 
     def release(self, views: list[Tensor]) -> bool:
-        """Give the memory back, unless somebody else still refers to it.
+        """Free the memory, unless something outside of the engine still refers to it.
 
-        A parameter may have left its module: as an output, in an attribute, in a closure. Whoever
-        has it keeps the memory, with the values of this step, and ``flat_param`` gets a new
-        storage. Otherwise a use of it would read memory that is not there, and end the process.
+        A view may have left its module: as an output, in an attribute, in a closure. Then that view
+        keeps this memory, with the values of this step, and ``flat_param`` gets a new storage.
+        Without that a use of the view would read freed memory and crash the process.
 
         Args:
-            views: the engine's own; emptied, if somebody else has one of them.
+            views: the engine's own; emptied if something else refers to one of them.
 
         Returns:
             Whether the memory is free now.
         """
-        if any(count > _ALONE for count in _references(views)):
-            views.clear()  # to see whether that is still so
+        if any(count > _ONE_REFERENCE for count in _reference_counts(views)):
+            views.clear()  # so that the count of the storage below shows the references of others
         ours = 3 + len(views)  # ``flat_param``, ``data``, ``storage``
         if torch._C._storage_Use_Count(self.storage._cdata) <= ours:
             self.storage.resize_(0)
@@ -76,11 +81,11 @@ class UnshardedFlatParam:
 
 
 class UnshardedFlatParams:
-    """Those of one unit, by dtype. Each is made when it is first needed: till then the module may
-    move to another device.
+    """The unsharded flat parameters of one unit, by dtype. Each is made when it is first needed:
+    until then the module may be moved to another device.
 
     Args:
-        on_gradient: the unit's method to call when the gradient of one of them is complete.
+        on_gradient: a method of the unit, called when the gradient of one of them is complete.
     """
 
     def __init__(self, on_gradient: Callable[[], None]) -> None:
@@ -88,27 +93,31 @@ class UnshardedFlatParams:
         self._made: dict[torch.dtype, UnshardedFlatParam] = {}
 
     def get(self, dtype: torch.dtype, requires_grad: bool) -> UnshardedFlatParam | None:
-        """The one of this dtype, unless the parameters were frozen or thawed since it was made."""
+        """The one of this dtype; None if there is none, or if ``requires_grad`` was changed since:
+        a leaf that a graph was recorded with cannot change that."""
         made = self._made.get(dtype)
         return None if made is None or made.flat_param.requires_grad != requires_grad else made
 
     def __contains__(self, unsharded: UnshardedFlatParam) -> bool:
-        """Whether it is still in use: the parameters were not moved, cast or thawed since."""
+        """Whether it is still in use: the parameters were not moved, cast or frozen since."""
         return any(made is unsharded for made in self._made.values())
 
     def forget(self) -> None:
-        """The parameters have been moved or cast."""
+        """Drop all of them: the parameters have been moved or cast."""
         self._made.clear()
 
     @property
     def grad_accumulators(self) -> list[Node]:
-        """Where autograd would put a gradient of the unit."""
+        """The nodes of autograd that would write a gradient of the unit."""
         nodes = (made.grad_accumulator for made in self._made.values())
         return [node for node in nodes if node is not None]
 
     def add(self, data: Tensor, requires_grad: bool, needs_unshard: bool) -> UnshardedFlatParam:
-        """Make one of ``data``, ``[padded_numel]``, which nobody else has, or of the shard itself.
-        Not to be called in inference mode, which it would not outlive."""
+        """Make one and keep it. Inference mode has to be off: autograd refuses such tensors later.
+
+        Args:
+            data: ``[padded_numel]``, a new tensor or the shard itself, in the dtype to compute in.
+        """
         leaf = data.requires_grad_(requires_grad)
         node = when_complete(leaf, self._on_gradient) if requires_grad else None
         self._made[leaf.dtype] = made = UnshardedFlatParam(leaf, leaf.data, needs_unshard, node)
@@ -118,19 +127,21 @@ class UnshardedFlatParams:
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Autograd owns its hooks for as long as a graph lives. They must not keep the unit alive."""
-    alive = WeakMethod(method)
+    """``method``, called if its object still exists. Autograd keeps a hook for as long as a graph
+    exists, and must not keep the unit."""
+    weak = WeakMethod(method)
 
     def call() -> None:
-        found = alive()
+        found = weak()
         if found is not None:
             found()
 
     return call
 
 
-def _references(items: list[Tensor]) -> list[int]:
+def _reference_counts(items: list[Tensor]) -> list[int]:
     return [sys.getrefcount(item) for item in items]
 
 
-_ALONE = _references([torch.empty(0)])[0]  # of what only the list has; differs by version of Python
+# The count of an item that only a list refers to, which differs between versions of Python.
+_ONE_REFERENCE = _reference_counts([torch.empty(0)])[0]

@@ -1,13 +1,13 @@
-"""From a module to units, once, before the first step. A reader of the step can skip all of it.
+"""From a module to units, once, before the first step. To follow a step you need none of this.
 
 policies.py       which modules become units: the policies of torch.distributed.fsdp.wrap
 auto_wrap.py      asks a policy, and checks that no parameter would be in two units
-module_tree.py    names, and what belongs to which wrapper
-orig_params.py    parameters as they were before wrapping: nobody should hold them any more
+module_tree.py    names, and which modules and parameters belong to which wrapper
+orig_params.py    parameters as they were before wrapping, which nothing should refer to any more
 materialize.py    memory and values for parameters: meta device, moves, rank 0's values
-settings.py       what the arguments of one wrapper mean for its unit
-torch_names.py    torch's own enums, records and policies, as minifsdp's
+settings.py       the arguments of one wrapper that decide how its unit is built
+torch_names.py    torch's own enums, records and policies, translated to minifsdp's
 build.py          puts a unit together
 attributes.py     a wrapper looks like the module that it wraps
-compiled.py       torch.compile sees the modules, and not the engine
+compiled.py       torch.compile compiles the modules, and not the engine
 """

@@ -1,9 +1,12 @@
-"""Attributes: a wrapper stands in a module's place, and has to look like it.
+"""Attributes: a wrapper stands in a module's place, and has to look like that module.
 
-A program that was written for the plain module goes on to say ``model.blocks[0].scale``, and to set
-it. What is not the wrapper's own is looked for in the wrapped module, and is set and deleted there,
-where its ``forward`` reads it. What a wrapper has of its own (methods of this class, hooks, names
-that begin with ``_``) stays with the wrapper.
+A program that was written for the plain module reads and sets ``model.blocks[0].scale``. An
+attribute that the wrapper does not have is looked up in the wrapped module. It is set and deleted
+there, too, since the wrapped ``forward`` reads it there::
+
+    model.scale           the wrapped module's
+    model.scale = 2       set on the wrapped module
+    model.no_sync, model.training, model._unit, hooks       the wrapper's own
 """
 
 import inspect
@@ -18,36 +21,40 @@ from minifsdp.checks.other_wrappers import FSDP_MARK, refuse_around
 from minifsdp.wrapping.module_tree import unit_of
 
 KINDS = ("_parameters", "_buffers", "_modules")
-YIELDING = {"engine": "_engine"}  # the wrapper's, unless the wrapped module has one of this name
+FALLBACK = {"engine": "_engine"}  # the wrapper's own, if the wrapped module has none of this name
 
 
 class Forward(partial[Any]):
-    """A wrapper's ``forward``, which says that it takes what the wrapped module's takes. Programs
-    ask for that: transformers' Trainer drops the columns of a dataset that it does not take."""
+    """A wrapper's ``forward`` with the signature of the wrapped module's. Programs read it:
+    transformers' Trainer drops the columns of a dataset that a forward does not take."""
 
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.args[0].module.forward)
 
 
-class Transparent(nn.Module):
-    """Base of the wrapper."""
+class ModuleWrapper(nn.Module):
+    """Base of the wrapper: it has the attributes of the module that it wraps.
+
+    Raises:
+        AttributeError: neither of the two has an attribute.
+        RuntimeError: a parameter of the wrapped module is set or deleted, which is sharded.
+    """
 
     def __getattr__(self, name: str) -> Any:
-        # Python comes here for what is not in __dict__ nor in the class, so also for submodules.
+        # Python calls this for what is neither in __dict__ nor in the class, also for submodules.
         module = self.__dict__.get("_modules", {}).get(WRAPPED)
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if module is None:  # not wrapped yet
+            if module is None:  # __init__ is still running
                 raise
         try:
             return getattr(module, name)
         except AttributeError as error:
-            # Said by name: else it would be the inner module's message, about a class that the
-            # program may never have called.
-            if name in YIELDING:
-                return getattr(self, YIELDING[name])
+            if name in FALLBACK:
+                return getattr(self, FALLBACK[name])
+            # Otherwise the message would be about the wrapped class only, or about a wrapper's.
             raise AttributeError(
                 f"{type(self).__name__} has no attribute {name!r}, and neither has the "
                 f"{type(module).__name__} that it wraps{self._where()}",
@@ -55,21 +62,21 @@ class Transparent(nn.Module):
             ) from error  # fmt: skip
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Set on all modules before a parameter is touched: refused here, nothing has changed.
+        # torch's FSDP sets its mark on all modules first. Refused here, no parameter has changed.
         if name == FSDP_MARK or isinstance(value, DTensor):
             refuse_around("torch's FSDP", self)
-        if self._is_modules_own(name):
+        if self._is_for_module(name):
             module = self._modules[WRAPPED]
             self._check_parameter(name, value)
             setattr(module, name, value)
             return
         super().__setattr__(name, value)
-        # Set on one module alone, as is done for batch norms, it is the wrapped module's mode.
+        # Set on one module alone (to keep a batch norm in evaluation), it means the wrapped one.
         if name == "training" and (module := self._modules.get(WRAPPED)) is not None:
             module.training = value
 
     def __delattr__(self, name: str) -> None:
-        if self._is_modules_own(name):
+        if self._is_for_module(name):
             module = self._modules[WRAPPED]
             assert module is not None
             self._check_parameter(name, None)
@@ -78,7 +85,7 @@ class Transparent(nn.Module):
         else:
             super().__delattr__(name)
 
-    # Of nn.Sequential, and of containers. Python looks for these in the class.
+    # The methods of nn.Sequential and of containers. Python looks for these in the class only.
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]
@@ -96,9 +103,9 @@ class Transparent(nn.Module):
         return len(self.module)
 
     def __bool__(self) -> bool:
-        return True  # a module without a length is true, too
+        return True  # without this Python would ask __len__, which most modules do not have
 
-    # These, too, change what the wrapped module's forward reads.
+    # These change what the wrapped module's forward reads, too.
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         self.module.add_module(name, module)
@@ -107,30 +114,29 @@ class Transparent(nn.Module):
         self.module.register_buffer(*args, **kwargs)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        if self._is_modules_own(name):
+        if self._is_for_module(name):
             self._check_parameter(name, param)
         super().register_parameter(name, param)
 
-    def _is_modules_own(self, name: str) -> bool:
+    def _is_for_module(self, name: str) -> bool:
         """Whether a program that sets ``name`` means the wrapped module's attribute.
 
-        What reads as the wrapper's is set there: setting ``forward`` on the wrapped module, to a
-        function that calls the wrapper's, would never end. A new name is for the module, whose
-        forward may ask for it; but one that begins with ``_`` is a mark that a framework leaves
-        on the module that it was given.
+        What the wrapper has is set on the wrapper: ``forward`` set on the wrapped module, to a
+        function that calls the wrapper's forward, would call itself without end. A new name is for
+        the module, whose forward may read it. A new name that begins with ``_`` is a mark that a
+        framework leaves on the module that it was given, which is the wrapper.
         """
-        if "_hooks" not in self.__dict__:  # not built yet
-            return False
-        if _has(self, name):
+        if "_hooks" not in self.__dict__ or _has(self, name):  # without _hooks __init__ is running
             return False
         module = self._modules[WRAPPED]
         return not name.startswith("_") or (module is not None and _has(module, name))
 
     def _check_parameter(self, name: str, value: object) -> None:
-        """Refuse to set a parameter, except where all of them are there (unit_params.py)."""
+        """Refuse to set a parameter, except inside summon_full_params (unit_params.py), where it
+        may be exchanged for another one. Elsewhere the value would never be used."""
         unit, module = unit_of(self), self._modules[WRAPPED]
         assert unit is not None
-        owned = any((module, name) == owner for info in unit.param_infos for owner in info.owners)
+        owned = any((module, name) in info.owners for info in unit.param_infos)
         new = isinstance(value, nn.Parameter) and not owned
         if new or (owned and unit not in self._hooks.summoned):
             raise RuntimeError(
@@ -146,7 +152,7 @@ class Transparent(nn.Module):
 
 
 def _has(module: nn.Module, name: str) -> bool:
-    """Whether an attribute is there, without asking for it: it may be a property that works."""
+    """Whether a module has an attribute. ``hasattr`` would compute the value of a property."""
     state = module.__dict__
     return (
         name in state or hasattr(type(module), name) or any(name in state[kind] for kind in KINDS)

@@ -1,29 +1,40 @@
-"""Where unit borders go.
+"""Where the boundaries between units go.
 
-A unit is gathered as a whole, so borders decide everything: one unit for the whole model saves no
-memory at the peak, one for each layer sends many small messages. A good border is the block that a
-model repeats. This file finds the modules to wrap, and checks that no parameter straddles a border.
+A unit is gathered as a whole, so the choice of units decides both memory and speed. One unit for
+the whole model saves no memory at the peak, and one unit for each layer sends many small messages.
+A good unit is the block that a model repeats::
+
+    GPT                      the root's unit: embedding, norm, head
+      blocks.0   -> FSDP     a unit
+      blocks.1   -> FSDP     a unit
+
+This file finds the modules to wrap, wraps them, and refuses a parameter that two units would have.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import takewhile
 from typing import Any
 
 from torch import nn
 
 from minifsdp.support.flat_parameter import FlatParameter
 from minifsdp.support.param_access import ParamInfo
-from minifsdp.wrapping.module_tree import clean, own_modules, unit_of
-from minifsdp.wrapping.orig_params import taken_by
+from minifsdp.wrapping.module_tree import clean, join_names, own_modules, own_params, unit_of
+from minifsdp.wrapping.orig_params import unit_of_orig_param
 from minifsdp.wrapping.policies import Policy, has_forward
 
 
 def select(root: nn.Module, policy: Policy) -> dict[nn.Module, dict[str, Any]]:
-    """The modules below ``root`` that ``policy`` wants wrapped, inner ones before those around, and
-    settings that each should have of its own. Wrapped modules and all inside are left alone.
+    """Ask ``policy`` which modules below ``root`` to wrap. It is not asked about wrappers and what
+    is below them.
+
+    Returns:
+        The modules, inner ones before those around them, each with the arguments of its own that
+        the policy has for its wrapper.
 
     Raises:
         TypeError: ``policy`` is not a policy.
-        ValueError: it wants something wrapped that cannot be.
+        ValueError: the policy wants to wrap something that cannot be wrapped.
     """
     if not callable(policy):
         raise TypeError(
@@ -31,159 +42,145 @@ def select(root: nn.Module, policy: Policy) -> dict[nn.Module, dict[str, Any]]:
         )
     selected: dict[nn.Module, dict[str, Any]] = {}
     seen = {root}
-    if policy(module=root, recurse=True, nonwrapped_numel=_numel(_free(root))):
+
+    def visit(module: nn.Module) -> set[nn.Parameter]:
+        """Select at and below ``module``; the parameters that are in no selected module."""
+        if module in seen or unit_of(module) is not None:
+            return set()
+        seen.add(module)
+        params = _unsharded_params(module)
+        if not policy(module=module, recurse=True, nonwrapped_numel=_numel(params)):
+            return params
+        params = set(module.parameters(recurse=False))
+        for child in module.children():
+            params |= visit(child)
+        answer = policy(module=module, recurse=False, nonwrapped_numel=_numel(params))
+        if not answer or not (params or has_forward(module)):  # a container without own parameters
+            return params
+        selected[module] = answer if isinstance(answer, dict) else {}
+        return set()
+
+    if policy(module=root, recurse=True, nonwrapped_numel=_numel(_unsharded_params(root))):
         for child in root.children():
-            _select(child, policy, selected, seen)
+            visit(child)
     for name, module in root.named_modules():
         if module in selected:
             check_wrappable(module, name, selected.keys() - {module})
     return selected
 
 
-def _select(
-    module: nn.Module,
-    policy: Policy,
-    selected: dict[nn.Module, dict[str, Any]],
-    seen: set[nn.Module],
-) -> set[nn.Parameter]:
-    """Extend ``selected`` and ``seen``; the parameters that no selected module took."""
-    if module in seen or unit_of(module) is not None:
-        return set()
-    seen.add(module)
-    free = _free(module)
-    if not policy(module=module, recurse=True, nonwrapped_numel=_numel(free)):
-        return free
-    free = set(module.parameters(recurse=False))
-    for child in module.children():
-        free |= _select(child, policy, selected, seen)
-    answer = policy(module=module, recurse=False, nonwrapped_numel=_numel(free))
-    if not answer or not (free or has_forward(module)):  # a container, with nothing to gather
-        return free
-    selected[module] = answer if isinstance(answer, dict) else {}
-    return set()
-
-
-def _free(module: nn.Module) -> set[nn.Parameter]:
+def _unsharded_params(module: nn.Module) -> set[nn.Parameter]:
     return {param for param in module.parameters() if not isinstance(param, FlatParameter)}
 
 
 def _numel(params: set[nn.Parameter]) -> int:
-    return sum(param.numel() for param in params)  # a shared one counts once
+    return sum(param.numel() for param in params)  # a shared parameter counts once
 
 
-def check_wrappable(module: nn.Module, name: str = "", borders: Container[nn.Module] = ()) -> None:
-    """Refuse a wrapper; and a container, such as ``nn.ModuleList``, whose parameters would be its
-    own unit's: they would never be gathered. It may be wrapped if those in it are.
+def check_wrappable(module: nn.Module, name: str = "", to_wrap: Collection[nn.Module] = ()) -> None:
+    """Refuse to wrap a wrapper, or a container, such as ``nn.ModuleList``, that has parameters
+    outside of other units: a container is not called, so its unit would never be gathered.
 
     Args:
-        borders: modules below that will be wrapped.
+        to_wrap: modules below that will be wrapped.
 
     Raises:
         ValueError: it is one.
     """
     if unit_of(module) is not None:
         raise ValueError("the module is a FullyShardedDataParallel already. Wrap a module once.")
-    left = None if has_forward(module) else next(_left(module, "", borders), None)
-    if left is not None:
+    param = None if has_forward(module) else next(_params_outside(module, "", to_wrap), None)
+    if param is not None:
         what = f"module {name!r} ({type(module).__name__})" if name else type(module).__name__
         raise ValueError(
             f"{what} has no forward, so there is no moment to gather its unit, which would have "
-            f"{left!r}. Wrap the modules in it (auto_wrap_policy=ModuleWrapPolicy({{...}}) with "
+            f"{param!r}. Wrap the modules in it (auto_wrap_policy=ModuleWrapPolicy({{...}}) with "
             f"their classes does), or the one that holds it."
         )
 
 
-def _left(module: nn.Module, prefix: str, borders: Container[nn.Module]) -> Iterator[str]:
-    """The names of the parameters at and below ``module`` that are in none of ``borders``."""
+def _params_outside(
+    module: nn.Module, prefix: str, to_wrap: Collection[nn.Module]
+) -> Iterator[str]:
+    """The names of the parameters at and below ``module`` that are in no wrapper and in none of
+    ``to_wrap``."""
     if unit_of(module) is None:
-        yield from (prefix + name for name, p in module._parameters.items() if p is not None)
+        yield from (join_names(prefix, n) for n, p in module._parameters.items() if p is not None)
         for name, child in module.named_children():
-            if child not in borders:
-                yield from _left(child, f"{prefix}{name}.", borders)
+            if child not in to_wrap:
+                yield from _params_outside(child, join_names(prefix, name), to_wrap)
 
 
-def check_sharing(root: nn.Module, borders: Iterable[nn.Module]) -> None:
-    """Refuse a parameter that two units would own, before anything is changed.
+def check_sharing(root: nn.Module, to_wrap: Collection[nn.Module]) -> None:
+    """Refuse a parameter that two units would have, before anything is changed.
+
+    Args:
+        to_wrap: modules below ``root`` that will be wrapped, as ``root`` will.
 
     Raises:
         ValueError: naming the parameter in both places, and the module to wrap instead.
     """
-    _check_sharing(root, "", root, "", set(borders), {})
+    found: dict[nn.Parameter, tuple[str, str]] = {}  # the name of its unit, and its own name
+    unit_names: dict[nn.Module, str] = {}  # the first name: a module in two places is one unit
 
+    def visit(module: nn.Module, name: str, unit: str) -> None:
+        if unit_of(module) is not None:
+            return  # wrapped by hand; make_param_infos() finds what it shares with others
+        if module in to_wrap:
+            unit = unit_names.setdefault(module, name)
+        for attribute, param in module._parameters.items():
+            if param is not None:
+                here = join_names(name, attribute)
+                other_unit, there = found.setdefault(param, (unit, here))
+                if other_unit != unit:
+                    raise _shared(there, other_unit, here, unit)
+        for attribute, child in module._modules.items():
+            if child is not None:  # also if it was visited: another name may be in another unit
+                visit(child, join_names(name, attribute), unit)
 
-def _check_sharing(
-    module: nn.Module,
-    name: str,
-    unit: nn.Module,
-    unit_name: str,
-    borders: set[nn.Module],
-    owners: dict[nn.Parameter, tuple[nn.Module, str, str]],  # its unit's module and name, its name
-) -> None:
-    if unit_of(module) is not None:
-        return  # wrapped by hand; collect() finds what it shares with others
-    if module in borders:
-        unit, unit_name = module, name
-    prefix = f"{name}." if name else ""
-    for attribute, param in module._parameters.items():
-        if param is not None:
-            owner, owner_name, other = owners.setdefault(
-                param, (unit, unit_name, prefix + attribute)
-            )
-            if owner is not unit:
-                raise _shared(other, owner_name, prefix + attribute, unit_name)
-    for attribute, child in module._modules.items():
-        if child is not None:  # though it was visited under another name: it may be in two units
-            _check_sharing(child, prefix + attribute, unit, unit_name, borders, owners)
+    visit(root, "", "")
 
 
 def wrap_inside(
     root: nn.Module,
-    borders: Mapping[nn.Module, dict[str, Any]],
+    to_wrap: Mapping[nn.Module, dict[str, Any]],
     wrapper: Callable[..., nn.Module],
 ) -> None:
-    """Put ``wrapper(module, **settings)`` in the place, or places, of each one in ``borders``."""
+    """Put ``wrapper(module, **arguments)`` in all places of each module in ``to_wrap``."""
     places = [(parent, name, m) for parent in root.modules() for name, m in parent._modules.items()]
-    for module, settings in borders.items():
-        wrapped = wrapper(module, **settings)
+    for module, arguments in to_wrap.items():
+        wrapped = wrapper(module, **arguments)
         for parent, name, child in places:
             if child is module:
                 setattr(parent, name, wrapped)
 
 
-def collect(module: nn.Module) -> list[ParamInfo]:
-    """The parameters below ``module`` that no inner unit has. A shared one has several owners.
+def make_param_infos(module: nn.Module) -> list[ParamInfo]:
+    """The parameters below ``module`` that are in no unit inside. A shared one has several owners.
 
     Raises:
-        ValueError: an inner unit has taken one of them, which a module outside it holds as well.
+        ValueError: one of them is in another unit, which has a module that shares it.
     """
     param_infos: dict[nn.Parameter, ParamInfo] = {}
-    for module_name, owner in own_modules(module).items():
-        for attribute, param in owner._parameters.items():
-            if param is None or isinstance(param, FlatParameter):
-                continue
-            name = clean(f"{module_name}.{attribute}" if module_name else attribute)
-            unit, its_name = taken_by(param)
-            if unit is not None:
-                where = {unit_of(m): clean(n) for n, m in module.named_modules()}.get(unit)
-                if where is None:  # not below this module: a sibling, of which no name is known
-                    raise ValueError(
-                        f"{name!r} of this unit and {its_name!r} of one that was wrapped before "
-                        f"are one parameter. " + _ADVICE.format("the smallest module around both")
-                    )
-                raise _shared(f"{where}.{its_name}", where, name, "")
-            info = param_infos.setdefault(param, ParamInfo(name, param.shape))
-            info.owners.append((owner, attribute))
+    for name, attribute in own_params(own_modules(module)).items():
+        param = attribute.get()
+        unit, name_there = unit_of_orig_param(param)
+        if unit is not None:
+            where = {unit_of(m): clean(n) for n, m in module.named_modules()}.get(unit)
+            if where is None:  # it is not below this module, so its name in the model is not known
+                raise ValueError(
+                    f"{name!r} of this unit and {name_there!r} of one that was wrapped before "
+                    f"are one parameter. " + _ADVICE.format("the smallest module around both")
+                )
+            raise _shared(join_names(where, name_there), where, name, "")
+        param_infos.setdefault(param, ParamInfo(name, param.shape)).owners.append(attribute)
     return list(param_infos.values())
 
 
 def _shared(first: str, first_unit: str, second: str, second_unit: str) -> ValueError:
-    a, b = first.split(".")[:-1], second.split(".")[:-1]
-    common = []
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        common.append(x)
-    instead = repr(".".join(common)) if common else "the root"
+    pairs = zip(first.split(".")[:-1], second.split(".")[:-1], strict=False)
+    common = ".".join(name for name, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    instead = repr(common) if common else "the root"
     units = " and ".join(repr(unit) if unit else "the root" for unit in (first_unit, second_unit))
     return ValueError(
         f"{first!r} and {second!r} are one parameter, but they are in different units ({units}). "

@@ -1,8 +1,14 @@
-"""``torch.compile`` around a wrapper: it compiles the modules, and not the engine.
+"""``torch.compile`` around a wrapper compiles the modules, and not the engine.
 
-TorchDynamo watches every Python function that runs inside of a compiled module. What the engine
-does there (streams, collectives, hooks) is not for a compiler. So it looks away while the engine
-runs, and looks again at what is wrapped, as it does where PyTorch's own FSDP is compiled.
+TorchDynamo intercepts every Python function that runs inside of a compiled module. What the engine
+does there (streams, collectives, hooks) cannot be compiled. So Dynamo is switched off while the
+engine runs, and on again for the wrapped module, as it is for PyTorch's own FSDP::
+
+    compiled(model)  ->  wrapper.forward   Dynamo off: gather, hooks
+                           module(...)     Dynamo on: compiled
+                         the rest          Dynamo off: free
+
+``set_eval_frame`` is Dynamo's own switch: it sets the callback and returns the previous one.
 """
 
 import functools
@@ -18,42 +24,44 @@ from torch._C._dynamo.eval_frame import (
 )
 
 Callback = Any
-"""Dynamo's own function that it has Python call, or None where nothing is being compiled."""
+"""The function that Dynamo has Python call for each frame; None where nothing is being compiled."""
 
 
 def uncompiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A wrapper's ``forward(self, watcher, *args, **kwargs)`` as a module calls it. ``watcher`` is
-    what :func:`watched` takes, or None: nothing is being compiled."""
+    """Decorate a wrapper's ``forward(self, callback, *args, **kwargs)``: torch calls it without
+    ``callback``, and it runs with Dynamo off. ``callback`` is for :func:`compiled`; None means that
+    nothing is being compiled."""
 
     @functools.wraps(forward)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        watcher = set_eval_frame(None)
+        callback = set_eval_frame(None)
         try:
-            return forward(self, watcher, *args, **kwargs)
+            return forward(self, callback, *args, **kwargs)
         finally:
-            set_eval_frame(watcher)
+            set_eval_frame(callback)
 
-    # Two ways to come here: as a function that is about to run, and as a call in one that is being
-    # compiled.
+    # Dynamo meets `call` in two ways: as a frame that is about to run (the strategy is for that),
+    # and as a call in a function that it is compiling (the attribute is for that).
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
     set_code_exec_strategy(call.__code__, skip)  # type: ignore[attr-defined]
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     return call
 
 
-def watched(module: nn.Module, watcher: Callback) -> Callable[..., Any]:
-    """``module``, to be called where Dynamo looks."""
+def compiled(module: nn.Module, callback: Callback) -> Callable[..., Any]:
+    """A function that calls ``module`` with Dynamo on."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        set_eval_frame(watcher)
+        set_eval_frame(callback)
         try:
-            return _called(module, args, kwargs)
+            return _call_module(module, args, kwargs)
         finally:
             set_eval_frame(None)
 
     return call
 
 
-def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    # A function of its own: Dynamo looks at functions that begin, and not at those of torch.nn.
+def _call_module(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    # A function of its own: Dynamo compiles functions that begin while it is on, but not those of
+    # torch.nn, such as the module's __call__.
     return module(*args, **kwargs)

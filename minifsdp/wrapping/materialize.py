@@ -1,60 +1,35 @@
-"""How parameters come to be, just before they are sharded.
+"""Memory and values for the parameters of a unit, just before they are sharded.
 
-A model too large for one machine must never exist whole. So it is built on the *meta* device, where
-tensors have shapes and no memory, and each unit gets its memory, its values, and is cut to a chunk
+A model that is too large for one machine must never exist as a whole. So it is built on the *meta*
+device, where tensors have shapes and no memory. Each unit gets memory and values, and is sharded
 before the next one gets any::
 
-    meta      unit a: shapes         unit b: shapes
-              a: memory, values -> chunk
-                                     b: memory, values -> chunk
+    meta      unit a: shapes               unit b: shapes
+              a: memory, values -> shard
+                                           b: memory, values -> shard
 
-The most that a rank holds at a time is one whole unit, once more of it while it is laid end to end,
-and chunks.
+The most that a rank holds at a time is one whole unit, a second copy of it while it is flattened,
+and the shards.
 
 Values come from the modules themselves (``reset_parameters()``), or from the user's function, or
 from rank 0, which sends them to the others (``sync_module_states``). In the first two cases each
-rank draws its own, so give all ranks the same seed.
+rank draws its own random values, so all ranks need the same seed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from minifsdp.comm.collectives import Group, broadcast, gather_objects
-from minifsdp.wrapping.module_tree import Modules, own_modules, unit_of
+from minifsdp.support.tensor_attribute import TensorAttribute
+from minifsdp.wrapping.module_tree import Modules, join_names, own_modules, own_params, unit_of
 
-
-class Place(NamedTuple):
-    """Where a parameter or buffer is."""
-
-    label: str
-    tensors: dict[str, Any]  # its module's _parameters or _buffers
-    name: str
-
-    def get(self) -> Tensor:
-        tensor: Tensor = self.tensors[self.name]
-        return tensor
-
-    def put(self, tensor: Tensor) -> None:
-        self.tensors[self.name] = tensor
-
-
-Shared = dict[Tensor, list[Place]]
-"""What is on the meta device, and where: one tensor may be in several places."""
-
-
-def _places(modules: Modules) -> list[Place]:
-    return [
-        Place(f"{prefix}.{name}" if prefix else name, tensors, name)
-        for prefix, module in modules.items()
-        for tensors in (module._parameters, module._buffers)
-        for name, tensor in tensors.items()
-        if tensor is not None
-    ]
+Shared = dict[Tensor, list[TensorAttribute]]
+"""Tensors, and where modules have them: a shared one is in several places."""
 
 
 def materialize(
@@ -64,82 +39,92 @@ def materialize(
 
     Args:
         modules: of one unit, by name.
-        device: where it should be.
+        device: where the memory should be.
         init_fn: called with each module, outer ones first, while everything is still on the meta
-            device, as torch does: it may ask ``p.is_meta``, and make all that is below a module or
-            only what the module itself has. None: each module that has something on the meta device
-            gets memory, and its ``reset_parameters()`` gives the values.
+            device, as torch does: it may ask ``p.is_meta``, and fill everything below a module or
+            only what the module itself has. None: everything gets memory, and each module that had
+            something on the meta device gives it values with its ``reset_parameters()``.
 
     Raises:
         ValueError: there is no ``init_fn``, and a module has no ``reset_parameters``: nothing has
             been changed then. Or ``init_fn`` has left something on the meta device.
     """
     shared: Shared = {}
-    for place in _places(modules):
-        if place.get().is_meta:
-            shared.setdefault(place.get(), []).append(place)
+    for attribute in _on_meta(modules).values():
+        shared.setdefault(attribute.get(), []).append(attribute)
     if device.type == "meta" or not shared:
-        return  # "meta": a virtual GPU, where nothing has values
+        return  # the device is "meta" on a virtual GPU (sim/), where nothing has values
     with _hidden_units(modules), torch.no_grad():
         if init_fn is None:
-            _reset(modules, shared, device)
+            _reset(modules, device)
         else:
             for _, module in sorted(modules.items(), key=lambda item: item[0].count(".")):
                 init_fn(module)
-    _settle(modules, shared)
+    _tie(shared)
+    for name in _on_meta(own_modules(modules[""])):  # an init_fn may have put new modules there
+        raise ValueError(
+            f"param_init_fn has left {name!r} on the meta device, where it has no memory. It is "
+            f"called with each module of the unit and has to give memory and values to what the "
+            f"module has: module.to_empty(device=..., recurse=False), then "
+            f"module.reset_parameters(), say."
+        )
 
 
-def _reset(modules: Modules, shared: Shared, device: torch.device) -> None:
-    on_meta = {
-        name: module
-        for name, module in modules.items()
-        if any(place.get().is_meta for place in _places({name: module}))
-    }
-    for name, module in on_meta.items():
+def _on_meta(modules: Modules) -> dict[str, TensorAttribute]:
+    tensors = own_params(modules, buffers=True)
+    return {name: attribute for name, attribute in tensors.items() if attribute.get().is_meta}
+
+
+def _reset(modules: Modules, device: torch.device) -> None:
+    on_meta = _on_meta(modules).values()
+    owners = {attribute.module for attribute in on_meta}
+    to_reset = {name: module for name, module in modules.items() if module in owners}
+    for name, module in to_reset.items():
         if not callable(getattr(module, "reset_parameters", None)):
             raise ValueError(
                 f"module {name or '<root>'!r} ({type(module).__name__}) is on the meta device and "
                 f"has no reset_parameters() to give it values. Add that method, or pass "
                 f"param_init_fn=, which is called with each module."
             )
-    # All of them first: reset_parameters() of one module may read what another one has.
-    for tensor, places in shared.items():
-        memory = torch.empty_like(tensor, device=device)
-        if isinstance(tensor, nn.Parameter):
-            memory = nn.Parameter(memory, tensor.requires_grad)
-        for place in places:
-            place.put(memory)
-    for module in on_meta.values():
+    # Memory for all of them first: reset_parameters() of one module may read another one's.
+    _replace(on_meta, lambda tensor: torch.empty_like(tensor, device=device))
+    for module in to_reset.values():
         module.reset_parameters()  # type: ignore[operator]
 
 
-def _settle(modules: Modules, shared: Shared) -> None:
-    # What was one tensor may have been made in each of its places, or in one. The first counts:
-    # without this a model with tied weights would train two of them.
-    for places in shared.values():
-        made = [t for p in places if (t := p.tensors.get(p.name)) is not None and not t.is_meta]
-        for place in places if made else ():
-            place.put(made[0])
-    for place in _places(own_modules(modules[""])):  # an init_fn may have put new modules there
-        if place.get().is_meta:
-            raise ValueError(
-                f"param_init_fn has left {place.label!r} on the meta device, where it has no "
-                f"memory. It is called with each module of the unit and has to give memory and "
-                f"values to what the module has: module.to_empty(device=..., recurse=False), then "
-                f"module.reset_parameters(), say."
-            )
+def _replace(attributes: Iterable[TensorAttribute], new: Callable[[Tensor], Tensor]) -> None:
+    """Put ``new(tensor)`` in the place of each tensor, once for a shared one, so that it stays
+    shared. (torch's ``Module._apply``, of ``to()`` and ``to_empty()``, makes a new parameter for
+    each place, and two tied weights would be trained apart.)"""
+    replaced: dict[Tensor, Tensor] = {}
+    for attribute in attributes:
+        tensor = attribute.get()
+        if tensor not in replaced:
+            value = new(tensor.detach())
+            is_param = isinstance(tensor, nn.Parameter)
+            replaced[tensor] = nn.Parameter(value, tensor.requires_grad) if is_param else value
+        attribute.set(replaced[tensor])
 
 
-class _Made(nn.Module):
-    """Stands where a unit inside is. That has its values, and is a chunk by now: a function that
-    gives values to all below a module would write over them."""
+def _tie(shared: Shared) -> None:
+    """Let the places that had one tensor have one again: a function may have made a new tensor in
+    each place, or in one of them only. The first one counts."""
+    for attributes in shared.values():
+        made = [t for a in attributes if (t := a.get()) is not None and not t.is_meta]
+        for attribute in attributes if made else ():
+            attribute.set(made[0])
+
+
+class _HiddenUnit(nn.Module):
+    """Stands where a unit inside is while the modules around it get their values. The unit is
+    sharded already, and a function that fills everything below a module would overwrite it."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.label = name
 
     def reset_parameters(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -151,13 +136,13 @@ class _Made(nn.Module):
 @contextmanager
 def _hidden_units(modules: Modules) -> Iterator[None]:
     inside = [
-        (module, name, child, _Made(f"{prefix}.{name}" if prefix else name))
+        (module, name, child, _HiddenUnit(join_names(prefix, name)))
         for prefix, module in modules.items()
         for name, child in module._modules.items()
         if child is not None and unit_of(child) is not None
     ]
-    for module, name, _, made in inside:
-        module._modules[name] = made
+    for module, name, _, hidden in inside:
+        module._modules[name] = hidden
     try:
         yield
     finally:
@@ -166,34 +151,27 @@ def _hidden_units(modules: Modules) -> Iterator[None]:
 
 
 def move(modules: Modules, device: torch.device) -> None:
-    """Move the parameters and buffers of one unit, shared ones once."""
-    moved: dict[Tensor, Tensor] = {}
-    for place in _places(modules):
-        tensor = place.get()
-        if tensor.device == device:
-            continue
-        if tensor not in moved:
-            copy = tensor.detach().to(device)
-            if isinstance(tensor, nn.Parameter):
-                copy = nn.Parameter(copy, tensor.requires_grad)
-            moved[tensor] = copy
-        place.put(moved[tensor])
+    """Move the parameters and buffers of one unit. What is shared stays shared."""
+    tensors = own_params(modules, buffers=True).values()
+    elsewhere = [attribute for attribute in tensors if attribute.get().device != device]
+    _replace(elsewhere, lambda tensor: tensor.to(device))
 
 
 def synchronize(modules: Modules, groups: list[Group]) -> None:
     """Give all ranks the values that rank 0 has.
 
     Args:
-        groups: broadcast in the first, from its first rank; then, so that all get it, in the next.
-            With hybrid sharding down the columns first: the first rank of every row is in the
-            column of rank 0, whatever order the ranks are in.
+        groups: to broadcast in, each from its first rank, one after another. With hybrid sharding
+            first the replicate group, then the shard group: the first ranks of all shard groups are
+            in the replicate group of rank 0, in whatever order the ranks are.
 
     Raises:
         ValueError: ranks have other names, shapes or dtypes; or something is on a device that the
             groups do not send from. All ranks raise it.
     """
-    # What is shared is sent twice: on one rank it may be shared, and on another not.
-    states = {place.label: place.get().detach() for place in _places(modules)}
+    # A shared tensor is sent twice, because it may be shared on one rank and not on another.
+    tensors = own_params(modules, buffers=True)
+    states = {name: attribute.get().detach() for name, attribute in tensors.items()}
     _check_alike(states, groups)
     for tensor in states.values():
         for group in groups:
@@ -201,27 +179,27 @@ def synchronize(modules: Modules, groups: list[Group]) -> None:
 
 
 def _check_alike(states: dict[str, Tensor], groups: list[Group]) -> None:
-    # Without this a broadcast of another size would end the process, or leave the others waiting.
-    mine = {label: f"{list(tensor.shape)}, {tensor.dtype}" for label, tensor in states.items()}
-    problem: str | None = None
-    for label, tensor in states.items():
-        sends = dist.get_backend_config(groups[0])  # "cuda:nccl", say
-        if problem is None and f"{tensor.device.type}:" not in sends:
-            problem = (
-                f"{label!r} is on {tensor.device}, and the process group sends from {sends} only. "
-                f"Move the model first, or pass device_id="
-            )
-    for group in groups:  # and in the second what was found in the first, so that all ranks raise
+    # Without this a broadcast of another size would crash the process, or never end.
+    mine = {name: f"{list(tensor.shape)}, {tensor.dtype}" for name, tensor in states.items()}
+    sends = dist.get_backend_config(groups[0])  # "cuda:nccl", say
+    problems = [
+        f"{name!r} is on {tensor.device}, and the process group sends from {sends} only. Move the "
+        f"model first, or pass device_id="
+        for name, tensor in states.items()
+        if f"{tensor.device.type}:" not in sends
+    ]
+    for group in groups:  # the second group also hears what the first has found: all ranks raise
         ranks = dist.get_process_group_ranks(group)
-        said = gather_objects((mine, problem), group)
+        said = gather_objects((mine, problems[:1]), group)
         for rank, (theirs, found) in zip(ranks, said, strict=True):
-            problem = problem or found
-            for label in {**mine, **theirs}:
-                if problem is None and mine.get(label) != theirs.get(label):
-                    here, there = mine.get(label, "not there"), theirs.get(label, "not there")
-                    problem = (
-                        f"{label!r} is {here} on rank {dist.get_rank()}, {there} on rank {rank}. "
-                        f"Build the same model on all ranks"
-                    )
-    if problem is not None:
-        raise ValueError(f"sync_module_states cannot send rank 0's values to all ranks: {problem}.")
+            problems += found
+            problems += [
+                f"{name!r} is {mine.get(name, 'not there')} on rank {dist.get_rank()}, "
+                f"{theirs.get(name, 'not there')} on rank {rank}. Build the same model on all ranks"
+                for name in {**mine, **theirs}
+                if mine.get(name) != theirs.get(name)
+            ]
+    if problems:
+        raise ValueError(
+            f"sync_module_states cannot send rank 0's values to all ranks: {problems[0]}."
+        )

@@ -1,9 +1,16 @@
 """Which modules become units: the policies.
 
-A policy is asked about one module after another. Before looking inside: shall I? If so, then again
-when all inside is done: does this one become a unit? (The root does, unasked.) It may answer the
-second with a dict, of settings that this unit has different from the root. The names and arguments
-are those of ``torch.distributed.fsdp.wrap``.
+A policy is a function that is asked twice about a module. Before its children: ``recurse=True``,
+look inside? After its children: ``recurse=False``, does it become a unit? (The root becomes one in
+any case.) To the second question it may answer with a dict of arguments that this unit's wrapper
+gets in place of the root's. For blocks of two linear layers and ``ModuleWrapPolicy({Block})``::
+
+    root   recurse=True -> True
+      block  recurse=True -> True
+        linear, linear    recurse=True -> True, recurse=False -> False
+      block  recurse=False -> True: a unit
+
+The names and arguments are those of ``torch.distributed.fsdp.wrap``.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,13 +21,13 @@ from torch import nn
 
 Answer = bool | dict[str, Any]
 Policy = Callable[..., Answer]
-"""``policy(module=, recurse=, nonwrapped_numel=)``: with ``recurse`` whether to look inside
-``module``, without whether to wrap it; ``nonwrapped_numel`` counts its elements that no unit inside
-has taken."""
+"""``policy(module=, recurse=, nonwrapped_numel=)``. ``nonwrapped_numel`` is the number of elements
+of the parameters at and below ``module`` that are in no unit inside."""
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Containers, such as ``nn.ModuleList``, have none: there is no moment to gather them."""
+    """Whether a module can be called. Containers, such as ``nn.ModuleList``, cannot: there would be
+    no moment to gather their units."""
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
@@ -39,12 +46,11 @@ class ModuleWrapPolicy:
 
 
 class CustomPolicy:
-    """Ask a function about every module, on its own.
+    """Ask a function about every module.
 
     Args:
-        lambda_fn: ``module -> bool``, or a dict of those settings of ``FullyShardedDataParallel``
-            that this unit has different from the root, as ``{"sharding_strategy": ...}``; an empty
-            dict is False.
+        lambda_fn: ``module -> bool``, or a dict of arguments of ``FullyShardedDataParallel`` for
+            this unit, as ``{"sharding_strategy": ...}``; an empty dict is False.
 
     Raises:
         TypeError: when asked: the function returned something else.
@@ -68,8 +74,8 @@ class CustomPolicy:
 
 
 def always_wrap_policy(module: nn.Module, recurse: bool = False, nonwrapped_numel: int = 0) -> bool:
-    """Wrap everything that can be wrapped: containers are only looked into. (torch wraps those too,
-    and never gathers them.)"""
+    """Wrap every module that can be called, and look inside of containers. (torch wraps containers,
+    too, and never gathers them.)"""
     return recurse or has_forward(module)
 
 
@@ -98,7 +104,7 @@ def transformer_auto_wrap_policy(
 def _or_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Policy]
 ) -> bool:
-    """What any of these functions wants. torch's name for it, with which scripts import it."""
+    """Wrap what any of these functions wants to wrap. Scripts import it by this name of torch's."""
     return any(p(module, recurse, nonwrapped_numel) for p in policies)
 
 
@@ -110,15 +116,15 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Iterable[type[nn.Module]] | None = None,
     exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
 ) -> bool:
-    """Wrap whatever has enough elements of its own. It knows nothing of the model's structure, so
-    its borders may fall in odd places; a policy of classes is better where there are blocks.
+    """Wrap every module that has enough elements outside of units inside. It knows nothing of the
+    model's structure, and may split a block; where there are blocks, a policy of classes is better.
 
     Args:
-        min_num_params: elements that a unit should have at least.
-        force_leaf_modules: neither looked into nor wrapped: they are part of whatever is around
-            them; ``nn.MultiheadAttention`` by default, which reads its children's weights without
-            calling them.
-        exclude_wrap_modules: looked into, and never wrapped; containers by default.
+        min_num_params: the number of elements that a unit has at least.
+        force_leaf_modules: classes that are neither looked into nor wrapped, so that they are part
+            of the unit around them; None: ``nn.MultiheadAttention``, which reads its children's
+            weights without calling the children.
+        exclude_wrap_modules: classes that are looked into and never wrapped; None: containers.
     """
     if nonwrapped_numel < min_num_params:
         return False  # nothing inside can be large enough either
@@ -135,8 +141,8 @@ _context: tuple[Callable[..., nn.Module], dict[str, Any]] | None = None
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """Inside, :func:`wrap` wraps. For models that know where their borders are, and say so in their
-    ``__init__``, but can be built without sharding too::
+    """A context in which :func:`wrap` wraps. For models that name their units in their ``__init__``
+    and can also be built without sharding::
 
         with enable_wrap(wrapper_cls=FSDP, sharding_strategy=...):
             model = FSDP(Model())       # in there: self.layer = wrap(nn.Linear(8, 8))
@@ -150,8 +156,8 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """``module``, wrapped with the settings of the :func:`enable_wrap` around this call, and these
-    ones before them; outside of any, ``module`` itself."""
+    """``module``, wrapped with the arguments of the :func:`enable_wrap` around this call, of which
+    ``wrap_overrides`` replace some. Outside of an ``enable_wrap``, ``module`` itself."""
     if _context is None:
         return module
     wrapper_cls, settings = _context

@@ -1,9 +1,14 @@
-"""torch's own words, said as minifsdp's.
+"""Arguments that are objects of torch's FSDP, translated to minifsdp's.
 
-A script that is moved here changes one import. Another file of it, or a library, may still hand
-over ``torch.distributed.fsdp.ShardingStrategy.FULL_SHARD``, a ``MixedPrecision`` or a policy from
-there. They say the same, so they are taken by name and by value. Nothing here imports torch's FSDP:
-whoever has one of its objects has done so.
+A script that is moved to minifsdp changes one import. Another file of it, or a library, may still
+pass on objects from ``torch.distributed.fsdp``, and they mean the same::
+
+    torch.distributed.fsdp.ShardingStrategy.FULL_SHARD     minifsdp.ShardingStrategy.FULL_SHARD
+    torch.distributed.fsdp.MixedPrecision(param_dtype=d)   minifsdp.MixedPrecision(param_dtype=d)
+    torch's CustomPolicy(f)                                minifsdp.CustomPolicy(f)
+
+They are recognized by the names of their classes. Nothing here imports torch's FSDP, which takes a
+while: a program that has one of these objects has imported it already.
 """
 
 from dataclasses import fields
@@ -14,37 +19,37 @@ from typing import Any
 from minifsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp.wrapping.policies import CustomPolicy, always_wrap_policy
 
-WORDS = {c.__name__: c for c in (BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy)}
+TYPES = {c.__name__: c for c in (BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy)}
 
 
-def as_ours(given: Any) -> Any:
-    """The enum member, record or policy of minifsdp that says what ``given`` of torch's says.
-    Whatever is none of torch's FSDP is returned as it is.
+def from_torch(given: Any) -> Any:
+    """minifsdp's enum member, record or policy that means what ``given``, of torch's FSDP, means.
+    What is not of torch's FSDP is returned as it is.
 
     Raises:
-        TypeError: a newer torch has a member or a field that minifsdp does not know.
+        TypeError: a newer torch has a member or a field that minifsdp does not have.
     """
     if isinstance(given, partial):  # partial(size_based_auto_wrap_policy, min_num_params=...)
-        return partial(as_ours(given.func), *given.args, **given.keywords)
+        return partial(from_torch(given.func), *given.args, **given.keywords)
     kind = given if callable(given) and hasattr(given, "__name__") else type(given)
-    for cls in (kind, *getattr(kind, "__mro__", ())):  # a subclass says what its base says
+    for cls in (kind, *getattr(kind, "__mro__", ())):  # an object of a subclass means the same
         module, name = getattr(cls, "__module__", None), getattr(cls, "__name__", "")
         if module == "torch.distributed.fsdp.wrap":
             return _policy(given, name)
-        if module == "torch.distributed.fsdp.api" and name in WORDS:
-            return _word(given, WORDS[name])
+        if module == "torch.distributed.fsdp.api" and name in TYPES:
+            return _enum_or_record(given, TYPES[name])
     return given
 
 
 def _policy(given: Any, name: str) -> Any:
     if name == "CustomPolicy":
-        return CustomPolicy(given._lambda_fn)  # torch's is no function that could be called
+        return CustomPolicy(given._lambda_fn)  # torch's cannot be called as a function
     if name == "always_wrap_policy":
-        return always_wrap_policy  # torch's asks for containers, too
-    return given  # torch's functions and ModuleWrapPolicy take what minifsdp's take
+        return always_wrap_policy  # torch's wraps containers, too, which are never gathered
+    return given  # torch's functions and ModuleWrapPolicy are called as minifsdp's are
 
 
-def _word(given: Any, ours: Any) -> Any:
+def _enum_or_record(given: Any, ours: Any) -> Any:
     if issubclass(ours, Enum):
         if given.name not in ours.__members__:
             raise TypeError(f"minifsdp.{ours.__name__} has no {given.name}, as torch's {given!r}")

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 from minifsdp import CustomPolicy, ShardingStrategy
-from minifsdp.checks.rank_circles import answering, by_rank, circles
+from minifsdp.checks.rank_circles import by_rank, circles, groups_with_peers
 from minifsdp.sim import cluster
 from tests.checks.test_rank_agreement import NO_SHARD, every_strategy, wrap
 from tests.parity import alone
@@ -42,12 +42,12 @@ def test_experts_have_circles_of_their_own_and_that_of_all_comes_last(strategy):
 
 @on_ranks(2)
 def test_there_is_nobody_to_talk_to_in_some_groups():
-    assert answering([None, alone(), dist.group.WORLD]) == [dist.group.WORLD]
+    assert groups_with_peers([None, alone(), dist.group.WORLD]) == [dist.group.WORLD]
 
 
 def test_ranks_that_are_played_never_answer():
     with cluster(nodes=1, gpus_per_node=2, kind="cpu"):
-        assert dist.get_world_size() == 2 and answering([dist.group.WORLD]) == []
+        assert dist.get_world_size() == 2 and groups_with_peers([dist.group.WORLD]) == []
 
 
 def test_ranks_that_do_the_same_are_named_together():

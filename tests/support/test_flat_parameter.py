@@ -1,4 +1,4 @@
-"""flat_parameter.py: who may have the gradient of a chunk, and who is told of optimizers."""
+"""flat_parameter.py: who may have the gradient of a shard, and who is told of optimizers."""
 
 from unittest.mock import patch
 
@@ -11,15 +11,15 @@ from minifsdp import FlatParameter
 from minifsdp.support.flat_parameter import flat_parameter as make
 
 
-def flat_parameter(is_chunk: bool) -> FlatParameter:
+def flat_parameter(is_sharded: bool) -> FlatParameter:
     param = FlatParameter(torch.ones(3))
-    param.is_chunk = is_chunk
+    param.is_sharded = is_sharded
     param.grad = torch.full((3,), 2.0)
     return param
 
 
 def test_the_gradient_of_a_flat_parameter_is_that_of_any_other():
-    param = flat_parameter(is_chunk=True)
+    param = flat_parameter(is_sharded=True)
     (param * 3).sum().backward()
     assert torch.equal(param.grad, torch.full((3,), 5.0))
     del param.grad
@@ -29,18 +29,18 @@ def test_the_gradient_of_a_flat_parameter_is_that_of_any_other():
 
 
 @pytest.mark.parametrize("foreach", [True, False, None])
-def test_torchs_clip_grad_norm_does_not_get_the_gradient_of_a_chunk(foreach):
-    param = flat_parameter(is_chunk=True)
+def test_torchs_clip_grad_norm_does_not_get_the_gradient_of_a_shard(foreach):
+    param = flat_parameter(is_sharded=True)
     for given in (param, [torch.nn.Parameter(torch.ones(1)), param], iter([param])):
-        with pytest.raises(RuntimeError, match=r"It would see this rank's chunks only"):
+        with pytest.raises(RuntimeError, match=r"It would see this rank's shards only"):
             clip_grad_norm_(given, 1.0, foreach=foreach)
-    whole = flat_parameter(is_chunk=False)
+    whole = flat_parameter(is_sharded=False)
     clip_grad_norm_(whole, 1.0, foreach=foreach)
     assert whole.grad.norm() < 1.001
 
 
 def test_others_do():
-    param = flat_parameter(is_chunk=True)
+    param = flat_parameter(is_sharded=True)
     clip_grad_value_(param, 1.5)
     assert torch.equal(param.grad, torch.full((3,), 1.5))
 
@@ -57,7 +57,7 @@ def total(params):
 
 
 def test_get_total_norm_does_not_get_it_and_whoever_mentions_that_does():
-    param, plain = flat_parameter(is_chunk=True), torch.nn.Parameter(torch.ones(3))
+    param, plain = flat_parameter(is_sharded=True), torch.nn.Parameter(torch.ones(3))
     plain.grad = torch.ones(3)
     for given in ([param], [plain, param]):
         with pytest.raises(RuntimeError, match=r"get_total_norm was called on .* sharded model"):
@@ -74,7 +74,7 @@ def test_get_total_norm_does_not_get_it_and_whoever_mentions_that_does():
     assert torch.equal(mixed(False), torch.full((3,), 5.0))
     assert torch.equal(param.grad, torch.full((3,), 4.0))
     assert mixed(True) == 3**0.5
-    assert total([flat_parameter(is_chunk=False)]) == 12**0.5
+    assert total([flat_parameter(is_sharded=False)]) == 12**0.5
 
 
 def by_hand(params):
@@ -83,9 +83,9 @@ def by_hand(params):
 
 def test_a_norm_by_hand_is_warned_of_where_it_is_taken():
     with pytest.warns(UserWarning, match=r"^by_hand\(\) reads the gradient of a flat") as said:
-        by_hand([flat_parameter(is_chunk=True)])
+        by_hand([flat_parameter(is_sharded=True)])
     assert said[0].filename == __file__
-    by_hand([flat_parameter(is_chunk=False)])  # and a warning is an error in these tests
+    by_hand([flat_parameter(is_sharded=False)])  # and a warning is an error in these tests
 
 
 class Own(GradScaler):
@@ -94,7 +94,7 @@ class Own(GradScaler):
 
 
 def test_a_scaler_that_asks_in_its_unscale_is_refused_where_that_is_not_called():
-    param = flat_parameter(is_chunk=True)
+    param = flat_parameter(is_sharded=True)
     scaler, optimizer = Own("cpu"), torch.optim.AdamW([param], fused=True)
     scaler.scale(torch.ones(()))
     with pytest.raises(RuntimeError, match=r"^Own was used on the parameters of a sharded model"):
@@ -105,7 +105,7 @@ def test_a_scaler_that_asks_in_its_unscale_is_refused_where_that_is_not_called()
 
 @pytest.mark.parametrize("scaler", [GradScaler, Own])
 def test_torchs_scaler_does_not_get_it_and_one_that_knows_better_does(scaler):
-    scaler, param = scaler("cpu"), flat_parameter(is_chunk=True)
+    scaler, param = scaler("cpu"), flat_parameter(is_sharded=True)
     scaler.scale(torch.ones(()))
     optimizer = torch.optim.SGD([param], lr=1.0)
     if isinstance(scaler, Own):
@@ -113,7 +113,7 @@ def test_torchs_scaler_does_not_get_it_and_one_that_knows_better_does(scaler):
     else:
         with pytest.raises(RuntimeError, match=r"minifsdp\.ShardedGradScaler"):
             scaler.unscale_(optimizer)
-    whole = flat_parameter(is_chunk=False)
+    whole = flat_parameter(is_sharded=False)
     GradScaler.unscale_(scaler, torch.optim.SGD([whole], lr=1.0))
     assert torch.equal(whole.grad, torch.full((3,), 2.0 / scaler.get_scale()))
 
@@ -124,7 +124,7 @@ def add_param_group(self):  # somebody else's
 
 def test_it_hears_of_optimizers_and_is_a_leaf():
     heard = []
-    param = flat_parameter(is_chunk=True)
+    param = flat_parameter(is_sharded=True)
     with patch.object(FlatParameter, "on_optimizer", lambda *about: heard.append(about)):
         assert param.is_leaf
         assert add_param_group(param)
@@ -140,6 +140,6 @@ def test_it_knows_its_unit_and_does_not_keep_it():
 
     thing = Thing()
     param = make(torch.ones(2), True, thing, True, torch.bfloat16)
-    assert param.unit() is thing and param.is_chunk and param.grad_dtype is torch.bfloat16
+    assert param.unit() is thing and param.is_sharded and param.grad_dtype is torch.bfloat16
     del thing
     assert param.unit() is None

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from minifsdp import CPUOffload
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.support.param_access import ParamInfo, Placeholder
+from minifsdp.support.tensor_attribute import TensorAttribute
 from tests.ranks import device, on_ranks
 from tests.small import batch, stack, step
 
@@ -74,7 +75,7 @@ def test_a_module_called_around_its_wrapper_is_refused_also_after_a_step():
 
 
 @on_ranks(2)
-def test_a_stand_in_says_what_is_known_without_values():
+def test_a_placeholder_says_what_is_known_without_values():
     model = stack().double()
     weight = model.module[2].module[0].weight
     assert type(weight) is Placeholder
@@ -91,7 +92,7 @@ def test_a_stand_in_says_what_is_known_without_values():
 
 @pytest.mark.parametrize("attribute", ["data", "grad", "requires_grad", "mark"])
 @on_ranks(1)
-def test_nothing_is_set_on_a_stand_in_where_nobody_would_read_it(attribute):
+def test_nothing_is_set_on_a_placeholder_where_nobody_would_read_it(attribute):
     weight = stack(2).module[2].module[0].weight
     match = f"'{attribute}' cannot be set: parameter '0.weight' of unit '2' is sharded now"
     before = getattr(weight, attribute, "none")
@@ -141,10 +142,11 @@ class Remembers(nn.Linear):
         super().__setattr__(name, value)
 
 
-def test_all_owners_see_what_is_put_into_a_slot():
+def test_all_owners_see_a_view_and_a_placeholder():
     first, second = nn.Linear(2, 2), Remembers(2, 2)
     weight = first.weight
-    info = ParamInfo("first.weight", weight.shape, [(first, "weight"), (second, "weight")])
+    owners = [TensorAttribute(first, "weight"), TensorAttribute(second, "weight")]
+    info = ParamInfo("first.weight", weight.shape, owners)
     assert info.parameter is weight
     for owner in (first, second):
         del owner.weight

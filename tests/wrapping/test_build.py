@@ -15,8 +15,8 @@ import minifsdp.wrapping.build
 from minifsdp import CPUOffload, CustomPolicy, FlatParameter, MixedPrecision, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.comm.collectives import gather_objects
-from minifsdp.comm.groups import place
-from minifsdp.precision import ISLAND
+from minifsdp.precision import FULL_PRECISION
+from minifsdp.streams import BACKENDS
 from minifsdp.unit import Unit
 from minifsdp.wrapping.build import build_unit, default_device
 from minifsdp.wrapping.settings import Settings, as_device
@@ -24,14 +24,12 @@ from tests.ranks import device, on_ranks
 from tests.small import layers, stack, step
 
 META = torch.device("meta")
+HYBRID_SHARD = ShardingStrategy.HYBRID_SHARD
 
 
 def build(module: nn.Module, **settings) -> Unit:
-    defaults = dict(
-        placement=place(ShardingStrategy.FULL_SHARD, None, None), precision=MixedPrecision(),
-        offload=False, device=None, init_fn=None, synchronize=False,
-    )  # fmt: skip
-    return build_unit(module, Settings(**{**defaults, **settings}))
+    with patch.dict(BACKENDS, meta=BACKENDS["cpu"]):  # in these tests units may be built on meta
+        return build_unit(module, Settings(**settings))
 
 
 def here() -> torch.device:
@@ -46,7 +44,7 @@ def on_meta(make):
 
 @on_ranks(2)
 def test_the_steps_come_in_the_order_that_keeps_memory_low():
-    names = ["check_optimizers", "collect", "materialize", "collect"]
+    names = ["check_optimizers", "make_param_infos", "materialize", "make_param_infos"]
     names += ["move", "synchronize", "Unit"]
     log = []
 
@@ -57,7 +55,7 @@ def test_the_steps_come_in_the_order_that_keeps_memory_low():
     with ExitStack() as stack:
         for name in set(names):
             stack.enter_context(patch.object(minifsdp.wrapping.build, name, noted(name)))
-        build(nn.Linear(3, 3), device=device(), synchronize=True)
+        build(nn.Linear(3, 3), device_id=device(), sync_module_states=True)
         assert log == names
         log.clear()
         build(nn.Linear(3, 3))
@@ -81,18 +79,18 @@ def test_the_originals_are_gone_at_once():
 def test_values_go_down_the_columns_before_they_go_along_the_rows():
     # The other way round they would reach everybody only if the ranks are in a certain order.
     row, column = dist.new_group([0]), dist.new_group([0])
-    hybrid = place(ShardingStrategy.HYBRID_SHARD, (row, column), None)
+    hybrid = {"sharding_strategy": HYBRID_SHARD, "process_group": (row, column)}
     with patch.object(minifsdp.wrapping.build, "synchronize") as synchronize:
-        build(nn.Linear(2, 2), placement=hybrid, synchronize=True)
+        build(nn.Linear(2, 2), sync_module_states=True, **hybrid)
     assert synchronize.call_args.args[1] == [column, row]
 
 
 WAYS = {
     "as it is": lambda: (nn.Linear(6, 6).to(device()), {}),
-    "moved": lambda: (nn.Linear(6, 6).to(device()), {"device": META}),  # it is everywhere
+    "moved": lambda: (nn.Linear(6, 6).to(device()), {"device_id": META}),  # it is everywhere
     "on meta": lambda: (on_meta(lambda: nn.Linear(6, 6)), {}),
-    "made by a function": lambda: (on_meta(lambda: nn.Linear(6, 6)), {"init_fn": refill}),
-    "synchronized": lambda: (nn.Linear(6, 6).to(device()), {"synchronize": True}),
+    "made by a function": lambda: (on_meta(lambda: nn.Linear(6, 6)), {"param_init_fn": refill}),
+    "synchronized": lambda: (nn.Linear(6, 6).to(device()), {"sync_module_states": True}),
 }
 
 
@@ -126,24 +124,24 @@ def test_units_of_a_group_have_different_tags_and_all_its_ranks_the_same():
 @on_ranks(2)
 def test_a_unit_is_where_the_user_says():
     assert build(nn.Linear(2, 2)).sharded_flat_param.device.type == "cpu"
-    unit = build(nn.BatchNorm1d(2), device=META)
+    unit = build(nn.BatchNorm1d(2), device_id=META)
     assert unit.sharded_flat_param.device == META and isinstance(
         unit.sharded_flat_param, FlatParameter
     )
     norm = nn.BatchNorm1d(2)
-    build(norm, device=META)
+    build(norm, device_id=META)
     assert norm.running_mean.device == norm.num_batches_tracked.device == META
 
 
 @on_ranks(2)
 def test_with_offload_the_shard_is_on_the_host_and_computed_with_elsewhere():
-    for settings in ({}, {"device": device()}):
-        unit = build(nn.Linear(2, 2).to(device()), offload=True, **settings)
+    for settings in ({}, {"device_id": device()}):
+        unit = build(nn.Linear(2, 2).to(device()), cpu_offload=CPUOffload(True), **settings)
         assert (
             unit.sharded_flat_param.device.type == "cpu"
             and unit.device == unit.offload_from == here()
         )
-    empty = build(nn.Tanh(), offload=True)
+    empty = build(nn.Tanh(), cpu_offload=CPUOffload(True))
     assert empty.offload_from == default_device(dist.group.WORLD)
     assert build(nn.Linear(2, 2)).offload_from is None
 
@@ -175,7 +173,7 @@ def test_what_a_policy_says_of_a_module_goes_before_its_being_left_out():
     policy = CustomPolicy(lambda m: {"mixed_precision": own} if m is module[1] else False)
     model = FSDP(module, auto_wrap_policy=policy, mixed_precision=left_out)
     found = {unit.name: unit.precision for unit in model.engine.units}
-    assert found == {"": left_out, "1": own, "2.0": ISLAND}
+    assert found == {"": left_out, "1": own, "2.0": FULL_PRECISION}
 
 
 @pytest.mark.gpus(1)

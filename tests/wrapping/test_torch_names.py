@@ -1,4 +1,4 @@
-"""torch_names.py: torch's own words mean what minifsdp's of the same names mean."""
+"""torch_names.py: torch's own objects mean what minifsdp's of the same names mean."""
 
 from dataclasses import dataclass, fields, replace
 from enum import Enum
@@ -14,7 +14,7 @@ import minifsdp
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.limiter import NoLimit
 from minifsdp.wrapping.auto_wrap import select
-from minifsdp.wrapping.torch_names import as_ours
+from minifsdp.wrapping.torch_names import from_torch
 from tests.ranks import device, on_ranks
 from tests.small import Block, layers, step
 
@@ -23,9 +23,9 @@ from tests.small import Block, layers, step
     "member", [*theirs.ShardingStrategy, *theirs.BackwardPrefetch], ids=lambda member: str(member)
 )
 def test_an_enum_member_is_ours_of_the_same_name(member):
-    ours = as_ours(member)
+    ours = from_torch(member)
     assert ours is getattr(minifsdp, type(member).__name__)[member.name]
-    assert as_ours(ours) is ours
+    assert from_torch(ours) is ours
 
 
 @dataclass
@@ -48,10 +48,10 @@ RECORDS = {
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_record_is_ours_with_the_same_fields(name):
-    record, ours = RECORDS[name], as_ours(RECORDS[name])
+    record, ours = RECORDS[name], from_torch(RECORDS[name])
     assert type(ours) is (
         minifsdp.CPUOffload if "offload" in name else minifsdp.MixedPrecision
-    ) and as_ours(ours) is ours  # fmt: skip
+    ) and from_torch(ours) is ours  # fmt: skip
     for field in fields(record):
         assert getattr(ours, field.name) == getattr(record, field.name), field.name
 
@@ -61,19 +61,19 @@ def test_a_word_that_only_a_newer_torch_has_is_refused_unless_it_asks_for_nothin
     newer = dataclass(
         type("CPUOffload", (), {**module, "__annotations__": {"pin": bool}, "pin": False})
     )
-    assert as_ours(newer()) == minifsdp.CPUOffload()
+    assert from_torch(newer()) == minifsdp.CPUOffload()
     with pytest.raises(TypeError, match=r"CPUOffload has no pin, .*Leave it at its default, False"):
-        as_ours(newer(pin=True))
+        from_torch(newer(pin=True))
     strategies = Enum("ShardingStrategy", ["QUARTER_SHARD"], module=module["__module__"])
     with pytest.raises(TypeError, match=r"minifsdp\.ShardingStrategy has no QUARTER_SHARD"):
-        as_ours(strategies.QUARTER_SHARD)
+        from_torch(strategies.QUARTER_SHARD)
 
 
 def test_whatever_is_none_of_torchs_words_stays_as_it_is():
     for given in (None, True, "FULL_SHARD", print, {Block}, Block, theirs.StateDictType, 3):
-        assert as_ours(given) is given
+        assert from_torch(given) is given
     policy = minifsdp.ModuleWrapPolicy({Block})
-    assert as_ours(policy) is policy
+    assert from_torch(policy) is policy
 
 
 def is_block(module):
@@ -105,7 +105,7 @@ def test_a_policy_of_torchs_selects_what_ours_selects(name):
         nn.Linear(4, 4), nn.ModuleList([Block(nn.Linear(4, 4), nn.LayerNorm(4))]), Block(nn.ReLU())
     )
     expected = select(root, POLICIES[name](minifsdp.wrapping.policies))
-    assert expected and select(root, as_ours(POLICIES[name](their_wrap))) == expected
+    assert expected and select(root, from_torch(POLICIES[name](their_wrap))) == expected
 
 
 @on_ranks(2)
@@ -157,4 +157,4 @@ def test_the_records_have_no_other_fields():
     for ours, record in ((minifsdp.MixedPrecision, theirs.MixedPrecision),):
         names = {field.name for field in fields(record)}
         assert names <= {field.name for field in fields(ours)}
-        assert as_ours(replace(record())) == ours()
+        assert from_torch(replace(record())) == ours()
