@@ -17,8 +17,8 @@ from torch import nn
 from minifsdp.api import MixedPrecision
 from minifsdp.checks.members import check_free, join
 from minifsdp.checks.optimizers import watch_optimizers
-from minifsdp.checks.rank_circles import answering
 from minifsdp.checks.same_model import remember_values
+from minifsdp.comm.consensus import groups_with_peers
 from minifsdp.precision import ISLAND
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.fingerprint import fingerprint
@@ -85,7 +85,7 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
     if settings.offload and device is None:
         on_device = {p.device for p in params if p.device.type != "cpu"}
         device = on_device.pop() if on_device else default_device(groups[0])
-    whole = fingerprint(params) if answering(groups) else None
+    whole = fingerprint(params) if groups_with_peers(groups) else None
     unit = Unit(
         module,
         param_infos,

@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp.comm.collectives import Group, broadcast, gather_objects
+from minifsdp.comm.collectives import Group, broadcast
+from minifsdp.comm.consensus import consensus
 from minifsdp.wrapping.module_tree import Modules, own_modules, unit_of
 
 
@@ -202,26 +203,32 @@ def synchronize(modules: Modules, groups: list[Group]) -> None:
 
 def _check_alike(states: dict[str, Tensor], groups: list[Group]) -> None:
     # Without this a broadcast of another size would end the process, or leave the others waiting.
-    mine = {label: f"{list(tensor.shape)}, {tensor.dtype}" for label, tensor in states.items()}
     problem: str | None = None
+    sends = dist.get_backend_config(groups[0])  # "cuda:nccl", say
     for label, tensor in states.items():
-        sends = dist.get_backend_config(groups[0])  # "cuda:nccl", say
         if problem is None and f"{tensor.device.type}:" not in sends:
             problem = (
                 f"{label!r} is on {tensor.device}, and the process group sends from {sends} only. "
                 f"Move the model first, or pass device_id="
             )
-    for group in groups:  # and in the second what was found in the first, so that all ranks raise
-        ranks = dist.get_process_group_ranks(group)
-        said = gather_objects((mine, problem), group)
-        for rank, (theirs, found) in zip(ranks, said, strict=True):
-            problem = problem or found
-            for label in {**mine, **theirs}:
-                if problem is None and mine.get(label) != theirs.get(label):
-                    here, there = mine.get(label, "not there"), theirs.get(label, "not there")
-                    problem = (
-                        f"{label!r} is {here} on rank {dist.get_rank()}, {there} on rank {rank}. "
-                        f"Build the same model on all ranks"
-                    )
+    found = {label: f"{list(tensor.shape)}, {tensor.dtype}" for label, tensor in states.items()}
+    own = dist.get_rank(), found
+    problem = consensus(groups, "the comparison of initial values", own, problem, _first_difference)
     if problem is not None:
         raise ValueError(f"sync_module_states cannot send rank 0's values to all ranks: {problem}.")
+
+
+def _first_difference(
+    found: list[tuple[int, dict[str, str]]], problems: list[str | None]
+) -> str | None:
+    first, mine = found[0]
+    problem = next(filter(None, problems), None)
+    for rank, theirs in found:
+        for label in {**mine, **theirs}:
+            if problem is None and mine.get(label) != theirs.get(label):
+                here, there = mine.get(label, "not there"), theirs.get(label, "not there")
+                problem = (
+                    f"{label!r} is {here} on rank {first}, {there} on rank {rank}. "
+                    f"Build the same model on all ranks"
+                )
+    return problem
