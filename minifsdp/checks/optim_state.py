@@ -59,7 +59,10 @@ class Mark:
         return OrderedDict, ([("places", self.places)],)
 
     def __create_write_items__(self, *_: object) -> NoReturn:
-        """torch.distributed.checkpoint calls this on an object that has it, to save the object."""
+        """torch.distributed.checkpoint calls this on an object that has it, to save the object.
+
+        It would take one rank's state for that of all ranks, so this refuses.
+        """
         raise RuntimeError(_NOT_DISTRIBUTED)
 
 
@@ -82,8 +85,9 @@ def check_state(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
     if not any(state.get(param) for param in group["params"]):
         return None  # as of plain SGD: all that was loaded is a learning rate
     mark, here = group.get(MARK), _places(group)
+    # With a mark, compare what it says. Without one (saved by a plain model), compare shapes.
     if mark is not None:
-        there = mark.places if isinstance(mark, Mark) else mark["places"]
+        there = mark.places if isinstance(mark, Mark) else mark["places"]  # see Mark.__reduce__
         if there == here:
             return None
         whole = ["a whole parameter"] * len(there)
@@ -128,6 +132,7 @@ def refuse_distributed_checkpoints(optimizer: Optimizer, groups: list[dict[str, 
 
 
 def _check_asker(optimizer: Optimizer) -> None:
+    # state_dict() is not told who calls it, so look for that in the stack.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"):
@@ -151,7 +156,7 @@ def _place(param: Tensor) -> str:
 
 
 def is_chunk(param: Tensor) -> bool:
-    """Whether other ranks have the rest of this parameter."""
+    """Whether this is a flat parameter of which this rank has only one chunk of several."""
     return isinstance(param, FlatParameter) and param.is_chunk
 
 

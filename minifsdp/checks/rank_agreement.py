@@ -34,17 +34,10 @@ from collections.abc import Callable
 from enum import IntEnum
 
 import torch
-import torch.distributed as dist
 
 from minifsdp.checks.agreement_groups import AgreementGroup, agreement_groups, format_by_rank
-from minifsdp.checks.same_model import (
-    Agreed,
-    RankReport,
-    compare_reports,
-    describe,
-    forget_values,
-)
-from minifsdp.comm.consensus import consensus, first_problem, gather_numbers
+from minifsdp.checks.same_model import compare_models, forget_values
+from minifsdp.comm.consensus import first_problem, gather_numbers
 from minifsdp.comm.deadlock_watch import watch
 from minifsdp.comm.message_tags import Kind, messages_started
 from minifsdp.unit import Unit
@@ -166,25 +159,14 @@ class RankAgreement:
         self._failed |= not self._all_failed and active
 
     def _compare(self, forward: bool) -> None:
-        agreed = Agreed(None, forward, [])
         for group in self._groups:
             watch(group.process_groups)
-            units = [describe(unit, agreed.forward) for unit in group.units]
-            agreed = consensus(
-                group.process_groups,
-                "the comparison of what was wrapped",
-                RankReport(dist.get_rank(), self._settings, units),
-                agreed._replace(tags=[unit.tag for unit in group.units]),
-                compare_reports,
-            )
-            if agreed.problem is None:
-                for unit, tag in zip(group.units, agreed.tags, strict=True):
-                    unit.tag = tag
-        if agreed.problem:
+        problem, forward = compare_models(self._groups, self._settings, forward)
+        if problem is not None:
             self._all_failed = True
-            raise ValueError(agreed.problem)
-        self._compared, self._compared_values = True, agreed.forward
-        if agreed.forward:
+            raise ValueError(problem)
+        self._compared, self._compared_values = True, forward
+        if forward:
             forget_values(self.units)
 
     # ----------------------------------------------------------------------------------- moments

@@ -24,6 +24,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from minifsdp.checks.agreement_groups import AgreementGroup
+from minifsdp.comm.consensus import consensus
 from minifsdp.support.fingerprint import fingerprint
 from minifsdp.unit import Unit
 
@@ -43,9 +45,11 @@ class UnitReport(NamedTuple):
     """How one rank describes one unit. All but the values has to be the same on all ranks."""
 
     name: str
-    details: str
-    parameters: list[str]
-    groups: dict[str, str]  # the ranks of a process group -> its name
+    details: str  # sizes, dtypes and settings, in words
+    parameters: list[str]  # names and shapes
+    # The ranks of a process group -> its name. Ranks that use different groups of the same ranks
+    # would wait for each other forever.
+    groups: dict[str, str]
     values: Values
 
     def __str__(self) -> str:
@@ -64,19 +68,41 @@ class RankReport(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What the ranks have agreed on."""
+    """What the ranks have agreed on so far."""
 
     problem: str | None
     forward: bool  # all ranks are about to run a forward, so values are compared
     tags: list[int]  # of the units
 
 
-def describe(unit: Unit, forward: bool) -> UnitReport:
-    """This rank's description of a unit.
+def compare_models(
+    groups: list[AgreementGroup], settings: str, forward: bool
+) -> tuple[str | None, bool]:
+    """Compare with the other ranks what was wrapped, and agree on the tags of the units.
 
     Args:
-        forward: with fingerprints of the values.
+        groups: all of a model. What is found in one is handed in to the next, and the last one has
+            all ranks, so all ranks find the same.
+        settings: of the root, in words.
+        forward: this rank is about to run a forward, so it can compare values.
+
+    Returns:
+        The first difference in words, or None; and whether values have been compared, too.
     """
+    agreed = Agreed(None, forward, [])
+    for group in groups:
+        units = [_describe(unit, agreed.forward) for unit in group.units]
+        report = RankReport(dist.get_rank(), settings, units)
+        agreed = agreed._replace(tags=[unit.tag for unit in group.units])
+        about = "the comparison of what was wrapped"
+        agreed = consensus(group.process_groups, about, report, agreed, _judge)
+        if agreed.problem is None:
+            for unit, tag in zip(group.units, agreed.tags, strict=True):
+                unit.tag = tag
+    return agreed.problem, agreed.forward
+
+
+def _describe(unit: Unit, with_values: bool) -> UnitReport:
     copies = unit.replicate_group.size() if unit.replicate_group is not None else 1
     precision, dtype = unit.precision, unit.padded_shard.dtype
     dtypes = f"{dtype}, computed with as {precision.param_dtype or dtype}"
@@ -89,21 +115,21 @@ def describe(unit: Unit, forward: bool) -> UnitReport:
         f"replicated over {copies} ranks, {trained}, {when} after forward, {precision})",
         [f"{info.name!r} {list(info.shape)}" for info in unit.param_infos],
         {str(dist.get_process_group_ranks(group)): group.group_name for group in groups},
-        current_values(unit) if forward else Values(None, None, unit.shard_rank),
+        _current_values(unit) if with_values else Values(None, None, unit.shard_rank),
     )
 
 
-def compare_reports(reports: list[RankReport], agreed: list[Agreed]) -> Agreed:
-    """The judge of a consensus (comm/consensus.py) on whether all ranks describe the same model.
-
-    Where they do, they also agree on the tags of the units. Those differ between ranks if these
-    have built different models before, of which an error has told.
-    """
+def _judge(reports: list[RankReport], agreed: list[Agreed]) -> Agreed:
+    # Called on one rank of a group, with what all its ranks say; see comm/consensus.py.
     problem = next((one.problem for one in agreed if one.problem), None)
     forward = all(one.forward for one in agreed)
     problem = problem or _different_models(reports)
+    # Values only of models that are alike, and only if all ranks have described them: a rank that
+    # summons parameters while the others run a forward has not, and is told so at its first moment.
     if problem is None and forward:
         problem = _different_values(reports)
+    # Tags differ where ranks have built different models before this one. Without this, their
+    # messages would never match.
     tags = [max(tags) for tags in zip(*(one.tags for one in agreed), strict=False)]
     return Agreed(problem, forward, tags)
 
@@ -143,6 +169,7 @@ def _different_values(reports: list[RankReport]) -> str | None:
     for other in reports[1:]:
         for one, another in zip(first.units, other.units, strict=True):
             a, b = one.values, another.values
+            # The whole differs between ranks with different seeds, and a chunk between replicas.
             whole = None not in (a.whole, b.whole) and a.whole != b.whole
             same_chunk = a.shard_rank == b.shard_rank and None not in (a.chunk, b.chunk)
             if whole or (same_chunk and a.chunk != b.chunk):
@@ -157,7 +184,11 @@ def _different_values(reports: list[RankReport]) -> str | None:
 
 
 def remember_values(unit: Unit, whole: int | None) -> None:
-    """Keep the fingerprint ``whole`` of all values of a unit until :func:`forget_values`."""
+    """Keep the fingerprint ``whole`` of all values of a unit until :func:`forget_values`.
+
+    Called when a unit has been built, and when its values have been set: at these moments this rank
+    has all of them. None: not known, and the last one is kept.
+    """
     if whole is not None:
         _when_wrapped[unit] = Values(whole, fingerprint([unit.padded_shard]), unit.shard_rank)
 
@@ -168,9 +199,9 @@ def forget_values(units: list[Unit]) -> None:
         _when_wrapped.pop(unit, None)
 
 
-def current_values(unit: Unit) -> Values:
-    """Fingerprints of the unit's values now. That of the whole is not known if this rank's chunk
-    has been changed since it was computed."""
+def _current_values(unit: Unit) -> Values:
+    # If this rank's chunk has been changed since, by a checkpoint for example, the fingerprint of
+    # the whole is that of other values. To compare it would refuse models that are alike.
     chunk, before = fingerprint([unit.padded_shard]), _when_wrapped.get(unit)
     whole = before.whole if before is not None and before.chunk == chunk else None
     return Values(whole, chunk, unit.shard_rank)

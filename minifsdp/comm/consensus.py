@@ -86,12 +86,7 @@ def gather_objects(mine: Own, group: Group, about: str = "an exchange of objects
 
 
 def gather_numbers(
-    groups: Iterable[Group],
-    mine: list[int],
-    device: torch.device,
-    tag: int,
-    about: str,
-    kind: Kind,
+    groups: Iterable[Group], mine: list[int], device: torch.device, tag: int, about: str, kind: Kind
 ) -> dict[int, list[int]]:
     """The numbers of all ranks of some groups, by rank, through small tensors.
 

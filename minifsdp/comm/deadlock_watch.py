@@ -30,18 +30,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minifsdp.comm.message_tags import Message, started
-from minifsdp.comm.wait_reports import (
-    TorchCollective,
-    WaitReport,
-    called_from,
-    deadlocked,
-    main_thread_frame,
-    torch_collective,
-)
+from minifsdp.comm.message_tags import Message
+from minifsdp.comm.wait_reports import Wait, WaitReport, called_from, deadlocked, torch_collective
 
 POLL = 0.5  # seconds
-PATIENCE = 4  # polls that find the main thread at the same place before it writes a report
+PATIENCE = 4  # as many polls have to find the main thread in the same wait before this reports it
+# Keys in the store begin with this. <rank>: its report; asked/<rank>: how many new reports other
+# ranks have asked it for; why/<group>: the verdict with which the group was closed.
 _KEY = "minifsdp/watch"
 waiting: Message | None = None
 """What the main thread waits for now; None if it does not wait for a message of minifsdp's."""
@@ -52,7 +47,10 @@ _exiting = threading.Event()
 
 
 def watch(groups: list[dist.ProcessGroup]) -> None:
-    """Notice deadlocks in the groups of a model from now on. NCCL's own watchdog has its groups."""
+    """Notice deadlocks in the groups of a model from now on.
+
+    Groups of NCCL are left to NCCL's own watchdog, because their waits cannot be ended from here.
+    """
     global _thread
     gloo = [group for group in groups if "gloo" in dist.get_backend_config(group)]
     for group in gloo:
@@ -63,7 +61,11 @@ def watch(groups: list[dist.ProcessGroup]) -> None:
 
 
 def explain(message: Message, error: Exception) -> RuntimeError:
-    """What to raise when the wait for ``message`` has ended with ``error``."""
+    """What to raise when the wait for ``message`` has ended with ``error``.
+
+    It says where all ranks are, if this rank or another one has found a deadlock; else it says what
+    this rank was waiting for, and the error of gloo.
+    """
     if message.verdict is None:
         with suppress(RuntimeError):  # the store may be gone, too
             # Another rank may have found the deadlock first, and closed the connection.
@@ -80,64 +82,62 @@ def explain(message: Message, error: Exception) -> RuntimeError:
 
 
 def _run() -> None:
-    seen: Message | TorchCollective | None = None
-    wait: _LongWait | None = None
-    polls = 0
+    """What the thread does: find out whether the main thread has been in one wait for long."""
+    seen: Wait | None = None
+    long_wait: _LongWait | None = None
+    polls = 0  # that have found the main thread in the wait that was seen last
     while not _exiting.wait(POLL):
-        if not dist.is_initialized():
+        if not dist.is_initialized():  # the user has destroyed the process group
             _close_all()
         try:
             now = waiting or torch_collective()
         except Exception:  # the main thread has gone on while this read its stack
             now = None
         if now is None or now != seen:
-            seen, wait, polls = now, None, 0
+            seen, long_wait, polls = now, None, 0
             continue
         polls += 1
         if polls < PATIENCE:
             continue
         try:
-            if wait is None:
-                wait = _LongWait(now)
-            # The more ranks there are, the less often each reads what all of them have written.
-            if wait.report is not None and polls % (1 + len(wait.report.ranks) // 64) == 0:
-                wait.check()
+            if long_wait is None:
+                long_wait = _LongWait(now)
+            # With many ranks less often: each of them reads the reports of all the others.
+            ranks = len(long_wait.report.ranks) if long_wait.report is not None else 0
+            if ranks and polls % (1 + ranks // 64) == 0:
+                long_wait.check()
         except Exception:
-            wait = None  # the process group is being destroyed, which is no error here
+            long_wait = None  # the process group is being destroyed, which is no error here
 
 
 class _LongWait:
     """One wait of this rank that has lasted for a few seconds."""
 
-    def __init__(self, now: Message | TorchCollective) -> None:
-        self.now, self.rank, self.store = now, dist.get_rank(), _store()
-        self.questions: dict[int, int] = {}  # rank -> the number of the question put to it
+    def __init__(self, wait: Wait) -> None:
+        self.wait, self.rank, self.store = wait, dist.get_rank(), _store()
+        self.questions: dict[int, int] = {}  # rank -> the number of this rank's question to it
         self.found: set[int] = set()  # the deadlocked ranks, when this looked last
-        self.report: WaitReport | None = None
+        self.report: WaitReport | None = None  # None: the wait is over
         self.publish(0)
 
     def publish(self, answered: int) -> None:
         """Write this rank's report, which answers the first ``answered`` questions."""
-        if isinstance(self.now, Message):
-            ranks = tuple(dist.get_process_group_ranks(self.now.group))
-            what, awaited = str(self.now), (self.now.key, self.now.count)
-        else:
-            what, ranks, awaited = f"torch.distributed.{self.now.name}()", self.now.ranks, None
-        what += called_from(main_thread_frame())
-        report = WaitReport(what, ranks, awaited, dict(started), answered)
-        # If the wait has ended while this was read, the report would be wrong.
-        if (waiting or torch_collective()) == self.now:
+        report = WaitReport.on(self.wait, answered)
+        # If the wait has ended meanwhile, the report may mix what was true before and after that,
+        # and other ranks would find a deadlock where there is none.
+        if (waiting or torch_collective()) == self.wait:
             self.report = report
             self.store.set(f"{_KEY}/{self.rank}", pickle.dumps(report))
 
     def check(self) -> None:
         """Read the reports of the others, and end the wait if they prove a deadlock."""
         assert self.report is not None
-        if not isinstance(self.now, Message):
-            asked = self._number(f"{_KEY}/asked/{self.rank}")
+        if not isinstance(self.wait, Message):  # torch's own, which this could not end
+            asked = self.store.add(f"{_KEY}/asked/{self.rank}", 0)
             if asked > self.report.answered:
                 self.publish(asked)
             return
+        # Also those of ranks that only the other ranks wait for: a deadlock may go through them.
         reports, unread = {self.rank: self.report}, set(self.report.ranks)
         while unread:
             rank = unread.pop()
@@ -146,11 +146,11 @@ class _LongWait:
                 unread.update(set(report.ranks) - set(reports))
         found = deadlocked(reports)
         before, self.found = self.found, found
-        # Only the second time, so that all ranks have had the time to write their reports, and the
-        # error can say where each of them is.
-        if self.rank in found and found == before and waiting is self.now:
+        # Only if it was found twice. Meanwhile all ranks that are part of it have written their
+        # reports, so the error says where each of them is.
+        if self.rank in found and found == before and waiting is self.wait:
             places = (f"rank {r}: in {reports[r].waits_for}" for r in sorted(found))
-            self.end_wait(self.now, "; ".join(places))
+            self.end_wait(self.wait, "; ".join(places))
 
     def _read(self, rank: int) -> WaitReport | None:
         if not self.store.check([f"{_KEY}/{rank}"]):
@@ -166,10 +166,12 @@ class _LongWait:
                 return None
         return report
 
-    def _number(self, key: str) -> int:
-        return int(self.store.get(key)) if self.store.check([key]) else 0
-
     def end_wait(self, message: Message, places: str) -> None:
+        """Have the main thread raise.
+
+        Args:
+            places: where each of the deadlocked ranks is, in words.
+        """
         message.verdict = (
             f"the ranks have parted ways, and wait for each other in different places ({places}). "
             f"They would wait forever. Every rank has to run the same units in the same order, "
@@ -180,6 +182,7 @@ class _LongWait:
             f"either), has to be called on every rank. The process group cannot be used any more."
         )
         groups = _groups.get(message.group.group_name, [message.group])
+        # First for all groups: the ranks that are woken by the closing of one read it at once.
         for group in groups:
             self.store.set(f"{_KEY}/why/{group.group_name}", message.verdict)
         for group in groups:
@@ -187,8 +190,8 @@ class _LongWait:
 
 
 def _close_all() -> None:
-    """The user has destroyed the process group. Close its connections: ranks that still wait for
-    this one raise then, instead of waiting until a timeout."""
+    """Close the connections of a process group that the user has destroyed, so that ranks that still
+    wait for this one raise, instead of waiting until a timeout."""
     for name in list(_groups):
         for group in _groups.pop(name):
             _close(group)

@@ -67,6 +67,10 @@ def place(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> P
             "FullyShardedDataParallel needs a process group. Start the program with torchrun and "
             "call torch.distributed.init_process_group() first."
         )
+    if process_group is not None and device_mesh is not None:
+        raise ValueError("pass process_group or device_mesh, not both: each says who takes part.")
+    if device_mesh is not None:
+        _check_mesh(device_mesh)
     if strategy in HYBRID:
         shard, replicate = _pair(process_group, device_mesh)
         return Placement(shard, replicate, strategy is ShardingStrategy.HYBRID_SHARD)
@@ -77,9 +81,8 @@ def place(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> P
 
 
 def _single(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> Group:
-    _not_both(process_group, device_mesh)
+    """The one group of a strategy that is not hybrid."""
     if device_mesh is not None:
-        _check_mesh(device_mesh)
         if device_mesh.ndim != 1:
             raise ValueError(
                 f"{strategy.name} takes a device_mesh of one dimension, not of {device_mesh.ndim}. "
@@ -99,14 +102,14 @@ def _single(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) ->
 
 
 def _pair(process_group: Any, device_mesh: Any) -> tuple[Group, Group]:
-    _not_both(process_group, device_mesh)
+    """The row and the column of a hybrid strategy: the shard group and the replicate group."""
     if device_mesh is not None:
-        _check_mesh(device_mesh)
         if device_mesh.ndim != 2:
             raise ValueError(
                 f"hybrid sharding takes a device_mesh of two dimensions, (replicate, shard), not "
                 f"of {device_mesh.ndim}."
             )
+        # Also the groups of a mesh: they are in the order of ranks, whatever order the mesh has.
         return check_grid(device_mesh.get_group(1), device_mesh.get_group(0))
     if process_group is None:
         return groups_by_host(_all_ranks())
@@ -144,7 +147,7 @@ def groups_by_host(group: Group) -> tuple[Group, Group]:
 
 
 def hosts_of(group: Group) -> list[str]:
-    """The name of the host that each rank is on."""
+    """The name of the host that each rank of a group is on, in the order of the group."""
     return gather_objects(socket.gethostname(), group, "the comparison of host names")
 
 
@@ -162,6 +165,8 @@ def check_grid(shard: Group, replicate: Group) -> tuple[Group, Group]:
     about = "the comparison of the groups of hybrid sharding"
     rows = sorted(gather_objects(row, replicate, about))
     found = gather_objects((column, rows), shard, about)
+    # Each rank of a row sees the rows that its own column crosses. In a grid all of them see the
+    # same rows, which are equally long, and the k-th rank's column is made of their k-th ranks.
     columns = [sorted(line) for line in zip(*rows, strict=False)]
     if len({len(row) for row in rows}) > 1 or found != [(column, rows) for column in columns]:
         raise ValueError(
@@ -185,11 +190,6 @@ def _all_ranks() -> Group:
     group = dist.group.WORLD
     assert group is not None  # it is initialized
     return group
-
-
-def _not_both(process_group: Any, device_mesh: Any) -> None:
-    if process_group is not None and device_mesh is not None:
-        raise ValueError("pass process_group or device_mesh, not both: each says who takes part.")
 
 
 def _check_mesh(mesh: Any) -> None:

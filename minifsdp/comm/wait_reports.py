@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from minifsdp.comm.message_tags import Key
+from minifsdp.comm.message_tags import Key, Message, started
 
 _PACKAGE = str(Path(__file__).parent.parent)
 _TORCH = str(Path(torch.__file__).parent)
@@ -43,14 +43,32 @@ class TorchCollective(NamedTuple):
     ranks: tuple[int, ...]
 
 
+Wait = Message | TorchCollective
+"""What the main thread may wait for."""
+
+
 class WaitReport(NamedTuple):
-    """What a rank reports of itself while it waits."""
+    """What a rank reports of itself while it waits.
+
+    It is published through the store as a pickle, so it has plain values only.
+    """
 
     waits_for: str  # in words, with the line of the program
     ranks: tuple[int, ...]  # all of them have to take part
     awaited: tuple[Key, int] | None  # the key of the message and its count; None: torch's own
     started: dict[Key, int]
-    answered: int  # how many questions whether the rank still waits this report answers
+    answered: int  # how many questions whether the rank still waits came before this report
+
+    @staticmethod
+    def on(wait: Wait, answered: int) -> "WaitReport":
+        """This rank's report on its wait."""
+        if isinstance(wait, Message):
+            ranks = tuple(dist.get_process_group_ranks(wait.group))
+            text, awaited = str(wait), (wait.key, wait.count)
+        else:
+            text, ranks, awaited = f"torch.distributed.{wait.name}()", wait.ranks, None
+        text += called_from(main_thread_frame())
+        return WaitReport(text, ranks, awaited, dict(started), answered)
 
 
 def deadlocked(reports: dict[int, WaitReport]) -> set[int]:
@@ -62,6 +80,8 @@ def deadlocked(reports: dict[int, WaitReport]) -> set[int]:
     Returns:
         The largest set of ranks in which each waits for another one of the set.
     """
+    # Begin with all waiting ranks, and take out those that wait for none of the rest, until each of
+    # the remaining ones waits for another one of them.
     found = set(reports)
     while True:
         free = {rank for rank in found if not any(o in found for o in _missing(rank, reports))}
@@ -87,6 +107,8 @@ def _missing(rank: int, reports: dict[int, WaitReport]) -> list[int]:
 
 def torch_collective() -> TorchCollective | None:
     """The collective of torch's own that the main thread is in; None if it is in none."""
+    # Look only at the frames of torch on top of the stack. Below them is the user's code, whose
+    # functions may have the same names.
     frame = main_thread_frame()
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         code = frame.f_code
