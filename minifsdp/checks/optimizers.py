@@ -135,8 +135,8 @@ def _has_no_gradient(groups: Groups) -> bool:
 def _refuse_by_name(optimizer: Optimizer, groups: Groups) -> None:
     # Base classes too: a subclass of LBFGS is an LBFGS, whatever its name is.
     flat = [param for group in groups for param in _flat(group["params"])]
-    # What is wrong depends on the parameters, too: where each rank has the whole of one vector, even
-    # Adafactor is right, and LBFGS is right where nothing is cut into chunks.
+    # It depends on the parameters, too: where each rank has the whole of one vector, even Adafactor
+    # is right, and LBFGS is right where nothing is cut into chunks.
     looks_at = ""
     for cls in type(optimizer).__mro__:
         name = cls.__name__.lower()

@@ -190,8 +190,8 @@ class _LongWait:
 
 
 def _close_all() -> None:
-    """Close the connections of a process group that the user has destroyed, so that ranks that still
-    wait for this one raise, instead of waiting until a timeout."""
+    """Close the connections of a process group that the user has destroyed. Else ranks that wait
+    for this one would wait until a timeout, instead of raising at once."""
     for name in list(_groups):
         for group in _groups.pop(name):
             _close(group)
