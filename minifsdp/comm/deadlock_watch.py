@@ -87,7 +87,7 @@ def _run() -> None:
     long_wait: _LongWait | None = None
     polls = 0  # that have found the main thread in the wait that was seen last
     while not _exiting.wait(POLL):
-        if not dist.is_initialized():  # the user has destroyed the process group
+        if not dist.is_initialized():
             _close_all()
         try:
             now = waiting or torch_collective()

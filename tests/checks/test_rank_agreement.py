@@ -322,6 +322,24 @@ def test_so_it_does_where_gradients_have_waited(strategy, ranks):
 
 
 @on_ranks(2)
+def test_where_ranks_diverge_nothing_is_prefetched_freed_or_reduced_in_its_turn():
+    model, _ = whims(FULL_SHARD)
+    agreement, answers = model.engine.agreement, []
+    for uses in ((), ("head",) if dist.get_rank() else ()):
+        loss = model(batch(), uses)
+        with patch.object(  # the last question of a backward, after it is known whether they do
+            model.engine.prefetcher,
+            "pre_backward",
+            lambda unit: answers.append(
+                (agreement.may_prefetch, agreement.may_reshard, agreement.may_reduce)
+            ),
+        ):
+            loss.backward()
+    assert answers[0] == (True, True, True) and answers[-1] == (False, False, False)
+    assert agreement.may_prefetch and agreement.may_reshard and agreement.may_reduce
+
+
+@on_ranks(2)
 def test_what_nobody_uses_keeps_no_gradient():
     model, _ = whims(FULL_SHARD)
     model(batch(), ()).backward()

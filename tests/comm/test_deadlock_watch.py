@@ -1,4 +1,4 @@
-"""deadlock_watch.py: a deadlock ends, and says who is where. (More: promises/test_ranks_agree.py.)"""
+"""deadlock_watch.py: all ranks of a deadlock raise. (More: promises/test_ranks_agree.py.)"""
 
 import re
 import threading
