@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from minifsdp.checks.rank_agreement import Moment, Use
+from minifsdp.checks.rank_agreement import GradSource, Moment
 from minifsdp.engine import Engine
 from minifsdp.no_sync import check_unreduced_grad
 from minifsdp.support.autograd_hooks import at_end_of_backward, will_reach
@@ -66,7 +66,7 @@ class Backward:
         self.agreement.at(Moment.START_OF_A_BACKWARD_BELOW, self.engine.root)
         for unit in self.engine.units:
             check_unreduced_grad(unit)
-        self.agreement.agree(_use, self.engine.synchronizes)
+        self.agreement.agree(_source, self.engine.synchronizes)
         if self.agreement.diverged:  # from here on, other ranks may not be there to gather with
             for unit in self.engine.units:
                 self.engine.parameters.unshard(unit)
@@ -163,8 +163,8 @@ def _task() -> int:
     return torch._C._current_graph_task_id()
 
 
-def _use(unit: Unit) -> Use:
-    """What the backward that has just begun will have for a unit, on this rank."""
+def _source(unit: Unit) -> GradSource:
+    """Where this rank's gradient of a unit comes from, in the backward that has just begun."""
     if any(will_reach(node) for node in unit.unsharded_by_dtype.grad_accumulators):
-        return Use.GRADIENT
-    return Use.WAITING if unit.unreduced_grad is not None else Use.NONE
+        return GradSource.BACKWARD
+    return GradSource.NO_SYNC if unit.unreduced_grad is not None else GradSource.NONE

@@ -176,7 +176,7 @@ class Engine:
         if not self._stays_after_backward(unit):
             self.parameters.reshard_after_use(unit)
         self.parameters.prefetch(self.prefetcher.post_backward(unit))
-        if unit.numel and self.synchronizes and not self.agreement.diverged:
+        if unit.numel and self.synchronizes and self.agreement.may_reduce:
             self.gradients.reduce(unit, grad)
         elif unit.numel:
             self.gradients.hold(unit, grad)

@@ -173,7 +173,7 @@ class Hooks:
             self.agreement.failed()
             self.engine.reset()
             self.engine.prefetcher.forget()
-        elif unit.state.training is not TrainingState.PRE_BACKWARD and not self.agreement.diverged:
+        elif unit.state.training is not TrainingState.PRE_BACKWARD and self.agreement.may_reshard:
             # Only this one: its caller may catch the exception, whose traceback may hold views.
             self.engine.parameters.reshard(unit)
 

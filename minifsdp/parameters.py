@@ -50,7 +50,7 @@ class Parameters:
 
     def prefetch(self, target: Unit | None) -> None:
         """Start to gather a unit that will be needed next, if that is so and there is room."""
-        if target is None or not target.needs_unshard or self.agreement.diverged:
+        if target is None or not target.needs_unshard or not self.agreement.may_prefetch:
             return
         if not self.prefetcher.is_sound(target):
             return
@@ -73,9 +73,8 @@ class Parameters:
             self.stats.count_reshard(unit.unsharded.nbytes)
 
     def reshard_after_use(self, unit: Unit) -> None:
-        """Free a unit that has had its turn; but where ranks have diverged, nobody could gather it
-        again."""
-        if not self.agreement.diverged:
+        """Free a unit that has had its turn, where all ranks do so."""
+        if self.agreement.may_reshard:
             before = unit.leaks
             self.reshard(unit)
             if unit.leaks > before == 0:

@@ -1,14 +1,17 @@
-"""Mistakes that would otherwise go unnoticed, found early and refused by name.
+"""Mistakes that would go unnoticed, or would end in a deadlock, refused early and by name.
 
-The concepts at the top can be read without any of it.
+The concepts can be read without any of this. In a step only two files do something: the ranks
+exchange one small message for each backward (rank_agreement.py; more in the first steps), and an
+optimizer compares its parameter groups with those of its last step (optimizers.py). The rest runs
+when a model is wrapped or changed, before its first step, or when an optimizer is built or loaded.
 
-rank_agreement.py   all ranks run the same units in the same order; what happens if not
-rank_circles.py     which ranks have to agree on which units
-same_model.py       all ranks have wrapped the same model, with the same values
-optimizers.py       which optimizers are right for shards
-optim_state.py      the state of an optimizer belongs to one shard
-members.py          the modules of a unit stay in it
-param_names.py      parameters are not chosen by names that they no longer have
-other_wrappers.py   other wrappers around a sharded model, or inside
-unsupported.py      what torch's FSDP has and minifsdp has not
+rank_agreement.py     all ranks run the same units in the same order; what happens if they do not
+agreement_groups.py   which ranks have to agree on which units
+same_model.py         all ranks have wrapped the same model, with the same values
+optimizers.py         which optimizers are right for sharded parameters
+optim_state.py        the state of an optimizer belongs to one rank's chunks
+members.py            the modules and parameters of a unit cannot be replaced
+param_names.py        choosing parameters by names that flat parameters do not have
+other_wrappers.py     other wrappers around a sharded model, or inside of it
+unsupported.py        what torch's FSDP has and minifsdp does not
 """

@@ -1,13 +1,19 @@
-"""Which module is in which unit. Nobody may put another one in its place.
+"""The modules and parameters of a unit cannot be replaced, added or removed after wrapping.
 
-A unit has the parameters that its modules had when it was built. Those of a module that comes later
-are in no unit: every rank would train them alone, and they would drift apart. A module that goes
-would leave its part of the chunks behind. torch tells everybody who asks whenever a module or a
-parameter is put into a module, so that is refused at once, and no step has to look for it. What
-only wraps a part, such as activation checkpointing or ``torch.compile``, is welcome.
+A unit has the parameters that its modules had when it was built. ::
 
-Between steps a module that is a part of a unit has no parameters to list. A program that asks it
-for them, to freeze them or to train only them, is told so (:class:`Part`).
+    model.head = nn.Linear(8, 10)        RuntimeError: the new parameters would be in no unit; each
+                                         rank would train them alone, and the ranks would differ
+    del model.head                       RuntimeError: its values would stay in the flat parameter
+    model.head = torch.compile(head)     fine: the same parameters, in a wrapper
+
+torch calls registered hooks whenever a module or a parameter is put into a module. So this is
+refused at once, and no step has to look for it. :func:`check_tree` finds what has come by other
+ways, once before the first step.
+
+Between forwards, a module of a unit has no parameters to list, because the unit is sharded. To ask
+such a module for its parameters, in order to freeze them or to train only them, gives a warning or
+an error (:class:`Part`).
 """
 
 import warnings
@@ -29,10 +35,13 @@ _units: "WeakKeyDictionary[nn.Module, ref[Unit]]" = WeakKeyDictionary()
 
 
 def check_free(modules: Modules) -> None:
-    """Refuse to make a unit of modules whose parameters another one has.
+    """Refuse to make a unit of modules whose parameters another unit has.
+
+    Args:
+        modules: by name.
 
     Raises:
-        ValueError: naming a module and its unit.
+        ValueError: naming the module and its unit.
     """
     for name, module in modules.items():
         if (unit := _unit_with(module)) is not None and _holds(module):
@@ -44,10 +53,10 @@ def check_free(modules: Modules) -> None:
 
 
 def join(unit: Unit, modules: Modules) -> None:
-    """Write down that these are in ``unit``."""
+    """Record that these modules are in ``unit``."""
     for module in modules.values():
         _units[module] = ref(unit)
-        if module is not unit.module:  # that one lists the flat parameter
+        if module is not unit.module:  # which lists the flat parameter, and can be frozen
             part = Part(module)
             module.__dict__.update(
                 named_parameters=part.named_parameters, requires_grad_=part.requires_grad_
@@ -55,29 +64,41 @@ def join(unit: Unit, modules: Modules) -> None:
 
 
 class Part:
-    """Methods of one module that is a part of a unit: they say what they cannot know."""
+    """Replaces two methods of a module that is in a unit.
+
+    While the unit is sharded, the originals would list nothing and freeze nothing, silently.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = ref(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Part":
-        return Part(memo[id(self._module())])  # of the module's copy, which is being made
+        return Part(memo[id(self._module())])  # for the module's copy
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """Also of ``parameters()``, ``zero_grad()`` and all else that asks for them."""
+        """Called also by ``parameters()``, ``zero_grad()`` and everything else that lists them.
+
+        Warns:
+            UserWarning: some are sharded now, so the list is not complete.
+        """
         module: Any = self._module()
         if missing := self._missing(recurse=kwargs.get("recurse", args[1:2] != (False,))):
             warnings.warn(f"{missing}. They are not listed here.", stacklevel=3)
         return type(module).named_parameters(module, *args, **kwargs)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """As of any module.
+
+        Raises:
+            RuntimeError: some parameters are sharded now. The unit is frozen as a whole.
+        """
         module: Any = self._module()
         if missing := self._missing(recurse=True):
             raise RuntimeError(f"{missing}. They cannot be frozen or thawed one by one.")
         return type(module).requires_grad_(module, requires_grad)
 
     def _missing(self, recurse: bool) -> str:
-        """Which parameters are sharded now; empty, if all are there."""
+        """Which parameters are sharded now, in words; empty if none is."""
         module = self._module()
         unit = None if module is None else _unit_with(module)
         if module is None or unit is None or unit.uses_unsharded_views or unit.on_demand(unit):
@@ -93,8 +114,9 @@ class Part:
 
 
 def check_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-    """Refuse ``module.name = param``, if the module's parameters are sharded now, or the parameter
-    is a new one.
+    """Refuse ``module.name = param`` if the parameter is new, or replaces one that is sharded now.
+
+    While the unit is gathered, a replacement is found at the end of the forward (param_views.py).
 
     Raises:
         RuntimeError: naming the unit and the parameter.
@@ -107,7 +129,7 @@ def check_parameter(module: nn.Module, name: str, param: nn.Parameter | None) ->
     if new or (owned is not None and not unit.uses_unsharded_views):
         for info, placeholder in zip(unit.param_infos, unit.placeholders, strict=True):
             if (module, name) in info.owners:
-                module.__dict__[name] = placeholder  # torch has removed it by now
+                module.__dict__[name] = placeholder  # torch has just removed it
         raise RuntimeError(
             f"parameter {owned or name!r} of {type(module).__name__} in unit {unit.label} cannot "
             f"be added or replaced after wrapping. The unit was made of the parameters that there "
@@ -117,10 +139,10 @@ def check_parameter(module: nn.Module, name: str, param: nn.Parameter | None) ->
 
 
 def check_tree(root: nn.Module) -> None:
-    """Refuse modules whose parameters are in no unit, however they have come there.
+    """Refuse a model with parameters that are in no unit, in whatever way they have come there.
 
     Raises:
-        RuntimeError: naming one.
+        RuntimeError: naming the first such module.
     """
     for name, module in root.named_modules():
         if _unit_with(module) is None and _holds(module):
@@ -132,10 +154,13 @@ def check_tree(root: nn.Module) -> None:
 
 
 def check_part(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Refuse ``parent.name = child``, if that takes parameters out of a unit, or brings new ones.
+    """Refuse ``parent.name = child`` if that removes parameters from a unit, or brings new ones.
+
+    Args:
+        child: None if the module is deleted.
 
     Raises:
-        RuntimeError: naming the unit and the module.
+        RuntimeError: naming the unit and the modules.
     """
     unit = unit_of(parent) if WRAPPED in parent._modules else _unit_with(parent)
     if unit is None:
@@ -165,6 +190,7 @@ def _holders(module: nn.Module | None) -> dict[nn.Module, str]:
 
 
 def _holds(module: nn.Module) -> bool:
+    """Whether the module itself has parameters, or had some that are in a unit now."""
     unit = _unit_with(module)
     if unit is not None and any(module is m for info in unit.param_infos for m, _ in info.owners):
         return True

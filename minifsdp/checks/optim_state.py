@@ -1,20 +1,21 @@
-"""What an optimizer remembers belongs to one chunk.
+"""The state of an optimizer belongs to one rank's chunks.
 
-Adam's moments have the shape of the parameters. Of a sharded model each rank has those of its own
-chunks, and ``optimizer.state_dict()`` is one rank's. There is nothing wrong with that, if every
-rank saves its own and gets its own back, in a model that is sharded alike::
+Adam's moments have the shape of their parameters. The optimizer of a sharded model steps chunks,
+so each rank has the moments of its own chunks, and ``optimizer.state_dict()`` is that of one rank.
+That is all right if each rank saves its own and loads its own, into a model sharded alike::
 
     torch.save(optimizer.state_dict(), f"optimizer{rank}.pt")
 
-Anything else would be read without a word: rank 0's by all (moments of other elements), that of two
-ranks by one (torch's fused kernels read past its end, and the process dies). So a mark goes with it
-that says which chunks these are. It is an entry of each parameter group, since that is what torch
-saves and loads without knowing it. Groups without chunks have none.
+Any other use would go wrong silently: all ranks may load rank 0's (moments of other elements), or
+one rank may load that of a model on two (torch's fused kernels read past its end, and the process
+dies). So each parameter group gets an entry, the :class:`Mark`, that says which chunks these are.
+torch saves and loads the entries of a group without looking at them. ::
 
-A load is not refused when it happens, but at the next step: by then all ranks have loaded, and can
-tell each other whether one of them must not go on. If only some of them raised, the others would
-wait for them until a timeout. If only some of them have loaded, nobody tells these anything; that
-they wait in vain is found out by deadlock_watch.py.
+    {"params": [0, 1], "lr": 0.1, "minifsdp": Mark(["chunk 0 of 2 of 42 elements", ...])}
+
+A mark that does not fit is not refused when it is loaded but at the next step. By then all ranks
+have loaded, so they can compare, and all of them raise. If only some of the ranks have loaded,
+these wait for the others, and deadlock_watch.py ends the wait.
 """
 
 import sys
@@ -26,7 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from minifsdp.comm.collectives import Group, gather_objects
+from minifsdp.checks.agreement_groups import agreement_groups
+from minifsdp.comm.consensus import first_problem
 from minifsdp.support.flat_parameter import FlatParameter
 from minifsdp.unit import Unit
 
@@ -44,7 +46,7 @@ _NOT_DISTRIBUTED = (
 
 
 class Mark:
-    """Which chunk each parameter of a group is."""
+    """Which chunk each parameter of a group is, in words."""
 
     def __init__(self, places: list[str]) -> None:
         self.places = places
@@ -53,16 +55,19 @@ class Mark:
         return f"<chunks of {len(self.places)} parameters>"
 
     def __reduce__(self) -> tuple[type, tuple[list[tuple[str, list[str]]]]]:
-        # Saved and copied as something that torch.load(weights_only=True) knows.
+        # torch.load(weights_only=True) refuses classes that it does not know, and knows this one.
         return OrderedDict, ([("places", self.places)],)
 
     def __create_write_items__(self, *_: object) -> NoReturn:
-        """What torch.distributed.checkpoint asks an object that knows how it is saved."""
+        """torch.distributed.checkpoint calls this on an object that has it, to save the object.
+
+        It would take one rank's state for that of all ranks, so this refuses.
+        """
         raise RuntimeError(_NOT_DISTRIBUTED)
 
 
 def mark_groups(groups: list[dict[str, Any]]) -> None:
-    """Write down which chunks these are."""
+    """Set the mark of each parameter group. Groups without chunks have none."""
     for group in groups:
         group.pop(MARK, None)
         places = _places(group)
@@ -71,17 +76,18 @@ def mark_groups(groups: list[dict[str, Any]]) -> None:
 
 
 def check_state(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
-    """What is wrong with the state of a group, in words; None: nothing.
+    """What is wrong with the state of a parameter group, in words; None if nothing is.
 
     Args:
-        group: it is new, or has just been loaded.
+        group: one that is new, or has just been loaded.
     """
     state: Any = getattr(optimizer, "state", {})
     if not any(state.get(param) for param in group["params"]):
-        return None  # plain SGD, say: what was loaded is a learning rate
+        return None  # as of plain SGD: all that was loaded is a learning rate
     mark, here = group.get(MARK), _places(group)
+    # With a mark, compare what it says. Without one (saved by a plain model), compare shapes.
     if mark is not None:
-        there = mark.places if isinstance(mark, Mark) else mark["places"]
+        there = mark.places if isinstance(mark, Mark) else mark["places"]  # see Mark.__reduce__
         if there == here:
             return None
         whole = ["a whole parameter"] * len(there)
@@ -99,27 +105,34 @@ def check_state(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
 
 
 def agree(wrong: str | None, groups: list[dict[str, Any]]) -> None:
-    """Have all ranks that share these parameters raise, if one of them has to.
+    """Compare with all ranks that share these parameters whether one of them has to raise.
+
+    Args:
+        wrong: this rank's reason, or None.
+        groups: the parameter groups of the optimizer.
 
     Raises:
-        RuntimeError: something is ``wrong``, here or there.
+        RuntimeError: this rank has a reason, or another one has.
     """
-    said = None if wrong is None else f"rank {dist.get_rank()}: {wrong}"
-    for peers in _conversations(groups):
-        heard = gather_objects(said, peers, "the comparison of states before an optimizer's step")
-        said = said or next((words for words in heard if words is not None), None)
-    if wrong is not None or said is not None:
-        raise RuntimeError(wrong or said)
+    params = (param for group in groups for param in group["params"])
+    units = (param.unit() for param in params if isinstance(param, FlatParameter))
+    everyones = None if wrong is None else f"rank {dist.get_rank()}: {wrong}"
+    for group in agreement_groups([unit for unit in units if unit is not None]):
+        about = "the comparison of states before an optimizer's step"
+        everyones = first_problem(group.process_groups, about, everyones)
+    if everyones is not None:
+        raise RuntimeError(wrong or everyones)
 
 
 def refuse_distributed_checkpoints(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Have ``state_dict()`` refuse to be asked by torch.distributed.checkpoint."""
+    """Make ``state_dict()`` raise when torch.distributed.checkpoint calls it."""
     sharded = any(is_sharded(param) for group in groups for param in group["params"])
     if sharded and "_minifsdp_asked" not in optimizer.__dict__:
         optimizer.__dict__["_minifsdp_asked"] = optimizer.register_state_dict_pre_hook(_check_asker)
 
 
 def _check_asker(optimizer: Optimizer) -> None:
+    # state_dict() is not told who calls it, so look for that in the stack.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"):
@@ -128,7 +141,8 @@ def _check_asker(optimizer: Optimizer) -> None:
 
 
 def _places(group: dict[str, Any]) -> list[str] | None:
-    """Which chunk each of them is, as text: that is what messages say, and any format can save."""
+    """Which chunk each parameter is, as text, because every format can save text and errors show
+    it. None if the group has no chunks."""
     if not any(is_sharded(param) for param in group["params"]):
         return None
     return [_place(param) for param in group["params"]]
@@ -142,7 +156,7 @@ def _place(param: Tensor) -> str:
 
 
 def is_sharded(param: Tensor) -> bool:
-    """Whether other ranks have the rest of this parameter."""
+    """Whether this is a flat parameter of which other ranks have the rest."""
     return isinstance(param, FlatParameter) and param.is_sharded
 
 
@@ -153,16 +167,3 @@ def _not_its_own(optimizer: Optimizer, param: Any, there: str, here: str) -> str
         f"the state of an optimizer ({type(optimizer).__name__}) was loaded from elsewhere: for "
         f"{of} it is that of {there}, and this is {here}. " + _ADVICE
     )
-
-
-def _conversations(groups: list[dict[str, Any]]) -> list[Group]:
-    """Those with whom to agree; the widest last, so that it hears what was found in the others."""
-    found: dict[tuple[int, int, str], Group] = {}
-    for param in (param for group in groups for param in group["params"]):
-        unit = param.unit() if isinstance(param, FlatParameter) else None
-        if unit is not None:
-            for second, peers in enumerate((unit.shard_group, unit.replicate_group)):
-                # (torch's fake ranks never answer.)
-                if peers and peers.size() > 1 and "fake" not in dist.get_backend_config(peers):
-                    found[peers.size(), second, peers.group_name] = peers
-    return [found[key] for key in sorted(found)]

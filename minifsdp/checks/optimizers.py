@@ -1,19 +1,26 @@
-"""Optimizers of flat parameters: which are right, and which would be wrong without a word.
+"""Which optimizers are right for flat parameters. The others would be wrong silently.
 
-An optimizer that treats each element by itself (SGD, Adam and most others) does to a chunk what it
-would do to the whole. These do not, and are told when they are built, or at their first step:
+An optimizer that treats each element by itself, as SGD, Adam and most others do, does the same to a
+chunk as it would do to the whole parameter. These cases are different, and are found when the
+optimizer is built or at its first step:
 
-- One that looks at a whole tensor (Adafactor, Muon, LAMB), or at all of them (LBFGS). They are
-  known by the names of their classes. An optimizer whose name says nothing is taken to be
-  element-wise; nobody can see that it is not.
-- One that holds parameters from before the wrapping, in which nobody computes any more.
-- Groups by name or by dimension: "no weight decay for biases". A flat parameter is all of a unit's
-  parameters, has one dimension, and no names, so they all land in one group. That is a warning.
-- Its state, in the hands of a rank with another chunk: see optim_state.py.
-- A step without any gradient, since ``loss.backward(inputs=...)`` does not reach flat parameters.
-  That is a warning, too.
+============================================  =====================================================
+an optimizer that looks at whole tensors      refused, by the name of its class. If a name says
+(Adafactor, Muon, LAMB) or at all             nothing, the optimizer is taken to be element-wise,
+parameters together (LBFGS)                   because there is no way to find out
+an optimizer that holds parameters from       refused: nothing computes with those any more
+before the wrapping
+its state, loaded by a rank with another      refused, see optim_state.py
+chunk
+parameter groups by name or by dimension:     warned of: a flat parameter is all of a unit's
+"no weight decay for biases"                  parameters, has one dimension and no such names, so
+                                              all of them end up in the same group
+a step without any gradient                   warned of: ``loss.backward(inputs=...)`` does not
+                                              reach flat parameters
+============================================  =====================================================
 
-All of it is looked at again when the groups change, and not in every step.
+A step itself only compares the list of parameter groups with that of the last step, and looks for
+one gradient. All else runs only if the groups have changed.
 """
 
 import re
@@ -27,19 +34,16 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from minifsdp.checks.optim_state import (
-    agree,
-    check_state,
-    mark_groups,
-    refuse_distributed_checkpoints,
-)
+from minifsdp.checks import optim_state
 from minifsdp.support.flat_parameter import FlatParameter
 from minifsdp.unit_state import TrainingState
 from minifsdp.wrapping.orig_params import unit_of_orig_param
 
 Groups = list[dict[str, Any]]
 
-# Parts of class names, small letters only.
+# Parts of the names of classes, in lower case. By tensor: adafactor and others divide by a norm of
+# the whole tensor, or treat it as a matrix, which a flat parameter is not. By model: all parameters
+# share one number, such as a step length, for which each rank would find another value.
 _BY_TENSOR = re.compile(
     "adafactor|muon|lamb(?!da)|lars|shampoo|soap|novograd|adam_?mini|galore|^came|sm3|kfac"
 )
@@ -49,34 +53,43 @@ _INSIDE = re.compile(r"torch\.|minifsdp\.")
 
 @cache
 def watch_optimizers() -> None:
-    """Look at all optimizers from now on: when they are built, and before they step."""
+    """Check all optimizers of this process from now on: when they are built, and before a step."""
     register_optimizer_step_pre_hook(_before_step)
     FlatParameter.on_optimizer = staticmethod(_being_built)
 
 
 def _being_built(optimizer: Optimizer, frame: FrameType) -> None:
-    """An optimizer has asked for a flat parameter, in its ``add_param_group``."""
+    """Called when an optimizer reads a flat parameter in its ``add_param_group``.
+
+    Args:
+        frame: of ``add_param_group``.
+
+    Raises:
+        RuntimeError: the optimizer does not treat each element by itself.
+    """
     added = frame.f_locals["param_group"]
     if optimizer.__dict__.get("_minifsdp_added") is added:
-        return  # another one of the same group
+        return  # for another parameter of the same group
     optimizer.__dict__["_minifsdp_added"] = added
     given: Groups = [*optimizer.param_groups, added]
     _refuse_by_name(optimizer, given)
-    refuse_distributed_checkpoints(optimizer, given)
+    optim_state.refuse_distributed_checkpoints(optimizer, given)
+    # The constructor adds the groups one by one. To warn of them, find all that it was given.
     caller: FrameType | None = frame
     while caller is not None and caller.f_code is not Optimizer.__init__.__code__:
         caller = caller.f_back
     if caller is not None:
         given = caller.f_locals["param_groups"]
     if all(isinstance(group["params"], (Sized, torch.Tensor)) for group in given):
-        _warn_of_groups(optimizer, given)  # else some are iterators yet, not to be used up
+        _warn_of_groups(optimizer, given)  # an iterator would be used up by looking at it
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    """Refuse a step before it is made. Costs one comparison for each group, if none has changed.
+    """Called before each step of any optimizer.
 
     Raises:
-        RuntimeError: on every rank, whichever found the reason.
+        RuntimeError: the step would be wrong. If the reason is on one rank only, all ranks that
+            share parameters of this optimizer raise.
     """
     groups: Groups = optimizer.param_groups
     if _has_no_gradient(groups) and "_minifsdp_idle" not in optimizer.__dict__:
@@ -96,30 +109,34 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     _refuse_by_name(optimizer, groups)
     wrong = _originals(optimizer, groups)
     for group in groups:
-        if not any(group is before for before, _ in seen):  # new, or put here by load_state_dict()
-            wrong = wrong or check_state(optimizer, group)
-    agree(wrong, groups)
+        if not any(group is before for before, _ in seen):  # new; load_state_dict() makes new ones
+            wrong = wrong or optim_state.check_state(optimizer, group)
+    optim_state.agree(wrong, groups)
     _warn_of_groups(optimizer, groups)
-    mark_groups(groups)
-    refuse_distributed_checkpoints(optimizer, groups)
+    optim_state.mark_groups(groups)
+    optim_state.refuse_distributed_checkpoints(optimizer, groups)
     optimizer.__dict__["_minifsdp_seen"] = [(group, group["params"]) for group in groups]
 
 
 def _has_no_gradient(groups: Groups) -> bool:
-    """Whether a forward was run for a backward, and has left nothing to step with."""
+    """Whether a forward has run, its backward has not reached any flat parameter, and none of them
+    has a gradient from before."""
     ran = False
     for group in groups:
         for param in group["params"]:
             if isinstance(param, FlatParameter) and param.requires_grad:
                 if param.grad is not None:
-                    return False  # as a rule the first one has
+                    return False  # usually the first parameter has one, so this loop is short
                 unit = param.unit()
                 ran = ran or (unit is not None and unit.state.training is TrainingState.FORWARD)
     return ran
 
 
 def _refuse_by_name(optimizer: Optimizer, groups: Groups) -> None:
+    # Base classes too: a subclass of LBFGS is an LBFGS, whatever its name is.
     flat = [param for group in groups for param in _flat(group["params"])]
+    # It depends on the parameters, too: where each rank has the whole of one vector, even Adafactor
+    # is right, and LBFGS is right where nothing is cut into chunks.
     looks_at = ""
     for cls in type(optimizer).__mro__:
         name = cls.__name__.lower()
@@ -136,7 +153,8 @@ def _refuse_by_name(optimizer: Optimizer, groups: Groups) -> None:
 
 
 def _is_flattened(param: FlatParameter) -> bool:
-    """Whether it is something else than one parameter that has one dimension anyway."""
+    """Whether a flat parameter has another shape than what it was made of. It has not if that is
+    one vector, whole on each rank."""
     unit = param.unit()
     return unit is not None and (
         param.is_sharded
@@ -146,6 +164,7 @@ def _is_flattened(param: FlatParameter) -> bool:
 
 
 def _originals(optimizer: Optimizer, groups: Groups) -> str | None:
+    """What is wrong with the parameters that an optimizer holds, in words; None if nothing is."""
     for group in groups:
         for param in group["params"]:
             unit, name = unit_of_orig_param(param)
@@ -167,14 +186,15 @@ def _originals(optimizer: Optimizer, groups: Groups) -> str | None:
 
 
 def _warn_of_groups(optimizer: Optimizer, groups: Groups) -> None:
-    """Say, once, that groups by name or dimension have all become one."""
+    """Warn, once, if parameter groups look as if they were chosen by name or by dimension: the flat
+    parameters are all in one of them, and another one is empty or has only what is not sharded."""
     if len(groups) < 2 or "_minifsdp_warned" in optimizer.__dict__:
         return
     flat = [list(_flat(group["params"])) for group in groups]
     full = [at for at, params in enumerate(flat) if params]
     empty = [at for at, group in enumerate(groups) if not len(_tensors(group["params"]))]
-    # A model and something plain beside it are no mistake; both in one group, and more that is
-    # plain in another, look like a filter that has let all flat parameters through.
+    # A group of flat parameters and one of plain parameters are no mistake. But both kinds in one
+    # group, and more plain ones in another, look like a filter that all flat ones have passed.
     filtered = len(full) == 1 and len(flat[full[0]]) < len(_tensors(groups[full[0]]["params"]))
     if not full or not (empty or filtered):
         return
@@ -194,7 +214,7 @@ def _warn_of_groups(optimizer: Optimizer, groups: Groups) -> None:
 
 
 def _caller() -> int:
-    """How many frames up the code is that is neither torch's nor this file."""
+    """How many frames up the code of the user is, so that a warning shows its line."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and _INSIDE.match(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
@@ -206,6 +226,6 @@ def _flat(params: Any) -> Iterable[FlatParameter]:
 
 
 def _tensors(params: Any) -> list[Any]:
-    """A group's parameters, which may be one, or pairs of a name and one."""
+    """The parameters of a group, which may be given as one tensor, or with names as pairs."""
     params = [params] if isinstance(params, torch.Tensor) else list(params)
     return [param[1] if isinstance(param, tuple) else param for param in params]

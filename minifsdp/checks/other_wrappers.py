@@ -1,10 +1,19 @@
-"""Other wrappers around a sharded model, and what cannot be sharded inside: refused by name.
+"""Other wrappers around a sharded model, and what cannot be sharded inside of one: refused by name.
 
-DistributedDataParallel sends rank 0's parameters to all ranks when it is built. To chunks, of which
-each rank has another one, that is the end: all ranks hold rank 0's. Even where nothing is sharded
-it reduces gradients that are reduced already. torch tells everybody who asks whenever a module is
-put into another one; DistributedDataParallel and DataParallel put what they wrap into themselves
-before they touch it, so that is the moment to refuse. torch's own FSDP marks all modules first.
+::
+
+    DistributedDataParallel(FSDP(model))      TypeError
+    FSDP(DistributedDataParallel(model))      ValueError
+    FSDP(torch.jit.script(model))             ValueError
+
+DistributedDataParallel sends rank 0's parameters to all ranks when it is built. That would write
+rank 0's chunk over the chunks of all other ranks. Even if nothing is sharded, it would reduce
+gradients that have been reduced already.
+
+torch calls registered hooks whenever a module is put into another one. DistributedDataParallel and
+DataParallel put the model into themselves before they do anything with it, so such a hook can
+refuse in time. torch's own FSDP sets an attribute on all modules first, which is refused in
+wrapping/attributes.py. None of this runs in a step.
 """
 
 import torch
@@ -17,14 +26,15 @@ from minifsdp.checks.members import WRAPPED
 from minifsdp.wrapping.module_tree import clean, unit_of
 
 AROUND = (DistributedDataParallel, DataParallel)
-FSDP_MARK = "_is_fsdp_managed_module"  # torch's FSDP and fully_shard set it on all that they take
+FSDP_MARK = "_is_fsdp_managed_module"  # set by torch's FSDP and fully_shard
 
 
 def check_inside(module: nn.Module) -> None:
-    """Refuse to wrap what another wrapper has, and what cannot be cut into chunks.
+    """Refuse to wrap a module that contains another wrapper, or what cannot be cut into chunks:
+    scripted modules, sparse tensors, gradients of sparse embeddings, distributed tensors.
 
     Raises:
-        ValueError: naming it.
+        ValueError: naming the module or parameter.
     """
     for name, inner in module.named_modules():
         if isinstance(inner, torch.jit.ScriptModule):
@@ -59,10 +69,13 @@ def check_inside(module: nn.Module) -> None:
 
 
 def refuse_around(other: str, module: nn.Module) -> None:
-    """Raise, if there is a sharded model at or below ``module``: ``other`` must not wrap it.
+    """Refuse to wrap ``module`` in something else if it is or contains a sharded model.
+
+    Args:
+        other: the name of the other wrapper.
 
     Raises:
-        TypeError: naming both.
+        TypeError: naming both wrappers.
     """
     for name, inner in module.named_modules():
         if (unit := unit_of(inner)) is not None:

@@ -1,14 +1,22 @@
-"""The name of a flat parameter, for programs that choose parameters by name.
+"""Names of flat parameters, for programs that choose parameters by name.
 
-Loops such as this one freeze the layers of a plain model::
+Such a loop freezes all of a plain model but its head and its biases::
 
     for name, param in model.named_parameters():
         param.requires_grad = "head" in name or name.endswith("bias")
 
-A sharded model lists one flat parameter for each unit, named ``blocks.0._flat_param``. It stands
-for all parameters of the unit, and its name does not contain theirs: the loop would choose others
-than it was written for, and nothing would fail. So the name is a ``str`` that knows the names it
-stands for, and warns when the answer to a question is no, and would be yes for one of them.
+A sharded model lists one flat parameter for each unit, with a name such as
+``blocks.0._flat_param``. It stands for all parameters of the unit, and the names of these are not
+in its own name: the loop would choose other parameters than before, and nothing would fail. So the
+name is a ``str`` that knows the original names. If the answer to a question is no, and would be yes
+for one of those, the name warns::
+
+    name                  blocks.0._flat_param
+    original names        blocks.0.linear.weight, blocks.0.linear.bias
+    name.endswith("bias")    False, with a warning: True for blocks.0.linear.bias
+    "blocks" in name         True, without a warning
+
+This runs when parameters are listed, never in a step.
 """
 
 import warnings
@@ -23,19 +31,23 @@ Named = tuple[str, nn.Parameter]
 
 
 def with_flat_names(parameters: Iterable[Named]) -> Iterator[Named]:
-    """The same, in which names of flat parameters warn of questions that they cannot answer."""
-    warned: set[object] = set()  # of one listing, so that a loop over it is told once
+    """The same names and parameters, but names of flat parameters are :class:`FlatName`."""
+    warned: set[object] = set()  # shared, so that a loop over all parameters is warned once
     for name, param in parameters:
         yield FlatName(name, param, warned) if isinstance(param, FlatParameter) else name, param
 
 
 class FlatName(str):
-    """A fully qualified name, of a flat parameter.
+    """The fully qualified name of a flat parameter.
 
     Args:
         name: as a string.
-        param: that it is the name of.
-        warned: questions that have been warned of.
+        param: the flat parameter.
+        warned: arguments of questions that the user has been warned of.
+
+    Warns:
+        UserWarning: ``in``, ``startswith``, ``endswith``, ``==`` or ``!=`` finds no match, but
+            would find one in an original name.
     """
 
     param: FlatParameter
@@ -48,12 +60,12 @@ class FlatName(str):
 
     @property
     def originals(self) -> list[str]:
-        """Fully qualified names of the parameters that the flat one stands for."""
+        """Fully qualified names of the parameters that are laid end to end in the flat one."""
         path, dot, _ = self.rpartition(".")
         return [path + dot + info.name for info in getattr(self.param.unit(), "param_infos", ())]
 
     def __reduce__(self) -> Any:
-        return str, (str(self),)  # what is saved or sent is an ordinary name
+        return str, (str(self),)  # saved or sent, it is an ordinary string
 
     def __contains__(self, part: str) -> bool:  # type: ignore[override]
         return self._answer(str.__contains__, part)

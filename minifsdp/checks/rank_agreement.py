@@ -1,47 +1,45 @@
-"""All ranks in step.
+"""All ranks run the same units in the same order; and what happens if they do not.
 
-A collective is a conversation in which everybody has to say their line. If one rank skips a layer,
-or takes two in another order, the others wait for it until a timeout, minutes later, and then learn
-nothing but that they waited. So ranks compare notes, in two ways.
+A collective needs all ranks. If one rank skips a layer, or runs two layers in another order, the
+others wait for it until a timeout, minutes later, and the error does not say why. So the ranks of a
+model compare what they do, in three ways:
 
-**Checks**, in the first steps of a root: who has which units, once; then, at each of these moments,
-which one it is. That is one tiny message each, and ranks that differ all get the same error, with
-the names of both modules, before anything is gathered::
+**Checks**, in the first steps. Before the first one the ranks compare which units they have
+(same_model.py). Then each rank says at each of these moments where it is, in one tiny message. If
+they differ, all ranks raise the same error, which names both units, before anything is gathered::
 
     rank 0   forward of 'a'   forward of 'b'   end of forward
-    rank 1   forward of 'a'   end of forward                     error on both
+    rank 1   forward of 'a'   end of forward                     error on both ranks
 
-**Agreement**, at the start of each backward: which units get a gradient, on which ranks. A rank
-whose loss has no use for a unit is nothing wrong (an auxiliary loss, an expert without tokens), but
-its silence would leave the others waiting. If ranks differ, they are *apart* in this backward: all
-of them gather all units before it and reduce all gradients after it, with zeros from those who have
-nothing to give. So the mean is DistributedDataParallel's, and the order of collectives is the same
-on all ranks, whatever each of them computes in between. So is the memory: that of a whole model.
+**Agreement**, at the start of each backward: which units get a gradient on which ranks. It is no
+mistake if a loss does not use a unit on some ranks (an auxiliary loss, an expert without tokens).
+But these ranks would never start the unit's reduction, and the others would wait for it. If ranks
+differ in that, they *diverge* in this backward: all of them gather all units before it and reduce
+all gradients after it, with zeros on the ranks that have no gradient. So the mean is that of
+DistributedDataParallel, and all ranks start the same collectives in the same order, whatever each
+of them computes in between. The price is the memory of a whole model.
 
-**Meetings**, after an exception: a rank that has caught one may be the only one. So before its next
-step it waits for all others to come and say that they have stopped, too. If one of them is still
-in that step, or in the next, deadlock_watch.py ends the wait.
+**Meeting after an exception.** A rank that has caught an exception may be the only one that had it.
+So before its next step it waits until all ranks say that they have stopped, too. If one of them has
+gone on, deadlock_watch.py ends the wait.
 
-What is not covered: losses that differ from rank to rank in which outputs they use, where this
-decides on a unit that gets no gradient anywhere (it is frozen), or on when a checkpoint runs units
-again. Ranks that then wait for each other are told by deadlock_watch.py.
+What this does not see is left to deadlock_watch.py: ranks whose losses use different outputs, where
+this decides on a frozen unit or on when an activation checkpoint runs units again.
 
-On a GPU this answer costs a wait of the host for the device. There the question is asked in the
-first steps, and afterwards only if it ever made a difference.
+After the first steps one message for each backward is left. On a GPU the host would have to wait
+for its answer, so there even this message stops, unless ranks have ever diverged.
 """
 
 from collections.abc import Callable
 from enum import IntEnum
 
 import torch
-import torch.distributed as dist
 
-from minifsdp.checks.rank_circles import Circle, by_rank, circles
-from minifsdp.checks.same_model import Notes, describe, forget_values, judge
-from minifsdp.comm.collectives import all_gather
+from minifsdp.checks.agreement_groups import AgreementGroup, agreement_groups, format_by_rank
+from minifsdp.checks.same_model import compare_models, forget_values
+from minifsdp.comm.consensus import first_problem, gather_numbers
 from minifsdp.comm.deadlock_watch import watch
-from minifsdp.comm.message_tags import Kind, made
-from minifsdp.comm.store import exchange
+from minifsdp.comm.message_tags import Kind, messages_started
 from minifsdp.unit import Unit
 
 CHECKED_STEPS = 2
@@ -62,59 +60,77 @@ class Moment(IntEnum):
         return self.name.lower().replace("_", " ")
 
 
-class Use(IntEnum):
-    """What one rank has for a unit in a backward."""
+class GradSource(IntEnum):
+    """What one rank has to reduce for a unit after a backward."""
 
     NONE = 0
-    WAITING = 1  # only what no_sync has left
-    GRADIENT = 2
+    NO_SYNC = 1  # only what backwards inside of no_sync have left
+    BACKWARD = 2  # this backward computes a gradient
 
 
 class RankAgreement:
-    """The conversations of one root's units.
-
-    Units that all ranks share, in whatever way, are talked about in one circle. Those that belong
-    to some of the ranks, such as experts, have circles of their own.
+    """What the ranks of one root compare.
 
     Args:
         units: the root's first.
         settings: of the root, in words.
+
+    Attributes:
+        steps: how many steps have begun.
+        diverged: in this backward some ranks get a gradient for a unit and others do not. Ask
+            ``may_prefetch``, ``may_reshard`` and ``may_reduce`` instead where one of them fits.
+        late: the units whose gradients are reduced at the end of this backward.
     """
 
     def __init__(self, units: list[Unit], settings: str = "") -> None:
         self.units, self._settings = units, settings
-        self.steps = self._said_before = 0  # and messages, before the last one began
-        # Some ranks use a unit that others do not: in this backward, in one of all.
+        self.steps = self._started_before = 0  # messages that this step has not started
         self.diverged = self._ever_diverged = False
-        self.late: list[Unit] = []  # reduced at its end: what only no_sync has left; if apart, all
+        self.late: list[Unit] = []
         self._compared = self._compared_values = False
-        # This rank's last forward or backward has failed; and all ranks know that all have.
+        # This rank's last forward or backward has failed; and it is known to have failed on all.
         self._failed = self._all_failed = False
-        self._training = False  # it has begun, and a backward may come of it
+        self._training = False  # a forward has begun that a backward may follow
         self._by_mode = next((u for u in units if u.precision.full_precision_in_eval), None)
-        self._circles = circles(units)
-        self._circle = {unit: circle for circle in self._circles for unit in circle.members}
+        self._groups = agreement_groups(units)
+        self._group_of = {unit: group for group in self._groups for unit in group.units}
+
+    # ---------------------------------------------------------------- questions about divergence
 
     @property
-    def checking(self) -> bool:
-        """Whether moments are compared now."""
-        return self.steps <= CHECKED_STEPS
+    def may_prefetch(self) -> bool:
+        """Whether a unit may be gathered before it is needed. Not if ranks diverge: everything is
+        gathered then, and a prefetch would only count as one with a wrong target."""
+        return not self.diverged
+
+    @property
+    def may_reshard(self) -> bool:
+        """Whether a unit may be freed after its turn. Not if ranks diverge: one rank may need it
+        again when the others do not, and it cannot gather the unit alone."""
+        return not self.diverged
+
+    @property
+    def may_reduce(self) -> bool:
+        """Whether a gradient may be reduced as soon as it is complete. Not if ranks diverge: some
+        ranks will never have this gradient. It is kept then, and ``late`` has the unit."""
+        return not self.diverged
+
+    # ------------------------------------------------------------------------------------- steps
 
     def start(self, forward: bool) -> None:
-        """A forward begins, or parameters are summoned. The first time, compare the units
-        themselves, and before the first forward their values.
+        """A forward begins, or parameters are summoned. The first time, compare what was wrapped;
+        and values, the first time before a forward.
 
         Raises:
-            ValueError: ranks have wrapped different modules, or in different ways, or with
-                different values. All raise it.
-            RuntimeError: an exception ended the last step of this rank, and not of the others.
+            ValueError: ranks have wrapped different modules, or the same with other settings or
+                other values. All ranks raise it.
+            RuntimeError: an exception has ended the last step of this rank, but not of the others.
         """
         if self._failed:
             self._failed = False
-            for circle in self._circles:
-                for group in circle.groups:
-                    exchange(group, "the start after an exception", None, lambda said: None)
-            self.steps = 0  # all ranks have stopped; they begin anew, and count alike
+            for group in self._groups:
+                first_problem(group.process_groups, "the start after an exception", None)
+            self.steps = 0  # on all ranks, so that they check the same steps from here on
         self._all_failed = False
         if not self._compared or (forward and not self._compared_values):
             self._compare(forward)
@@ -122,7 +138,7 @@ class RankAgreement:
     def reset(self) -> None:
         """A step begins, or has failed and is forgotten."""
         self.diverged = self._training = False
-        self._said_before = made()
+        self._started_before = messages_started()
 
     def begin(self) -> None:
         """A forward begins, and nothing has refused it."""
@@ -130,128 +146,124 @@ class RankAgreement:
         self._training = torch.is_grad_enabled()
 
     def compare_values_again(self) -> None:
-        """They were changed by hand on this rank, and on all others, or they are no longer those
-        of one model. (Units that some ranks share may have changed on those ranks alone.)"""
-        self._compared_values &= len(self._circles) > 1
+        """The user has set values, which should be the same on all ranks. (Not with several
+        agreement groups: units of some ranks may have been set on those ranks alone, and the other
+        ranks would not come to compare.)"""
+        self._compared_values &= len(self._groups) > 1
 
     def failed(self) -> None:
-        """An exception has ended a forward or backward. It may have been this rank's alone, so
-        before anything else all of them meet: else this rank would be a batch ahead of the others
-        from now on. If it had not begun, and nothing was said, nobody has missed anything."""
-        self._failed |= not self._all_failed and (self._training or made() != self._said_before)
+        """An exception has ended a forward or backward, perhaps on this rank only. Then all ranks
+        have to meet before the next step; else this rank would be a batch ahead of the others. An
+        exception before anything was started concerns no other rank."""
+        active = self._training or messages_started() != self._started_before
+        self._failed |= not self._all_failed and active
 
     def _compare(self, forward: bool) -> None:
-        complaint: str | None = None
-        for groups, members in self._circles:
-            watch(groups)
-            said = [describe(unit, forward) for unit in members]
-            tags = [unit.tag for unit in members]
-            for group in groups:
-                mine = Notes(dist.get_rank(), complaint, forward, self._settings, said, tags)
-                complaint, all_forward, tags = exchange(
-                    group, f"the comparison of what was wrapped ({said[0].name}, ...)", mine, judge
-                )
-                forward &= all_forward
-            for unit, tag in zip(members if complaint is None else [], tags, strict=False):
-                unit.tag = tag
-        if complaint:
+        for group in self._groups:
+            watch(group.process_groups)
+        problem, forward = compare_models(self._groups, self._settings, forward)
+        if problem is not None:
             self._all_failed = True
-            raise ValueError(complaint)
+            raise ValueError(problem)
         self._compared, self._compared_values = True, forward
         if forward:
             forget_values(self.units)
 
+    # ----------------------------------------------------------------------------------- moments
+
+    @property
+    def checking(self) -> bool:
+        """Whether ranks compare where they are: in the first steps only."""
+        return self.steps <= CHECKED_STEPS
+
     def compares(self, unit: Unit) -> bool:
-        """Whether ranks compare what they do with ``unit`` now: in the first steps."""
-        return self.checking and not self.diverged and unit in self._circle
+        """Whether ranks compare now what they do with ``unit``."""
+        return self.checking and not self.diverged and unit in self._group_of
 
     def at(self, moment: Moment, unit: Unit) -> None:
-        """Compare with the other ranks of ``unit`` where they are; only in the first steps.
+        """Compare with the other ranks of ``unit`` where they are. Only in the first steps.
 
         Raises:
-            RuntimeError: some rank is elsewhere. All of them raise it.
+            RuntimeError: some rank is at another moment, or at another unit. All ranks raise it.
         """
         if not self.compares(unit):
             return
-        circle = self._circle[unit]
-        mine = [int(moment), circle.members.index(unit), self._mode()]
-        what = f"the comparison of steps ({moment} {unit.label})"
-        said = self._tell(circle, Kind.MOMENT, what, mine)
-        if len({tuple(place) for place in said.values()}) > 1:
+        group = self._group_of[unit]
+        about = f"the comparison of steps ({moment} {unit.label})"
+        mine = [int(moment), group.units.index(unit), self._mode()]
+        found = self._gather(group, Kind.MOMENT, about, mine)
+        if len(set(map(tuple, found.values()))) > 1:
             self._all_failed = True
-            self.steps = 0  # all ranks have stopped here; they begin anew, and count alike
+            self.steps = 0  # on all ranks, so that they check the same steps from here on
             where = {
-                rank: f"{Moment(kind)} {circle.members[index].label}{_MODES[mode]}"
-                for rank, (kind, index, mode) in said.items()
+                rank: f"{Moment(moment)} {group.units[index].label}{_MODES[mode]}"
+                for rank, (moment, index, mode) in found.items()
             }
             raise RuntimeError(
-                f"the ranks are not in step ({by_rank(where)}). Every rank has to run the "
+                f"the ranks are not in step ({format_by_rank(where)}). Every rank has to run the "
                 f"same units in the same order, because they gather them together. Look for a "
                 f"condition on the rank or on the data; a unit that a rank has no use for must run "
                 f"there all the same."
             )
 
-    def _mode(self) -> int:
-        """0: it does not matter; 1: as in train(); 2: in full precision, as in eval()."""
-        unit = self._by_mode
-        return 0 if unit is None else 1 + (unit.unsharded.dtype is unit.padded_shard.dtype)
-
-    def agree(self, use: Callable[[Unit], Use], synchronizes: bool) -> None:
-        """Find out whether the ranks are apart in the backward that begins.
+    def agree(self, source: Callable[[Unit], GradSource], synchronizes: bool) -> None:
+        """A backward begins: find out whether ranks diverge in it, and set ``late``.
 
         Args:
-            use: what this rank has for a unit.
-            synchronizes: gradients are reduced; otherwise they wait (no_sync).
+            source: what this rank will have to reduce for a unit.
+            synchronizes: gradients are reduced; not so inside of no_sync.
 
         Raises:
-            RuntimeError: some ranks are inside of no_sync and others are not. All of them raise it.
+            RuntimeError: some ranks are inside of no_sync and others are not, or their precision
+                depends on the mode and they are in different modes. All ranks raise it.
         """
         self.diverged, self.late = False, []
-        mine = {unit: use(unit) if unit.numel else Use.NONE for unit in self.units}
-        highest = dict(mine)
-        for circle in self._circles if self.asks else []:
-            members = circle.members
-            said = self._tell(
-                circle,
-                Kind.AGREEMENT,
-                "the start of a backward",
-                [synchronizes, self.diverged, self._mode(), *(mine[unit] for unit in members)],
+        mine = {unit: source(unit) if unit.numel else GradSource.NONE for unit in self.units}
+        highest = dict(mine)  # of all ranks
+        found: dict[int, list[int]] = {}
+        for group in self._groups if self.compares_backwards else []:
+            numbers = [synchronizes, self._mode(), self.diverged, *(mine[u] for u in group.units)]
+            found = self._gather(group, Kind.AGREEMENT, "the start of a backward", numbers)
+            _, _, diverged, *by_unit = zip(*found.values(), strict=True)
+            self.diverged |= any(diverged)  # in an agreement group of fewer ranks, asked before
+            for unit, sources in zip(group.units, by_unit, strict=True):
+                highest[unit] = GradSource(max(sources))
+                self.diverged |= min(sources) < max(sources) == GradSource.BACKWARD
+        self._ever_diverged |= self.diverged
+        # The last group has all ranks, so either all of them raise or none.
+        if len({tuple(numbers[:2]) for numbers in found.values()}) > 1:
+            self._all_failed = True
+            inside = ("inside", "outside")
+            where = {rank: inside[n[0]] + _MODES[n[1]] for rank, n in found.items()}
+            raise RuntimeError(
+                f"some ranks run this backward inside of no_sync(), or in another mode, and others "
+                f"do not ({format_by_rank(where)}). They reduce gradients together, in one "
+                f"precision, or none does."
             )
-            for place, unit in enumerate(members):
-                uses = [Use(note[3 + place]) for note in said.values()]
-                highest[unit] = max(uses)
-                self.diverged |= min(uses) < max(uses) == Use.GRADIENT
-            self.diverged |= any(note[1] for note in said.values())  # heard of in another circle
-            self._ever_diverged |= self.diverged
-            if circle is self._circles[-1] and len({(n[0], n[2]) for n in said.values()}) > 1:
-                self._all_failed = True
-                inside = ("inside", "outside")
-                where = {rank: inside[n[0]] + _MODES[n[2]] for rank, n in said.items()}
-                raise RuntimeError(
-                    f"some ranks run this backward inside of no_sync(), or in another mode, and "
-                    f"others do not ({by_rank(where)}). They reduce gradients together, in one "
-                    f"precision, or none does."
-                )
         if synchronizes:
-            late = (Use.WAITING, Use.GRADIENT) if self.diverged else (Use.WAITING,)
+            late = [GradSource.NO_SYNC]
+            if self.diverged:
+                late.append(GradSource.BACKWARD)
             self.late = [unit for unit in self.units if highest[unit] in late]
 
     @property
-    def asks(self) -> bool:
-        """Whether ranks compare their backwards: a GPU would have to wait for the answer."""
+    def compares_backwards(self) -> bool:
+        """Whether :meth:`agree` asks the other ranks. On a GPU the host would have to wait for the
+        answer, so there it asks in the first steps, and later only if ranks have ever diverged."""
         return self._device.type == "cpu" or self.checking or self._ever_diverged
 
     @property
     def _device(self) -> torch.device:
-        # Not that of a unit without parameters: nobody has moved it to where the others are.
+        # A unit without parameters may be on another device, because there is nothing to move.
         return next((unit.device for unit in self.units if unit.numel), self.units[0].device)
 
-    def _tell(self, circle: Circle, kind: Kind, what: str, mine: list[int]) -> dict[int, list[int]]:
-        """What each rank of the circle says, by rank. All say equally many numbers."""
-        said = [[dist.get_rank(), *mine]]
-        for group in circle.groups:
-            notes = torch.tensor(said, device=self._device).view(-1)
-            heard = notes.new_empty(group.size() * notes.numel())
-            all_gather(heard, notes, group, circle.members[0].tag, what, kind)()
-            said = heard.view(-1, 1 + len(mine)).tolist()
-        return {rank: note for rank, *note in said}
+    def _mode(self) -> int:
+        """0: the mode does not matter; 1: train(); 2: eval(), in full precision."""
+        unit = self._by_mode
+        return 0 if unit is None else 1 + (unit.unsharded.dtype is unit.padded_shard.dtype)
+
+    def _gather(
+        self, group: AgreementGroup, kind: Kind, about: str, mine: list[int]
+    ) -> dict[int, list[int]]:
+        tag = group.units[0].tag
+        return gather_numbers(group.process_groups, mine, self._device, tag, about, kind)

@@ -1,136 +1,181 @@
-"""Have all ranks wrapped the same? What each says of its units, and the first difference in words.
+"""Whether all ranks have wrapped the same model, with the same values.
 
-Ranks that have built different models wait for each other for ever, or take one unit's parameters
-for another's. rank_agreement.py lets them talk, before the first step; this is what they say.
+Ranks with different models would wait for each other forever, or take the parameters of one unit
+for those of another. So before the first step each rank describes its units, and the first rank
+compares the descriptions and puts the first difference into words::
 
-Values are compared, too. If each rank draws its own, the model is made of pieces of all of them,
-and replicas are no replicas. (DistributedDataParallel sends rank 0's values to all.) The values of
-a sharded unit are only whole when it is wrapped, so a number is made of them there. It counts as
-long as nobody has changed the chunk: what was loaded since is compared no more.
+    rank 0: unit 'a' (42 elements, ...)        the ranks have wrapped different modules: rank 0 has
+    rank 1: unit 'a' (56 elements, ...)   ->   unit 'a' (42 elements, ...) where rank 1 has
+                                               unit 'a' (56 elements, ...)
+
+Values are compared too. If each rank drew its own, a sharded model would be made of pieces of
+different models, and replicas would differ. (DistributedDataParallel sends rank 0's values to all
+ranks instead.) A rank has all values of a sharded unit only while it wraps the unit, so it computes
+a fingerprint of them then. That fingerprint counts only if the shard has not been changed since, as
+it is when a checkpoint is loaded.
+
+This runs once for each model, not in each step.
 """
 
+from collections.abc import Iterator
 from itertools import zip_longest
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from minifsdp.checks.agreement_groups import AgreementGroup
+from minifsdp.comm.consensus import consensus
 from minifsdp.support.fingerprint import fingerprint
 from minifsdp.unit import Unit
 
 
 class Values(NamedTuple):
-    """What a unit's values are, as numbers. None: not known."""
+    """Fingerprints of a unit's values on one rank. None: not known."""
 
-    whole: int | None  # the same on all ranks of the unit
-    chunk: int | None  # the same on those that hold the same one
-    rank: int  # which one it is
+    whole: int | None  # of all values: the same on all ranks of the unit
+    chunk: int | None  # of this rank's chunk: the same on all ranks that have this chunk
+    shard_rank: int  # which chunk it is
 
 
 _when_wrapped: WeakKeyDictionary[Unit, Values] = WeakKeyDictionary()
 
 
-class Said(NamedTuple):
-    """What one rank says of one unit. All but the values has to be the same on all ranks."""
+class UnitReport(NamedTuple):
+    """How one rank describes one unit. All but the values has to be the same on all ranks."""
 
     name: str
-    rest: str
-    parameters: list[str]
-    groups: dict[str, str]  # ranks -> the name of their group
+    details: str  # sizes, dtypes and settings, in words
+    parameters: list[str]  # names and shapes
+    # The ranks of a process group -> its name. Ranks that use different groups of the same ranks
+    # would wait for each other forever.
+    groups: dict[str, str]
     values: Values
 
+    def __str__(self) -> str:
+        return self.name + self.details
 
-class Notes(NamedTuple):
-    """What one rank says of its units."""
+
+_NO_UNIT = UnitReport("no more units", "", [], {}, Values(None, None, 0))
+
+
+class RankReport(NamedTuple):
+    """How one rank describes its model."""
 
     rank: int
-    complaint: str | None  # found in another circle
-    forward: bool  # it is about to run one
     settings: str  # of the root
-    units: list[Said]
-    tags: list[int]
+    units: list[UnitReport]
 
 
-class Outcome(NamedTuple):
-    """What all ranks make of it."""
+class Agreed(NamedTuple):
+    """What the ranks have agreed on so far."""
 
-    complaint: str | None
-    forward: bool  # all of them are about to run one, so values have been compared
-    tags: list[int]
+    problem: str | None
+    forward: bool  # all ranks are about to run a forward, so values are compared
+    tags: list[int]  # of the units
 
 
-def describe(unit: Unit, forward: bool) -> Said:
-    """Its name, and what else has to be the same on all ranks."""
+def compare_models(
+    groups: list[AgreementGroup], settings: str, forward: bool
+) -> tuple[str | None, bool]:
+    """Compare with the other ranks what was wrapped, and agree on the tags of the units.
+
+    Args:
+        groups: all of a model. What is found in one is handed in to the next, and the last one has
+            all ranks, so all ranks find the same.
+        settings: of the root, in words.
+        forward: this rank is about to run a forward, so it can compare values.
+
+    Returns:
+        The first difference in words, or None; and whether values have been compared, too.
+    """
+    agreed = Agreed(None, forward, [])
+    for group in groups:
+        units = [_describe(unit, agreed.forward) for unit in group.units]
+        report = RankReport(dist.get_rank(), settings, units)
+        agreed = agreed._replace(tags=[unit.tag for unit in group.units])
+        about = "the comparison of what was wrapped"
+        agreed = consensus(group.process_groups, about, report, agreed, _judge)
+        if agreed.problem is None:
+            for unit, tag in zip(group.units, agreed.tags, strict=True):
+                unit.tag = tag
+    return agreed.problem, agreed.forward
+
+
+def _describe(unit: Unit, with_values: bool) -> UnitReport:
     copies = unit.replicate_group.size() if unit.replicate_group is not None else 1
-    low = unit.precision
-    kept = unit.padded_shard.dtype
-    dtypes = f"{kept}, computed with as {low.param_dtype or kept}"
+    precision, dtype = unit.precision, unit.padded_shard.dtype
+    dtypes = f"{dtype}, computed with as {precision.param_dtype or dtype}"
     trained = "trained" if unit.sharded_flat_param.requires_grad else "frozen"
     when = "freed" if unit.reshard_after_forward else "kept"
-    both = [g for g in (unit.shard_group, unit.replicate_group) if g is not None]
-    return Said(
+    groups = [group for group in (unit.shard_group, unit.replicate_group) if group is not None]
+    return UnitReport(
         f"unit {unit.label}",
         f" ({unit.numel} elements, {dtypes}, sharded over {unit.shard_world_size} and "
-        f"replicated over {copies} ranks, {trained}, {when} after forward, {low})",
+        f"replicated over {copies} ranks, {trained}, {when} after forward, {precision})",
         [f"{info.name!r} {list(info.shape)}" for info in unit.param_infos],
-        {str(dist.get_process_group_ranks(group)): group.group_name for group in both},
-        values_now(unit) if forward else Values(None, None, unit.shard_rank),
+        {str(dist.get_process_group_ranks(group)): group.group_name for group in groups},
+        _current_values(unit) if with_values else Values(None, None, unit.shard_rank),
     )
 
 
-def judge(said: list[Notes]) -> Outcome:
-    """Whether all ranks say the same; and the units' tags, which differ if a model before this one
-    was not built alike."""
-    complaint = next((note.complaint for note in said if note.complaint), None)
-    forward = all(note.forward for note in said)
-    complaint = complaint or difference(said) or (other_values(said) if forward else None)
-    tags = [max(tags) for tags in zip(*(note.tags for note in said), strict=False)]
-    return Outcome(complaint, forward, tags)
+def _judge(reports: list[RankReport], agreed: list[Agreed]) -> Agreed:
+    # Called on one rank of a group, with what all its ranks say; see comm/consensus.py.
+    problem = next((one.problem for one in agreed if one.problem), None)
+    forward = all(one.forward for one in agreed)
+    problem = problem or _different_models(reports)
+    # Values only of models that are alike, and only if all ranks have described them: a rank that
+    # summons parameters while the others run a forward has not, and is told so at its first moment.
+    if problem is None and forward:
+        problem = _different_values(reports)
+    # Tags differ where ranks have built different models before this one. Without this, their
+    # messages would never match.
+    tags = [max(tags) for tags in zip(*(one.tags for one in agreed), strict=False)]
+    return Agreed(problem, forward, tags)
 
 
-def difference(said: list[Notes]) -> str | None:
-    """The first rank that has other units than the first of all, in words; None if all agree."""
-    first = said[0]
-    nothing = Said("no more units", "", [], {}, Values(None, None, 0))
-    for note in said[1:]:
-        pairs = list(zip_longest(first.units, note.units, fillvalue=nothing))
-        found: tuple[str, str] | None = None
-        for words in (1, 2):  # names first: a missing unit also shows in the size of one around it
-            for one, other in pairs if found is None else []:
-                if one[:words] != other[:words] and found is None:
-                    found = one.name + one.rest, other.name + other.rest
-        for one, other in pairs if found is None else []:
-            for a, b in zip_longest(one.parameters, other.parameters, fillvalue="nothing more"):
-                if a != b and found is None:
-                    found = f"{a} in {one.name}", f"{b} in {other.name}"
-        for one, other in pairs if found is None else []:
-            for ranks in one.groups.keys() & other.groups.keys():
-                a, b = one.groups[ranks], other.groups[ranks]
-                if a != b and found is None:
-                    found = f"{one.name} in group {a!r} of the ranks {ranks}", f"it in group {b!r}"
-        if found is None and first.settings != note.settings:
-            found = first.settings, note.settings
-        if found is not None:
-            return (
-                f"the ranks have wrapped different modules: rank {first.rank} has {found[0]} where "
-                f"rank {note.rank} has {found[1]}. Build the same model with the same settings, in "
-                f"the same process groups, on all ranks."
-            )
+def _different_models(reports: list[RankReport]) -> str | None:
+    first = reports[0]
+    for other in reports[1:]:
+        for differ, here, there in _pairs(first, other):
+            if differ:
+                return (
+                    f"the ranks have wrapped different modules: rank {first.rank} has {here} where "
+                    f"rank {other.rank} has {there}. Build the same model with the same settings, "
+                    f"in the same process groups, on all ranks."
+                )
     return None
 
 
-def other_values(said: list[Notes]) -> str | None:
-    """The first unit whose values differ between ranks that should have the same, in words."""
-    first = said[0]
-    for note in said[1:]:
-        for one, other in zip(first.units, note.units, strict=True):
-            mine, theirs = one.values, other.values
-            whole = None not in (mine.whole, theirs.whole) and mine.whole != theirs.whole
-            same_chunk = mine.rank == theirs.rank and None not in (mine.chunk, theirs.chunk)
-            if whole or (same_chunk and mine.chunk != theirs.chunk):
+def _pairs(one: RankReport, other: RankReport) -> Iterator[tuple[bool, object, object]]:
+    """Whether two things differ, and both in words. The most telling difference comes first."""
+    units = list(zip_longest(one.units, other.units, fillvalue=_NO_UNIT))
+    for a, b in units:  # before sizes: a unit that is missing also changes the size of its parent
+        yield a.name != b.name, a, b
+    for a, b in units:
+        yield a.details != b.details, a, b
+    for a, b in units:
+        for p, q in zip_longest(a.parameters, b.parameters, fillvalue="nothing more"):
+            yield p != q, f"{p} in {a.name}", f"{q} in {b.name}"
+    for a, b in units:
+        for ranks in a.groups.keys() & b.groups.keys():
+            p, q = a.groups[ranks], b.groups[ranks]
+            yield p != q, f"{a.name} in group {p!r} of the ranks {ranks}", f"it in group {q!r}"
+    yield one.settings != other.settings, one.settings, other.settings
+
+
+def _different_values(reports: list[RankReport]) -> str | None:
+    first = reports[0]
+    for other in reports[1:]:
+        for one, another in zip(first.units, other.units, strict=True):
+            a, b = one.values, another.values
+            # The whole differs between ranks with different seeds, and a chunk between replicas.
+            whole = None not in (a.whole, b.whole) and a.whole != b.whole
+            same_chunk = a.shard_rank == b.shard_rank and None not in (a.chunk, b.chunk)
+            if whole or (same_chunk and a.chunk != b.chunk):
                 return (
                     f"the ranks have different values in their parameters: those of {one.name} "
-                    f"differ between the ranks {first.rank} and {note.rank}. Call "
+                    f"differ between the ranks {first.rank} and {other.rank}. Call "
                     f"torch.manual_seed() with the same seed on all ranks before the model is "
                     f"built, load the same checkpoint on all, or wrap with "
                     f"sync_module_states=True, which takes rank 0's."
@@ -139,19 +184,24 @@ def other_values(said: list[Notes]) -> str | None:
 
 
 def remember_values(unit: Unit, whole: int | None) -> None:
-    """Keep what the values of a unit are when it is wrapped, until the first forward."""
+    """Keep the fingerprint ``whole`` of all values of a unit until :func:`forget_values`.
+
+    Called when a unit has been built, and when its values have been set: at these moments this rank
+    has all of them. None: not known, and the last one is kept.
+    """
     if whole is not None:
         _when_wrapped[unit] = Values(whole, fingerprint([unit.padded_shard]), unit.shard_rank)
 
 
 def forget_values(units: list[Unit]) -> None:
-    """They have been compared."""
+    """Forget the fingerprints of these units, because they have been compared."""
     for unit in units:
         _when_wrapped.pop(unit, None)
 
 
-def values_now(unit: Unit) -> Values:
-    """The number that was made of the whole, unless the chunk has been changed since."""
+def _current_values(unit: Unit) -> Values:
+    # If this rank's chunk has been changed since, by a checkpoint for example, the fingerprint of
+    # the whole is that of other values. To compare it would refuse models that are alike.
     chunk, before = fingerprint([unit.padded_shard]), _when_wrapped.get(unit)
     whole = before.whole if before is not None and before.chunk == chunk else None
     return Values(whole, chunk, unit.shard_rank)

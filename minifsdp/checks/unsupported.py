@@ -1,7 +1,15 @@
 """What torch's FSDP has and minifsdp does not: refused by name, never ignored.
 
-An argument that is silently not obeyed is worse than an error: better no sharding than another one
-than was asked for.
+Scripts that were written for ``torch.distributed.fsdp`` pass arguments, call methods and import
+names that minifsdp does not have. To ignore an argument would be worse than an error, because the
+model would be sharded in another way than the user asked for::
+
+    FSDP(model, ignored_modules=[head])    NotImplementedError: ignored_modules=... is not there yet
+    FSDP(model, ignored_modules=None)      fine: it asks for nothing
+    from minifsdp import StateDictType     fine: it may be needed for an annotation only
+    StateDictType.FULL_STATE_DICT          NotThereYetError, so hasattr answers False
+
+All of this runs when a model is wrapped or a name is used, never in a step.
 """
 
 from collections.abc import Callable, Sized
@@ -13,8 +21,6 @@ METHODS = """
     scatter_full_optim_state_dict set_state_dict_type shard_full_optim_state_dict
     sharded_optim_state_dict state_dict_type
 """
-
-
 NAMES = """
     FullOptimStateDictConfig FullStateDictConfig fully_shard LocalOptimStateDictConfig
     LocalStateDictConfig OptimStateDictConfig OptimStateKeyType ShardedOptimStateDictConfig
@@ -23,12 +29,16 @@ NAMES = """
 
 
 class NotThereYetError(NotImplementedError, AttributeError):
-    """Of an attribute that is not there yet. ``hasattr`` takes it for False."""
+    """Raised for an attribute that is not there yet. It is an AttributeError too, so that
+    ``hasattr`` answers False."""
 
 
 class Missing(type):
-    """A class in the place of one that is not there. A script may import it and name it in its
-    annotations; whoever calls it or asks it for a member is refused."""
+    """The type of classes that stand for those that minifsdp does not have.
+
+    A script may import such a class and use it in annotations. To call it, to inherit from it, or
+    to ask it for a member raises NotImplementedError.
+    """
 
     def _refuse(cls, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"minifsdp.{cls.__name__} is not there yet")
@@ -44,11 +54,11 @@ class Missing(type):
 
 
 MISSING = {name: Missing(name, (), {"__module__": "minifsdp"}) for name in NAMES.split()}
-"""By their names, which are those of ``torch.distributed.fsdp``."""
+"""The classes by name. Their names are those of ``torch.distributed.fsdp``."""
 
 
 def add_missing(wrapper: type) -> None:
-    """Give a class methods of these names, which say that they are not there."""
+    """Give the class ``wrapper`` the METHODS, which raise NotImplementedError when called."""
     for name in METHODS.split():
         setattr(wrapper, name, _not_there(name))
 
@@ -64,10 +74,13 @@ def _not_there(name: str) -> Callable[..., NoReturn]:
 
 
 def refuse(**arguments: Any) -> None:
-    """Refuse arguments that ask for something, which would not be done.
+    """Refuse arguments that ask for something that minifsdp cannot do.
+
+    Args:
+        arguments: values by name. None, False and empty collections ask for nothing.
 
     Raises:
-        NotImplementedError: with the first one's name.
+        NotImplementedError: naming the first argument that asks for something.
     """
     for name, value in arguments.items():
         if _asks(value):

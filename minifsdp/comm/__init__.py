@@ -1,9 +1,9 @@
-"""What ranks say to each other.
+"""How ranks communicate.
 
-collectives.py      all-gather, reduce-scatter, all-reduce: the only calls of torch.distributed
-groups.py           who shares parameters with whom: a strategy is two groups and a bit
-message_tags.py     which message is which
-store.py            short messages, through the store of the process group
-wait_reports.py     what a rank says while it waits, and the proof that it waits in vain
-deadlock_watch.py   the thread that looks for that proof, and ends the wait
+collectives.py      all-gather, reduce-scatter, all-reduce, broadcast
+groups.py           which ranks shard and which replicate: a strategy is two groups and a bit
+message_tags.py     a number for each message, so that no message is taken for another one
+consensus.py        how ranks compare what they have, and come to the same result
+wait_reports.py     what a waiting rank reports, and which ranks are in a deadlock
+deadlock_watch.py   the thread that finds deadlocks and ends them with an error
 """

@@ -1,36 +1,38 @@
-"""What ranks say to each other. The only file that calls ``torch.distributed`` collectives.
+"""The collectives: the only file in which tensors travel between ranks.
 
-Two conversations carry all of FSDP::
+Two of them carry all of FSDP::
 
-    all-gather        rank 0: A . .      A B C        every rank has a chunk,
-                      rank 1: . B .  ->  A B C        afterwards every rank has them all
+    all-gather        rank 0: A . .      A B C        each rank has a chunk before,
+                      rank 1: . B .  ->  A B C        and all chunks after it
                       rank 2: . . C      A B C
 
-    reduce-scatter    rank 0: a b c      sum(a) .  .  every rank has a full tensor,
-                      rank 1: a b c  ->  . sum(b)  .  afterwards each has the sum of
-                      rank 2: a b c      .  . sum(c)  its own chunk over all ranks
+    reduce-scatter    rank 0: a b c      sum(a) .  .  each rank has a full tensor before,
+                      rank 1: a b c  ->  . sum(b)  .  and the sum over all ranks of one
+                      rank 2: a b c      .  . sum(c)  chunk after it
 
-and an all-reduce is the second followed by the first.
+An all-reduce is a reduce-scatter followed by an all-gather of its result.
 
 Each function *starts* its collective and returns ``finish``, which waits for it (see streams.py).
-An all-reduce has one ``finish`` for each of its halves.
+So the rank can compute in between. An all-reduce has one ``finish`` for each of its two halves.
 
-**On CPU** gloo's own versions waste half of what they move: its reduce-scatter is a copy, a full
-all-reduce (twice the bytes) and a slice, its all-gather goes through a temporary of full size. So
-ranks exchange point to point, straight out of and into views of the flat buffers, and each adds up
-what it receives, in gloo's own order, so that sums are equal to torch's bit for bit. Messages from
-rank to rank have tags, too, and gloo's collectives have none: where two ranks reduce other units,
-gloo's all-reduce adds up what does not belong together, or ends the process.
-``MINIFSDP_COLLECTIVES=native`` selects torch's versions instead, for comparison.
+**On CPU** ranks send to each other directly, out of and into views of the flat tensors. gloo's own
+collectives waste half of what they move: its reduce-scatter is a copy, a full all-reduce (twice the
+bytes) and a slice, and its all-gather goes through a temporary of full size. Each rank adds up what
+it receives in the order in which gloo does it, so sums equal torch's bit for bit. Direct messages
+also have tags (message_tags.py). Without tags, where two ranks reduce different units, gloo's
+all-reduce would add up what does not belong together, or end the process.
+``MINIFSDP_COLLECTIVES=native`` selects torch's collectives instead, for comparison.
 
-**On CUDA** NCCL does all this well; its collectives are called as they are.
+**On CUDA** torch's collectives are used, because NCCL does all of this well.
+
+Sources: the ring all-reduce of Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
+clusters of workstations", 2009, is the order of gloo's additions; that FSDP needs only its two
+halves is from Rajbhandari et al., "ZeRO", arXiv:1910.02054.
 """
 
 import math
 import os
-import pickle
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,11 +67,14 @@ def all_gather(
         full: ``[world_size * n]``, written.
         chunk: ``[n]``, this rank's part; same dtype and device as ``full``.
         group: the ranks that take part.
-        tag: the unit's number, the same on all ranks. Conversations of different units, and the
-            different ones of one unit, may overlap; message_tags.py makes tags of their own for
-            them.
+        tag: the unit's number, the same on all ranks. Several collectives may be under way at the
+            same time; message_tags.py makes a tag for each of them.
         label: the unit's, for errors.
         kind: what is gathered.
+
+    Raises:
+        RuntimeError: (``finish`` does) another rank does not take part, has ended, or is in another
+            collective; see deadlock_watch.py.
     """
     message = Message(group, tag, kind, full.itemsize, label)
     if _native(full):
@@ -78,7 +83,7 @@ def all_gather(
     works = []
     for to, source in _turns(group):
         works += _exchange(chunk, to, parts[source], source, group, tag)
-    parts[rank].copy_(chunk)  # while the others are under way
+    parts[rank].copy_(chunk)  # while the other chunks travel
     return _wait_for(works, message)
 
 
@@ -92,17 +97,18 @@ def reduce_scatter(
 ) -> tuple[Tensor, Finish]:
     """Add up ``scale * flat`` over all ranks and keep this rank's chunk of the sum.
 
-    Each contribution is scaled before it is added, as DistributedDataParallel does: sums of
-    gradients in half precision would overflow where their mean does not.
+    Each rank's tensor is scaled before it is added, as DistributedDataParallel does. Otherwise sums
+    of gradients in half precision would overflow where their mean does not.
 
     Args:
-        flat: ``[world_size * n]``; may be overwritten; must stay alive until the end.
+        flat: ``[world_size * n]``, floating point. It may be overwritten, and must stay alive until
+            ``finish`` has run.
         group: the ranks that take part.
         scale: ``1 / world_size`` for a mean.
         tag, label, kind: as in :func:`all_gather`.
 
     Returns:
-        The sum, ``[n]``, valid once ``finish`` has run; and ``finish``.
+        The sum, ``[n]``, of the dtype of ``flat``, valid once ``finish`` has run; and ``finish``.
     """
     chunks = flat.tensor_split(group.size())
     own = chunks[group.rank()]
@@ -116,14 +122,16 @@ def reduce_scatter(
     for to, source in _turns(group):
         received.append(flat.new_empty(own.shape))
         works += _exchange(chunks[to], to, received[-1], source, group, tag)
-    # gloo's ring adds rank r-1, then r-2, ..., own last. Addition of floats is not associative:
-    # in any other order the result would differ from torch's in the last bit.
+    # In gloo's ring the chunk of rank r is the sum of those of rank r-1, then r-2, ..., and its own
+    # last. Addition of floats is not associative: in any other order the result would differ from
+    # torch's in the last bit.
     addends = [*received, own]
     total = addends[0] if received else own.clone()
 
     arrive = _wait_for(works, message)
-    # torch rounds each addend after scaling. In one operation with the sum that is not rounded; it
-    # is faster, and the same where a power of two moves the exponent only (but fp16's ends soon).
+    # torch scales each addend, rounds it, and adds it. To scale and add in one operation is faster
+    # and leaves the rounding out. It gives the same bits where nothing has to be rounded: if the
+    # scale is a power of two, it changes only the exponent (which in fp16 may be too small for it).
     exact = math.frexp(scale)[0] == 0.5 and flat.dtype is not torch.float16
 
     def finish() -> None:
@@ -144,12 +152,13 @@ def all_reduce(
     """Add up ``scale * flat`` over all ranks, in place, on every rank.
 
     Args:
-        flat: ``[n]``, any number of elements; must stay alive until the end.
+        flat: ``[n]`` with any n, written; must stay alive until the end.
+        scale, tag, label: as in :func:`reduce_scatter`.
 
     Yields:
-        The ``finish`` of each of :func:`halves`, one after the other. Each is started when it is
-        asked for, which has to be after the one before has run. What is computed meanwhile hides
-        both.
+        The ``finish`` of each of the :func:`halves`. A half starts when the generator is asked for
+        it, and the second one needs the result of the first, so ask for it after the first
+        ``finish`` has run.
     """
     kind = Kind.ALL_REDUCTION
     if _native(flat):
@@ -163,20 +172,21 @@ def all_reduce(
 
 
 def halves(flat: Tensor) -> int:
-    """In how many parts an all-reduce of ``flat`` comes: torch's own does it in one."""
+    """How many parts :func:`all_reduce` of ``flat`` has: two, or one if it is torch's own."""
     return 1 if _native(flat) else 2
 
 
 def add_up(number: Tensor, group: Group, largest: bool = False) -> None:
-    """The sum of ``number`` over all ranks, or the largest, in place, now."""
+    """Replace ``number`` by its sum over all ranks, or by the largest. Waits for the result."""
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     work = dist.all_reduce(number, op, group=group, async_op=True)
     _wait_for([work], _other(group, "the sum of a number over all ranks"))()
 
 
 def broadcast(tensor: Tensor, group: Group) -> None:
-    """Give every rank what the group's first rank has, in place, now."""
-    # Whose data it is must not depend on its layout: gloo and NCCL send memory as it lies.
+    """Replace ``tensor`` by that of the group's first rank. Waits for it."""
+    # gloo and NCCL send memory as it lies, and strides may differ from rank to rank. Without this a
+    # transposed tensor would arrive with its elements in another order.
     sent = tensor.contiguous()
     work = dist.broadcast(sent, group=group, group_src=0, async_op=True)
     _wait_for([work], _other(group, "the broadcast of rank 0's values"))()
@@ -184,32 +194,9 @@ def broadcast(tensor: Tensor, group: Group) -> None:
         tensor.copy_(sent)
 
 
-def gather_objects(mine: object, group: Group, label: str = "an exchange of notes") -> list[Any]:
-    """What each rank of the group says, by rank. Slow: for what is said once.
-
-    (``dist.all_gather_object`` needs NumPy, which torch does not bring along.)
-    """
-    device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
-    text = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8).to(device)
-    lengths = [torch.empty(1, dtype=torch.long, device=device) for _ in range(group.size())]
-    about = _other(group, label)
-    work = dist.all_gather(
-        lengths, torch.tensor([len(text)], device=device), group=group, async_op=True
-    )
-    _wait_for([work], about)()
-    padded = text.new_zeros(max(int(length) for length in lengths))
-    padded[: len(text)] = text
-    texts = [torch.empty_like(padded) for _ in lengths]
-    _wait_for([dist.all_gather(texts, padded, group=group, async_op=True)], about)()
-    return [
-        pickle.loads(bytes(text[: int(length)].tolist()))
-        for text, length in zip(texts, lengths, strict=True)
-    ]
-
-
 def _turns(group: Group) -> Iterator[tuple[int, int]]:
-    """Whom to send to and whom to receive from, turn by turn; in each, every rank has one of both.
-    The sources come in the order rank - 1, rank - 2, ..."""
+    """For each turn the rank to send to and the rank to receive from. In each turn every rank sends
+    once and receives once. The sources come in the order rank - 1, rank - 2, ..."""
     rank, world_size = group.rank(), group.size()
     for distance in range(1, world_size):
         yield (rank + distance) % world_size, (rank - distance) % world_size
@@ -218,7 +205,7 @@ def _turns(group: Group) -> Iterator[tuple[int, int]]:
 def _exchange(
     sent: Tensor, to: int, received: Tensor, source: int, group: Group, tag: int
 ) -> list[dist.Work]:
-    # What dist.isend and dist.irecv do after their checks, which take longer than a small message.
+    # This is what dist.isend and dist.irecv do after checks that take longer than a small message.
     return [group.send([sent], to, tag), group.recv([received], source, tag)]
 
 

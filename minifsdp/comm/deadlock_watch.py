@@ -1,25 +1,22 @@
-"""Waiting in vain: finding out that a message will never come, and saying why.
+"""Deadlocks: the thread that finds out that a message will never come, and ends the wait.
 
-A rank that waits for another cannot see what that one does. It may be slow, and then waiting is
-right. But it may have left: it caught an exception that the others did not have, its data ended a
-batch earlier, it saves a checkpoint alone. Then both wait for each other until the timeout of their
-group, minutes later.
+A rank that waits for another one cannot see what that one does. If it is slow, waiting is right.
+But the other rank may have left the common order: it has caught an exception that the others did
+not have, its data has ended a batch earlier, or it saves a checkpoint alone. Then both wait for
+each other until the timeout of their group, minutes later, and the error says nothing about the
+cause.
 
-So each process has a thread that looks, twice a second, whether the main thread has been waiting
-for a few seconds. If so, it writes a *report* into the store of the process group (no collective,
-so that nobody has to answer): what this rank waits for, and how many messages of each kind it has
-started. Then it reads what the others have written::
+So each process has a thread that looks, twice a second, whether the main thread is waiting. If it
+has been waiting at the same place for a few seconds, the thread
 
-    rank 0   waits for gather 7 of unit a      has started reduction 3 of b
-    rank 1   waits for reduction 4 of b        has started gather 6 of a
+1. writes a report (wait_reports.py) into the store of the process group: what this rank waits for
+   and what it has started. The store needs no answer from other ranks, so this works in a deadlock;
+2. reads the reports of the others, and finds out whether they prove a deadlock. A rank that is
+   slow, but does not wait, has no report and is never suspected;
+3. if so, closes the connections of the model's groups, which is the only way to make gloo's waits
+   return. The main thread then raises an error that says where each rank is waiting.
 
-Each waits for something that the other has not started, and cannot start while it waits. That is a
-proof, whatever the speed of network and ranks; a slow rank that does not wait is never suspected.
-Rank 0 learns the same from the same reports. Both close the connections of their groups, which is
-the only way to make gloo's waits return, and raise what they have read.
-
-Calls of torch's own collectives by the user, such as ``dist.barrier()``, are recognized in the main
-thread's stack. What a rank does without waiting for others, be it for ever, is not.
+A rank that never waits, because it computes forever for example, is not noticed.
 """
 
 import atexit
@@ -33,22 +30,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minifsdp.comm.message_tags import Message, started
-from minifsdp.comm.wait_reports import Elsewhere, Report, elsewhere, main_frame, stuck, where
+from minifsdp.comm.message_tags import Message
+from minifsdp.comm.wait_reports import Wait, WaitReport, called_from, deadlocked, torch_collective
 
 POLL = 0.5  # seconds
-PATIENCE = 4  # polls that find the main thread in the same place, before it says so
+PATIENCE = 4  # as many polls have to find the main thread in the same wait before this reports it
+# Keys in the store begin with this. <rank>: its report; asked/<rank>: how many new reports other
+# ranks have asked it for; why/<group>: the verdict with which the group was closed.
 _KEY = "minifsdp/watch"
 waiting: Message | None = None
-"""What this process waits for now. Set and cleared around each wait; that costs next to nothing."""
+"""What the main thread waits for now; None if it does not wait for a message of minifsdp's."""
 
-_groups: dict[str, list[dist.ProcessGroup]] = {}  # by name: those of the same model
+_groups: dict[str, list[dist.ProcessGroup]] = {}  # by name of a group: all groups of its model
 _thread: threading.Thread | None = None
 _exiting = threading.Event()
 
 
 def watch(groups: list[dist.ProcessGroup]) -> None:
-    """From now on, notice when the groups of a model wait in vain."""
+    """Notice deadlocks in the groups of a model from now on.
+
+    Groups of NCCL are left to NCCL's own watchdog, because their waits cannot be ended from here.
+    """
     global _thread
     gloo = [group for group in groups if "gloo" in dist.get_backend_config(group)]
     for group in gloo:
@@ -59,109 +61,120 @@ def watch(groups: list[dist.ProcessGroup]) -> None:
 
 
 def explain(message: Message, error: Exception) -> RuntimeError:
-    """What to raise when a wait for ``message`` has ended with ``error``."""
+    """What to raise when the wait for ``message`` has ended with ``error``.
+
+    It says where all ranks are, if this rank or another one has found a deadlock; else it says what
+    this rank was waiting for, and the error of gloo.
+    """
     if message.verdict is None:
         with suppress(RuntimeError):  # the store may be gone, too
-            # Perhaps the connection was closed by another rank, which was the first to find out.
+            # Another rank may have found the deadlock first, and closed the connection.
             for group in _groups.get(message.group.group_name, [message.group]):
                 if message.verdict is None and _store().check([f"{_KEY}/why/{group.group_name}"]):
                     message.verdict = _store().get(f"{_KEY}/why/{group.group_name}").decode()
     return RuntimeError(
         message.verdict
-        or f"rank {dist.get_rank()} waited in {message}{where(sys._getframe())}, and lost the "
-        f"other ranks: {error}. Look at their output: one of them has raised, ended, or is late. "
-        f"All ranks need the same number of batches, and have to run the same units in the same "
-        f"order."
+        or f"rank {dist.get_rank()} waited in {message}{called_from(sys._getframe())}, and lost "
+        f"the other ranks: {error}. Look at their output: one of them has raised, ended, or is "
+        f"late. All ranks need the same number of batches, and have to run the same units in the "
+        f"same order."
     )
 
 
 def _run() -> None:
-    seen: Message | Elsewhere | None = None
-    watcher: _Wait | None = None
-    polls = 0
+    """What the thread does: find out whether the main thread has been in one wait for long."""
+    seen: Wait | None = None
+    long_wait: _LongWait | None = None
+    polls = 0  # that have found the main thread in the wait that was seen last
     while not _exiting.wait(POLL):
         if not dist.is_initialized():
             _close_all()
         try:
-            now = waiting or elsewhere()
-        except Exception:  # the main thread has gone on while its stack was read
+            now = waiting or torch_collective()
+        except Exception:  # the main thread has gone on while this read its stack
             now = None
         if now is None or now != seen:
-            seen, watcher, polls = now, None, 0
+            seen, long_wait, polls = now, None, 0
             continue
         polls += 1
         if polls < PATIENCE:
             continue
         try:
-            if watcher is None:
-                watcher = _Wait(now)
-            if watcher.report is not None and polls % (1 + len(watcher.report.ranks) // 64) == 0:
-                watcher.look()
+            if long_wait is None:
+                long_wait = _LongWait(now)
+            # With many ranks less often: each of them reads the reports of all the others.
+            ranks = len(long_wait.report.ranks) if long_wait.report is not None else 0
+            if ranks and polls % (1 + ranks // 64) == 0:
+                long_wait.check()
         except Exception:
-            watcher = None  # the process group is being destroyed; this thread must not speak of it
+            long_wait = None  # the process group is being destroyed, which is no error here
 
 
-class _Wait:
-    """One wait of this rank that has lasted for a while."""
+class _LongWait:
+    """One wait of this rank that has lasted for a few seconds."""
 
-    def __init__(self, now: Message | Elsewhere) -> None:
-        self.now, self.rank, self.store = now, dist.get_rank(), _store()
-        self.questions: dict[int, int] = {}  # rank -> which of its answers to believe
-        self.found: set[int] = set()  # that wait in vain
-        self.report: Report | None = None
+    def __init__(self, wait: Wait) -> None:
+        self.wait, self.rank, self.store = wait, dist.get_rank(), _store()
+        self.questions: dict[int, int] = {}  # rank -> the number of this rank's question to it
+        self.found: set[int] = set()  # the deadlocked ranks, when this looked last
+        self.report: WaitReport | None = None  # None: the wait is over
         self.publish(0)
 
-    def publish(self, asked: int) -> None:
-        if isinstance(self.now, Message):
-            ranks = tuple(dist.get_process_group_ranks(self.now.group))
-            what, awaited = str(self.now), (self.now.key, self.now.count)
-        else:
-            what, ranks, awaited = f"torch.distributed.{self.now.name}()", self.now.ranks, None
-        report = Report(what + where(main_frame()), ranks, awaited, dict(started), asked)
-        if (waiting or elsewhere()) == self.now:  # else it has gone on while this was read
+    def publish(self, answered: int) -> None:
+        """Write this rank's report, which answers the first ``answered`` questions."""
+        report = WaitReport.on(self.wait, answered)
+        # If the wait has ended meanwhile, the report may mix what was true before and after that,
+        # and other ranks would find a deadlock where there is none.
+        if (waiting or torch_collective()) == self.wait:
             self.report = report
             self.store.set(f"{_KEY}/{self.rank}", pickle.dumps(report))
 
-    def look(self) -> None:
-        """Read the others' reports; if they prove that this wait is in vain, end it."""
+    def check(self) -> None:
+        """Read the reports of the others, and end the wait if they prove a deadlock."""
         assert self.report is not None
-        if not isinstance(self.now, Message):
-            asked = self._number(f"{_KEY}/asked/{self.rank}")
-            if asked > self.report.asked:
+        if not isinstance(self.wait, Message):  # torch's own, which this could not end
+            asked = self.store.add(f"{_KEY}/asked/{self.rank}", 0)
+            if asked > self.report.answered:
                 self.publish(asked)
             return
+        # Also those of ranks that only the other ranks wait for: a deadlock may go through them.
         reports, unread = {self.rank: self.report}, set(self.report.ranks)
         while unread:
             rank = unread.pop()
             if rank not in reports and (report := self._read(rank)) is not None:
                 reports[rank] = report
                 unread.update(set(report.ranks) - set(reports))
-        found = stuck(reports)
+        found = deadlocked(reports)
         before, self.found = self.found, found
-        # Seen twice, so that all who are part of it have had the time to say so.
-        if self.rank in found and found == before and waiting is self.now:
-            self.end(self.now, "; ".join(f"rank {r}: in {reports[r].what}" for r in sorted(found)))
+        # Only if it was found twice. Meanwhile all ranks that are part of it have written their
+        # reports, so the error says where each of them is.
+        if self.rank in found and found == before and waiting is self.wait:
+            places = (f"rank {r}: in {reports[r].waits_for}" for r in sorted(found))
+            self.end_wait(self.wait, "; ".join(places))
 
-    def _read(self, rank: int) -> Report | None:
+    def _read(self, rank: int) -> WaitReport | None:
         if not self.store.check([f"{_KEY}/{rank}"]):
             return None
-        report: Report = pickle.loads(self.store.get(f"{_KEY}/{rank}"))
+        report: WaitReport = pickle.loads(self.store.get(f"{_KEY}/{rank}"))
         if report.awaited is None:
-            # What a report says of messages is true as long as it matters. But a barrier may be
-            # over since, so ask: the answer comes after this rank has begun to wait.
+            # A report about a message stays true (see wait_reports.py). But one about a barrier may
+            # be old: the barrier may be over, and this rank's message may be the next thing there.
+            # So ask the rank for a new report, which then comes after this rank's wait has begun.
             if rank not in self.questions:
                 self.questions[rank] = self.store.add(f"{_KEY}/asked/{rank}", 1)
-            if report.asked < self.questions[rank]:
+            if report.answered < self.questions[rank]:
                 return None
         return report
 
-    def _number(self, key: str) -> int:
-        return int(self.store.get(key)) if self.store.check([key]) else 0
+    def end_wait(self, message: Message, places: str) -> None:
+        """Have the main thread raise.
 
-    def end(self, message: Message, places: str) -> None:
+        Args:
+            places: where each of the deadlocked ranks is, in words.
+        """
         message.verdict = (
             f"the ranks have parted ways, and wait for each other in different places ({places}). "
-            f"They would wait for ever. Every rank has to run the same units in the same order, "
+            f"They would wait forever. Every rank has to run the same units in the same order, "
             f"equally often, and in the same mode. Where one rank may catch an exception, raise it "
             f"on all of them, or skip the batch on all. Where one may have fewer batches, give all "
             f"the same number. What gathers parameters (state_dict, load_state_dict, "
@@ -169,6 +182,7 @@ class _Wait:
             f"either), has to be called on every rank. The process group cannot be used any more."
         )
         groups = _groups.get(message.group.group_name, [message.group])
+        # First for all groups: the ranks that are woken by the closing of one read it at once.
         for group in groups:
             self.store.set(f"{_KEY}/why/{group.group_name}", message.verdict)
         for group in groups:
@@ -176,16 +190,16 @@ class _Wait:
 
 
 def _close_all() -> None:
-    """The user has destroyed the process group. Nothing will be said any more, and who still waits
-    for it should know."""
+    """Close the connections of a process group that the user has destroyed. Else ranks that wait
+    for this one would wait until a timeout, instead of raising at once."""
     for name in list(_groups):
         for group in _groups.pop(name):
             _close(group)
 
 
 def _close(group: dist.ProcessGroup) -> None:
-    # gloo has no way to cancel a receive; but if one times out, it closes all connections of its
-    # group, and everything that waits for them is woken with an error.
+    # gloo cannot cancel a receive. But when one times out, gloo closes all connections of its
+    # group, and all other waits of the group end with an error. So this one times out at once.
     with suppress(RuntimeError):
         other = (group.rank() + 1) % group.size()
         group.recv([torch.empty(1)], other, 1 << 30).wait(timedelta(milliseconds=1))
@@ -193,7 +207,7 @@ def _close(group: dist.ProcessGroup) -> None:
 
 @atexit.register
 def _stop() -> None:
-    """A thread that is in C++ when Python ends is torn out of it, which takes the process down."""
+    """End the thread before Python ends: a thread that is in C++ then would crash the process."""
     _exiting.set()
     if _thread is not None:
         _thread.join(timeout=10)

@@ -1,18 +1,19 @@
-"""Who shares with whom: a strategy is two groups and a bit.
+"""Process groups: which ranks shard and which replicate. A strategy is two groups and a bit.
 
-Ranks stand in a grid. Along a row they *shard*: each has a chunk of every parameter. Along a column
-they *replicate*: each has the same chunk, and only gradients travel. Four machines with two GPUs::
+Ranks stand in a grid. The ranks of a row *shard*: each of them has another chunk of every
+parameter. The ranks of a column *replicate*: all of them have the same chunk, so only gradients
+travel between them. Four machines with two GPUs each::
 
                          shard -->
                     rank 0   rank 1          FULL_SHARD     one row of all ranks
     replicate  |    rank 2   rank 3          NO_SHARD       one column of all ranks
-               v    rank 4   rank 5          HYBRID_SHARD   both: rows where the network is fast,
-                    rank 6   rank 7                         columns where it is slow
+               v    rank 4   rank 5          HYBRID_SHARD   rows within a machine, where the network
+                    rank 6   rank 7                         is fast, and columns across machines
 
 The bit says whether to free the parameters between forward and backward.
 
-PyTorch's FSDP takes HYBRID_SHARD with rows of one rank for NO_SHARD, and then reduces over the row:
-its ranks drift apart (pytorch#154888). Here it is a row of length one.
+PyTorch's FSDP treats HYBRID_SHARD with rows of one rank as NO_SHARD and then reduces over the row
+instead of the column, so its replicas drift apart (pytorch#154888). Here it is a row of length one.
 
 Sources: the "hybrid sharding" of Zhao et al., arXiv:2304.11277; MiCS, arXiv:2205.00119.
 """
@@ -25,13 +26,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifsdp.api import ShardingStrategy
-from minifsdp.comm.collectives import Group, gather_objects
+from minifsdp.comm.collectives import Group
+from minifsdp.comm.consensus import gather_objects
 
 
 class Placement(NamedTuple):
-    """Where one unit's parameters are."""
+    """Which ranks have the parameters of one unit."""
 
-    shard_group: Group | None  # ranks that have a chunk each; None: each rank has all of it
+    shard_group: Group | None  # ranks that have one chunk each; None: each rank has all
     replicate_group: Group | None  # ranks that have the same chunk, and all-reduce its gradient
     reshard_after_forward: bool
 
@@ -40,18 +42,19 @@ HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 def place(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> Placement:
-    """What a strategy means on the groups that the user gave, or on the default ones.
+    """The two groups and the bit of a strategy.
 
     Args:
-        process_group: None: all ranks. For hybrid strategies a pair (shard group, replicate group);
-            None: each host's ranks shard.
+        process_group: the user's; None means all ranks. For hybrid strategies it is a pair (shard
+            group, replicate group), and None means that the ranks of each host shard.
         device_mesh: instead of ``process_group``: one dimension, or for hybrid strategies two,
             (replicate, shard), as in torch.
 
     Raises:
         TypeError: ``strategy`` is something else, such as torch's enum of the same name.
         ValueError: groups and strategy do not fit together, or both groups and mesh are given, or
-            two groups are not a grid.
+            the two groups are not a row and a column of a grid. If ranks have to compare something
+            to find that out, all ranks of a row raise it.
         RuntimeError: there is no process group.
     """
     if not isinstance(strategy, ShardingStrategy):
@@ -95,7 +98,7 @@ def _mesh_groups(process_group: Any, mesh: Any) -> Group | tuple[Group, ...]:
 
 def _single(strategy: ShardingStrategy, group: Any) -> Group:
     if group is None:
-        return _default_group()
+        return _all_ranks()
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
             f"{strategy.name} takes one process group, or a device_mesh of one dimension, not "
@@ -108,7 +111,7 @@ def _single(strategy: ShardingStrategy, group: Any) -> Group:
 
 def _pair(groups: Any) -> tuple[Group, Group]:
     if groups is None:
-        return groups_by_host(_default_group())
+        return groups_by_host(_all_ranks())
     pair = tuple(groups) if isinstance(groups, (tuple, list)) else ()
     if len(pair) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in pair):
         raise ValueError(
@@ -119,9 +122,11 @@ def _pair(groups: Any) -> tuple[Group, Group]:
     return check_grid(*pair)
 
 
-@cache  # every unit that is wrapped by hand asks, and groups are not cheap
+@cache  # every unit that is wrapped by hand asks for it, and making groups is slow
 def groups_by_host(group: Group) -> tuple[Group, Group]:
-    """Rows are hosts. All ranks of the default group have to call it.
+    """The row and the column of this rank, if each host is a row.
+
+    All ranks of the default group have to call it, because each takes part in making each group.
 
     Raises:
         ValueError: hosts have different numbers of ranks, so that there are no columns.
@@ -142,43 +147,46 @@ def groups_by_host(group: Group) -> tuple[Group, Group]:
 
 
 def hosts_of(group: Group) -> list[str]:
-    """The name of the host that each rank is on."""
-    return gather_objects(socket.gethostname(), group)
+    """The name of the host that each rank of a group is on, in the order of the group."""
+    return gather_objects(socket.gethostname(), group, "the comparison of host names")
 
 
 @cache
 def check_grid(shard: Group, replicate: Group) -> tuple[Group, Group]:
-    """The same two groups, if each rank's row and column are those of a grid.
+    """The same two groups, after comparing with the other ranks that they are those of a grid.
 
     Raises:
-        ValueError: they are not: gradients of different chunks would be averaged. The ranks of a
-            row all raise it.
+        ValueError: they are not, so gradients of different chunks would be averaged. All ranks of a
+            row raise it.
     """
     if "fake" in dist.get_backend_config(shard):
         return shard, replicate  # torch's fake ranks never answer
-    column = dist.get_process_group_ranks(replicate)
-    rows = sorted(gather_objects(dist.get_process_group_ranks(shard), replicate))
-    said = gather_objects((column, rows), shard)
+    row, column = dist.get_process_group_ranks(shard), dist.get_process_group_ranks(replicate)
+    about = "the comparison of the groups of hybrid sharding"
+    rows = sorted(gather_objects(row, replicate, about))
+    found = gather_objects((column, rows), shard, about)
+    # Each rank of a row sees the rows that its own column crosses. In a grid all of them see the
+    # same rows, which are equally long, and the k-th rank's column is made of their k-th ranks.
     columns = [sorted(line) for line in zip(*rows, strict=False)]
-    if len({len(row) for row in rows}) > 1 or said != [(column, rows) for column in columns]:
+    if len({len(row) for row in rows}) > 1 or found != [(column, rows) for column in columns]:
         raise ValueError(
             f"the groups of hybrid sharding have to be the rows and the columns of a grid, so that "
             f"ranks that replicate hold the same chunk. Rank {dist.get_rank()} shards with the "
-            f"ranks {dist.get_process_group_ranks(shard)}, which replicate with "
-            f"{[column for column, _ in said]}. (A group is in the order of its ranks.) Let "
-            f"device_mesh=init_device_mesh(..., (replicas, shards)) make the groups."
+            f"ranks {row}, which replicate with {[column for column, _ in found]}. (A group is in "
+            f"the order of its ranks.) Let device_mesh=init_device_mesh(..., (replicas, shards)) "
+            f"make the groups."
         )
     return shard, replicate
 
 
 def _mine(lines: list[list[int]]) -> Group:
-    """The group of this rank's row, or column. Every rank takes part in making every group."""
+    """Make a group of each line of ranks, and return the one that this rank is in."""
     groups = [(line, dist.new_group(line)) for line in lines]
     mine: Group = next(group for line, group in groups if dist.get_rank() in line)
     return mine
 
 
-def _default_group() -> Group:
+def _all_ranks() -> Group:
     group = dist.group.WORLD
     assert group is not None  # place() has checked that it is initialized
     return group

@@ -1,18 +1,18 @@
-"""Which message is which: the tags that tell conversations apart, all built here.
+"""Tags: a number for each message, so that no message is taken for another one.
 
-Ranks start their collectives in the same order, so that the third all-gather of unit ``a`` on one
-rank meets the third all-gather of unit ``a`` on the others. When ranks part ways, because one of
-them skipped the rest of a backward for example, that is no longer so: a rank could take the
-parameters that another one sends for a gradient. So every message carries a tag made of all that
-must be equal on both sides::
+Ranks start their collectives in the same order, so the third all-gather of unit ``a`` on one rank
+meets the third all-gather of unit ``a`` on the others. When one rank leaves that order, for example
+because an exception has ended its backward, gloo would still pair its next message with whatever
+the other ranks send: parameters could be taken for a gradient. So every message from rank to rank
+has a tag, which is made of all that must be equal on both sides::
 
-    1 | unit: 14 bits | kind: 3 | bytes per element: 2 | how many there were before: 11
+    bit 30 | unit: 14 bits | kind: 3 | bytes per element: 2 | count of earlier ones: 11
 
-A message that nobody else sends is never taken for another one. Its receiver waits, and
-deadlock_watch.py finds out that it waits in vain.
+A message that does not match is never received. The receiver waits for its own message, and
+deadlock_watch.py finds out that it will not come.
 
-torch's own collectives (all-reduce, and all of them on a GPU) have no tags. They are counted here
-all the same, so that deadlock_watch.py can tell who has started them.
+torch's own collectives (broadcast, and on a GPU all of them) have no tags. They are counted here
+all the same, because deadlock_watch.py has to know which rank has started which.
 """
 
 import weakref
@@ -20,19 +20,20 @@ from enum import IntEnum
 
 import torch.distributed as dist
 
-Key = tuple[str, int, int, int]  # the group's name, the unit's number, kind, bytes per element
+Key = tuple[str, int, int, int]
+"""The name of the process group, the number of the unit, the kind, and the bytes per element."""
 
 
 class Kind(IntEnum):
-    """What a message is about."""
+    """What a message carries. Three bits of the tag, so there may be eight of them."""
 
     PARAMETERS = 0
-    GRADIENT = 1  # gathered, to be looked at
+    GRADIENT = 1  # gathered between steps, for the user to look at
     REDUCTION = 2
     ALL_REDUCTION = 3
-    MOMENT = 4
-    AGREEMENT = 5
-    NOTES = 6  # through the store, see store.py
+    MOMENT = 4  # rank_agreement.py: where a rank is in the step
+    AGREEMENT = 5  # rank_agreement.py: which units get a gradient
+    STORE = 6  # consensus.py: through the store, so it needs no tag
     OTHER = 7
 
 
@@ -43,10 +44,9 @@ _WORDS = {
     Kind.ALL_REDUCTION: "the all-reduction of the gradient of unit {}",
 }
 started: dict[Key, int] = {}
-"""How many messages of each kind this rank has started in this process group. A program that ends
-its process group after a failure, and makes another, may have started more on one rank."""
+"""How many messages with this key this rank has started in the current default process group."""
 
-_world: "weakref.ref[dist.ProcessGroup] | None" = None  # that they were started in
+_world: "weakref.ref[dist.ProcessGroup] | None" = None  # the default group of these counts
 
 
 class Message:
@@ -54,10 +54,10 @@ class Message:
 
     Args:
         group: the ranks that take part.
-        number: of the unit, the same on all of them.
-        size: bytes per element. Ranks that send other dtypes do not understand each other: gloo
-            ends the process when a message is longer than expected.
-        label: of the unit; or, for other kinds, what the message is about.
+        number: of the unit, the same on all ranks.
+        size: bytes per element. It is in the tag because gloo ends the process when a message is
+            longer than its receiver expects, as it is if ranks compute in different dtypes.
+        label: of the unit, for errors; or, for other kinds, what the message is.
     """
 
     __slots__ = ("count", "group", "key", "kind", "label", "verdict")
@@ -65,21 +65,25 @@ class Message:
     def __init__(
         self, group: dist.ProcessGroup, number: int, kind: Kind, size: int, label: str
     ) -> None:
-        # Notes are also exchanged by ranks that hold different groups of the same ranks.
-        name = str(dist.get_process_group_ranks(group)) if kind is Kind.NOTES else group.group_name
+        # What goes through the store is counted by what it is about and between which ranks, which
+        # is in the label: ranks may hold different groups of the same ranks.
+        name = label if kind is Kind.STORE else group.group_name
         global _world
         now: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]  # there is one
         if _world is None or _world() is not now:
+            # A program that makes another process group after a failure may have started more
+            # messages on one rank than on the others, so all ranks count from zero again.
             _world = weakref.ref(now)
             started.clear()
         self.key: Key = (name, number, kind.value, size)
         self.count = started[self.key] = started.get(self.key, 0) + 1
         self.group, self.label, self.kind = group, label, kind
-        self.verdict: str | None = None  # why it will never arrive, once deadlock_watch.py knows
+        self.verdict: str | None = None  # why it will never arrive; deadlock_watch.py sets it
 
     @property
     def tag(self) -> int:
-        """A number that no other message under way has. Users' own are small."""
+        """A number that no other message has at the same time. Bit 30 keeps it apart from the tags
+        that users choose for their own messages, which are small."""
         _, number, kind, size = self.key
         size = size.bit_length() - 1
         return 1 << 30 | (number & 0x3FFF) << 16 | kind << 13 | size << 11 | self.count & 0x7FF
@@ -88,6 +92,6 @@ class Message:
         return _WORDS.get(self.kind, "{}").format(self.label, self.key[-1])
 
 
-def made() -> int:
-    """How many messages this rank has started in this process group."""
+def messages_started() -> int:
+    """How many messages of any kind this rank has started in the current process group."""
     return sum(started.values())

@@ -20,8 +20,8 @@ from torch import nn
 
 from minifsdp.checks.members import check_free, join
 from minifsdp.checks.optimizers import watch_optimizers
-from minifsdp.checks.rank_circles import groups_with_peers
 from minifsdp.checks.same_model import remember_values
+from minifsdp.comm.consensus import groups_with_peers
 from minifsdp.precision import FULL_PRECISION
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.fingerprint import fingerprint

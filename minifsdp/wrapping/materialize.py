@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp.comm.collectives import Group, broadcast, gather_objects
+from minifsdp.comm.collectives import Group, broadcast
+from minifsdp.comm.consensus import consensus
 from minifsdp.support.tensor_attribute import TensorAttribute
 from minifsdp.wrapping.module_tree import Modules, join_names, own_modules, own_params, unit_of
 
@@ -179,27 +180,33 @@ def synchronize(modules: Modules, groups: list[Group]) -> None:
 
 
 def _check_alike(states: dict[str, Tensor], groups: list[Group]) -> None:
-    # Without this a broadcast of another size would crash the process, or never end.
-    mine = {name: f"{list(tensor.shape)}, {tensor.dtype}" for name, tensor in states.items()}
+    # Without this a broadcast of another size would end the process, or leave the others waiting.
+    problem: str | None = None
     sends = dist.get_backend_config(groups[0])  # "cuda:nccl", say
-    problems = [
-        f"{name!r} is on {tensor.device}, and the process group sends from {sends} only. Move the "
-        f"model first, or pass device_id="
-        for name, tensor in states.items()
-        if f"{tensor.device.type}:" not in sends
-    ]
-    for group in groups:  # the second group also hears what the first has found: all ranks raise
-        ranks = dist.get_process_group_ranks(group)
-        said = gather_objects((mine, problems[:1]), group)
-        for rank, (theirs, found) in zip(ranks, said, strict=True):
-            problems += found
-            problems += [
-                f"{name!r} is {mine.get(name, 'not there')} on rank {dist.get_rank()}, "
-                f"{theirs.get(name, 'not there')} on rank {rank}. Build the same model on all ranks"
-                for name in {**mine, **theirs}
-                if mine.get(name) != theirs.get(name)
-            ]
-    if problems:
-        raise ValueError(
-            f"sync_module_states cannot send rank 0's values to all ranks: {problems[0]}."
-        )
+    for label, tensor in states.items():
+        if problem is None and f"{tensor.device.type}:" not in sends:
+            problem = (
+                f"{label!r} is on {tensor.device}, and the process group sends from {sends} only. "
+                f"Move the model first, or pass device_id="
+            )
+    found = {label: f"{list(tensor.shape)}, {tensor.dtype}" for label, tensor in states.items()}
+    own = dist.get_rank(), found
+    problem = consensus(groups, "the comparison of initial values", own, problem, _first_difference)
+    if problem is not None:
+        raise ValueError(f"sync_module_states cannot send rank 0's values to all ranks: {problem}.")
+
+
+def _first_difference(
+    found: list[tuple[int, dict[str, str]]], problems: list[str | None]
+) -> str | None:
+    first, mine = found[0]
+    problem = next(filter(None, problems), None)
+    for rank, theirs in found:
+        for label in {**mine, **theirs}:
+            if problem is None and mine.get(label) != theirs.get(label):
+                here, there = mine.get(label, "not there"), theirs.get(label, "not there")
+                problem = (
+                    f"{label!r} is {here} on rank {first}, {there} on rank {rank}. "
+                    f"Build the same model on all ranks"
+                )
+    return problem

@@ -18,12 +18,11 @@ from minifsdp import (
     ShardingStrategy,
 )
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.checks import rank_agreement
 from minifsdp.checks.rank_agreement import CHECKED_STEPS, RankAgreement
+from minifsdp.comm import consensus
 from minifsdp.comm.collectives import all_gather
 from minifsdp.comm.groups import HYBRID
 from minifsdp.comm.message_tags import Kind
-from minifsdp.comm.store import exchange
 from tests.parity import alone, check_at_rest, grid
 from tests.ranks import device, on_ranks, run
 from tests.small import (
@@ -50,9 +49,6 @@ def wrap(model: nn.Module, strategy: ShardingStrategy = FULL_SHARD, **settings) 
         device_mesh=mesh,
         **{"auto_wrap_policy": ModuleWrapPolicy({Block}), **settings},
     )
-
-
-# ------------------------------------------------------------------- ranks with different units
 
 
 # ------------------------------------------------------------------------- ranks that part ways
@@ -327,6 +323,24 @@ def test_so_it_does_where_gradients_have_waited(strategy, ranks):
 
 
 @on_ranks(2)
+def test_where_ranks_diverge_nothing_is_prefetched_freed_or_reduced_in_its_turn():
+    model, _ = whims(FULL_SHARD)
+    agreement, answers = model.engine.agreement, []
+    for uses in ((), ("head",) if dist.get_rank() else ()):
+        loss = model(batch(), uses)
+        with patch.object(  # the last question of a backward, after it is known whether they do
+            model.engine.prefetcher,
+            "pre_backward",
+            lambda unit: answers.append(
+                (agreement.may_prefetch, agreement.may_reshard, agreement.may_reduce)
+            ),
+        ):
+            loss.backward()
+    assert answers[0] == (True, True, True) and answers[-1] == (False, False, False)
+    assert agreement.may_prefetch and agreement.may_reshard and agreement.may_reduce
+
+
+@on_ranks(2)
 def test_what_nobody_uses_keeps_no_gradient():
     model, _ = whims(FULL_SHARD)
     model(batch(), ()).backward()
@@ -361,7 +375,7 @@ def test_a_unit_whose_parameters_have_no_elements_has_nothing_to_agree_on():
 
 
 @on_ranks(3)
-def test_a_backward_that_fails_while_ranks_are_apart_is_forgotten():
+def test_a_backward_that_fails_while_ranks_diverge_is_forgotten():
     model, plain = whims(FULL_SHARD)
 
     def interrupt(grad):
@@ -401,7 +415,7 @@ class Pairs(nn.Module):
 
 @pytest.mark.parametrize("users", [[0], [3], [1, 2], [0, 1], [0, 1, 2]])
 @on_ranks(4)
-def test_ranks_that_share_an_expert_may_be_apart_about_it(users):
+def test_ranks_that_share_an_expert_may_diverge_about_it(users):
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
     torch.manual_seed(0)
     plain = Pairs().to(device())
@@ -455,11 +469,12 @@ def messages():
         tags.append(kind)
         return all_gather(full, chunk, group, tag, label, kind)
 
-    def asked(group, *args):
+    def exchanged(group, *args):
         tags.append("units")
         return exchange(group, *args)
 
-    with patch.multiple(rank_agreement, all_gather=noted, exchange=asked):
+    exchange = consensus._exchange
+    with patch.multiple(consensus, all_gather=noted, _exchange=exchanged):
         yield tags
 
 
@@ -499,8 +514,8 @@ def test_a_gpu_is_asked_in_the_first_steps_and_then_only_if_it_ever_mattered():
     for at in range(CHECKED_STEPS + 1):
         model(batch(step=at), ()).backward()
         with on_gpu:
-            asked.append(model.engine.agreement.asks)
+            asked.append(model.engine.agreement.compares_backwards)
     model(batch(), ("head",) if dist.get_rank() else ()).backward()
     with on_gpu:
-        asked.append(model.engine.agreement.asks)
+        asked.append(model.engine.agreement.compares_backwards)
     assert asked == [True] * CHECKED_STEPS + [False, True]

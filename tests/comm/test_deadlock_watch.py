@@ -1,4 +1,4 @@
-"""deadlock_watch.py: a wait in vain ends, and says why. (More: promises/test_ranks_agree.py.)"""
+"""deadlock_watch.py: all ranks of a deadlock raise. (More: promises/test_ranks_agree.py.)"""
 
 import re
 import threading
@@ -48,7 +48,7 @@ def test_all_ranks_say_the_same(kind, ranks):
     said = alone_in_the_world(crossed, kind, ranks=ranks)
     for text in said:
         assert "have parted ways" in text
-        places = re.findall(r"rank (\d): in the .*?, called from test_watch.py:\d+", text)
+        places = re.findall(r"rank (\d): in the .*?, called from test_deadlock_watch.py:\d+", text)
         assert len(set(places)) >= 2  # one that had no time to say so may be missing
 
 
@@ -96,22 +96,22 @@ def in_vain_or_over():
     rank, group = dist.get_rank(), dist.group.WORLD
     message = Message(group, 5 + rank, Kind.PARAMETERS, 4, "'a'")
     key = f"minifsdp/watch/{rank}"
-    assert deadlock_watch._Wait(message).report is None and not deadlock_watch._store().check(
+    assert deadlock_watch._LongWait(message).report is None and not deadlock_watch._store().check(
         [key]
     )  # it is over
     ended = []
     with (
         patch.object(deadlock_watch, "waiting", message),
-        patch.object(deadlock_watch._Wait, "end", lambda *_: ended.append(True)),
+        patch.object(deadlock_watch._LongWait, "end_wait", lambda *_: ended.append(True)),
     ):
-        wait = deadlock_watch._Wait(message)
+        wait = deadlock_watch._LongWait(message)
         dist.barrier()
-        wait.look()
+        wait.check()
         assert not ended  # the other one may not have seen it yet
         with patch.object(deadlock_watch, "waiting", None):
-            wait.look()
+            wait.check()
         assert not ended
-        wait.look()
+        wait.check()
     dist.barrier()
     return len(ended)
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from minifsdp import ShardingStrategy
 from minifsdp.comm import groups
-from minifsdp.comm.collectives import gather_objects
+from minifsdp.comm.consensus import gather_objects
 from minifsdp.comm.groups import Placement, place
 from minifsdp.flatten import flatten
 from minifsdp.shard import shard

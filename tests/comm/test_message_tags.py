@@ -3,8 +3,8 @@
 import pytest
 import torch.distributed as dist
 
-from minifsdp.comm.collectives import gather_objects
-from minifsdp.comm.message_tags import Kind, Message, made, started
+from minifsdp.comm.consensus import gather_objects
+from minifsdp.comm.message_tags import Kind, Message, messages_started, started
 from tests.ranks import join_another_group, on_ranks, run
 from tests.small import stack, step
 
@@ -48,10 +48,10 @@ def test_both_sides_count_alike_whatever_else_they_say():
 
 @on_ranks(1)
 def test_what_was_started_is_known():
-    before, message = made(), new(UNIT + 6000, Kind.REDUCTION)
+    before, message = messages_started(), new(UNIT + 6000, Kind.REDUCTION)
     assert started[message.key] == message.count == 1
     assert new(UNIT + 6000, Kind.REDUCTION).count == started[message.key] == 2
-    assert made() == before + 2
+    assert messages_started() == before + 2
 
 
 @pytest.mark.parametrize(
@@ -68,15 +68,16 @@ def test_a_message_in_words(kind, words):
 
 
 @on_ranks(2)
-def test_notes_are_counted_by_ranks_because_groups_may_differ():
-    keys = [Message(dist.new_group(), 0, Kind.NOTES, 1, "").key for _ in range(2)]
-    assert keys[0] == keys[1]
+def test_what_goes_through_the_store_is_counted_by_label_because_groups_may_differ():
+    keys = [Message(dist.new_group(), 0, Kind.STORE, 1, "a") for _ in range(2)]
+    assert keys[0].key == keys[1].key and [message.count for message in keys] == [1, 2]
+    assert Message(dist.group.WORLD, 0, Kind.STORE, 1, "b").count == 1
 
 
 def another_process_group(folder):
     """After a failure of one rank, say, as elastic programs do."""
     if dist.get_rank() == 0:
-        new(), new(0, Kind.NOTES, 1)  # that the other has not come to
+        new(), new(0, Kind.STORE, 1)  # that the other has not come to
     join_another_group(folder)
     step(stack(1))
     assert new(UNIT + 9).count == new(UNIT + 9).count - 1 == 1

@@ -1,4 +1,4 @@
-"""wait_reports.py: who waits in vain, as far as it can be proved."""
+"""wait_reports.py: which ranks are in a deadlock, as far as it can be proved."""
 
 import sys
 import threading
@@ -9,19 +9,19 @@ import torch
 import torch.distributed as dist
 
 from minifsdp.comm import wait_reports
-from minifsdp.comm.wait_reports import Report, elsewhere, stuck, where
+from minifsdp.comm.wait_reports import WaitReport, called_from, deadlocked, torch_collective
 from tests.ranks import on_ranks
 
 A, B, C = (("group", unit, 0, 4) for unit in range(3))
 
 
-def waits(awaited, ranks=(0, 1), **started) -> Report:
+def waits(awaited, ranks=(0, 1), **started) -> WaitReport:
     """A report of a rank that has started so many messages of each kind."""
     counts = {"a": A, "b": B, "c": C}
-    return Report("", ranks, awaited, {counts[name]: n for name, n in started.items()}, 0)
+    return WaitReport("", ranks, awaited, {counts[name]: n for name, n in started.items()}, 0)
 
 
-FOUND = {  # reports by rank, and who waits in vain
+FOUND = {  # reports by rank, and the ranks in a deadlock
     "each waits for the other": ({0: waits((A, 2), a=2, b=1), 1: waits((B, 2), a=1, b=2)}, {0, 1}),
     "what one waits for is on its way": (
         {0: waits((A, 2), a=2, b=1), 1: waits((B, 2), a=2, b=2)},
@@ -30,7 +30,7 @@ FOUND = {  # reports by rank, and who waits in vain
     "both wait for the same": ({0: waits((A, 2), a=2), 1: waits((A, 2), a=2)}, set()),
     "the other one does not wait": ({0: waits((A, 2), a=2)}, set()),
     "one has never heard of it": ({0: waits((A, 1), a=1), 1: waits((B, 1), b=1)}, {0, 1}),
-    "three in a circle": (
+    "three in a cycle, of which one can go on": (
         {
             0: waits((A, 1), (0, 1), a=1, c=1),
             1: waits((B, 1), (1, 2), b=1, a=0),
@@ -39,7 +39,7 @@ FOUND = {  # reports by rank, and who waits in vain
         },
         set(),
     ),
-    "three in a circle, in vain": (
+    "three in a cycle, each waiting for the next": (
         {
             0: waits((A, 1), (0, 1), a=1),
             1: waits((B, 1), (1, 2), b=1),
@@ -63,9 +63,9 @@ FOUND = {  # reports by rank, and who waits in vain
 
 
 @pytest.mark.parametrize("case", FOUND)
-def test_who_waits_in_vain(case):
+def test_which_ranks_are_in_a_deadlock(case):
     reports, expected = FOUND[case]
-    assert stuck(reports) == expected
+    assert deadlocked(reports) == expected
 
 
 @on_ranks(3)
@@ -73,7 +73,7 @@ def test_torchs_own_collectives_are_seen_from_another_thread():
     """Rank 0 is in a barrier of two ranks until its other thread has seen that."""
     store, seen = dist.distributed_c10d._get_default_store(), []
     group = dist.new_group([0, 1])
-    assert elsewhere() is None
+    assert torch_collective() is None
     if dist.get_rank() == 2:
         return
     if dist.get_rank():
@@ -84,7 +84,7 @@ def test_torchs_own_collectives_are_seen_from_another_thread():
 
     def look() -> None:
         while not seen:
-            found = elsewhere()
+            found = torch_collective()
             if found is not None and found.name == "barrier":
                 seen.append(found)
         store.set("rank 0 was seen", "yes")
@@ -99,7 +99,7 @@ def test_torchs_own_collectives_are_seen_from_another_thread():
 @on_ranks(1)
 def test_other_functions_of_that_name_are_the_users_own():
     def barrier() -> object:
-        return elsewhere()
+        return torch_collective()
 
     assert barrier() is None
 
@@ -116,8 +116,8 @@ def test_other_functions_of_that_name_are_no_collectives_of_torchs_either():
     with pytest.raises(KeyError):
         torch.nn.parallel.gather(Outputs(), "cpu")
     assert found[0].f_back.f_code.co_name == "gather"
-    with patch.object(wait_reports, "main_frame", lambda: found[0]):
-        assert elsewhere() is None
+    with patch.object(wait_reports, "main_thread_frame", lambda: found[0]):
+        assert torch_collective() is None
 
 
 def test_where_is_the_users_line():
@@ -125,5 +125,5 @@ def test_where_is_the_users_line():
     with patch.object(torch.nn.Module, "forward", lambda self: found.append(sys._getframe(1))):
         torch.nn.Module()()
     assert found[0].f_code.co_filename.endswith("module.py")
-    assert where(found[0]).startswith(", called from test_reports.py:")
-    assert where(None) == ""
+    assert called_from(found[0]).startswith(", called from test_wait_reports.py:")
+    assert called_from(None) == ""

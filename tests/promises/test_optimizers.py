@@ -15,7 +15,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torc
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardedGradScaler, ShardingStrategy
-from minifsdp.comm.collectives import gather_objects
+from minifsdp.comm.consensus import gather_objects
 from tests.promises import Block, batch, fsdp, parameters, refused, same, seeded, train
 from tests.ranks import device, on_ranks, run
 

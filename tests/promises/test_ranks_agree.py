@@ -425,7 +425,7 @@ def build_for_other_groups():
 
 
 def test_groups_that_do_not_fit_together():
-    words = [r"rank 0: in the comparison of what was wrapped .* with the ranks \[0, 1\]"]
+    words = [r"rank 0: in the comparison of what was wrapped with the ranks \[0, 1\]"]
     parted(build_for_other_groups, words=words, ranks=3)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 import minifsdp.wrapping.build
 from minifsdp import CPUOffload, CustomPolicy, FlatParameter, MixedPrecision, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.comm.collectives import gather_objects
+from minifsdp.comm.consensus import gather_objects
 from minifsdp.precision import FULL_PRECISION
 from minifsdp.streams import BACKENDS
 from minifsdp.unit import Unit

@@ -16,7 +16,7 @@ import minifsdp.unit
 import minifsdp.wrapping.build
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, ShardingStrategy
-from minifsdp.comm.collectives import gather_objects
+from minifsdp.comm.consensus import gather_objects
 from minifsdp.wrapping.materialize import materialize, move
 from minifsdp.wrapping.module_tree import own_modules
 from tests.ranks import device, on_ranks
