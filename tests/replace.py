@@ -3,9 +3,9 @@
     MINIFSDP_REPLACE="limiter=my/limiter.py" pytest tests/test_limiter.py
     MINIFSDP_REPLACE="shard=a.py,prefetch=b.py" python -m tests.matrix transformer
 
-Every `import minifsdp.limiter` of the process, and of the ranks that it starts, gets `my/limiter.py`
-then. That file has to have all names that the rest of minifsdp takes from limiter.py. One that
-wants to replace a part of them begins with
+Every `import minifsdp.limiter` of the process, and of the ranks that it starts, then gets
+`my/limiter.py`. That file has to have all names that the rest of minifsdp takes from limiter.py.
+A file that replaces only some of them begins with
 
     the_rest(globals())
 

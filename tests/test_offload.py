@@ -1,7 +1,5 @@
 """offload.py: parameters that live in the host's memory."""
 
-from unittest.mock import patch
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +12,7 @@ from minifsdp.sim import cluster
 from minifsdp.sim.tape import Op
 from tests.parity import check_at_rest, grid
 from tests.ranks import device, on_ranks, run
-from tests.small import batch, layers, mean_gradients, stack, step
+from tests.small import batch, layers, mean_gradients, replaced, stack, step
 
 OFFLOAD = CPUOffload(offload_params=True)
 STRATEGIES = list(ShardingStrategy)
@@ -236,7 +234,7 @@ def test_what_is_downloaded_is_in_the_dtype_of_the_reduction():
         dtypes.append(tensor.dtype)
         return download(tensor, *others)
 
-    with patch("minifsdp.reduce.download", noted):
+    with replaced(download, noted):
         step(model)
     assert dtypes == [torch.bfloat16] * 5
     assert model.engine.units[1].sharded_flat_param.grad.dtype is torch.float32

@@ -19,6 +19,7 @@ from tests.small import (
     gathered_gradients,
     layers,
     mean_gradients,
+    reductions,
     stack,
     step,
 )
@@ -185,12 +186,13 @@ def test_a_reduction_goes_on_while_the_backward_does():
     """Counted, not timed: when unit 4's gradient is on its way, unit 3's backward still
     computes."""
     model, open_when = stack(), []
+    with reductions() as started:
 
-    def note(*_):
-        open_when.append(any(not r.event.query() for r in model.engine._reductions))
+        def note(*_):
+            open_when.append(any(not reduction.event.query() for reduction in started))
 
-    model.module[1].module[0].register_full_backward_hook(note)
-    step(model)
+        model.module[1].module[0].register_full_backward_hook(note)
+        step(model)
     if device().type == "cuda":
         pytest.skip("the host does not see how far a GPU has come")
     assert open_when == [True]
@@ -207,7 +209,7 @@ def test_so_do_its_second_half_and_the_copy_to_the_host():
 
         def note(*_):
             streams = model.engine.streams
-            log.append((len(streams.replicate._queue) > 0, len(streams.download._queue) > 0))
+            log.append((streams.replicate.under_way, streams.download.under_way))
 
         model.module[1].module[0].register_full_backward_hook(note)
         step(model)

@@ -7,9 +7,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from minifsdp import CPUOffload, ShardingStrategy, streams
+from minifsdp import CPUOffload, ShardingStrategy
 from minifsdp.comm import collectives
-from minifsdp.streams import CpuStream, CudaStream, Streams
+from minifsdp.streams import BACKENDS, CpuStream, CudaStream, Streams
 from tests.parity import BF16_SUMMED_IN_FP32, check_parity
 from tests.ranks import on_ranks
 
@@ -155,7 +155,7 @@ def test_the_cuda_path_trains_on_stand_ins_for_cudas_streams(strategy, settings)
         patch("torch.cuda.current_stream", Stream),
         patch("torch.cuda.stream", nullcontext),
         patch("torch.Tensor.record_stream", lambda tensor, stream: used.append(stream)),
-        patch.dict(streams.BACKENDS, cpu=streams._cuda),
+        patch.dict(BACKENDS, cpu=BACKENDS["cuda"]),
         patch.object(collectives, "NATIVE", True),
     ):
         for name in ("transformer", "mlp_nested", "odd"):
@@ -175,7 +175,7 @@ def test_on_cuda_what_is_collective_does_not_queue_behind_the_kernels_it_runs_be
         made.append(priority)
 
     with patch("torch.cuda.Stream", new):
-        streams._cuda(torch.device("cuda"))
+        Streams.on(torch.device("cuda"))
     assert made == [-1] * 5  # all but the compute stream, which is whatever is current
 
 

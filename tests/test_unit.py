@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from minifsdp import CPUOffload, FlatParameter, MixedPrecision, ModuleWrapPolicy, streams
+from minifsdp import CPUOffload, FlatParameter, MixedPrecision, ModuleWrapPolicy
 from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.streams import BACKENDS
 from minifsdp.unit_state import ShardedState
 from tests.ranks import device, on_ranks
 from tests.small import Block, batch, layers, stack, step, storage
@@ -181,7 +182,7 @@ def test_a_unit_without_parameters_has_a_dtype_and_a_place_all_the_same(dtype):
     assert model._unit.unsharded.dtype is (dtype or torch.float32)
     assert model._unit.device == device()
     if device().type == "cpu":
-        with patch.dict(streams.BACKENDS, meta=streams._cpu):
+        with patch.dict(BACKENDS, meta=BACKENDS["cpu"]):
             model.to("meta")
             model.engine.start(training=True)
         assert model._unit.device == model._unit.unsharded.flat_param.device == torch.device("meta")
