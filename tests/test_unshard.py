@@ -16,12 +16,51 @@ from minifsdp.support.param_views import make_views, use_unsharded_views
 from minifsdp.unit_state import ShardedState
 from minifsdp.unshard import unshard, wait_for_unshard
 from tests.lagging import deferring_device
+from tests.lone_unit import lone_unit
 from tests.parity import check_at_rest
 from tests.ranks import device, on_ranks
 from tests.small import batch, layers, replaced, stack, step, storage
 
 OFFLOADS = {"": None, "offload": CPUOffload(True)}
 PRECISIONS = {"": None, "bf16": MixedPrecision(torch.bfloat16)}
+
+
+@pytest.mark.direct
+class TestDirectly:
+    def test_unshard_starts_the_gather_and_does_not_wait_for_it(self):
+        with lone_unit() as lone:
+            unshard(lone.unit, lone.streams)
+            assert lone.unit.state.sharded is ShardedState.UNSHARDING
+            assert lone.unit.shard_group.called == ["all-gather"], "one all-gather is started"
+            event = lone.unit.unshard_event
+            assert event is not None, "wait_for_unshard needs unit.unshard_event"
+            assert not event.query(), "what lies between start and wait hides the network's time"
+
+    @pytest.mark.parametrize("rank", range(3))
+    def test_after_the_wait_every_rank_has_all_chunks_in_order(self, rank):
+        with lone_unit(rank, ranks=3) as lone:
+            unshard(lone.unit, lone.streams)
+            wait_for_unshard(lone.unit)
+            assert lone.gathered == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0, 0]
+            assert lone.unit.state.sharded is ShardedState.UNSHARDED
+            assert lone.unit.unshard_event is None, "it would be waited for twice"
+
+    def test_a_unit_that_is_there_already_is_not_waited_for(self):
+        with lone_unit() as lone:
+            wait_for_unshard(lone.unit)
+            assert lone.unit.state.sharded is ShardedState.SHARDED, "nothing was gathered"
+            lone.fill()
+            wait_for_unshard(lone.unit)
+            assert lone.unit.state.sharded is ShardedState.UNSHARDED
+
+    @pytest.mark.parametrize("ranks", [1, 2])
+    @pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+    def test_on_its_way_a_chunk_is_cast_and_uploaded(self, offload, ranks):
+        with lone_unit(ranks=ranks, precision=PRECISIONS["bf16"], offload=offload) as lone:
+            unshard(lone.unit, lone.streams)
+            wait_for_unshard(lone.unit)
+            assert lone.unit.unsharded.data.dtype is torch.bfloat16
+            assert lone.gathered == list(range(1, 11))
 
 
 def prepared(**settings):

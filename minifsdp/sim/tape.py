@@ -59,8 +59,9 @@ class Wait:
 
     @property
     def by_limiter(self) -> bool:
-        """Whether it is limiter.py that asked for it."""
-        return self.why.startswith("limiter.py:")
+        """Whether a limiter asked for it, of whatever kind. Nothing else has the host wait for an
+        event of the compute stream."""
+        return self.waiter == HOST and self.mark is not None and self.mark.stream == COMPUTE
 
 
 @dataclass(eq=False)
