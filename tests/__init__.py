@@ -7,3 +7,7 @@ import warnings
 _MESSAGE = "Failed to initialize NumPy"
 warnings.filterwarnings("ignore", _MESSAGE)
 os.environ.setdefault("PYTHONWARNINGS", f"ignore:{_MESSAGE}:UserWarning")  # of the ranks
+
+from tests import replace  # noqa: E402  # warnings first
+
+replace.install()  # before anything of minifsdp is imported

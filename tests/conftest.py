@@ -5,6 +5,12 @@ from collections import Counter
 import pytest
 import torch
 
+from tests.replace import replacements
+
+
+def pytest_report_header():
+    return [f"replaced: {name} by {file}" for name, file in replacements().items()]
+
 
 def pytest_runtest_setup(item):
     for marker in item.iter_markers("gpus"):

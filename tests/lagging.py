@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 import minifsdp.offload
-import minifsdp.parameters
+import minifsdp.reshard
+import minifsdp.unshard
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import streams
-from minifsdp.streams import CpuEvent, CpuStream, Streams
+from minifsdp.streams import CpuEvent, CpuStream, Event, Streams
+from tests.small import replaced
 
 
 class LateEvent:
@@ -107,6 +109,11 @@ class DeferringStream(CpuStream):
     def wait_event(self, event) -> None:
         self._queue.append(event.synchronize)
 
+    @property
+    def under_way(self) -> bool:
+        """Whether something was submitted that nobody has waited for."""
+        return len(self._queue) > 0
+
     def advance(self, mark: int) -> None:
         while self.done < mark:
             self.done += 1  # first, so that what fails is not done twice
@@ -116,7 +123,7 @@ class DeferringStream(CpuStream):
 @contextmanager
 def deferring_device() -> Iterator[None]:
     """Inside, models that are wrapped there run on such a device."""
-    unshard, host_memory = minifsdp.parameters.unshard, minifsdp.offload._host_memory
+    unshard, download = minifsdp.unshard.unshard, minifsdp.offload.download
 
     def make(device: torch.device) -> Streams:
         return Streams(device, CpuStream(), *(DeferringStream() for _ in range(5)))
@@ -126,13 +133,14 @@ def deferring_device() -> Iterator[None]:
         unit.unsharded.allocate()  # as on a GPU: taken at once, filled later
         unit.unsharded.data.fill_(torch.nan)
 
-    def nan_on_host(like: Tensor, device: torch.device) -> Tensor:
-        return host_memory(like, device).fill_(torch.nan)
+    def download_into_nan(*args) -> tuple[Tensor, Event]:
+        copy, event = download(*args)
+        return copy.fill_(torch.nan), event
 
     with (
         patch.dict(streams.BACKENDS, cpu=make),
-        patch.object(minifsdp.parameters, "unshard", unshard_into_nan),
-        patch.object(minifsdp.offload, "_host_memory", nan_on_host),
+        replaced(unshard, unshard_into_nan),
+        replaced(download, download_into_nan),
     ):
         yield
 
@@ -142,7 +150,7 @@ def count_alive(model: FSDP) -> Iterator[list[int]]:
     """How many units the device has in memory just after each gather begins, the root aside."""
     counts: list[int] = []
     held, freeing = set(), []
-    unshard, reshard = minifsdp.parameters.unshard, minifsdp.parameters.reshard
+    unshard, reshard = minifsdp.unshard.unshard, minifsdp.reshard.reshard
 
     def counted_unshard(unit, its_streams):
         unshard(unit, its_streams)
@@ -157,8 +165,5 @@ def count_alive(model: FSDP) -> Iterator[list[int]]:
             freeing.append(event)
         return event
 
-    with (
-        patch.object(minifsdp.parameters, "unshard", counted_unshard),
-        patch.object(minifsdp.parameters, "reshard", counted_reshard),
-    ):
+    with replaced(unshard, counted_unshard), replaced(reshard, counted_reshard):
         yield counts

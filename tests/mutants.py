@@ -636,7 +636,6 @@ MUTANTS = [
     Mutant("hooks", "nobody hears of a failed forward", "            self.agreement.failed()\n", "", noticed_by="promises/ranks_agree"),
     Mutant("hooks", "an evaluation of what is summoned is refused", "if trained and torch.is_grad_enabled():", "if trained:", noticed_by="between_steps/full_params"),
     Mutant("limiter", "fairscale's does not wait", "        wait_for_free(event)\n", "        pass\n"),
-    Mutant("sim/streams", "a limiter's waits are anybody's", "caller(), in_limiter()))", "caller()))"),
     Mutant("sim/clock", "a stream does two things at once", "start = max(self.now, lane.idle_at)", "start = self.now"),
     Mutant("sim/clock", "a stream is early", "start = max(self.now, lane.idle_at)", "start = lane.idle_at"),
     Mutant("sim/clock", "the host goes back in time", "waited = max(time - self.now, 0.0)", "waited = time - self.now"),
@@ -757,6 +756,19 @@ def its_tests(concept: str) -> str:
     return str(Path("tests", folder, f"test_{name.strip('_')}.py"))
 
 
+def rewritten(concept: str) -> str:
+    """Why the mutants of a file mean nothing: somebody has written it anew. Empty: they do, since
+    it has at least half of the places that they are about. If it lacks a few, they have rotted."""
+    source = Path(ROOT, "minifsdp", f"{concept}.py").read_text()
+    found = [mutant.original in source for mutant in MUTANTS if mutant.concept == concept]
+    if 2 * sum(found) >= len(found):
+        return ""
+    return (
+        f"minifsdp/{concept}.py is not the file that its {len(found)} mutants were written for: "
+        f"it has {sum(found)} of the places that they change"
+    )
+
+
 def notices(mutant: Mutant) -> str | None:
     """The first test that fails on the mutant, or None."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
@@ -785,6 +797,9 @@ def main(concepts: list[str]) -> None:
         sys.exit(f"no such concept: {', '.join({*concepts} - known)}")
     asked = {*concepts} or known
     chosen = [m for m in MUTANTS if m.concept in asked or m.concept.split("/")[0] in asked]
+    for reason in filter(None, map(rewritten, {m.concept for m in chosen})):
+        print(f"skipped: {reason}", flush=True)
+    chosen = [m for m in chosen if not rewritten(m.concept)]
     unnoticed = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for mutant, test in zip(chosen, pool.map(notices, chosen), strict=True):

@@ -125,7 +125,8 @@ class World:
 
     def __init__(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "minifsdp", "tests.models"])
+        # tests before minifsdp, of which it may replace files (see replace.py).
+        context.set_forkserver_preload(["torch.distributed", "tests", "minifsdp", "tests.models"])
         self.folder = tempfile.TemporaryDirectory(prefix="minifsdp-")
         self.processes, self.connections = [], []
         self.ready = False  # all ranks have found each other

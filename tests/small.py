@@ -1,16 +1,20 @@
 """A small sharded model that tests of one concept take apart, and ways to watch it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import minifsdp.parameters
+import minifsdp.reduce
+import minifsdp.reshard
+import minifsdp.unshard
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
+from minifsdp.reduce import Reduction
 from minifsdp.unit import Unit
 from tests.ranks import device
 
@@ -93,7 +97,7 @@ def storage(unit: Unit) -> int:
 def watch(model: FSDP) -> Iterator[list[str]]:
     """A log of what the engine does to units: '+name' for an unshard, '-name' for a reshard."""
     log: list[str] = []
-    unshard, reshard = minifsdp.parameters.unshard, minifsdp.parameters.reshard
+    unshard, reshard = minifsdp.unshard.unshard, minifsdp.reshard.reshard
 
     def noted(sign, verb):
         def wrapper(unit, streams):
@@ -102,8 +106,32 @@ def watch(model: FSDP) -> Iterator[list[str]]:
 
         return wrapper
 
-    with (
-        patch.object(minifsdp.parameters, "unshard", noted("+", unshard)),
-        patch.object(minifsdp.parameters, "reshard", noted("-", reshard)),
-    ):
+    with replaced(unshard, noted("+", unshard)), replaced(reshard, noted("-", reshard)):
         yield log
+
+
+@contextmanager
+def reductions() -> Iterator[list[Reduction]]:
+    """The reductions that are started in here, in their order, also when they are over."""
+    started: list[Reduction] = []
+    reduce_gradient = minifsdp.reduce.reduce_gradient
+
+    def noted(*args):
+        started.append(reduce_gradient(*args))
+        return started[-1]
+
+    with replaced(reduce_gradient, noted):
+        yield started
+
+
+@contextmanager
+def replaced(function: Callable, by: Callable) -> Iterator[None]:
+    """Put another in the place of a function of minifsdp, in every file that has it by whatever
+    name, so that tests need not know who calls it from where."""
+    with ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.split(".")[0] == "minifsdp":
+                for attribute, value in list(vars(module).items()):
+                    if value is function:
+                        stack.enter_context(patch.object(module, attribute, by))
+        yield

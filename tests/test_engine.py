@@ -41,7 +41,7 @@ def test_gathers_wait_for_what_the_optimizer_writes():
     model.engine.streams = model.engine.parameters.streams = streams
     model.engine.start(training=True)
     model.engine.parameters.unshard(model.engine.units[1])
-    assert log == ["mark", "wait", "gather"]
+    assert log.index("mark") < log.index("wait") < log.index("gather")
 
 
 @on_ranks(2)

@@ -1,16 +1,18 @@
 """gradients.py: all of a backward's gradients reach the optimizer, or none, one at a time."""
 
+import gc
+import weakref
 from contextlib import nullcontext
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import minifsdp.gradients
+import minifsdp.comm.collectives
+import minifsdp.reduce
 from minifsdp import CPUOffload, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.reduce import reduce_gradient
 from minifsdp.sim import cluster
 from minifsdp.streams import CpuEvent
 from tests.parity import grid
@@ -21,6 +23,8 @@ from tests.small import (
     batch,
     gathered_gradients,
     mean_gradients,
+    reductions,
+    replaced,
     stack,
     step,
     watch,
@@ -33,10 +37,10 @@ def test_gradients_are_handed_over_all_or_none():
     model = stack()
     engine = model.engine
     engine.start(training=True)
-    for unit in engine.units[:3]:
-        engine.gradients.reduce(unit, torch.ones(42, device=device()))
-    second = engine.gradients._reductions[1]
-    second.event = CpuEvent(Mock(side_effect=ConnectionError("gone")))
+    with reductions() as started:
+        for unit in engine.units[:3]:
+            engine.gradients.reduce(unit, torch.ones(42, device=device()))
+    started[1].event = CpuEvent(Mock(side_effect=ConnectionError("gone")))
     with pytest.raises(ConnectionError):
         engine.gradients.finish()
     assert all(unit.sharded_flat_param.grad is None for unit in engine.units)
@@ -45,15 +49,28 @@ def test_gradients_are_handed_over_all_or_none():
 @on_ranks(2)
 def test_at_most_one_reduction_is_under_way():
     model, open_at_once = stack(), []
+    with reductions() as started:
 
-    def counted(unit, grad, streams):
-        open_at_once.append(sum(not r.event.query() for r in model.engine.gradients._reductions))
-        return reduce_gradient(unit, grad, streams)
+        def counted(*args):
+            open_at_once.append(sum(not r.event.query() for r in started))
+            return reduce_gradient(*args)
 
-    with patch.object(minifsdp.gradients, "reduce_gradient", counted):
-        step(model)
+        reduce_gradient = minifsdp.reduce.reduce_gradient
+        with replaced(reduce_gradient, counted):
+            step(model)
     assert open_at_once == [0] * 5
-    assert not model.engine.gradients._reductions
+    assert all(reduction.event.query() for reduction in started)
+
+
+@on_ranks(2)
+def test_after_a_step_nothing_of_its_reductions_is_kept():
+    model = stack()
+    with reductions() as started:
+        step(model)
+    alive = [weakref.ref(reduction) for reduction in started]
+    started.clear()
+    gc.collect()
+    assert alive and not any(reduction() for reduction in alive)
 
 
 def interrupt(*_):

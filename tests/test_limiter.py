@@ -17,6 +17,73 @@ from tests.small import layers, stack, step, watch
 MODES = (BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None)
 
 
+class Noted:
+    """An event that says when the host has waited for it."""
+
+    def __init__(self, log, name):
+        self.log, self.name, self.passed = log, name, False
+
+    def query(self):
+        return self.passed
+
+    def synchronize(self):
+        self.log.append(self.name)
+        self.passed = True
+
+
+def units(names, ancestors=(), reshard_after_forward=True):
+    return [
+        SimpleNamespace(
+            label=name, ancestors=list(ancestors), reshard_after_forward=reshard_after_forward
+        )
+        for name in names
+    ]
+
+
+@pytest.mark.direct
+class TestEventQueue:
+    def test_prefetches_are_admitted_as_long_as_there_is_room(self):
+        limiter, (a, b, c) = EventQueue(2), units("abc")
+        assert limiter.admit(a, needed=True)
+        assert limiter.admit(b, needed=False), "b is the second of two"
+        assert not limiter.admit(c, needed=False), "c would be the third of two"
+
+    def test_what_is_needed_is_always_admitted(self):
+        limiter, (a, b) = EventQueue(1), units("ab")
+        assert limiter.admit(a, needed=True) and limiter.admit(b, needed=True)
+
+    def test_the_host_waits_for_the_oldest_frees_and_for_no_more_than_it_must(self):
+        log, limiter = [], EventQueue(3)
+        for unit in units("abcd"):
+            limiter.admit(unit, needed=True)
+            limiter.freed(unit, Noted(log, unit.label))
+        assert log == ["a"], "when d comes, b and c may still be on their way out"
+        e, f = units("ef")
+        limiter.admit(e, needed=True)
+        limiter.admit(f, needed=False)
+        assert log == ["a", "b", "c"], "d, e and f are the three now"
+
+    def test_a_unit_that_was_freed_by_the_host_holds_its_memory_until_its_event(self):
+        log, limiter, (a, b) = [], EventQueue(1), units("ab")
+        limiter.admit(a, needed=True)
+        limiter.freed(a, Noted(log, "a"))
+        assert limiter.admit(b, needed=False) and log == ["a"], "only one may have memory"
+
+    def test_units_around_it_and_those_that_stay_are_not_counted(self):
+        limiter, (root,), (stays,) = EventQueue(1), units("r"), units("s", (), False)
+        (inner,) = units("i", ancestors=[root])
+        limiter.admit(root, needed=True)
+        limiter.admit(stays, needed=True)
+        assert limiter.admit(inner, needed=False), "neither is in its way"
+
+    def test_a_prefetch_that_was_declined_takes_no_room(self):
+        limiter, (a, b) = EventQueue(1), units("ab")
+        assert limiter.admit(a, needed=True)
+        assert not limiter.admit(b, needed=False)
+        limiter.freed(a, CpuEvent())
+        assert limiter.admit(b, needed=False), "only a was alive"
+
+
 def alive_per_step(steps, blocks=8, **settings):
     """The largest number of units alive, for each step, on a device that lags."""
     with lagging_device():
@@ -115,17 +182,6 @@ def test_with_a_limit_of_one_no_prefetch_is_admitted():
     assert most == 1 and model.engine.stats.declined_prefetches > 0
 
 
-def test_a_prefetch_that_was_declined_takes_no_room():
-    a, b = (SimpleNamespace(reshard_after_forward=True, ancestors=[]) for _ in range(2))
-    limiter = EventQueue(1)
-    assert limiter.admit(a, needed=True)
-    assert not limiter.admit(b, needed=False)
-    limiter.freed(a, CpuEvent())
-    assert limiter.admit(b, needed=False)
-    limiter.freed(b, CpuEvent())
-    assert limiter.admit(a, needed=False)
-
-
 @on_ranks(1)
 def test_the_profiler_shows_a_wait_where_there_was_one_and_only_there():
     name = "FullyShardedDataParallel.rate_limiter"
@@ -141,6 +197,7 @@ def test_the_profiler_shows_a_wait_where_there_was_one_and_only_there():
     assert not [event for event in recorded.events() if event.name == name]
 
 
+@pytest.mark.direct
 def test_what_the_argument_means():
     assert isinstance(make_limiter(False), NoLimit)
     assert make_limiter(True).limit == 2 and make_limiter(1).limit == 1
@@ -148,12 +205,14 @@ def test_what_the_argument_means():
     assert make_limiter(mine) is mine
 
 
+@pytest.mark.direct
 @pytest.mark.parametrize("limit", [0, -1])
 def test_a_limit_that_admits_nothing_is_refused(limit):
     with pytest.raises(ValueError, match=f"limit_all_gathers={limit}: at least 1 unit"):
         make_limiter(limit)
 
 
+@pytest.mark.direct
 @pytest.mark.parametrize("limit", [None, "2", 2.5, NoLimit])
 def test_a_limit_of_another_kind_is_refused(limit):
     with pytest.raises(TypeError, match=r"limit_all_gathers=.*: expected True .*, False .*, a num"):

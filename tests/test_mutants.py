@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import MUTANTS, ROOT, its_tests
+from tests.mutants import MUTANTS, ROOT, its_tests, rewritten
 
 CONCEPTS = sorted(
     path.relative_to(ROOT / "minifsdp").with_suffix("").as_posix()
@@ -16,6 +16,8 @@ CONCEPTS = sorted(
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.concept}: {m.mistake}")
 def test_a_mutant_changes_one_place(mutant):
+    if reason := rewritten(mutant.concept):
+        pytest.skip(reason)
     source = Path(ROOT, "minifsdp", f"{mutant.concept}.py").read_text()
     assert source.count(mutant.original) == 1 and mutant.original != mutant.replacement
     assert Path(ROOT, its_tests(mutant.noticed_by or mutant.concept)).exists()

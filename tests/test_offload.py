@@ -1,7 +1,5 @@
 """offload.py: parameters that live in the host's memory."""
 
-from unittest.mock import patch
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,12 +7,14 @@ from torch import nn
 
 from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.offload import HOST, download
+from minifsdp.offload import HOST, download, host_copy, upload
 from minifsdp.sim import cluster
 from minifsdp.sim.tape import Op
+from minifsdp.streams import CpuEvent, CpuStream, Streams
+from tests.lagging import DeferringStream
 from tests.parity import check_at_rest, grid
 from tests.ranks import device, on_ranks, run
-from tests.small import batch, layers, mean_gradients, stack, step
+from tests.small import batch, layers, mean_gradients, replaced, stack, step
 
 OFFLOAD = CPUOffload(offload_params=True)
 STRATEGIES = list(ShardingStrategy)
@@ -46,6 +46,42 @@ def sums(plain, *steps) -> dict[str, torch.Tensor]:
     """The mean gradients of several batches, added up."""
     each = [mean_gradients(plain, plain(batch(step=at)).pow(2).sum()) for at in steps]
     return {name: sum(grads[name] for grads in each) for name in each[0]}
+
+
+@pytest.mark.direct
+class TestDirectly:
+    """On streams on which nothing happens before somebody waits for it."""
+
+    def test_the_unshard_stream_gets_a_chunk_that_has_arrived(self):
+        streams, arrived, chunk = late_streams(), [], torch.arange(3.0)
+        uploaded = upload(chunk, streams, "unit")
+
+        def launch():
+            arrived.append(uploaded())
+            return lambda: None
+
+        streams.unshard.submit(launch).wait()
+        assert arrived[0].tolist() == [0, 1, 2]
+        assert arrived[0] is not chunk, "the chunk stays on the host; this is a copy"
+
+    def test_a_download_starts_when_its_source_is_ready_and_ends_with_its_event(self):
+        streams, source = late_streams(), torch.zeros(3)
+        ready = CpuEvent(lambda: source.fill_(7))
+        copy, arrived = download(source, ready, streams, "unit")
+        copy.fill_(torch.nan)
+        assert not arrived.query(), "the host goes on meanwhile"
+        arrived.synchronize()
+        assert copy.tolist() == [7, 7, 7]
+
+    def test_only_what_is_offloaded_is_copied(self):
+        tensor = torch.arange(3.0)
+        assert host_copy(tensor, None) is tensor
+        copy = host_copy(tensor, torch.device("cpu"))
+        assert copy.tolist() == [0, 1, 2] and copy.data_ptr() != tensor.data_ptr()
+
+
+def late_streams():
+    return Streams(HOST, CpuStream(), *(DeferringStream() for _ in range(5)))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -236,7 +272,7 @@ def test_what_is_downloaded_is_in_the_dtype_of_the_reduction():
         dtypes.append(tensor.dtype)
         return download(tensor, *others)
 
-    with patch("minifsdp.reduce.download", noted):
+    with replaced(download, noted):
         step(model)
     assert dtypes == [torch.bfloat16] * 5
     assert model.engine.units[1].sharded_flat_param.grad.dtype is torch.float32

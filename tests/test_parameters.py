@@ -1,15 +1,18 @@
 """parameters.py: units are gathered and freed once, and counted."""
 
-from unittest.mock import patch
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+import minifsdp.comm.collectives
+import minifsdp.reduce
 from tests.parity import check_at_rest
 from tests.ranks import on_ranks
 from tests.small import (
     batch,
     layers,
+    replaced,
     stack,
     step,
     storage,
@@ -34,8 +37,9 @@ def test_gathering_and_freeing_twice_is_gathering_and_freeing_once():
 @on_ranks(2)
 def test_a_failing_gather_reaches_the_caller_and_leaves_nothing():
     model, plain = stack(), layers()
+    gone = Mock(side_effect=ConnectionError("rank 1 is gone"))
     with (
-        patch("minifsdp.unshard.all_gather", side_effect=ConnectionError("rank 1 is gone")),
+        replaced(minifsdp.comm.collectives.all_gather, gone),
         pytest.raises(ConnectionError, match="rank 1 is gone"),
     ):
         model(batch())

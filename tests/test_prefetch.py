@@ -1,5 +1,8 @@
 """prefetch.py: which unit to gather before it is asked for."""
 
+from contextlib import ExitStack
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,8 +21,20 @@ def linear():
 
 
 def recorded(model, at=0):
-    """What happened in one step: forward, backward."""
-    with watch(model) as log:
+    """What happened in one step: forward, backward. `|` is where one of the units below the root
+    has not begun and the one before it is over, which tells early gathers from those on demand."""
+    with watch(model) as log, ExitStack() as stack:
+
+        def between(_, inputs):
+            x = inputs[0].clone()  # so that it has a place of its own in the backward
+            if x.requires_grad:
+                x.register_hook(lambda grad: log.append("|"))
+            log.append("|")
+            return x
+
+        for unit in model.module.children():
+            if isinstance(unit, FSDP):
+                stack.callback(unit.register_forward_pre_hook(between).remove)
         loss = model(batch(step=at)).sum()
         forward = list(log)
         log.clear()
@@ -27,6 +42,7 @@ def recorded(model, at=0):
     return " ".join(forward), " ".join(log)
 
 
+@pytest.mark.direct
 class TestOrder:
     def test_the_next_is_what_came_next_in_the_last_pass(self):
         order = Order()
@@ -58,13 +74,68 @@ class TestOrder:
         order.start()
         assert [order.visit(unit) for unit in "ab"] == ["b", "c"]
 
+    def test_before_the_first_visit_the_upcoming_is_the_first_of_the_last_pass(self):
+        order = Order()
+        assert order.upcoming() is None
+        for unit in "ab":
+            order.visit(unit)
+        order.start()
+        assert order.upcoming() == "a"
+
+
+@pytest.mark.direct
+class TestPrefetcher:
+    """A root with three units, a, b and c, one after the other."""
+
+    def targets(self, prefetcher, steps=2):
+        """What each of the four moments names in the last of some steps, for c, b and a."""
+        root = SimpleNamespace(ancestors=[], numel=1, label="root")
+        a, b, c = (SimpleNamespace(ancestors=[root], numel=1, label=n) for n in "abc")
+        for _ in range(steps):
+            named = {name: [] for name in ("pre_forward", "post_forward", "pre_backward")}
+            prefetcher.start_forward()
+            prefetcher.pre_forward(root)
+            for unit in (a, b, c):
+                named["pre_forward"].append(prefetcher.pre_forward(unit))
+                named["post_forward"].append(prefetcher.post_forward(unit))
+            prefetcher.post_forward(root)
+            prefetcher.start_backward()
+            prefetcher.pre_backward(root)
+            named["post_backward"] = []
+            for unit in (c, b, a):
+                named["pre_backward"].append(prefetcher.pre_backward(unit))
+                named["post_backward"].append(prefetcher.post_backward(unit))
+        return {
+            name: "".join(unit.label if unit is not None else "-" for unit in units)
+            for name, units in named.items()
+        }
+
+    NOTHING = dict.fromkeys(("pre_forward", "post_forward", "pre_backward", "post_backward"), "---")
+
+    @pytest.mark.parametrize(
+        "backward, forward, expected",
+        [
+            (BackwardPrefetch.BACKWARD_PRE, None, {"pre_backward": "ba-"}),
+            (BackwardPrefetch.BACKWARD_POST, None, {"post_backward": "ba-"}),
+            (None, ForwardPrefetch.FORWARD_PRE, {"pre_forward": "bc-"}),
+            (None, ForwardPrefetch.FORWARD_POST, {"post_forward": "bc-"}),
+        ],
+    )
+    def test_each_kind_names_the_next_unit_at_its_own_moment(self, backward, forward, expected):
+        assert self.targets(Prefetcher(backward, forward)) == {**self.NOTHING, **expected}
+
+    def test_the_first_backward_goes_by_a_guess_and_the_first_forward_by_nothing(self):
+        both = Prefetcher(BackwardPrefetch.BACKWARD_PRE, ForwardPrefetch.FORWARD_PRE)
+        # The reverse of the post-forward order, in which the root comes first; it is no target.
+        assert self.targets(both, steps=1) == {**self.NOTHING, "pre_backward": "ba-"}
+
 
 @on_ranks(2)
 def test_backward_pre_gathers_the_next_before_the_current_computes():
     model = stack(3)
     for at in range(3):  # by a guess in the first step, by what was recorded from the second
         _, backward = recorded(model, at)
-        assert backward == "+3 +2 -3 +1 -2 -1 -root"
+        assert backward == "+3 +2 -3 | +1 -2 | -1 | -root"
 
 
 @on_ranks(2)
@@ -72,7 +143,7 @@ def test_backward_post_gathers_the_next_after_the_current_is_freed():
     model = stack(3, backward_prefetch=BackwardPrefetch.BACKWARD_POST, forward_prefetch=False)
     for at in range(3):
         _, backward = recorded(model, at)
-        assert backward == "+3 -3 +2 -2 +1 -1 -root"
+        assert backward == "+3 -3 +2 | -2 +1 | -1 | -root"
     assert model.engine.prefetcher.stats.prefetches == 6, model.engine.prefetcher.stats.prefetches
     assert not mistargets(model)
 
@@ -81,7 +152,9 @@ def test_backward_post_gathers_the_next_after_the_current_is_freed():
 def test_without_prefetch_each_unit_is_gathered_when_needed():
     model = stack(3, backward_prefetch=None, forward_prefetch=False)
     for at in range(3):
-        assert recorded(model, at) == ("+root +1 -1 +2 -2 +3 -3", "+3 -3 +2 -2 +1 -1 -root")
+        forward, backward = recorded(model, at)
+        assert forward == "+root | +1 -1 | +2 -2 | +3 -3"
+        assert backward == "+3 -3 | +2 -2 | +1 -1 | -root"
     assert model.engine.prefetcher.stats.prefetches == 0
 
 
@@ -90,7 +163,7 @@ def test_by_default_the_forward_prefetches_where_the_host_does_not_run_ahead():
     """On a GPU the host comes to each gather long before the computation does, without it."""
     model = stack(3)
     forwards = [recorded(model, at)[0] for at in range(3)]
-    one_by_one, ahead = "+root +1 -1 +2 -2 +3 -3", "+root +1 +2 -1 +3 -2 -3"
+    one_by_one, ahead = "+root | +1 -1 | +2 -2 | +3 -3", "+root +1 | +2 -1 | +3 -2 | -3"
     later = ahead if device().type == "cpu" else one_by_one
     assert forwards == [one_by_one, later, later]  # in the first step nothing is known yet
 
@@ -109,9 +182,9 @@ def test_only_none_is_decided_by_the_device(forward):
 @on_ranks(2)
 def test_forward_pre_gathers_the_next_before_the_current_computes(forward):
     model = stack(3, forward_prefetch=forward)
-    assert recorded(model)[0] == "+root +1 -1 +2 -2 +3 -3"  # nothing is known yet
+    assert recorded(model)[0] == "+root | +1 -1 | +2 -2 | +3 -3"  # nothing is known yet
     for at in range(2):
-        assert recorded(model, at)[0] == "+root +1 +2 -1 +3 -2 -3"
+        assert recorded(model, at)[0] == "+root +1 | +2 -1 | +3 -2 | -3"
 
 
 @on_ranks(2)
@@ -119,8 +192,8 @@ def test_forward_post_gathers_the_next_after_the_current_is_freed():
     model = stack(3, forward_prefetch=ForwardPrefetch.FORWARD_POST)
     recorded(model)
     for at in range(2):
-        assert recorded(model, at)[0] == "+root +1 -1 +2 -2 +3 -3"
-    # 3 in each backward, 2 in each later forward
+        assert recorded(model, at)[0] == "+root | +1 -1 +2 | -2 +3 | -3"
+    # 3 in each backward, 2 in each later forward.
     assert model.engine.prefetcher.stats.prefetches == 3 * 3 + 2 * 2
 
 
@@ -192,16 +265,14 @@ def mistargets(model):
 
 @on_ranks(2)
 def test_mistarget_not_needed_yet():
-    """The forward changes its order: `b` is gathered for what turns out to be `a`'s turn, or so."""
+    """The forward was a, b, c and becomes b, a, c: `a` is gathered for what turns out to be `b`'s
+    turn, and then `b` once more, because it came after `a`, for what is `c`'s."""
     model = FSDP(Branches(), forward_prefetch=True)
-    plain_step_log = []
-    for swap in (False, False, True):
+    for swap, expected in ((False, {}), (False, {}), (True, {"not needed yet": 2})):
         model.module.swap = swap
-        with watch(model) as log:
+        with torch.no_grad():
             model(batch())
-        plain_step_log.append(log)
-        model(batch()).sum().backward()
-    assert mistargets(model)["not needed yet"] >= 1
+        assert mistargets(model) == expected
 
 
 @on_ranks(2)
@@ -237,7 +308,7 @@ def test_a_unit_that_is_on_its_way_already_is_no_wrong_target():
     )
     for at in range(3):
         backward = recorded(model, at)[1]
-    assert backward == "+1 +1.1 -1.1 +0 -1 -0 -root"
+    assert backward == "+1 +1.1 -1.1 +0 -1 | -0 -root"
     assert not mistargets(model), mistargets(model)
 
 
@@ -320,7 +391,9 @@ def test_evaluation_in_between_does_not_confuse_it():
         step(model, at)
     with torch.no_grad():
         model(batch())
-    assert recorded(model) == ("+root +1 +2 -1 +3 -2 -3", "+3 +2 -3 +1 -2 -1 -root")
+    forward, backward = recorded(model)
+    assert forward == "+root +1 | +2 -1 | +3 -2 | -3"
+    assert backward == "+3 +2 -3 | +1 -2 | -1 | -root"
     assert not mistargets(model), mistargets(model)
 
 
@@ -359,10 +432,12 @@ def test_a_step_that_broke_off_does_not_say_what_comes_next(where, forward):
     before = model.engine.prefetcher.stats.prefetches
     after, backward = recorded(model)
     assert model.engine.prefetcher.stats.prefetches - before == made
-    assert (after[after.index("+") :], backward) == expected  # first, what was left is freed
+    # First, what was left is freed.
+    assert (after.lstrip("-012 "), backward) == expected
     assert not mistargets(model), mistargets(model)
 
 
+@pytest.mark.direct
 def test_what_is_no_prefetch_of_ours_is_refused():
     """torch's own enum would be none of these, and silently mean no prefetch at all."""
     for wrong in ("pre", TorchBackwardPrefetch.BACKWARD_PRE, ForwardPrefetch.FORWARD_PRE):

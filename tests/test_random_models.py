@@ -3,14 +3,14 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from unittest.mock import patch
 
 import pytest
 import torch
 
-import minifsdp.gradients
+import minifsdp.no_sync
 import minifsdp.reduce
 from minifsdp import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
+from minifsdp.comm import collectives
 from tests.fuzz import WORLDS, Differs, check, failure
 from tests.random_models import (
     AFTER_HOOKS,
@@ -26,6 +26,7 @@ from tests.random_models import (
     random_case,
 )
 from tests.ranks import on_ranks, run
+from tests.small import replaced
 
 CASES, EACH = 200, 10
 
@@ -157,8 +158,8 @@ def a_sum_instead_of_a_mean() -> Iterator[object]:
     def unscaled(collective):
         return lambda flat, group, scale, *tag: collective(flat, group, 1.0, *tag)
 
-    for name in ("reduce_scatter", "all_reduce"):
-        yield patch.object(minifsdp.reduce, name, unscaled(getattr(minifsdp.reduce, name)))
+    for collective in (collectives.reduce_scatter, collectives.all_reduce):
+        yield replaced(collective, unscaled(collective))
 
 
 def gradients_that_are_not_added() -> Iterator[object]:
@@ -166,12 +167,12 @@ def gradients_that_are_not_added() -> Iterator[object]:
         reduction.unit.sharded_flat_param.grad = None
         store_gradient(reduction)
 
-    store_gradient = minifsdp.gradients.store_gradient
-    yield patch.object(minifsdp.gradients, "store_gradient", store)
+    store_gradient = minifsdp.reduce.store_gradient
+    yield replaced(store_gradient, store)
 
 
 def nothing_left_by_no_sync() -> Iterator[object]:
-    yield patch.object(minifsdp.gradients, "store_unreduced", lambda unit, grad: None)
+    yield replaced(minifsdp.no_sync.store_unreduced, lambda unit, grad: None)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ from minifsdp.reduce import (
     wait_for_reduction,
 )
 from minifsdp.sim import cluster
+from minifsdp.streams import CpuEvent
 from tests.lagging import deferring_device
+from tests.lone_unit import lone_unit
 from tests.parity import grid
 from tests.ranks import device, on_ranks, run
 from tests.small import (
@@ -26,12 +28,66 @@ from tests.small import (
     gathered_gradients,
     layers,
     mean_gradients,
+    reductions,
     stack,
     step,
 )
 
 STRATEGIES = list(ShardingStrategy)
 OFFLOADS = pytest.mark.parametrize("offload", [None, CPUOffload(True)], ids=["", "offload"])
+
+
+def reduced(lone, grad):
+    """From the start to the end of one reduction, as the engine does it."""
+    reduction = reduce_gradient(lone.unit, grad, lone.streams)
+    wait_for_first_part(reduction, lone.streams)
+    start_next_part(reduction, lone.streams)
+    wait_for_reduction(reduction)
+    return reduction
+
+
+@pytest.mark.direct
+class TestDirectly:
+    """Each other rank's gradient is 10 in all places."""
+
+    def test_the_reduction_is_started_and_not_waited_for(self):
+        with lone_unit() as lone:
+            reduction = reduce_gradient(lone.unit, torch.zeros(10), lone.streams)
+            assert lone.unit.shard_group.called == ["reduce-scatter"], "one is started"
+            assert not reduction.event.query(), "the backward goes on meanwhile"
+
+    @pytest.mark.parametrize("rank, expected", [(0, [5, 6, 7, 8, 9]), (1, [10, 11, 12, 13, 14])])
+    def test_a_rank_gets_its_chunk_of_the_mean(self, rank, expected):
+        with lone_unit(rank) as lone:
+            assert reduced(lone, torch.arange(0.0, 20, 2)).result.tolist() == expected
+
+    @pytest.mark.parametrize("ranks, mean", [(1, [5.0] * 10), (2, [6.25] * 5)])
+    def test_replicas_add_up_what_their_ranks_have(self, ranks, mean):
+        with lone_unit(ranks=ranks, replicas=2) as lone:
+            reduction = reduced(lone, torch.full((10,), 0.0 if ranks == 1 else -5.0))
+            assert lone.unit.replicate_group.called == ["all-reduce", "its second half"]
+            assert reduction.result.tolist() == mean
+
+    def test_the_optimizer_gets_the_sum_of_its_gradients_without_padding(self):
+        with lone_unit(rank=2, ranks=3) as lone:  # which has 9, 10, and padding
+            for total in (1.0, 2.0):
+                result = torch.tensor([1.0, 1.0, torch.nan, torch.nan])
+                store_gradient(Reduction(lone.unit, result, CpuEvent()))
+                assert lone.unit.sharded_flat_param.grad.tolist() == [total, total]
+
+    def test_what_is_sent_is_kept_till_it_has_arrived(self):
+        with lone_unit() as lone:
+            grad = torch.zeros(10)
+            reduction = reduce_gradient(lone.unit, grad, lone.streams)
+            assert any(tensor is grad for tensor in reduction.sent), "its memory is being read"
+            wait_for_first_part(reduction, lone.streams)
+            assert reduction.sent == (), "its memory would be held to the end of the backward"
+
+    def test_sums_are_in_the_reduce_dtype(self):
+        precision = MixedPrecision(torch.bfloat16, torch.float32)
+        with lone_unit(precision=precision) as lone:
+            reduction = reduced(lone, torch.zeros(10, dtype=torch.bfloat16))
+            assert reduction.result.dtype is torch.float32
 
 
 def sharded(strategy, **settings):
@@ -192,12 +248,13 @@ def test_a_reduction_goes_on_while_the_backward_does():
     """Counted, not timed: when unit 4's gradient is on its way, unit 3's backward still
     computes."""
     model, open_when = stack(), []
+    with reductions() as started:
 
-    def note(*_):
-        open_when.append(any(not r.event.query() for r in model.engine.gradients._reductions))
+        def note(*_):
+            open_when.append(any(not reduction.event.query() for reduction in started))
 
-    model.module[1].module[0].register_full_backward_hook(note)
-    step(model)
+        model.module[1].module[0].register_full_backward_hook(note)
+        step(model)
     if device().type == "cuda":
         pytest.skip("the host does not see how far a GPU has come")
     assert open_when == [True]
@@ -214,7 +271,7 @@ def test_so_do_its_second_half_and_the_copy_to_the_host():
 
         def note(*_):
             streams = model.engine.streams
-            log.append((len(streams.replicate._queue) > 0, len(streams.download._queue) > 0))
+            log.append((streams.replicate.under_way, streams.download.under_way))
 
         model.module[1].module[0].register_full_backward_hook(note)
         step(model)

@@ -1,5 +1,7 @@
 """reshard.py: let a unit's full parameters go."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,12 +9,53 @@ import torch.distributed as dist
 from minifsdp import BackwardPrefetch, ShardingStrategy
 from minifsdp.reshard import reshard
 from minifsdp.sim import cluster
+from minifsdp.streams import CpuEvent
 from minifsdp.support.param_views import make_views, use_unsharded_views
 from minifsdp.unit_state import ShardedState
 from minifsdp.unshard import unshard, wait_for_unshard
-from tests.lagging import lagging_device
+from tests.lagging import LateStream, lagging_device
+from tests.lone_unit import lone_unit
 from tests.ranks import on_ranks
 from tests.small import batch, stack, step, storage
+
+
+@pytest.mark.direct
+class TestDirectly:
+    def test_the_memory_is_gone_and_the_tensor_is_not(self):
+        with lone_unit() as lone:
+            lone.fill()
+            before = lone.unit.unsharded.flat_param
+            reshard(lone.unit, lone.streams)
+            assert lone.memory == 0, f"{lone.memory} bytes are left in the storage"
+            assert lone.unit.unsharded.flat_param is before, "views that autograd saved are of it"
+            assert lone.unit.state.sharded is ShardedState.SHARDED
+
+    def test_modules_have_placeholders_that_refuse_to_compute(self):
+        with lone_unit() as lone:
+            lone.fill()
+            use_unsharded_views(lone.unit)
+            reshard(lone.unit, lone.streams)
+            with pytest.raises(RuntimeError, match="'weight'"):
+                torch.add(lone.module.weight, 1)
+
+    def test_a_gather_that_was_not_waited_for_is_over_before_its_memory_goes(self):
+        with lone_unit() as lone:
+            lone.unit.state.start_unshard()
+            lone.unit.unsharded.allocate()
+            memory = []
+            lone.unit.unshard_event = CpuEvent(lambda: memory.append(lone.memory))
+            reshard(lone.unit, lone.streams)
+            assert memory == [40], "the gather writes to that memory until its event is passed"
+            assert lone.unit.unshard_event is None, "it would be waited for twice"
+
+    def test_the_event_is_passed_when_the_computation_is_done_with_the_memory(self):
+        with lone_unit() as lone:
+            lone.fill()
+            compute = LateStream()
+            done = reshard(lone.unit, replace(lone.streams, compute=compute))
+            assert done is not None and not done.query(), "it is an event of the compute stream"
+            compute.record_event().synchronize()
+            assert done.query(), "it is recorded before the next kernels are launched"
 
 
 def unsharded_unit():

@@ -7,29 +7,34 @@ import torch
 
 from minifsdp.shard import padded_shard_numel, shard, unpadded_shard_numel
 
+pytestmark = pytest.mark.direct
 SIZES = list(product(range(14), range(1, 7)))
 
 
-@pytest.mark.parametrize("numel, ranks", SIZES)
-def test_chunks_put_together_are_the_flat_tensor_then_zeros(numel, ranks):
-    flat = torch.arange(1.0, numel + 1)
-    together = torch.cat([shard(flat, rank, ranks) for rank in range(ranks)])
-    assert torch.equal(together[:numel], flat)
-    assert not together[numel:].any()
+def test_chunks_put_together_are_the_flat_tensor_then_zeros():
+    for numel, ranks in SIZES:
+        flat = torch.arange(1.0, numel + 1)
+        together = torch.cat([shard(flat, rank, ranks) for rank in range(ranks)])
+        of = f"the chunks of {flat.tolist()} over {ranks} ranks, put together, are {together}"
+        assert torch.equal(together[:numel], flat), of
+        assert not together[numel:].any(), f"{of}; the padding should be zero"
 
 
-@pytest.mark.parametrize("numel, ranks", SIZES)
-def test_chunks_are_equal_and_as_small_as_can_be(numel, ranks):
-    sizes = {len(shard(torch.zeros(numel), rank, ranks)) for rank in range(ranks)}
-    assert sizes == {padded_shard_numel(numel, ranks)}
-    assert 0 <= padded_shard_numel(numel, ranks) * ranks - numel < ranks
+def test_chunks_are_equal_and_as_small_as_can_be():
+    for numel, ranks in SIZES:
+        size = padded_shard_numel(numel, ranks)
+        of = f"{numel} elements over {ranks} ranks: padded_shard_numel says {size}"
+        assert 0 <= size * ranks - numel < ranks, of
+        sizes = [len(shard(torch.zeros(numel), rank, ranks)) for rank in range(ranks)]
+        assert sizes == [size] * ranks, f"{of}, and shard gives chunks of {sizes}"
 
 
-@pytest.mark.parametrize("numel, ranks", SIZES)
-def test_real_elements_are_all_elements_once(numel, ranks):
-    reals = [unpadded_shard_numel(numel, rank, ranks) for rank in range(ranks)]
-    assert sum(reals) == numel
-    assert reals == sorted(reals, reverse=True) and min(reals) >= 0
+def test_real_elements_are_all_elements_once():
+    for numel, ranks in SIZES:
+        reals = [unpadded_shard_numel(numel, rank, ranks) for rank in range(ranks)]
+        of = f"{numel} elements over {ranks} ranks: unpadded_shard_numel says {reals}"
+        assert sum(reals) == numel, of
+        assert reals == sorted(reals, reverse=True) and min(reals) >= 0, of
 
 
 def test_a_late_rank_may_have_nothing():

@@ -7,9 +7,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from minifsdp import CPUOffload, ShardingStrategy, streams
+from minifsdp import CPUOffload, ShardingStrategy
 from minifsdp.comm import collectives
-from minifsdp.streams import CpuStream, CudaStream, Streams
+from minifsdp.streams import BACKENDS, CpuStream, CudaStream, Streams
 from tests.parity import BF16_SUMMED_IN_FP32, check_parity
 from tests.ranks import on_ranks
 
@@ -17,6 +17,7 @@ CPU = torch.device("cpu")
 OFFLOADED_BF16 = {"cpu_offload": CPUOffload(True), "mixed_precision": BF16_SUMMED_IN_FP32}
 
 
+@pytest.mark.direct
 def test_a_launch_starts_at_once_and_finishes_when_somebody_waits():
     log = []
 
@@ -30,6 +31,7 @@ def test_a_launch_starts_at_once_and_finishes_when_somebody_waits():
     assert log == ["started", "finished"] and event.query()
 
 
+@pytest.mark.direct
 def test_two_may_wait_and_it_finishes_once():
     log = []
     event = CpuStream().submit(lambda: lambda: log.append("finished"))
@@ -38,6 +40,7 @@ def test_two_may_wait_and_it_finishes_once():
     assert log == ["finished"]
 
 
+@pytest.mark.direct
 def test_one_stream_waits_for_another():
     log = []
     event = CpuStream().submit(lambda: lambda: log.append("first"))
@@ -47,6 +50,7 @@ def test_one_stream_waits_for_another():
     assert log == ["first", "second"]
 
 
+@pytest.mark.direct
 def test_whoever_waits_gets_the_exception_and_nobody_waits_for_it_twice():
     def launch():
         def finish():
@@ -60,6 +64,7 @@ def test_whoever_waits_gets_the_exception_and_nobody_waits_for_it_twice():
     event.wait()
 
 
+@pytest.mark.direct
 def test_the_host_has_always_passed_its_own_marks():
     assert CpuStream().record_event().query()
 
@@ -71,6 +76,7 @@ def test_each_stream_is_one_of_its_own(kind):
     assert len({id(stream) for stream in every}) == len(every) == 6
 
 
+@pytest.mark.direct
 def test_an_unknown_kind_of_device_is_refused_by_name():
     with pytest.raises(NotImplementedError, match="on cpu and cuda; the parameters are on 'meta'"):
         Streams.on(torch.device("meta"))
@@ -90,6 +96,7 @@ class FakeCudaStream:
         self.log.append(f"wait for {event}")
 
 
+@pytest.mark.direct
 def test_on_cuda_launch_and_finish_are_both_queued_before_the_event():
     """What can be said of the CUDA path without a GPU: the order in which it queues its work."""
     log = []
@@ -111,6 +118,7 @@ def test_on_cuda_launch_and_finish_are_both_queued_before_the_event():
     assert log == ["enter", "launch", "finish", "record", "leave", "wait for another"]
 
 
+@pytest.mark.direct
 def test_on_cuda_the_allocator_is_told_who_uses_a_tensor():
     log = []
     stream = FakeCudaStream(log)
@@ -155,7 +163,7 @@ def test_the_cuda_path_trains_on_stand_ins_for_cudas_streams(strategy, settings)
         patch("torch.cuda.current_stream", Stream),
         patch("torch.cuda.stream", nullcontext),
         patch("torch.Tensor.record_stream", lambda tensor, stream: used.append(stream)),
-        patch.dict(streams.BACKENDS, cpu=streams._cuda),
+        patch.dict(BACKENDS, cpu=BACKENDS["cuda"]),
         patch.object(collectives, "NATIVE", True),
     ):
         for name in ("transformer", "mlp_nested", "odd"):
@@ -168,6 +176,7 @@ def test_the_cuda_path_trains_on_stand_ins_for_cudas_streams(strategy, settings)
     assert bool(used) == (strategy != "NO_SHARD" or bool(settings))
 
 
+@pytest.mark.direct
 def test_on_cuda_what_is_collective_does_not_queue_behind_the_kernels_it_runs_beside():
     made = []
 
@@ -175,7 +184,7 @@ def test_on_cuda_what_is_collective_does_not_queue_behind_the_kernels_it_runs_be
         made.append(priority)
 
     with patch("torch.cuda.Stream", new):
-        streams._cuda(torch.device("cuda"))
+        Streams.on(torch.device("cuda"))
     assert made == [-1] * 5  # all but the compute stream, which is whatever is current
 
 

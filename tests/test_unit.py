@@ -10,12 +10,35 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from minifsdp import CPUOffload, FlatParameter, MixedPrecision, ModuleWrapPolicy, streams
+from minifsdp import CPUOffload, FlatParameter, MixedPrecision, ModuleWrapPolicy
 from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.streams import BACKENDS
 from minifsdp.unit_state import ShardedState
+from tests.lone_unit import lone_unit
 from tests.ranks import device, on_ranks
 from tests.small import Block, batch, layers, stack, step, storage
 from tests.support.test_unsharded_storage import LOW, prepared
+
+
+@pytest.mark.direct
+class TestDirectly:
+    def test_the_optimizer_gets_this_ranks_chunk_without_padding(self):
+        for rank, chunk in enumerate([[1, 2, 3, 4], [5, 6, 7, 8], [9, 10]]):
+            with lone_unit(rank, ranks=3) as lone:
+                assert isinstance(lone.unit.sharded_flat_param, nn.Parameter)
+                assert lone.unit.sharded_flat_param.tolist() == chunk
+                assert lone.unit.padded_shard.tolist() == chunk + [0] * (4 - len(chunk))
+
+    def test_before_it_is_gathered_it_has_a_size_and_no_memory(self):
+        with lone_unit(ranks=3) as lone:
+            assert lone.unit.numel == 10 and lone.unit.padded_numel == 12
+            assert lone.unit.unsharded.data.shape == (12,) and lone.memory == 0
+            assert lone.unit.needs_unshard and lone.unit.state.sharded is ShardedState.SHARDED
+
+    def test_what_is_not_sharded_is_computed_with_where_it_is(self):
+        with lone_unit(ranks=1) as lone:
+            assert not lone.unit.needs_unshard
+            assert lone.unit.unsharded.data.data_ptr() == lone.unit.padded_shard.data_ptr()
 
 
 @on_ranks(2)
@@ -181,7 +204,7 @@ def test_a_unit_without_parameters_has_a_dtype_and_a_place_all_the_same(dtype):
     assert model._unit.unsharded.dtype is (dtype or torch.float32)
     assert model._unit.device == device()
     if device().type == "cpu":
-        with patch.dict(streams.BACKENDS, meta=streams._cpu):
+        with patch.dict(BACKENDS, meta=BACKENDS["cpu"]):
             model.to("meta")
             model.engine.start(training=True)
         assert model._unit.device == model._unit.unsharded.flat_param.device == torch.device("meta")

@@ -30,7 +30,7 @@ from minifsdp.sim.costs import Cluster, count_flops, is_low, nbytes
 from minifsdp.sim.races import Race, find_races
 from minifsdp.sim.report import report
 from minifsdp.sim.storages import Storages
-from minifsdp.sim.tape import COMPUTE, HOST, Buffer, Entry, Note, Op, Use, Wait, caller, in_limiter
+from minifsdp.sim.tape import COMPUTE, HOST, Buffer, Entry, Note, Op, Use, Wait, caller
 from minifsdp.sim.timeline import svg
 from minifsdp.sim.trace import chrome_trace, memory_snapshot
 from minifsdp.support.pytree import tensors_in
@@ -89,7 +89,7 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """As ``torch.cuda.synchronize()``."""
         launched = self.clock.now
         self.clock.block(self.clock.idle_at())
-        self.tape.append(Wait(HOST, None, launched, self.clock.now, caller(), in_limiter()))
+        self.tape.append(Wait(HOST, None, launched, self.clock.now, caller()))
 
     @contextmanager
     def on(self, stream: str, label: str = "") -> Iterator[None]:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from minifsdp.sim.device import VirtualGpu
-from minifsdp.sim.tape import COMPUTE, HOST, STREAMS, Mark, Wait, caller, in_limiter
+from minifsdp.sim.tape import COMPUTE, HOST, STREAMS, Mark, Wait, caller
 from minifsdp.streams import Event, Launch, Stream, Streams
 
 
@@ -29,7 +29,7 @@ class VirtualEvent:
         launched = self._gpu.clock.now
         self._gpu.clock.block(self.mark.time)
         now = self._gpu.clock.now
-        self._gpu.tape.append(Wait(HOST, self.mark, launched, now, caller(), in_limiter()))
+        self._gpu.tape.append(Wait(HOST, self.mark, launched, now, caller()))
 
     def query(self) -> bool:
         return self.mark.time <= self._gpu.clock.now

@@ -8,9 +8,6 @@ them; times are in seconds since the beginning.
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-
-from minifsdp.limiter import Limiter
 
 HOST, COMPUTE = "host", "compute"
 STREAMS = (COMPUTE, "unshard", "reduce", "replicate", "upload", "download")
@@ -59,7 +56,12 @@ class Wait:
     launched: float
     until: float  # for the host: when it went on
     why: str  # the file and the line that asked for it
-    by_limiter: bool = False  # a limiter's method asked for it, in whatever file that is
+
+    @property
+    def by_limiter(self) -> bool:
+        """Whether a limiter asked for it, of whatever kind. Nothing else has the host wait for an
+        event of the compute stream."""
+        return self.waiter == HOST and self.mark is not None and self.mark.stream == COMPUTE
 
 
 @dataclass(eq=False)
@@ -109,15 +111,3 @@ def caller() -> str:
     while frame.f_back is not None and Path(frame.f_code.co_filename).parent == here:
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-def in_limiter() -> bool:
-    """Whether a method of a :class:`minifsdp.limiter.Limiter` is among the callers."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name in ("admit", "freed") and isinstance(
-            frame.f_locals.get("self"), Limiter
-        ):
-            return True
-        frame = frame.f_back
-    return False

@@ -24,6 +24,7 @@ STEP = [
     Wait("host", Mark("compute", 3), 1, 3, "limiter.py:60", True),
     Wait("host", Mark("compute", 2), 3, 3, "limiter.py:60", True),  # it was passed
     Wait("host", None, 4, 4.5, "train.py:1"),
+    Wait("host", Mark("download", 5.5), 5, 5.5, "reduce.py:102"),
     Wait("compute", Mark("unshard", 5), 4, 5, "unshard.py:51"),
     memory(1, 2, 30),
     memory(10, 20, 25),
@@ -38,7 +39,7 @@ FIGURES = {
     "overlap": 2,
     "idle": 2,
     "host stalls in the limiter": 2,
-    "other host stalls": 0.5,
+    "other host stalls": 1.0,
     "peak allocated": 10,
     "peak active": 20,
     "peak reserved": 30,

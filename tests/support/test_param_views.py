@@ -12,10 +12,33 @@ from minifsdp import ShardingStrategy
 from minifsdp.support import param_views
 from minifsdp.support.fingerprint import fingerprint
 from minifsdp.support.param_access import Placeholder
+from tests.lone_unit import lone_unit
 from tests.ranks import device, on_ranks
 from tests.small import batch, stack, step
 
 STRATEGIES = [s for s in ShardingStrategy if "HYBRID" not in s.name]
+
+
+@pytest.mark.direct
+class TestDirectly:
+    def test_gathered_modules_have_views_in_the_places_of_their_parameters(self):
+        with lone_unit() as lone:
+            lone.fill()
+            param_views.make_views(lone.unit)
+            param_views.use_unsharded_views(lone.unit)
+            named = dict(lone.module.named_parameters())
+            assert list(named) == ["weight", "scale", "bias"]
+            assert named["weight"].tolist() == [[1, 2, 3], [4, 5, 6]]
+            assert named["scale"].tolist() == 7 and named["bias"].tolist() == [8, 9, 10]
+            lone.module.scale.mul(3).backward()
+            grad = lone.unit.unsharded.flat_param.grad
+            assert grad.tolist() == [0] * 6 + [3] + [0] * 3, "gradients arrive flat"
+
+    def test_sharded_modules_have_placeholders_and_the_flat_parameter(self):
+        with lone_unit() as lone:
+            assert [name for name, _ in lone.module.named_parameters()] == ["_flat_param"]
+            assert isinstance(lone.module.weight, Placeholder)
+            assert lone.module.weight.shape == (2, 3)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)

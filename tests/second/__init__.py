@@ -1,0 +1,1 @@
+"""Second implementations of some concepts, written differently; see tests/replace.py."""

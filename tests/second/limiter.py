@@ -1,0 +1,34 @@
+"""limiter.py with one list of units, each with the event of its free or None, for the queue."""
+
+from minifsdp.streams import Event
+from minifsdp.unit import Unit
+from tests.replace import the_rest
+
+the_rest(globals())
+from minifsdp.limiter import wait_for_free  # noqa: E402  # which the line above has defined
+
+
+class EventQueue:
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.held: list[tuple[Unit, Event | None]] = []  # in the order of gathers, then of frees
+
+    def admit(self, unit: Unit, needed: bool) -> bool:
+        in_use, leaving = 0, []
+        for entry in self.held:
+            if entry[1] is not None:
+                leaving.append(entry)
+            elif entry[0].reshard_after_forward and entry[0] not in unit.ancestors:
+                in_use += 1
+        if in_use >= self.limit and not needed:
+            return False
+        while leaving and in_use + len(leaving) >= self.limit:
+            gone = leaving.pop(0)
+            wait_for_free(gone[1])
+            self.held.remove(gone)
+        self.held.append((unit, None))
+        return True
+
+    def freed(self, unit: Unit, event: Event) -> None:
+        self.held.remove((unit, None))
+        self.held.append((unit, event))

@@ -1,0 +1,73 @@
+"""replace.py: the suite runs with another implementation of a concept, and notices a wrong one."""
+
+import os
+import sys
+
+import pytest
+
+from tests.matrix import CELLS, check
+from tests.patience import run_command
+from tests.ranks import run
+from tests.replace import PACKAGE, VARIABLE, install, replacements
+
+ROOT = PACKAGE.parent
+SECOND = ("shard", "reshard", "limiter", "prefetch")
+SOME_CELLS = [cell for cell in CELLS if cell.model == "mlp_nested" and cell.world_size == 2][::7]
+
+
+def pytest_with(replaced: str, *arguments: str):
+    environment = {**os.environ, VARIABLE: replaced, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    return run_command(command, cwd=ROOT, env=environment)
+
+
+@pytest.mark.slow
+def test_second_implementations_of_four_concepts_pass():
+    """The tests of each concept, and below some cells of the matrix: all four replaced at once."""
+    files = ",".join(f"{name}=tests/second/{name}.py" for name in SECOND)
+    tests = [f"tests/test_{name}.py" for name in SECOND]
+    result = pytest_with(files, *tests, f"{__file__}::test_the_cells_that_they_pass")
+    assert result.returncode == 0, result.stdout
+    for name in SECOND:
+        assert f"replaced: minifsdp.{name} by" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", SOME_CELLS, ids=lambda cell: "-".join(map(str, cell)))
+def test_the_cells_that_they_pass(cell):
+    run(check, cell.world_size, cell)
+    run(check_replaced, cell.world_size, [f"{name}" for name in replacements()])
+
+
+def check_replaced(names):
+    """On a rank: the replacements have reached it."""
+    for name, file in replacements().items():
+        assert name in names and sys.modules[name].__file__ == str(file)
+    assert len(names) == len(replacements())
+
+
+def test_a_wrong_implementation_fails_the_direct_tests_of_its_own_concept(tmp_path):
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(
+        "from tests.replace import the_rest\n"
+        "the_rest(globals())\n"
+        "def shard(flat, rank, world_size):\n"
+        "    raise NotImplementedError\n"
+    )
+    result = pytest_with(f"shard={wrong}", "-m", "direct", "tests/test_shard.py")
+    assert result.returncode == 1, result.stdout
+    assert "FAILED tests/test_shard.py" in result.stdout
+    assert "NotImplementedError" in result.stdout
+
+
+def test_what_is_no_file_is_refused(monkeypatch, tmp_path):
+    for wrong in ("limiter=nowhere.py", f"no_such_file={__file__}", "limiter"):
+        monkeypatch.setenv(VARIABLE, wrong)
+        with pytest.raises(ValueError, match=VARIABLE):
+            replacements()
+
+
+def test_what_comes_too_late_is_refused(monkeypatch):
+    monkeypatch.setenv(VARIABLE, f"limiter={__file__}")
+    with pytest.raises(RuntimeError, match=r"minifsdp.limiter had been imported before tests was"):
+        install()
