@@ -8,7 +8,7 @@ PY ?= .venv/bin/python
 INSTALLED := $(if $(filter .venv/%,$(PY)),.venv/installed)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint matrix fuzz mutants claims tutorials bench validate wheel clean
+.PHONY: help demo test test-all lint matrix fuzz mutants claims tutorials bench validate wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 12
@@ -16,11 +16,11 @@ help:  ## this list
 demo: $(INSTALLED)  ## train a small GPT, sharded; compare it with DDP (see ARGS="--help")
 	@$(PY) tutorials/train_gpt.py $(ARGS)
 
-test: $(INSTALLED)  ## every test that this machine can run
-	@$(PY) -m pytest $(ARGS)
+test: $(INSTALLED)  ## what every commit needs, in minutes; ARGS="tests/test_limiter.py -k name" for one
+	@$(PY) -m pytest -n auto -m "not slow" $(ARGS)
 
-test-fast: $(INSTALLED)  ## without the matrix and the random models
-	@$(PY) -m pytest -m "not slow" $(ARGS)
+test-all: $(INSTALLED)  ## every test that this machine can run, the matrix and random models included
+	@$(PY) -m pytest -n auto $(ARGS)
 
 lint: $(INSTALLED)  ## ruff, and mypy --strict on the package
 	@$(PY) -m ruff check .

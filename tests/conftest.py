@@ -1,9 +1,51 @@
-"""Skip what this machine cannot run, and say at the end what that was."""
+"""What `make test` leaves out, what this machine cannot run, and how that is told at the end."""
 
-from collections import Counter
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+
+def pytest_xdist_auto_num_workers(config):
+    """For `-n auto`: one worker for each core. Where there are GPUs, no more than leave each worker
+    four of them, which the largest worlds need; a world that gets too few runs on the CPU."""
+    gpus = torch.cuda.device_count()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(cores or 1, max(1, gpus // 4)) if gpus else cores or 1
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
+def pytest_collection_modifyitems(items):
+    """Where parameters of a test are combined, most of the combinations are `slow`."""
+    families = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+            families[item.parent, item.originalname].append(item)
+    for family in families.values():
+        for item in set(family) - set(representative(family)):
+            item.add_marker("slow")
+
+
+def representative(family: list[pytest.Function]) -> list[pytest.Function]:
+    """As few parametrisations of a test as let each row of each `parametrize` occur in one."""
+    rows = {item: set(rows_of(item)) for item in family}
+    unseen = set().union(*rows.values())
+    kept = []
+    while unseen:
+        kept.append(max(rows, key=lambda item: len(rows[item] & unseen)))
+        unseen -= rows[kept[-1]]
+    return kept
+
+
+def rows_of(item: pytest.Function) -> Iterator[tuple]:
+    """Which row of each `parametrize` this is; the values are the same objects in all items."""
+    for marker in item.iter_markers("parametrize"):
+        names = marker.args[0]
+        names = re.findall(r"\w+", names) if isinstance(names, str) else names
+        yield tuple((name, id(item.callspec.params[name])) for name in names)
 
 
 def pytest_runtest_setup(item):
@@ -11,6 +53,32 @@ def pytest_runtest_setup(item):
         needed, found = marker.args[0], torch.cuda.device_count()
         if found < needed:
             pytest.skip(f"needs {needed} GPU{'s' * (needed > 1)}, this machine has {found}")
+
+
+# ------------------------------------------------------------------------------- what was left out
+
+left_out = pytest.StashKey[set[str]]()
+
+
+def pytest_configure(config):
+    config.stash[left_out] = set()
+
+
+def pytest_deselected(items):
+    for item in items:
+        item.config.stash[left_out].add(item.nodeid)
+
+
+def pytest_sessionfinish(session):
+    """A worker of pytest-xdist tells the process that prints."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = sorted(session.config.stash[left_out])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """All workers have left out the same tests."""
+    node.config.stash[left_out].update(getattr(node, "workeroutput", {}).get("left_out", ()))
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -24,9 +92,15 @@ def pytest_terminal_summary(terminalreporter, config):
     lines += [
         f"{count} tests: {reason.removeprefix('Skipped: ')}" for reason, count in skipped.items()
     ]
-    deselected = len(terminalreporter.stats.get("deselected", []))
-    if deselected:
-        lines.append(f"{deselected} tests: left out by -m {config.option.markexpr!r}")
+    if config.stash[left_out]:
+        lines.append(f"{len(config.stash[left_out])} tests: {why_left_out(config)}")
     terminalreporter.section("not run")
     for line in lines or ["nothing: everything ran"]:
         terminalreporter.write_line(f"- {line}")
+
+
+def why_left_out(config) -> str:
+    if config.option.markexpr == "not slow" and not config.option.keyword:
+        return "left out by `make test`; `make test-all` runs them"
+    chosen = {"-m": config.option.markexpr, "-k": config.option.keyword}
+    return "left out by " + " and ".join(f"{o} {value!r}" for o, value in chosen.items() if value)
