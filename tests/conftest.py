@@ -1,9 +1,8 @@
 """What `make test` leaves out, what this machine cannot run, and how that is told at the end."""
 
+import itertools
 import os
-import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -30,22 +29,17 @@ def pytest_collection_modifyitems(items):
 
 
 def representative(family: list[pytest.Function]) -> list[pytest.Function]:
-    """As few parametrisations of a test as let each row of each `parametrize` occur in one."""
-    rows = {item: set(rows_of(item)) for item in family}
-    unseen = set().union(*rows.values())
+    """As few parametrisations of a test as let each value of each parameter occur in one of them;
+    of several that would do, those with the values that have occurred least."""
+    values = {item: [*map(repr, item.callspec.params.items())] for item in family}
+    occurred = Counter(dict.fromkeys(itertools.chain(*values.values()), 0))
     kept = []
-    while unseen:
-        kept.append(max(rows, key=lambda item: len(rows[item] & unseen)))
-        unseen -= rows[kept[-1]]
+    while not all(occurred.values()):
+        new = {item: sum(not occurred[value] for value in values[item]) for item in family}
+        known = {item: sum(occurred[value] for value in values[item]) for item in family}
+        kept.append(max(family, key=lambda item: (new[item], -known[item])))
+        occurred.update(values[kept[-1]])
     return kept
-
-
-def rows_of(item: pytest.Function) -> Iterator[tuple]:
-    """Which row of each `parametrize` this is; the values are the same objects in all items."""
-    for marker in item.iter_markers("parametrize"):
-        names = marker.args[0]
-        names = re.findall(r"\w+", names) if isinstance(names, str) else names
-        yield tuple((name, id(item.callspec.params[name])) for name in names)
 
 
 def pytest_runtest_setup(item):

@@ -432,9 +432,7 @@ class Comparison:
                 with refused, FSDP.summon_full_params(self.model):
                     setattr(module, attribute, nn.Parameter(torch.zeros(*placeholder.shape, 2)))
             case "a step that comes too early":
-                waits = any(
-                    unit.unreduced_grad is not None for unit in self.reference.units.values()
-                )
+                waits = any(unit.waiting is not None for unit in self.reference.units.values())
                 if not anywhere(not waits):
                     with pytest.raises(RuntimeError, match="wait to be reduced"):
                         self.optimizer.step()

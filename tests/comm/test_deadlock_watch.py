@@ -48,7 +48,7 @@ def test_all_ranks_say_the_same(kind, ranks):
     said = alone_in_the_world(crossed, kind, ranks=ranks)
     for text in said:
         assert "have parted ways" in text
-        places = re.findall(r"rank (\d): in the .*?, called from test_watch.py:\d+", text)
+        places = re.findall(r"rank (\d): in the .*?, called from test_deadlock_watch.py:\d+", text)
         assert len(set(places)) >= 2  # one that had no time to say so may be missing
 
 

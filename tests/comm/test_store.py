@@ -44,11 +44,13 @@ def test_notes_are_not_left_in_the_store():
     exchange(dist.group.WORLD, "", "note", list)
     dist.barrier()
     groups_store = dist.distributed_c10d._get_default_store()
-    before = store.num_keys()
+    before = groups_store.num_keys()
     dist.barrier()  # else a fast rank's next note is among those counted
     exchange(dist.group.WORLD, "", "note", list)
     dist.barrier()
-    assert store.num_keys() == before + 1  # what was made of them, which others may still read
+    assert (
+        groups_store.num_keys() == before + 1
+    )  # what was made of them, which others may still read
 
 
 def nobody_comes():

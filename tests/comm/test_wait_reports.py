@@ -125,5 +125,5 @@ def test_where_is_the_users_line():
     with patch.object(torch.nn.Module, "forward", lambda self: found.append(sys._getframe(1))):
         torch.nn.Module()()
     assert found[0].f_code.co_filename.endswith("module.py")
-    assert where(found[0]).startswith(", called from test_reports.py:")
+    assert where(found[0]).startswith(", called from test_wait_reports.py:")
     assert where(None) == ""
