@@ -16,10 +16,10 @@ help:  ## this list
 demo: $(INSTALLED)  ## train a small GPT, sharded; compare it with DDP (see ARGS="--help")
 	@$(PY) tutorials/train_gpt.py $(ARGS)
 
-test: $(INSTALLED)  ## what every commit needs, in minutes; ARGS="tests/test_limiter.py -k name" for one
+test: $(INSTALLED)  ## what every commit needs; one test: ARGS="tests/test_limiter.py -k name"
 	@$(PY) -m pytest -n auto -m "not slow" $(ARGS)
 
-test-all: $(INSTALLED)  ## every test that this machine can run, the matrix and random models included
+test-all: $(INSTALLED)  ## every test that this machine can run; takes ARGS as well
 	@$(PY) -m pytest -n auto $(ARGS)
 
 lint: $(INSTALLED)  ## ruff, and mypy --strict on the package
@@ -27,7 +27,7 @@ lint: $(INSTALLED)  ## ruff, and mypy --strict on the package
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 
-matrix: $(INSTALLED)  ## how far every combination of settings is from DDP, as a table
+matrix: $(INSTALLED)  ## how far all combinations are from DDP; tests/models.py takes more models
 	@$(PY) -m tests.matrix $(ARGS)
 
 mutants: $(INSTALLED)  ## break each concept on purpose; its tests have to notice
