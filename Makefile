@@ -16,11 +16,12 @@ help:  ## this list
 demo: $(INSTALLED)  ## train a small GPT, sharded; compare it with DDP (see ARGS="--help")
 	@$(PY) tutorials/train_gpt.py $(ARGS)
 
+WORKERS := -n auto --dist loadgroup  # processes that tests are shared out among: tests/conftest.py
 test: $(INSTALLED)  ## what every commit needs; one test: ARGS="tests/test_limiter.py -k name"
-	@$(PY) -m pytest -n auto -m "not slow" $(ARGS)
+	@$(PY) -m pytest $(WORKERS) -m "not slow" $(ARGS)
 
 test-all: $(INSTALLED)  ## every test that this machine can run; takes ARGS as well
-	@$(PY) -m pytest -n auto $(ARGS)
+	@$(PY) -m pytest $(WORKERS) $(ARGS)
 
 lint: $(INSTALLED)  ## ruff, and mypy --strict on the package
 	@$(PY) -m ruff check .

@@ -12,9 +12,11 @@ from tutorials import build
 
 ROOT = Path(__file__).parents[1]
 
+# A page draws its pictures again, where they lie, and another test reads them.
+pytestmark = pytest.mark.xdist_group("pictures")
+
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", build.tutorials([]), ids=lambda path: path.stem)
 def test_a_page_is_not_stale(path):
     pictures = {picture: picture.read_text() for picture in path.parent.glob(f"{path.stem}*.svg")}
