@@ -27,7 +27,7 @@ from tests.random_models import (
 )
 from tests.ranks import on_ranks, run
 
-CASES, EACH = 200, 10
+CASES, EACH = 200, 5
 BATCHES = [
     pytest.param(first, marks=[pytest.mark.slow] * (first >= EACH * len(WORLDS)))
     for first in range(0, CASES, EACH)

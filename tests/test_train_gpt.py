@@ -19,9 +19,14 @@ def demo(*arguments, **settings):
     return run_command([sys.executable, SCRIPT, *arguments], **settings)
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("arguments", [
-    [], ["--strategy", "shard_grad_op", "--prefetch", "post", "--limit", "none"],
-    ["--strategy", "no_shard", "--prefetch", "none", "--limit", "1"],
+    [],
+    slow(["--strategy", "shard_grad_op", "--prefetch", "post", "--limit", "none"]),
+    slow(["--strategy", "no_shard", "--prefetch", "none", "--limit", "1"]),
 ])  # fmt: skip
 def test_it_trains_compares_and_writes(arguments, tmp_path):
     text = tmp_path / "text"
