@@ -8,12 +8,14 @@ import pytest
 import torch
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """For `-n auto`: one worker for each core. Where there are GPUs, no more than leave each worker
-    four of them, which the largest worlds need; a world that gets too few runs on the CPU."""
-    gpus = torch.cuda.device_count()
+    """For `-n auto`: one worker for each core, but no more than eight, for each of them keeps the
+    ranks of four worlds. Where there are GPUs, each worker gets the four that its largest world
+    needs, if there are so many; a world that gets too few runs on the CPU."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(cores or 1, max(1, gpus // 4)) if gpus else cores or 1
+    gpus = torch.cuda.device_count()
+    return min(cores or 1, 8, max(1, gpus // 4) if gpus else 8)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
@@ -21,7 +23,8 @@ def pytest_collection_modifyitems(items):
     """Where parameters of a test are combined, most of the combinations are `slow`."""
     families = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+        combined = hasattr(item, "callspec") and len(item.callspec.params) > 1
+        if combined and not item.get_closest_marker("slow"):
             families[item.parent, item.originalname].append(item)
     for family in families.values():
         for item in set(family) - set(representative(family)):
