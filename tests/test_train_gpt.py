@@ -68,6 +68,7 @@ def test_the_line_is_all_that_is_printed():
     assert "--steps 0: has to be at least 1" in result.stderr and result.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds ranks in Linux's /proc")
 def test_interrupting_it_ends_all_ranks(tmp_path):
     text = tmp_path / "text"

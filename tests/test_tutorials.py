@@ -55,6 +55,7 @@ def test_the_path_has_every_page_in_order_with_its_picture():
     assert "tutorials/README.md" in "\n".join((ROOT / "README.md").read_text().splitlines()[:15])
 
 
+@pytest.mark.slow
 def test_the_readmes_command_draws_the_tutorials_picture(tmp_path, capsys):
     readme = (ROOT / "README.md").read_text()
     (command,) = re.findall(r"\$ python -m minifsdp.sim ([^$]*?--svg limiter.svg)", readme)
