@@ -8,7 +8,7 @@ PY ?= .venv/bin/python
 INSTALLED := $(if $(filter .venv/%,$(PY)),.venv/installed)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint matrix fuzz mutants claims tutorials bench validate wheel clean
+.PHONY: help demo test test-all lint matrix fuzz mutants claims tutorials bench validate wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 12
@@ -16,18 +16,19 @@ help:  ## this list
 demo: $(INSTALLED)  ## train a small GPT, sharded; compare it with DDP (see ARGS="--help")
 	@$(PY) tutorials/train_gpt.py $(ARGS)
 
-test: $(INSTALLED)  ## every test that this machine can run
-	@$(PY) -m pytest $(ARGS)
+WORKERS := -n auto --dist loadgroup  # processes that tests are shared out among: tests/conftest.py
+test: $(INSTALLED)  ## what every commit needs; one test: ARGS="tests/test_limiter.py -k name"
+	@$(PY) -m pytest $(WORKERS) -m "not slow" $(ARGS)
 
-test-fast: $(INSTALLED)  ## without the matrix and the random models
-	@$(PY) -m pytest -m "not slow" $(ARGS)
+test-all: $(INSTALLED)  ## every test that this machine can run; takes ARGS as well
+	@$(PY) -m pytest $(WORKERS) $(ARGS)
 
 lint: $(INSTALLED)  ## ruff, and mypy --strict on the package
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 
-matrix: $(INSTALLED)  ## how far every combination of settings is from DDP, as a table
+matrix: $(INSTALLED)  ## how far all combinations are from DDP; tests/models.py takes more models
 	@$(PY) -m tests.matrix $(ARGS)
 
 mutants: $(INSTALLED)  ## break each concept on purpose; its tests have to notice

@@ -1,6 +1,8 @@
-"""Skip what this machine cannot run, and say at the end what that was."""
+"""What `make test` leaves out, what this machine cannot run, and how that is told at the end."""
 
-from collections import Counter
+import itertools
+import os
+from collections import Counter, defaultdict
 
 import pytest
 import torch
@@ -12,11 +14,74 @@ def pytest_report_header():
     return [f"replaced: {name} by {file}" for name, file in replacements().items()]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """For `-n auto`: one worker for each core, but no more than eight, for each of them keeps the
+    ranks of four worlds. Where there are GPUs, each worker gets the four that its largest world
+    needs, if there are so many; a world that gets too few runs on the CPU."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    gpus = torch.cuda.device_count()
+    return min(cores or 1, 8, max(1, gpus // 4) if gpus else 8)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
+def pytest_collection_modifyitems(items):
+    """Where parameters of a test are combined, most of the combinations are `slow`."""
+    families = defaultdict(list)
+    for item in items:
+        combined = hasattr(item, "callspec") and len(item.callspec.params) > 1
+        if combined and not item.get_closest_marker("slow"):
+            families[item.parent, item.originalname].append(item)
+    for family in families.values():
+        for item in set(family) - set(representative(family)):
+            item.add_marker("slow")
+
+
+def representative(family: list[pytest.Function]) -> list[pytest.Function]:
+    """As few parametrisations of a test as let each value of each parameter occur in one of them;
+    of several that would do, those with the values that have occurred least."""
+    values = {item: [*map(repr, item.callspec.params.items())] for item in family}
+    occurred = Counter(dict.fromkeys(itertools.chain(*values.values()), 0))
+    kept = []
+    while not all(occurred.values()):
+        new = {item: sum(not occurred[value] for value in values[item]) for item in family}
+        known = {item: sum(occurred[value] for value in values[item]) for item in family}
+        kept.append(max(family, key=lambda item: (new[item], -known[item])))
+        occurred.update(values[kept[-1]])
+    return kept
+
+
 def pytest_runtest_setup(item):
     for marker in item.iter_markers("gpus"):
         needed, found = marker.args[0], torch.cuda.device_count()
         if found < needed:
             pytest.skip(f"needs {needed} GPU{'s' * (needed > 1)}, this machine has {found}")
+
+
+# ------------------------------------------------------------------------------- what was left out
+
+left_out = pytest.StashKey[set[str]]()
+
+
+def pytest_configure(config):
+    config.stash[left_out] = set()
+
+
+def pytest_deselected(items):
+    for item in items:
+        item.config.stash[left_out].add(item.nodeid)
+
+
+def pytest_sessionfinish(session):
+    """A worker of pytest-xdist tells the process that prints."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = sorted(session.config.stash[left_out])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """All workers have left out the same tests."""
+    node.config.stash[left_out].update(getattr(node, "workeroutput", {}).get("left_out", ()))
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -30,9 +95,15 @@ def pytest_terminal_summary(terminalreporter, config):
     lines += [
         f"{count} tests: {reason.removeprefix('Skipped: ')}" for reason, count in skipped.items()
     ]
-    deselected = len(terminalreporter.stats.get("deselected", []))
-    if deselected:
-        lines.append(f"{deselected} tests: left out by -m {config.option.markexpr!r}")
+    if config.stash[left_out]:
+        lines.append(f"{len(config.stash[left_out])} tests: {why_left_out(config)}")
     terminalreporter.section("not run")
     for line in lines or ["nothing: everything ran"]:
         terminalreporter.write_line(f"- {line}")
+
+
+def why_left_out(config) -> str:
+    if config.option.markexpr == "not slow" and not config.option.keyword:
+        return "left out by `make test`; `make test-all` runs them"
+    chosen = {"-m": config.option.markexpr, "-k": config.option.keyword}
+    return "left out by " + " and ".join(f"{o} {value!r}" for o, value in chosen.items() if value)

@@ -111,7 +111,6 @@ def lone_unit(
     unit = Unit(
         module,
         infos,
-        list(module.parameters()),
         Buffers([module], None),
         placement,
         precision or MixedPrecision(),

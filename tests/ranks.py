@@ -47,6 +47,10 @@ TIMEOUT = float(os.environ.get("RANKS_TIMEOUT", 60))  # seconds for one test's f
 START = 120.0  # seconds for the processes of a world to find each other
 GRACE = 3.0  # seconds for the other ranks to report, once one has failed
 
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "minifsdp", "tests.fuzz"]
+"""Imported once, by the server that ranks are forked from. The first optimizer and the first
+checkpoint import torch._dynamo, which takes each rank a second."""
+
 _worlds: dict[int, "World"] = {}
 
 
@@ -126,7 +130,7 @@ class World:
     def __init__(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
         # tests before minifsdp, of which it may replace files (see replace.py).
-        context.set_forkserver_preload(["torch.distributed", "tests", "minifsdp", "tests.models"])
+        context.set_forkserver_preload(PRELOADED)
         self.folder = tempfile.TemporaryDirectory(prefix="minifsdp-")
         self.processes, self.connections = [], []
         self.ready = False  # all ranks have found each other

@@ -249,7 +249,7 @@ class Fork(nn.Module):
         return y, self.tanh(y)
 
 
-@on_ranks(2, timeout=10)
+@on_ranks(2)
 def test_a_unit_without_parameters_prefetches_nothing():
     """Ranks do not have to agree on whether they come to it, and none may gather alone."""
     model = FSDP(Fork())

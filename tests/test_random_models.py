@@ -28,11 +28,14 @@ from tests.random_models import (
 from tests.ranks import on_ranks, run
 from tests.small import replaced
 
-CASES, EACH = 200, 10
+CASES, EACH = 200, 5
+BATCHES = [
+    pytest.param(first, marks=[pytest.mark.slow] * (first >= EACH * len(WORLDS)))
+    for first in range(0, CASES, EACH)
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, CASES, EACH))
+@pytest.mark.parametrize("first", BATCHES)
 def test_random_cases_are_right(first):
     world = WORLDS[first // EACH % len(WORLDS)]
     for seed in range(first, first + EACH):
@@ -142,6 +145,7 @@ def test_everything_occurs_in_the_cases_that_are_tried():
     assert not [feature for feature in EXPECTED if not found[feature]]
 
 
+@pytest.mark.slow
 def test_traps_go_off_and_ranks_differ_in_the_units_that_they_use():
     seen = {event for seed in range(60) for events in run(check, 2, seed) for event in events}
     rare = {
@@ -175,9 +179,11 @@ def nothing_left_by_no_sync() -> Iterator[object]:
     yield replaced(minifsdp.no_sync.store_unreduced, lambda unit, grad: None)
 
 
-@pytest.mark.parametrize(
-    "mistake", [a_sum_instead_of_a_mean, gradients_that_are_not_added, nothing_left_by_no_sync]
-)
+@pytest.mark.parametrize("mistake", [
+    a_sum_instead_of_a_mean,
+    pytest.param(gradients_that_are_not_added, marks=pytest.mark.slow),
+    pytest.param(nothing_left_by_no_sync, marks=pytest.mark.slow),
+])  # fmt: skip
 @on_ranks(2)
 def test_a_mistake_is_noticed(mistake):
     def is_noticed(seed: int) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import patience
+from tests import patience, ranks
 from tests.ranks import RankFailure, _worlds, on_ranks, run
 
 
@@ -94,8 +94,8 @@ def test_those_left_waiting_say_where():
 
 def test_a_hang_ends_at_the_limit_with_its_stack():
     with pytest.raises(RankFailure) as error:
-        run(hang_on, 2, 1, timeout=1.0)
-    assert "rank 1 did not finish (limit 1 s)" in str(error.value)
+        run(hang_on, 2, 1, timeout=3.0)
+    assert "rank 1 did not finish (limit 3 s)" in str(error.value)
     assert "in hang_on" in str(error.value) and "rank 0 finished" in str(error.value)
     run(succeed, 2, "afterwards")
 
@@ -103,18 +103,27 @@ def test_a_hang_ends_at_the_limit_with_its_stack():
 def test_the_limit_is_in_seconds_of_an_idle_machine(monkeypatch):
     """On a busy one everything takes longer, and still nothing hangs."""
     monkeypatch.setattr(patience, "INTERVAL", 0.1)
-    monkeypatch.setattr(patience, "share_of_a_core", lambda: 0.1)
+    monkeypatch.setattr(patience, "share_of_a_core", lambda: 0.001)
     run(time.sleep, 2, 0.5, timeout=0.2)
     monkeypatch.setattr(patience, "share_of_a_core", lambda: 1.0)
     with pytest.raises(RankFailure, match="did not finish"):
-        run(time.sleep, 2, 0.5, timeout=0.2)
+        run(time.sleep, 2, 1000, timeout=0.2)
 
 
-def test_the_start_of_its_processes_is_not_part_of_a_tests_time():
+def test_the_start_of_its_processes_is_not_part_of_a_tests_time(monkeypatch):
+    limits = []
+
+    def patience_of(seconds):
+        limits.append(seconds)
+        return patience.Patience(seconds)
+
+    monkeypatch.setattr(ranks, "Patience", patience_of)
     world = _worlds.pop(1, None)
     if world is not None:
         world.kill()
-    run(succeed, 1, timeout=0.05, value="at once")
+    run(succeed, 1, timeout=50, value="at once")
+    run(succeed, 1, timeout=40, value="and again")
+    assert limits == [ranks.START, 50, 40]  # each limit counts for one wait alone
 
 
 def test_a_program_that_hangs_is_ended_and_what_others_print_is_kept(monkeypatch):

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.patience import communicate, run_command
+from tutorials import train_gpt
 
-SCRIPT = Path(__file__).parent.parent / "tutorials" / "train_gpt.py"
+SCRIPT = Path(train_gpt.__file__)
 TINY = ["--steps", "2", "--layers", "2", "--width", "32", "--device", "cpu"]
 
 
@@ -18,9 +19,14 @@ def demo(*arguments, **settings):
     return run_command([sys.executable, SCRIPT, *arguments], **settings)
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("arguments", [
-    [], ["--strategy", "shard_grad_op", "--prefetch", "post", "--limit", "none"],
-    ["--strategy", "no_shard", "--prefetch", "none", "--limit", "1"],
+    [],
+    slow(["--strategy", "shard_grad_op", "--prefetch", "post", "--limit", "none"]),
+    slow(["--strategy", "no_shard", "--prefetch", "none", "--limit", "1"]),
 ])  # fmt: skip
 def test_it_trains_compares_and_writes(arguments, tmp_path):
     text = tmp_path / "text"
@@ -49,12 +55,20 @@ def test_it_trains_compares_and_writes(arguments, tmp_path):
     (["--text", os.devnull], f"--text {os.devnull}: 0 bytes are too few"),
     (["--colour", "red"], "unrecognized arguments: --colour red"),
 ])  # fmt: skip
-def test_a_bad_value_gets_one_clear_line(arguments, complaint):
-    result = demo(*arguments)
+def test_a_bad_value_is_refused_in_one_clear_line(arguments, complaint, capsys):
+    with pytest.raises(SystemExit) as end:
+        train_gpt.parse(arguments)
+    assert complaint in end.value.code and "\n" not in end.value.code
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_line_is_all_that_is_printed():
+    result = demo("--steps", "0")
     assert result.returncode != 0 and result.stdout == ""
-    assert complaint in result.stderr and result.stderr.count("\n") == 1
+    assert "--steps 0: has to be at least 1" in result.stderr and result.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds ranks in Linux's /proc")
 def test_interrupting_it_ends_all_ranks(tmp_path):
     text = tmp_path / "text"

@@ -12,9 +12,11 @@ from tutorials import build
 
 ROOT = Path(__file__).parents[1]
 
+# A page draws its pictures again, where they lie, and another test reads them.
+pytestmark = pytest.mark.xdist_group("pictures")
+
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", build.tutorials([]), ids=lambda path: path.stem)
 def test_a_page_is_not_stale(path):
     pictures = {picture: picture.read_text() for picture in path.parent.glob(f"{path.stem}*.svg")}
@@ -53,6 +55,7 @@ def test_the_path_has_every_page_in_order_with_its_picture():
     assert "tutorials/README.md" in "\n".join((ROOT / "README.md").read_text().splitlines()[:15])
 
 
+@pytest.mark.slow
 def test_the_readmes_command_draws_the_tutorials_picture(tmp_path, capsys):
     readme = (ROOT / "README.md").read_text()
     (command,) = re.findall(r"\$ python -m minifsdp.sim ([^$]*?--svg limiter.svg)", readme)

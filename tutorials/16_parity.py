@@ -105,7 +105,7 @@ def engine_a() -> None:
 # The one thing to notice: each mistake is red in other places. A box compares with DDP, on two
 # ranks; a red one says how far off it is. Only where there are replicas the line of the second
 # mistake runs (HYBRID_SHARD is two of them here, as NO_SHARD is), and only two of the models have
-# an odd number of elements in a unit, which is padded. `make test` has thousands of boxes.
+# an odd number of elements in a unit, which is padded. `make test-all` has thousands of boxes.
 #
 # The fourth is green in all of them: gradients are cleared after each step, so there is nothing to
 # overwrite. Somebody has to think of two backwards before a step. Or nobody: `tests/fuzz.py` makes

@@ -1,7 +1,10 @@
 """sim/plan.py: the fastest settings that fit, and why the others lose."""
 
 import argparse
+import io
 import re
+from contextlib import redirect_stdout
+from unittest.mock import patch
 
 import pytest
 
@@ -45,9 +48,22 @@ def test_why_a_run_loses(run, words):
     assert why(run, figures()).startswith(words)
 
 
-def test_every_value_of_every_free_setting_is_told_and_none_is_better(capsys):
-    assert main([*SMALL, *FIXED]) == 0
-    best, _, step, _, *others = capsys.readouterr().out.splitlines()
+@pytest.fixture(scope="module")
+def search():
+    """What a search prints, and the runs that it makes."""
+    measure, made, out = module.measure, [], io.StringIO()
+
+    def noted(options, steps):
+        made.append(str(options))
+        return measure(options, steps)
+
+    with patch.object(module, "measure", noted), redirect_stdout(out):
+        assert main([*SMALL, *FIXED]) == 0
+    return out.getvalue(), made
+
+
+def test_every_value_of_every_free_setting_is_told_and_none_is_better(search):
+    best, _, step, _, *others = search[0].splitlines()
     free = {name: VALUES[name] for name in ("strategy", "limit", "backward", "forward")}
     chosen = dict(zip((w[2:] for w in best.split()[::2]), best.split()[1::2], strict=True))
     assert chosen.keys() == free.keys()
@@ -83,14 +99,9 @@ def test_where_nothing_fits_that_is_said(capsys):
     assert out.startswith("Nothing fits, not even --limit") and "CUDA out of memory" in out
 
 
-def test_each_run_is_made_once(monkeypatch, capsys):
-    made = []
-    measure = module.measure
-    monkeypatch.setattr(
-        module, "measure", lambda o, steps: (made.append(str(o)), measure(o, steps))[1]
-    )
-    main([*SMALL, *FIXED])
-    assert len(made) == len(set(made))
+def test_each_run_is_made_once(search):
+    _, made = search
+    assert made and len(made) == len(set(made))
 
 
 def test_a_wrong_option_gets_one_line(capsys):

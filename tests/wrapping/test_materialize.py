@@ -388,7 +388,7 @@ def bytes_at(owner: object, function: str):
         yield found
 
 
-@pytest.mark.parametrize("init_fn", [None, empty])
+@pytest.mark.parametrize("init_fn", [None, pytest.param(empty, marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_one_unit_at_a_time_is_whole(init_fn):
     width, blocks = 16, 5

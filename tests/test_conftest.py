@@ -1,0 +1,44 @@
+"""conftest.py: which combinations of parameters `make test` runs."""
+
+from itertools import product
+from types import SimpleNamespace
+
+from tests.conftest import representative
+
+
+def family(*rows, **values):
+    """A test's parametrisations: with these rows, or with all combinations of values."""
+    rows = rows or [dict(zip(values, row, strict=True)) for row in product(*values.values())]
+    return [SimpleNamespace(callspec=SimpleNamespace(params=row)) for row in rows]
+
+
+class Hashable(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+def kept(items):
+    items = [Hashable(callspec=item.callspec) for item in items]
+    return [item.callspec.params for item in representative(items)]
+
+
+def test_each_value_occurs_once_where_it_can():
+    found = kept(family(strategy="abcde", ranks=[1, 2, 3, 4], offload=[True, False]))
+    assert len(found) == 5
+    assert [params["strategy"] for params in found] == list("abcde")
+    assert [params["ranks"] for params in found[:4]] == [1, 2, 3, 4]
+    assert sorted(params["offload"] for params in found) in (
+        [False] * 2 + [True] * 3,
+        [False] * 3 + [True] * 2,
+    )
+
+
+def test_a_table_of_cases_is_kept_whole():
+    assert len(kept(family(case=range(20)))) == 20
+    assert len(kept(family(*({"given": n, "expected": n % 2} for n in range(20))))) == 20
+
+
+def test_what_is_not_combined_freely_is_covered_too():
+    rows = [
+        {"strategy": s, "ranks": r} for s, r in [("a", 2), ("a", 3), ("b", 2), ("b", 3), ("c", 4)]
+    ]
+    assert kept(family(*rows)) == [rows[0], rows[3], rows[4]]
