@@ -47,9 +47,10 @@ TIMEOUT = float(os.environ.get("RANKS_TIMEOUT", 60))  # seconds for one test's f
 START = 120.0  # seconds for the processes of a world to find each other
 GRACE = 3.0  # seconds for the other ranks to report, once one has failed
 
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "minifsdp", "tests.fuzz"]
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "tests", "minifsdp", "tests.fuzz"]
 """Imported once, by the server that ranks are forked from. The first optimizer and the first
-checkpoint import torch._dynamo, which takes each rank a second."""
+checkpoint import torch._dynamo, which takes each rank a second. `tests` comes before minifsdp, of
+which it may replace files (see replace.py)."""
 
 _worlds: dict[int, "World"] = {}
 
@@ -129,7 +130,6 @@ class World:
 
     def __init__(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        # tests before minifsdp, of which it may replace files (see replace.py).
         context.set_forkserver_preload(PRELOADED)
         self.folder = tempfile.TemporaryDirectory(prefix="minifsdp-")
         self.processes, self.connections = [], []
