@@ -82,8 +82,8 @@ def filled_again() -> None:
 # the same storage and a version of its own, so autograd does not see what is written through it.
 # This may hide a mistake. Here the numbers are the old ones.
 #
-# In the engine a unit has two such tensors for the whole parameters, `full` for autograd and
-# `buffer`, its `.data`, for the collectives. They are made once. Only their storage comes and goes:
+# In the engine a unit has two such tensors for its unsharded parameters: `flat_param` for autograd
+# and `data`, its `.data`, for the collectives. They are made once; their storage comes and goes:
 #
 # {{ minifsdp/support/unsharded_storage.py UnshardedFlatParam.release }}
 #
