@@ -302,7 +302,7 @@ MUTANTS = [
     Mutant("wrapping/attributes", "a tensor hides a parameter", "if new or (owned and unit not in self._hooks.summoned):", "if new:"),
     Mutant("wrapping/attributes", "no parameter may be set ever", "if new or (owned and unit not in self._hooks.summoned):", "if new or owned:"),
     Mutant("wrapping/attributes", "torch's FSDP may be around", "if name == FSDP_MARK or isinstance(value, DTensor):", "if False:", noticed_by="checks/other_wrappers"),
-    Mutant("wrapping/attributes", "the wrapper's engine comes first", "            return getattr(module, name)\n", "            return getattr(self, YIELDING[name]) if name in YIELDING else getattr(module, name)\n"),
+    Mutant("wrapping/attributes", "the wrapper's engine comes first", "            return getattr(module, name)\n", "            return getattr(self, FALLBACK[name]) if name in FALLBACK else getattr(module, name)\n"),
     Mutant("wrapping/auto_wrap", "containers are never wrapped", "None if has_forward(module) else next(_params_outside(module, \"\", to_wrap), None)", "None if has_forward(module) else \"\""),
     Mutant("wrapping/auto_wrap", "a container may keep parameters", "    if param is not None:\n        what", "    if False:\n        what"),
     Mutant("wrapping/auto_wrap", "empty containers are wanted", " or not (params or has_forward(module)):  #", ":  #"),
