@@ -3,8 +3,8 @@
 A wrapper stands in the place of the module that it wraps, and has that module as a child. So names
 get longer by one part at each wrapper, and users should never see that part::
 
-    block                      FSDP around it         the name that users see
-    0.weight                   _fsdp_wrapped_module.0.weight        0.weight
+    before wrapping    in the wrapper                   what users see
+    0.weight           _fsdp_wrapped_module.0.weight    0.weight
 """
 
 from typing import Any

@@ -32,7 +32,7 @@ class Loud(torch.autograd.Function):
         return grad, None, None
 
 
-def test_every_door_opens_at_its_moment():
+def test_every_hook_is_called_at_its_moment():
     heard: list[str] = []
     leaf = torch.ones(2, requires_grad=True)
     inputs = Loud.apply(leaf, heard, "what is before the inputs")

@@ -1,4 +1,4 @@
-"""saved_tensors.py: a note in place of a parameter, and everything else as ever."""
+"""saved_tensors.py: a description in place of a parameter, and all else as without hooks."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_a_parameter_is_asked_for_before_it_is_read():
     saved = SavedParameters(lambda chain: (asked.append(chain), unit.unsharded.data.fill_(2)))
     unit.unsharded.allocate()
     unit.unsharded.data.fill_(1)
-    call = Call(unit, unit.unsharded.flat_param, 0, 0, True)
+    call = Call(unit, unit.unsharded, 0, 0, True)
     saved.uses((call,))
     x = torch.ones(3, requires_grad=True)
     with saved.hooks():
@@ -52,7 +52,7 @@ def test_the_address_of_memory_that_was_left_to_others_means_nothing():
     unit = lone_unit()
     saved = SavedParameters(lambda chain: None)
     unit.unsharded.allocate()
-    saved.uses((Call(unit, unit.unsharded.flat_param, 0, 0, True),))
+    saved.uses((Call(unit, unit.unsharded, 0, 0, True),))
     part = unit.unsharded.flat_param.detach()[:3]
     assert saved.chain_of(part) is not None
     assert not unit.unsharded.release([])  # `part` refers to it

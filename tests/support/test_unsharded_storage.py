@@ -47,14 +47,15 @@ def test_there_is_one_full_for_each_dtype_and_it_is_made_once():
     unit = prepared()
     exact = unit.unsharded.flat_param
     unit.compute_in(LOW)
-    in_low, low = unit.unsharded, unit.unsharded.flat_param
+    unsharded_low = unit.unsharded
+    low = unsharded_low.flat_param
     assert exact.dtype is torch.float32 and low.dtype is LOW and unit.unsharded.dtype is LOW
     assert storage(unit) == 0  # it has no memory before it is needed
     assert unit.unsharded.nbytes == 42 * 2 and exact.numel() == low.numel() == 42
     unit.compute_in(torch.float32)
     assert unit.unsharded.flat_param is exact and unit.unsharded.nbytes == 42 * 4
     assert [made.flat_param for made in unit.unsharded_by_dtype._made.values()] == [exact, low]
-    unit.compute_with(in_low)
+    unit.compute_with(unsharded_low)
     assert unit.unsharded.flat_param is low and unit.unsharded.data.data_ptr() == low.data_ptr()
 
 

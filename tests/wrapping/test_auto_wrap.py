@@ -1,4 +1,4 @@
-"""auto_wrap.py: where unit borders go, and that no parameter straddles one."""
+"""auto_wrap.py: which modules become units, and that no parameter is in two."""
 
 import gc
 import re

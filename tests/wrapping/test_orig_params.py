@@ -1,4 +1,4 @@
-"""orig_params.py: nobody should hold what wrapping has replaced."""
+"""orig_params.py: nothing should refer to what wrapping has replaced."""
 
 import gc
 from unittest.mock import patch
@@ -52,14 +52,21 @@ def test_an_optimizer_that_nobody_uses_any_more_is_none():
 
 
 @pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({Block})])
+@pytest.mark.parametrize("nested", [False, True])
 @on_ranks(2)
-def test_the_model_that_is_refused_is_as_it_was(policy):
+def test_the_model_that_is_refused_is_as_it_was(policy, nested):
     model = layers(2)
     optimizer = torch.optim.SGD([model[0].weight], lr=0.1)
-    names = [name for name, _ in model.named_parameters()]
+    if nested:
+        model[1] = FSDP(model[1])  # of which the optimizer has nothing
+    modules, params = list(model.modules()), dict(model.named_parameters())
     with pytest.raises(RuntimeError, match=r"It holds 0\.weight, which"):
         FSDP(model, auto_wrap_policy=policy)
-    assert [name for name, _ in model.named_parameters()] == names
+    assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
+    after = dict(model.named_parameters())
+    assert after.keys() == params.keys() and all(after[name] is params[name] for name in params)
+    if nested:
+        return  # a wrapper and the layers around it are no model that can be trained yet
     model(torch.ones(2, 6, device=device())).sum().backward()
     optimizer.step()
 
