@@ -77,14 +77,15 @@ class RankAgreement:
 
     Attributes:
         steps: how many steps have begun.
-        diverged: in this backward some ranks get a gradient for a unit and others do not. Ask
-            ``may_prefetch``, ``may_reshard`` and ``may_reduce`` instead where one of them fits.
+        diverged: in this backward some ranks get a gradient for a unit and others do not, so all
+            units are gathered before it. What else that means is answered by ``may_prefetch``,
+            ``may_reshard`` and ``may_reduce``; ask one of these where it fits.
         late: the units whose gradients are reduced at the end of this backward.
     """
 
     def __init__(self, units: list[Unit], settings: str = "") -> None:
         self.units, self._settings = units, settings
-        self.steps = self._started_before = 0  # messages that this step has not started
+        self.steps = self._started_before = 0  # messages that were started before this step
         self.diverged = self._ever_diverged = False
         self.late: list[Unit] = []
         self._compared = self._compared_values = False
