@@ -19,6 +19,7 @@ from minifsdp.checks.members import check_free, join
 from minifsdp.checks.optimizers import watch_optimizers
 from minifsdp.checks.rank_circles import answering
 from minifsdp.checks.same_model import remember_values
+from minifsdp.limiter import make_limiter
 from minifsdp.precision import ISLAND
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.fingerprint import fingerprint
@@ -54,6 +55,8 @@ def wrap_below(
         for island in select(module, ModuleWrapPolicy(precision._module_classes_to_ignore)):
             borders[island] = {"mixed_precision": ISLAND, **borders.get(island, {})}
     check_sharing(module, borders)
+    for own in borders.values():
+        make_limiter(own.get("limit_all_gathers", True))  # refused before the first is wrapped
     # Inner ones first: what is wrapped around them must find their parameters taken.
     inner_first = sorted(borders, key=lambda border: sum(1 for _ in border.modules()))
     wrap_inside(module, {border: borders[border] for border in inner_first}, wrapper)
