@@ -606,6 +606,7 @@ MUTANTS = [
     Mutant("wrapping/build", "what is left out has no settings of its own", '{"mixed_precision": FULL_PRECISION, **to_wrap.get(ignored, {})}', '{**to_wrap.get(ignored, {}), "mixed_precision": FULL_PRECISION}'),
     Mutant("wrapping/build", "the modules see parameters after wrapping", "    use_sharded_views(unit)\n", ""),
     Mutant("wrapping/build", "what a param_init_fn has made is lost", "    modules = own_modules(module)  # once", "    # once"),
+    Mutant("wrapping/build", "a limit is refused when others are wrapped", 'make_limiter(own.get("limit_all_gathers", True))', "pass"),
     Mutant("wrapping/build", "modules do not know their unit", "    join(unit, modules)\n", "", noticed_by="checks/members"),
     Mutant("support/param_access", "a placeholder is in no set", "Placeholder.__hash__ = object.__hash__", "pass"),
     Mutant("support/param_access", "parameters change their order", "            module._parameters[name] = None\n", "            module._parameters.pop(name, None)\n"),

@@ -44,7 +44,8 @@ from launch import on_ranks
 from torch import nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ShardingStrategy, groups, reduce
+from minifsdp import ShardingStrategy, reduce
+from minifsdp.comm import groups
 from minifsdp.sim import VirtualGpu
 from minifsdp.sim.__main__ import parser
 from minifsdp.sim.models import Block, Gpt, Job, next_token

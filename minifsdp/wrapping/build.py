@@ -22,6 +22,7 @@ from minifsdp.checks.members import check_free, join
 from minifsdp.checks.optimizers import watch_optimizers
 from minifsdp.checks.same_model import remember_values
 from minifsdp.comm.consensus import groups_with_peers
+from minifsdp.limiter import make_limiter
 from minifsdp.precision import FULL_PRECISION
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.fingerprint import fingerprint
@@ -68,6 +69,8 @@ def wrap_below(
         for ignored in select(module, ModuleWrapPolicy(precision._module_classes_to_ignore)):
             to_wrap[ignored] = {"mixed_precision": FULL_PRECISION, **to_wrap.get(ignored, {})}
     check_sharing(module, to_wrap.keys())
+    for own in to_wrap.values():
+        make_limiter(own.get("limit_all_gathers", True))  # refused before the first is wrapped
     # Inner ones first: an outer unit is made of the parameters that no unit inside has.
     inner_first = sorted(to_wrap, key=lambda inner: sum(1 for _ in inner.modules()))
     arguments = {inner: {**settings.arguments, **to_wrap[inner]} for inner in inner_first}

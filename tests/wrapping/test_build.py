@@ -185,3 +185,24 @@ def test_a_model_is_moved_to_its_gpu_unit_by_unit_and_trains_there():
     assert torch.equal(step(found), step(expected))
     offloaded = FSDP(layers(), cpu_offload=CPUOffload(offload_params=True))
     assert offloaded._unit.offload_from == here() != offloaded._unit.sharded_flat_param.device
+
+
+@pytest.mark.parametrize("limit", [None, "2"])
+@on_ranks(2)
+def test_a_limit_of_another_kind_is_refused_before_anything_is_changed(limit):
+    def settings(module):
+        first = getattr(module, "out_features", None) == 3
+        return first or ({"limit_all_gathers": limit} if isinstance(module, nn.Linear) else False)
+
+    module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)).to(device())
+    before = list(module.modules()), list(module.parameters())
+    expected = "limit_all_gathers=.*: expected True .*, False .*, a number of units"
+    with pytest.raises(TypeError, match=expected):
+        FSDP(module, auto_wrap_policy=CustomPolicy(settings))
+    hybrid = ShardingStrategy.HYBRID_SHARD
+    made = patch("minifsdp.comm.groups.groups_by_host")  # all ranks have to make groups together
+    with made as groups, pytest.raises(TypeError, match=expected):
+        FSDP(module, sharding_strategy=hybrid, limit_all_gathers=limit)
+    assert not groups.called
+    after = list(module.modules()), list(module.parameters())
+    assert [list(map(id, found)) for found in after] == [list(map(id, found)) for found in before]
