@@ -8,10 +8,6 @@ import torch
 from tests.replace import replacements
 
 
-def pytest_report_header():
-    return [f"replaced: {name} by {file}" for name, file in replacements().items()]
-
-
 def pytest_runtest_setup(item):
     for marker in item.iter_markers("gpus"):
         needed, found = marker.args[0], torch.cuda.device_count()
@@ -33,6 +29,8 @@ def pytest_terminal_summary(terminalreporter, config):
     deselected = len(terminalreporter.stats.get("deselected", []))
     if deselected:
         lines.append(f"{deselected} tests: left out by -m {config.option.markexpr!r}")
+    for name, file in replacements().items():
+        terminalreporter.write_line(f"{name} was {file}")
     terminalreporter.section("not run")
     for line in lines or ["nothing: everything ran"]:
         terminalreporter.write_line(f"- {line}")
