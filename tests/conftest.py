@@ -97,6 +97,8 @@ def pytest_terminal_summary(terminalreporter, config):
     ]
     if config.stash[left_out]:
         lines.append(f"{len(config.stash[left_out])} tests: {why_left_out(config)}")
+    for name, file in replacements().items():
+        terminalreporter.write_line(f"{name} was {file}")
     terminalreporter.section("not run")
     for line in lines or ["nothing: everything ran"]:
         terminalreporter.write_line(f"- {line}")

@@ -31,6 +31,16 @@ SHAPES = {"weight": (2, 3), "scale": (), "bias": (3,)}
 NUMEL = 10
 
 
+@dataclass(eq=False)
+class StubUnit:
+    """What a limiter and a prefetcher know of a unit."""
+
+    label: str
+    ancestors: list["StubUnit"] = field(default_factory=list)
+    reshard_after_forward: bool = True
+    numel: int = 1
+
+
 @dataclass
 class Group:
     """Stands for the ranks that share a unit, or that have the same chunk of it."""

@@ -1,7 +1,5 @@
 """limiter.py: how many units at once."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch.profiler import profile
@@ -11,6 +9,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.limiter import make_limiter
 from minifsdp.streams import CpuEvent
 from tests.lagging import count_alive, lagging_device
+from tests.lone_unit import StubUnit
 from tests.ranks import on_ranks
 from tests.small import layers, stack, step, watch
 
@@ -32,12 +31,7 @@ class Noted:
 
 
 def units(names, ancestors=(), reshard_after_forward=True):
-    return [
-        SimpleNamespace(
-            label=name, ancestors=list(ancestors), reshard_after_forward=reshard_after_forward
-        )
-        for name in names
-    ]
+    return [StubUnit(name, list(ancestors), reshard_after_forward) for name in names]
 
 
 @pytest.mark.direct

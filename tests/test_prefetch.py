@@ -1,7 +1,6 @@
 """prefetch.py: which unit to gather before it is asked for."""
 
 from contextlib import ExitStack
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch.distributed.fsdp import BackwardPrefetch as TorchBackwardPrefetch
 from minifsdp import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.prefetch import Order, Prefetcher, make_prefetcher
+from tests.lone_unit import StubUnit
 from tests.ranks import device, on_ranks
 from tests.small import batch, layers, stack, step, watch
 
@@ -89,8 +89,8 @@ class TestPrefetcher:
 
     def targets(self, prefetcher, steps=2):
         """What each of the four moments names in the last of some steps, for c, b and a."""
-        root = SimpleNamespace(ancestors=[], numel=1, label="root")
-        a, b, c = (SimpleNamespace(ancestors=[root], numel=1, label=n) for n in "abc")
+        root = StubUnit("root")
+        a, b, c = (StubUnit(name, [root]) for name in "abc")
         for _ in range(steps):
             named = {name: [] for name in ("pre_forward", "post_forward", "pre_backward")}
             prefetcher.start_forward()

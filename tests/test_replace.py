@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.matrix import CELLS, check
+from tests.matrix import CELLS, check_all
 from tests.patience import run_command
 from tests.ranks import run
 from tests.replace import PACKAGE, VARIABLE, install, replacements
@@ -26,24 +26,25 @@ def test_second_implementations_of_four_concepts_pass():
     """The tests of each concept, and below some cells of the matrix: all four replaced at once."""
     files = ",".join(f"{name}=tests/second/{name}.py" for name in SECOND)
     tests = [f"tests/test_{name}.py" for name in SECOND]
-    result = pytest_with(files, *tests, f"{__file__}::test_the_cells_that_they_pass")
+    result = pytest_with(
+        files, *tests, f"{__file__}::test_some_cells_of_the_matrix_with_the_files_that_there_are"
+    )
     assert result.returncode == 0, result.stdout
     for name in SECOND:
-        assert f"replaced: minifsdp.{name} by" in result.stdout
+        assert f"minifsdp.{name} was {ROOT}/tests/second/{name}.py" in result.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", SOME_CELLS, ids=lambda cell: "-".join(map(str, cell)))
-def test_the_cells_that_they_pass(cell):
-    run(check, cell.world_size, cell)
-    run(check_replaced, cell.world_size, [f"{name}" for name in replacements()])
+def test_some_cells_of_the_matrix_with_the_files_that_there_are():
+    run(check_all, 2, SOME_CELLS)
+    run(check_replaced, 2, replacements())
 
 
-def check_replaced(names):
+def check_replaced(expected):
     """On a rank: the replacements have reached it."""
-    for name, file in replacements().items():
-        assert name in names and sys.modules[name].__file__ == str(file)
-    assert len(names) == len(replacements())
+    assert replacements() == expected
+    for name, file in expected.items():
+        assert sys.modules[name].__file__ == str(file)
 
 
 def test_a_wrong_implementation_fails_the_direct_tests_of_its_own_concept(tmp_path):
