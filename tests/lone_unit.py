@@ -23,6 +23,7 @@ from minifsdp.streams import Streams
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.param_access import ParamInfo
 from minifsdp.support.param_views import use_sharded_views
+from minifsdp.support.tensor_attribute import TensorAttribute
 from minifsdp.unit import Unit
 from tests.small import replaced
 
@@ -112,7 +113,7 @@ def lone_unit(
         param = nn.Parameter(values[: size.numel()].clone().view(size))
         values = values[size.numel() :]
         module.register_parameter(name, param)
-        infos.append(ParamInfo(name, size, [(module, name)]))
+        infos.append(ParamInfo(name, size, [TensorAttribute(module, name)]))
     placement: Any = Placement(
         Group(rank, ranks) if ranks > 1 else None,
         Group(0, replicas) if replicas > 1 else None,

@@ -483,11 +483,11 @@ def test_other_norms_are_in_full_precision_by_a_policy():
 
 @on_ranks(1)
 def test_the_outputs_of_full_precision_have_the_dtype_of_its_inputs():
-    exact = FSDP(nn.Identity(), mixed_precision=MixedPrecision(cast_forward_inputs=True))
+    in_full = FSDP(nn.Identity(), mixed_precision=MixedPrecision(cast_forward_inputs=True))
     low, half, exact, index = (torch.ones(1, dtype=d) for d in (LOW, HALF, EXACT, torch.long))
 
     def out(*inputs):
-        return [tensor.dtype for tensor in exact(inputs)]
+        return [tensor.dtype for tensor in in_full(inputs)]
 
     assert out(low) == [LOW] and out(low, index) == [LOW, torch.long]
     assert out(exact) == [EXACT] and out(low, exact) == [LOW, LOW]

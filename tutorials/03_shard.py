@@ -40,17 +40,16 @@ PICTURE = Path(__file__).with_suffix(".svg")
 def five_on_four() -> None:
     flat = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
     for rank in range(4):
-        unpadded = unpadded_shard_numel(5, rank, 4)
-        print(f"rank {rank}: {shard(flat, rank, 4).tolist()}, {unpadded} without padding")
+        real = unpadded_shard_numel(5, rank, 4)
+        print(f"rank {rank}: {shard(flat, rank, 4).tolist()}, {real} real")
 
 
 # %% [markdown]
 # In an all-gather every rank has to bring the same amount. So the end is *padded* with zeros, here
 # with three, and the last rank has nothing else. It takes part in each collective all the same.
 #
-# Now the engine, with two small layers on three ranks. What shares a flat tensor is a *unit*; here
-# both layers are one. `unit.padded_shard` is this rank's chunk. What `model.parameters()` gives to
-# the optimizer is the same memory, up to where the data end:
+# Now two small layers on three ranks. What shares a flat tensor is a *unit*; here both are one.
+# `model.parameters()` gives the optimizer this rank's chunk, up to where the data end:
 
 
 # %%
@@ -58,9 +57,8 @@ def five_on_four() -> None:
 def two_layers() -> tuple[dict[str, int], int]:
     model = FSDP(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1)))
     unit, (param,) = model.engine.root, model.parameters()
-    padded = unit.padded_shard.numel()
-    print(f"{type(param).__name__}, {param.numel()} numbers; with padding {padded}")
-    return {info.name: info.shape.numel() for info in unit.param_infos}, padded
+    print(f"{type(param).__name__}, {param.numel()} numbers; padded {unit.padded_shard.numel()}")
+    return {info.name: info.shape.numel() for info in unit.param_infos}, unit.padded_shard.numel()
 
 
 # %% [hidden]

@@ -34,6 +34,7 @@ from minifsdp.unit_state import TrainingState
 PICTURE, NAMES = __file__.replace(".py", ".svg"), ("root", "block 1", "block 2", "block 3")
 WORDS = {"before_forward": "pre", "after_forward": "post", "before_backward": "pre"}
 WORDS |= {"after_gradient": "post", "end_of_backward": "end"}
+NOT_AHEAD: Any = {"backward_prefetch": None, "forward_prefetch": False}
 
 
 def noting(moment: str, steps: list[Any]) -> Any:
@@ -46,8 +47,7 @@ def noting(moment: str, steps: list[Any]) -> Any:
             started = unit.state.training is TrainingState.PRE_BACKWARD
             there = unit.unsharded.flat_param.untyped_storage().size() > 0
             boxes.append(("purple" if started else "blue") if there else "")
-        unit = args[0] if args else engine.root
-        steps[-1].append((WORDS[moment], engine.units.index(unit), boxes))
+        steps[-1].append((WORDS[moment], engine.units.index(args[0]) if args else 0, boxes))
         return result
 
     return patch.object(Engine, moment, noted)
@@ -62,7 +62,7 @@ def train(make: str, calls: str) -> tuple[list[Any], list[Any]]:
         stack.enter_context(patch("minifsdp.engine.make_views", globals()[make]))
         for moment in WORDS:
             stack.enter_context(noting(moment, steps))
-        net = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), backward_prefetch=None)
+        net = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), **NOT_AHEAD)
         for _ in range(3):
             steps.append([])
             net(torch.randn(4, 16) + torch.distributed.get_rank()).pow(2).mean().backward()
@@ -110,12 +110,11 @@ def two_layers() -> None:
 # with a view of it, so its gradient is complete when the layer's is. The *end* is a callback. It
 # can only be queued while a backward is running, and runs after the last operation.
 #
-# The hooks are in [autograd_hooks.py](../minifsdp/support/autograd_hooks.py). What is
-# done at each moment is a method of the engine. The post-backward:
+# The hooks are in [autograd_hooks.py](../minifsdp/support/autograd_hooks.py). The post-backward:
 #
 # {{ minifsdp/engine.py Engine.after_gradient }}
 #
-# (Prefetching is page 10, `synchronizes` page 14; ranks have `diverged` if they use different
+# (Prefetching is page 10, `synchronizes` page 14; `may_reduce` is about ranks that use different
 # units.) A tensor may leave a module in an attribute, too, so the pre-backward also comes when
 # autograd needs a saved parameter: `minifsdp/support/saved_tensors.py`.
 #

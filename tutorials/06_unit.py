@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import DEFAULT, patch
 
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
@@ -133,10 +133,7 @@ def embedding_apart() -> None:
     rank, alphabet, plain = torch.distributed.get_rank(), torch.arange(10), Model()
     for units, kinds in {"blocks": {Block}, "blocks, embedding": {Block, nn.Embedding}}.items():
         torch.manual_seed(0)
-        with (
-            patch("minifsdp.wrapping.build.check_sharing"),
-            patch("minifsdp.wrapping.build.set_unit"),
-        ):
+        with patch.multiple("minifsdp.wrapping.build", check_sharing=DEFAULT, set_unit=DEFAULT):
             model = FSDP(Model(), auto_wrap_policy=ModuleWrapPolicy(kinds))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         for _ in range(20):

@@ -116,8 +116,7 @@ def timeline() -> None:
 # - **compute**: waits for gather 0. Then it is never short of work; when it is done with 0, 1 is
 #   there. The long box 3 is forward and backward.
 # - **unshard**: gathers 0 to 3. Then 3 again, which was freed after its forward, and 2, 1, 0.
-# - **reduce**: the gradient of 3 is reduced beside the backward of 2. That of 0 has nothing to
-# use_sharded_views
+# - **reduce**: the gradient of 3 is reduced beside the backward of 2. That of 0 has nothing to hide
 #   behind, and the optimizer, the sliver at the right, has to wait for it.
 # - **memory**: as the host takes and frees it, ahead of the GPU (page [08](08_allocator.md)).
 #

@@ -44,8 +44,7 @@ from launch import on_ranks
 from torch import nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ShardingStrategy, reduce
-from minifsdp.comm import groups
+from minifsdp import ShardingStrategy, comm, reduce
 from minifsdp.sim import VirtualGpu
 from minifsdp.sim.__main__ import parser
 from minifsdp.sim.models import Block, Gpt, Job, next_token
@@ -56,7 +55,7 @@ from minifsdp.sim.tape import Op
 MODELS["gpt-7b/4"] = Job(lambda: Gpt(4096, 8, 32), (Block,), next_token)
 SIZES = [(200, 1), (200, 8), (200, 32), (200, 128), (3200, 8), (3200, 128)]
 RUN = "--model gpt-7b/4 --gpu a100-80 --batch 2 --network {} --nodes {} --strategy {}_shard"
-by_host = groups.groups_by_host
+by_host = comm.groups.groups_by_host
 
 
 # %%
@@ -119,7 +118,7 @@ def scaling() -> None:
 # %%
 @on_ranks(4)
 def two_machines(how: str) -> float:
-    with patch.object(groups, "hosts_of", lambda group: ["a", "a", "b", "b"]):
+    with patch.object(comm.groups, "hosts_of", lambda group: ["a", "a", "b", "b"]):
         row, column = by_host(dist.group.WORLD)
     pair = (column, row) if how == "groups swapped" else (row, column)
     layer = nn.Linear(4, 1, bias=False)
@@ -137,7 +136,7 @@ def two_machines(how: str) -> float:
 def broken() -> None:
     for how in ("as it is", "no second half", "groups swapped"):
         print(f"{how:14}  weights, by rank: {two_machines(how)}")
-    with patch.object(groups, "groups_by_host", lambda group: by_host(group)[::-1]):
+    with patch.object(comm.groups, "groups_by_host", lambda group: by_host(group)[::-1]):
         wrong = simulate(parser().parse_args(RUN.format(200, 8, "hybrid").split()), steps=2)
     print(f"64 GPUs, 200 Gbit/s, groups swapped: {wrong.report()['step'] * 1e3:,.0f} ms")
 

@@ -21,8 +21,7 @@ import pytest
 from draw import strips
 from launch import on_ranks
 
-from minifsdp import ShardingStrategy, reduce, shard, unshard
-from minifsdp.comm import collectives
+from minifsdp import ShardingStrategy, comm, reduce, shard, unshard
 from minifsdp.sim import cluster
 from tests import fuzz, lagging
 from tests.parity import CASES, difference, full_parameters, reference, sharded, train
@@ -70,9 +69,9 @@ def gap(name: str, strategy: str = "FULL_SHARD") -> float:
 
 
 MISTAKES = {
-    "no reduction": (collectives.reduce_scatter, "add_(addend, alpha=scale)", "copy_(addend)"),
-    "a sum of replicas, not a mean": (reduce._next_half, "1 / replicas.size()", "1.0"),
-    "padding comes first": (shard.shard, "chunk[:real]", "chunk[size - real :]"),
+    "no reduction": (comm.collectives.reduce_scatter, "add_(addend, alpha=scale)", "copy_(addend)"),
+    "a sum of replicas, not a mean": (reduce._start_all_reduce_part, "1 / replicas.size()", "1.0"),
+    "padding comes first": (shard.shard, "shard[:unpadded]", "shard[size - unpadded :]"),
     "overwrites what is there": (reduce.store_gradient, "before.add_(grad)", "shard.grad = grad"),
     "computes too early": (unshard.wait_for_unshard, "unit.unshard_event.wait()", "pass"),
     "same data on every rank": (train, "+ dist.get_rank()", ""),

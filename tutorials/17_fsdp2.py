@@ -55,10 +55,8 @@ def layout():
     for model in models:
         for number, param in enumerate(model.parameters(), 1):
             param.data.t().copy_(100 * number + torch.arange(len(param)))  # the same along a row
-    a, b = FSDP(models[0]), fsdp2(models[1])
-    return [a.engine.root.padded_shard.tolist()], [
-        p.to_local().flatten().tolist() for p in b.parameters()
-    ]
+    a, b = FSDP(models[0]).engine.root, fsdp2(models[1])
+    return [a.padded_shard.tolist()], [p.to_local().flatten().tolist() for p in b.parameters()]
 
 
 def draw():

@@ -42,31 +42,41 @@ def select(root: nn.Module, policy: Policy) -> dict[nn.Module, dict[str, Any]]:
         )
     selected: dict[nn.Module, dict[str, Any]] = {}
     seen = {root}
-
-    def visit(module: nn.Module) -> set[nn.Parameter]:
-        """Select at and below ``module``; the parameters that are in no selected module."""
-        if module in seen or unit_of(module) is not None:
-            return set()
-        seen.add(module)
-        params = _unsharded_params(module)
-        if not policy(module=module, recurse=True, nonwrapped_numel=_numel(params)):
-            return params
-        params = set(module.parameters(recurse=False))
-        for child in module.children():
-            params |= visit(child)
-        answer = policy(module=module, recurse=False, nonwrapped_numel=_numel(params))
-        if not answer or not (params or has_forward(module)):  # a container without own parameters
-            return params
-        selected[module] = answer if isinstance(answer, dict) else {}
-        return set()
-
     if policy(module=root, recurse=True, nonwrapped_numel=_numel(_unsharded_params(root))):
         for child in root.children():
-            visit(child)
+            _select(child, policy, selected, seen)
     for name, module in root.named_modules():
         if module in selected:
             check_wrappable(module, name, selected.keys() - {module})
     return selected
+
+
+# Not functions inside of those that call them: a function that calls itself there is in a circle
+# with all that it refers to, and would keep the original parameters until the garbage collector
+# comes, which is the memory of a whole model.
+
+
+def _select(
+    module: nn.Module,
+    policy: Policy,
+    selected: dict[nn.Module, dict[str, Any]],
+    seen: set[nn.Module],
+) -> set[nn.Parameter]:
+    """Select at and below ``module``; the parameters that are in no selected module."""
+    if module in seen or unit_of(module) is not None:
+        return set()
+    seen.add(module)
+    params = _unsharded_params(module)
+    if not policy(module=module, recurse=True, nonwrapped_numel=_numel(params)):
+        return params
+    params = set(module.parameters(recurse=False))
+    for child in module.children():
+        params |= _select(child, policy, selected, seen)
+    answer = policy(module=module, recurse=False, nonwrapped_numel=_numel(params))
+    if not answer or not (params or has_forward(module)):  # a container without own parameters
+        return params
+    selected[module] = answer if isinstance(answer, dict) else {}
+    return set()
 
 
 def _unsharded_params(module: nn.Module) -> set[nn.Parameter]:
@@ -120,25 +130,30 @@ def check_sharing(root: nn.Module, to_wrap: Collection[nn.Module]) -> None:
     Raises:
         ValueError: naming the parameter in both places, and the module to wrap instead.
     """
-    found: dict[nn.Parameter, tuple[str, str]] = {}  # the name of its unit, and its own name
-    unit_names: dict[nn.Module, str] = {}  # the first name: a module in two places is one unit
+    _check_sharing(root, "", "", to_wrap, {}, {})
 
-    def visit(module: nn.Module, name: str, unit: str) -> None:
-        if unit_of(module) is not None:
-            return  # wrapped by hand; make_param_infos() finds what it shares with others
-        if module in to_wrap:
-            unit = unit_names.setdefault(module, name)
-        for attribute, param in module._parameters.items():
-            if param is not None:
-                here = join_names(name, attribute)
-                other_unit, there = found.setdefault(param, (unit, here))
-                if other_unit != unit:
-                    raise _shared(there, other_unit, here, unit)
-        for attribute, child in module._modules.items():
-            if child is not None:  # also if it was visited: another name may be in another unit
-                visit(child, join_names(name, attribute), unit)
 
-    visit(root, "", "")
+def _check_sharing(
+    module: nn.Module,
+    name: str,
+    unit: str,
+    to_wrap: Collection[nn.Module],
+    found: dict[nn.Parameter, tuple[str, str]],  # the name of its unit, and its own name
+    unit_names: dict[nn.Module, str],  # the first name: a module in two places is one unit
+) -> None:
+    if unit_of(module) is not None:
+        return  # wrapped by hand; make_param_infos() finds what it shares with others
+    if module in to_wrap:
+        unit = unit_names.setdefault(module, name)
+    for attribute, param in module._parameters.items():
+        if param is not None:
+            here = join_names(name, attribute)
+            other_unit, there = found.setdefault(param, (unit, here))
+            if other_unit != unit:
+                raise _shared(there, other_unit, here, unit)
+    for attribute, child in module._modules.items():
+        if child is not None:  # also if it was visited: another name may be in another unit
+            _check_sharing(child, join_names(name, attribute), unit, to_wrap, found, unit_names)
 
 
 def wrap_inside(

@@ -479,7 +479,7 @@ def test_all_ranks_skip_a_step_or_none(make, fused, clip, overflow):
 @on_ranks(2)
 def test_torchs_sharded_scaler_is_refused_where_it_does_not_ask_the_other_ranks():
     program = scaling(torchs_own, fused=True)
-    refused(program, RuntimeError, ["ShardedGradScaler", "this rank's chunks only"])
+    refused(program, RuntimeError, ["ShardedGradScaler", "this rank's shards only"])
 
 
 @pytest.mark.parametrize("unscale", [False, True])

@@ -167,7 +167,7 @@ MISSED = {
     "engine.py start: self.streams.unshard.wait_event(self.streams.compute.record_event())":
         r"_allgather_base_ of all-gather <root> on unshard uses .* from the compute stream\) and "
         r"does not wait for copy_ on compute",
-    "engine.py reset: reduction.event.wait()":
+    "gradients.py drop: reduction.event.wait()":
         r"the result of cat .* is given out again while mul_ of reduce '2' on reduce may still "
         r"use it",
 }  # fmt: skip

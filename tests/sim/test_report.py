@@ -21,8 +21,8 @@ STEP = [
     op("compute", 6, 8, flops=20),
     op("reduce", 7, 9, sent=7),
     op("upload", 0, 9),  # neither
-    Wait("host", Mark("compute", 3), 1, 3, "limiter.py:60", True),
-    Wait("host", Mark("compute", 2), 3, 3, "limiter.py:60", True),  # it was passed
+    Wait("host", Mark("compute", 3), 1, 3, "limiter.py:60"),
+    Wait("host", Mark("compute", 2), 3, 3, "limiter.py:60"),  # it was passed
     Wait("host", None, 4, 4.5, "train.py:1"),
     Wait("host", Mark("download", 5.5), 5, 5.5, "reduce.py:102"),
     Wait("compute", Mark("unshard", 5), 4, 5, "unshard.py:51"),

@@ -16,7 +16,7 @@ STEP = [
     op("unshard", 2.0, 4.0, "all-gather 'b'"),
     op("compute", 2.0, 3.0, reads=(GATHERED["a"],)),
     op("compute", 3.0, 4.0, reads=(OTHER,)),
-    Wait("host", Mark("compute", 4.0), 1.0, 4.0, "limiter.py:1", True),
+    Wait("host", Mark("compute", 4.0), 1.0, 4.0, "limiter.py:1"),
     op("compute", 4.0, 6.0, reads=(OTHER, GATHERED["b"])),
     Wait("host", None, 5.0, 8.0, "train.py:1"),
     op("reduce", 6.0, 8.0, "reduce 'b'"),

@@ -2,17 +2,23 @@
 
 import gc
 import re
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ModuleWrapPolicy, ShardingStrategy, size_based_auto_wrap_policy
+from minifsdp import (
+    ModuleWrapPolicy,
+    ShardingStrategy,
+    always_wrap_policy,
+    size_based_auto_wrap_policy,
+)
 from minifsdp.wrapping.auto_wrap import check_sharing, select
 from tests.models import SharedTransformer
 from tests.ranks import device, on_ranks
-from tests.small import Block, batch, step
+from tests.small import Block, batch, layers, step
 
 
 def tree():
@@ -293,3 +299,16 @@ REFUSED = {
 def test_what_cannot_be_a_unit_is_refused(match):
     with pytest.raises(ValueError, match=re.escape(match)):
         FSDP(REFUSED[match]())
+
+
+@on_ranks(2)
+def test_after_wrapping_the_original_parameters_are_gone_at_once():
+    """Without the garbage collector, which may come late: it would be the memory of a model."""
+    net = layers(3)
+    params = [weakref.ref(param) for param in net.parameters()]
+    gc.disable()
+    try:
+        wrapped = FSDP(net, auto_wrap_policy=always_wrap_policy)
+        assert wrapped is not None and not any(param() for param in params)
+    finally:
+        gc.enable()

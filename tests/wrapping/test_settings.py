@@ -49,8 +49,8 @@ def test_a_device_that_is_not_there_is_refused(given, match):
     ("cpu_offload", True, r"minifsdp\.CPUOffload, not builtins.bool: True"),
     ("cpu_offload", False, r"minifsdp\.CPUOffload, not builtins.bool: False"),
     ("param_init_fn", True, "a function of a module, not True"),
-    ("limit_all_gathers", None, "limit_all_gathers=None: it is True"),
-    ("limit_all_gathers", "2", "limit_all_gathers='2': it is True"),
+    ("limit_all_gathers", None, "limit_all_gathers=None: expected True"),
+    ("limit_all_gathers", "2", "limit_all_gathers='2': expected True"),
 ])  # fmt: skip
 @pytest.mark.parametrize("policy", [None, always_wrap_policy])
 @on_ranks(1)
