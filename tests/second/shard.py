@@ -6,13 +6,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 
-def chunk_numel(numel: int, world_size: int) -> int:
+def padded_shard_numel(numel: int, world_size: int) -> int:
     return math.ceil(numel / world_size)
 
 
-def real_numel(numel: int, rank: int, world_size: int) -> int:
-    chunk = chunk_numel(numel, world_size)
-    return len(range(numel)[rank * chunk : (rank + 1) * chunk])
+def unpadded_shard_numel(numel: int, rank: int, world_size: int) -> int:
+    padded = padded_shard_numel(numel, world_size)
+    return len(range(numel)[rank * padded : (rank + 1) * padded])
 
 
 def shard(flat: Tensor, rank: int, world_size: int) -> Tensor:

@@ -53,7 +53,8 @@ def waits(stem: str) -> list[Wait]:
     return list(found.values())
 
 
-WAITS = [w for stem in ("unshard", "reshard", "reduce", "offload", "engine") for w in waits(stem)]
+CONCEPTS = ("unshard", "reshard", "reduce", "offload", "engine", "gradients")
+WAITS = [wait for stem in CONCEPTS for wait in waits(stem)]
 
 
 @contextmanager

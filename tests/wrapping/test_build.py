@@ -115,10 +115,14 @@ def test_units_of_a_group_have_different_tags_and_all_its_ranks_the_same():
     model, inner = layers(2), []
     if dist.get_rank() < 2:  # units that rank 2 has no part in
         inner = [FSDP(model[place], process_group=pair)._unit for place in (1, 2)]
-    units = [unit.tag for unit in stack(3).engine.units]
+    before = [build(nn.Linear(2, 2)) for _ in range(dist.get_rank())]  # other models on each rank
+    whole = stack(3)
+    step(whole, 0)  # agrees on the tags
+    units = [unit.tag for unit in whole.engine.units]
     assert len({unit.tag for unit in inner}) == len(inner)
     assert len(set(units)) == 4
     assert gather_objects(units, world) == [units] * 3
+    assert len(before) == dist.get_rank()  # they are still there
 
 
 @on_ranks(2)
