@@ -1,0 +1,17 @@
+"""The course: rebuild FSDP yourself, one concept after the other, with an answer in seconds.
+
+    make student OUT=~/my-fsdp      student.py makes a folder: concept files, bodies taken out
+    make grade DIR=~/my-fsdp        grade.py says what is right, what is not, and why
+
+How a solution is graded::
+
+    exercises.toml ──> catalog.py     which functions are exercises, and what they are worth
+    checks/*.py                       for each exercise: what to look at
+    source.py                         what can be said without running anything
+    overlay.py                        the student's functions, laid over the reference
+    sandbox.py                        a process that looks, and reports what it has seen
+    judge.py                          compares that with what the reference gives, and says why
+
+A check has no expected values in it. It is run twice, once with the reference and once with the
+student's functions, and the two reports are compared, in a process that runs no student's code.
+"""

@@ -1,0 +1,221 @@
+"""Grade a student's folder: `make grade DIR=~/my-fsdp`, or with EX=limiter.1 one exercise.
+
+Exit code: 0 if everything that is done is right, 1 if something is wrong, 2 if there is nothing to
+grade.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tutorials.exercises import source
+from tutorials.exercises.catalog import PACKAGE, Exercise, exercises
+from tutorials.exercises.judge import verdict
+from tutorials.exercises.overlay import layers_for
+from tutorials.exercises.sandbox import Job, Report, run_all
+
+
+class Result(NamedTuple):
+    """Of one exercise. ``message`` says what is wrong, or that nothing is written yet."""
+
+    exercise: Exercise
+    state: str  # "right", "wrong", "to do"
+    message: str = ""
+
+    @property
+    def points(self) -> int:
+        return self.exercise.points if self.state == "right" else 0
+
+
+def grade(
+    folder: Path,
+    chosen: Sequence[Exercise],
+    seed: int = 0,
+    patience: float = 1,
+    workers: int | None = None,
+) -> list[Result]:
+    """Grade some exercises, each by itself on top of the reference.
+
+    Args:
+        folder: the student's.
+        seed: of the random numbers in the checks; another one asks the same with other numbers.
+        patience: how much slower than a machine of one's own this one is; stretches time limits.
+        workers: processes at a time.
+    """
+    results = {exercise.key: _before_running(exercise, folder) for exercise in chosen}
+    to_run = [exercise for exercise in chosen if results[exercise.key].state == "right"]
+    every = list(exercises().values())
+    before = _fingerprint()
+    checks = [check for exercise in to_run for check in exercise.checks]
+    workers = workers or os.cpu_count() or 1
+    # First, so that nothing that a student's function does can have a part in it.
+    expected = {
+        job.check.function: report
+        for job, report in run_all(
+            [Job(check, {}, None, seed) for check in checks], workers, patience
+        )
+    }
+    jobs = {}
+    for exercise in to_run:
+        taken = every if exercise.takes_all else [exercise]
+        layers = layers_for([e for e in taken if not e.takes_all], folder, every)
+        for check in exercise.checks:
+            jobs[check.function] = (exercise, Job(check, layers, folder, seed))
+    messages: dict[str, dict[Any, str]] = {exercise.key: {} for exercise in to_run}
+    for job, report in run_all([job for _, job in jobs.values()], workers, patience):
+        exercise, _ = jobs[job.check.function]
+        messages[exercise.key][job.check.function] = _verdict(job, expected, report)
+    for exercise in to_run:
+        in_order = (messages[exercise.key][check.function] for check in exercise.checks)
+        if wrong := next((message for message in in_order if message), ""):
+            results[exercise.key] = Result(exercise, "wrong", wrong)
+    if _fingerprint() != before:
+        changed = "the files of the reference were changed while the exercises ran"
+        return [Result(exercise, "wrong", changed) for exercise in chosen]
+    return [results[exercise.key] for exercise in chosen]
+
+
+def _verdict(job: Job, expected: dict[Any, Report], found: Report) -> str:
+    return verdict(job.check, expected[job.check.function], found)
+
+
+def _before_running(exercise: Exercise, folder: Path) -> Result:
+    """What can be said without running anything; "right" if that is nothing."""
+    try:
+        if not exercise.takes_all:
+            done = source.is_done(exercise, folder / exercise.file)
+            return Result(exercise, "right") if done else Result(exercise, "to do", exercise.todo)
+        others = [other for other in exercises().values() if not other.takes_all]
+        left = [other.key for other in others if _before_running(other, folder).state != "right"]
+    except source.Complaint as complaint:
+        return Result(exercise, "wrong", str(complaint))
+    if left:
+        return Result(exercise, "to do", f"when all others are done; not yet: {', '.join(left)}")
+    return Result(exercise, "right")
+
+
+def _fingerprint() -> str:
+    files = sorted(PACKAGE.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def table(results: Sequence[Result]) -> str:
+    """The results for a terminal: a line for each exercise, what is wrong, and what to do next."""
+    signs = {"right": "✓", "wrong": "✗", "to do": "·"}
+    lines = []
+    for exercise, state, message in results:
+        points = exercise.points if state == "right" else 0
+        lines.append(
+            f"{signs[state]} {exercise.key:<14} {points:>2}/{exercise.points:<2}  {exercise.title}"
+        )
+        if state == "wrong":
+            lines += _folded(message)
+    got, of = sum(r.points for r in results), sum(r.exercise.points for r in results)
+    lines.append(f"  {'':<14} {got:>2}/{of:<3} points")
+    following = next((r for r in results if r.state != "right"), None)
+    if following is not None:
+        exercise = following.exercise
+        do = "mend" if following.state == "wrong" else "write"
+        what = f"{', '.join(exercise.takes)} in {exercise.file}, " if exercise.file else ""
+        lines.append(f"\nNext: {do} {exercise.key} ({what}about {exercise.minutes} minutes).")
+        lines.append(f"Read tutorials/{exercise.page}.md; make hint EX={exercise.key} helps.")
+    else:
+        lines.append("\nEverything is right. `make demo STUDENT=...` trains a GPT with it.")
+    return "\n".join(lines)
+
+
+def _folded(message: str, width: int = 96) -> list[str]:
+    words, lines = message.split(), [""]
+    for word in words:
+        if len(lines[-1]) + len(word) >= width:
+            lines.append("")
+        lines[-1] += f" {word}"
+    return [f"    {line}" for line in lines]
+
+
+def gradescope(
+    results: Sequence[Result], visibility: str = "visible", share: float = 1
+) -> list[dict[str, Any]]:
+    """The results as ``tests`` of Gradescope's results.json.
+
+    Args:
+        visibility: "visible", or "after_published" for those that students see later.
+        share: of the points that these tests are worth.
+    """
+    return [
+        {
+            "name": f"{result.exercise.key}: {result.exercise.title}",
+            "score": round(result.points * share, 2),
+            "max_score": round(result.exercise.points * share, 2),
+            "status": "passed" if result.state == "right" else "failed",
+            "output": result.message or "right",
+            "visibility": visibility,
+        }
+        for result in results
+    ]
+
+
+def write(path: Path, tests: list[dict[str, Any]]) -> None:
+    """Write results.json as a new file, whatever may be in its place."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(
+        json.dumps({"score": sum(t["score"] for t in tests), "tests": tests}, indent=1)
+    )
+    partial.replace(path)
+
+
+def choose(key: str) -> list[Exercise]:
+    """The exercises that ``key`` names: all if it is empty, all of a file ("limiter"), or one."""
+    found = [e for e in exercises().values() if not key or key in (e.key, e.key.partition(".")[0])]
+    if not found:
+        raise SystemExit(f"there is no exercise {key!r}; there are: {', '.join(exercises())}")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make grade", description=__doc__)
+    parser.add_argument("folder", type=Path, help="the student's folder, as make student makes it")
+    parser.add_argument(
+        "--exercise", default="", help="such as limiter.1, or limiter for all of a file"
+    )
+    parser.add_argument(
+        "--results", type=Path, help="also write Gradescope's results.json to this file"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the random numbers in the checks")
+    parser.add_argument(
+        "--hidden-seed", type=int, help="grade again with this seed, for half of the points"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=1, help="stretch all time limits by this factor"
+    )
+    parser.add_argument(
+        "--workers", type=int, help="processes at a time; as many as there are CPUs"
+    )
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    chosen, folder = choose(options.exercise), options.folder.expanduser().resolve()
+    if not any(
+        (folder / exercise.file).is_file() for exercise in exercises().values() if exercise.file
+    ):
+        print(f"{folder} has no file of the exercises; make student OUT={folder} makes them.")
+        return 2
+    results = grade(folder, chosen, options.seed, options.patience, options.workers)
+    print(table(results))
+    if options.results is not None:
+        tests = gradescope(results, share=1 if options.hidden_seed is None else 0.5)
+        if options.hidden_seed is not None:
+            again = grade(folder, chosen, options.hidden_seed, options.patience, options.workers)
+            tests += gradescope(again, "after_published", share=0.5)
+        write(options.results, tests)
+    return 1 if any(result.state == "wrong" for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""Compares what the reference gives with what the student's functions give, in words."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutorials.exercises.catalog import Check
+from tutorials.exercises.observe import Seen
+from tutorials.exercises.sandbox import Report
+
+
+def verdict(check: Check, expected: Report, found: Report) -> str:
+    """What is wrong, in a few sentences; empty if nothing is.
+
+    Args:
+        expected: of the reference.
+        found: of the student's functions.
+    """
+    assert not expected.ended, f"the reference fails in {check.function.__name__}: {expected.ended}"
+    messages = []
+    for rank, (want, got) in enumerate(zip(expected.ranks, found.ranks, strict=True)):
+        if want is not None and got is not None and (message := _difference(check, want, got)):
+            messages.append(f"rank {rank}: {message}" if check.ranks > 1 else message)
+    if messages:
+        return messages[0]  # of the other ranks it is mostly the same
+    return found.ended
+
+
+def _difference(check: Check, expected: list[Seen], found: list[Seen]) -> str:
+    for i, want in enumerate(expected):
+        if i >= len(found):
+            return f"{want.what} was never reached"
+        got = found[i]
+        if not got.what:
+            return _raised(check, want, got.value)
+        if got.what != want.what:
+            return f"expected {want.what} here, and found {got.what}"
+        if not _fits(want, got.value):
+            message = f"{want.what}: expected {_expected(want)}, found {show(got.value)}."
+            because = _because(check, want, got.value)
+            return f"{message} {because[0].upper()}{because[1:]}." if because else message
+    if len(found) > len(expected):
+        last = found[len(expected)]
+        return _raised(check, None, last.value) if not last.what else f"{last.what}: not expected"
+    return ""
+
+
+def _raised(check: Check, want: Seen | None, error: dict[str, str]) -> str:
+    at = f"{error['at']}: " if error["at"] else ""
+    # Errors of the engine can be long, and their first sentences say what has happened.
+    said = " ".join(error["message"].split())
+    said = said if len(said) <= 400 else said[:400] + " ..."
+    message = f"{at}{error['raised']}: {said}" if said else f"{at}{error['raised']}"
+    because = want and check.because(want.what, want.value, error)
+    doing = f" (while looking at: {want.what})" if want and want.what else ""
+    return message + doing + (f". {because[0].upper()}{because[1:]}." if because else "")
+
+
+def _fits(want: Seen, got: Any) -> bool:
+    if want.rule == "equal":
+        return equal(want.value, got)
+    if not isinstance(got, (int, float)):
+        return False
+    bound = want.value * (1 + want.slack if want.rule == "at most" else 1 - want.slack)
+    return got <= bound if want.rule == "at most" else got >= bound
+
+
+def _expected(want: Seen) -> str:
+    if want.rule == "equal":
+        return show(want.value)
+    about = f" (within {want.slack:.0%})" if want.slack else ""
+    return f"{want.rule} {show(want.value)}{about}"
+
+
+def equal(want: Any, got: Any) -> bool:
+    """Whether two observations are the same; tensors in every bit, NaN like NaN."""
+    if isinstance(want, Tensor) and isinstance(got, Tensor):
+        same = want.shape == got.shape and want.dtype == got.dtype
+        return same and bool(((want == got) | ((want != want) & (got != got))).all())
+    if isinstance(want, list) and isinstance(got, list):
+        return len(want) == len(got) and all(map(equal, want, got))
+    if isinstance(want, dict) and isinstance(got, dict):
+        return want.keys() == got.keys() and all(equal(want[k], got[k]) for k in want)
+    if isinstance(want, float) and isinstance(got, float) and math.isnan(want):
+        return math.isnan(got)
+    return type(want) is type(got) and bool(want == got)
+
+
+def show(value: Any) -> str:
+    """A value in a message."""
+    if isinstance(value, Tensor):
+        flat = value.flatten()
+        numbers = ", ".join(f"{x:.6g}" for x in flat[:8].tolist()) + ", ..." * (len(flat) > 8)
+        kind = "" if value.dtype is torch.float32 else f" {value.dtype}"
+        shape = "" if value.dim() == 1 and len(flat) <= 8 else f" of shape {list(value.shape)}"
+        return f"[{numbers}]{shape}{kind}"
+    if isinstance(value, list):
+        text = "[" + ", ".join(map(show, value)) + "]"
+        return text if len(text) < 200 else text[:200] + " ...]"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value)
+
+
+def _because(check: Check, want: Seen, got: Any) -> str | None:
+    """The likely mistake: what the check knows of its concept, or what numbers show."""
+    return check.because(want.what, want.value, got) or of_tensors(want.value, got)
+
+
+def of_tensors(want: Any, got: Any) -> str | None:
+    """What is wrong with a tensor, where that can be seen without knowing what it is."""
+    if isinstance(want, list) and isinstance(got, list) and len(want) == len(got):
+        found = [of_tensors(a, b) for a, b in zip(want, got, strict=True) if not equal(a, b)]
+        return found[0] if found else None
+    if not (isinstance(want, Tensor) and isinstance(got, Tensor)):
+        return None
+    if want.shape != got.shape:
+        return f"the shape should be {list(want.shape)}, and is {list(got.shape)}"
+    if want.dtype != got.dtype:
+        return f"the dtype should be {want.dtype}, and is {got.dtype}"
+    if not want.is_floating_point():
+        return None
+    if got.isnan().any() and not want.isnan().any():
+        return "there is NaN: memory was read before the work that fills it was waited for"
+    if (factor := ratio(want, got)) is not None:
+        return f"it is exactly {factor:g} x what it should be"
+    largest = float((want.double() - got.double()).abs().max())
+    scale = float(want.double().abs().max())
+    if largest < 1e-5 * scale:
+        return f"it differs by {largest:.2g} only: in the order of additions, or in a cast"
+    return None
+
+
+def ratio(want: Any, got: Any) -> float | None:
+    """The number that all elements of ``want`` have to be multiplied by to get ``got``."""
+    if not (isinstance(want, Tensor) and isinstance(got, Tensor)) or want.shape != got.shape:
+        return None
+    where = want != 0
+    if not where.any() or got[~where].any():
+        return None
+    factors = got[where].double() / want[where].double()
+    factor = float(factors[0])
+    if factor in (0.0, 1.0) or not math.isfinite(factor):
+        return None
+    close = (factors - factor).abs().max() <= 1e-5 * abs(factor)
+    return round(factor, 4) if close else None

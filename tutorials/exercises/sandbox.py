@@ -1,0 +1,275 @@
+"""Processes that run a check, with the student's functions or without, and report what they see.
+
+A student's program may do anything: loop for ever, end Python, fill the memory, print, wait for a
+rank that never comes. So each check runs in processes of its own, forked from this one, which has
+imported torch already (a new Python would take seconds to do that) and never runs what a student
+has written. What comes back is data: a file for each rank, read without executing anything. So a
+check cannot be passed by changing the grader, in memory or on disk: what counts is what was seen.
+"""
+
+import ctypes
+import faulthandler
+import importlib
+import os
+import re
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tutorials.exercises.catalog import Check
+from tutorials.exercises.observe import Seen, plain
+from tutorials.exercises.overlay import Layer, Overlay
+
+MEMORY = 2 << 30
+"""Bytes that a process may allocate, on top of what torch has mapped."""
+
+
+class Job(NamedTuple):
+    """One check to run.
+
+    Attributes:
+        layers: the student's files; none for the reference.
+        folder: the student's, by which the lines of errors are found.
+        seed: of the random numbers that the check uses.
+    """
+
+    check: Check
+    layers: dict[str, Layer]
+    folder: Path | None
+    seed: int
+
+
+class Report(NamedTuple):
+    """What came of a job: the observations of each rank, and why there are no more.
+
+    Attributes:
+        ranks: of each rank its observations; None if it has not reported.
+        ended: what happened instead, in one line; empty if all went well.
+    """
+
+    ranks: list[list[Seen] | None]
+    ended: str
+
+
+class _Running(NamedTuple):
+    job: Job
+    process: int
+    out: tempfile.TemporaryDirectory[str]
+    deadline: float
+
+
+def run_all(jobs: Iterable[Job], workers: int, patience: float = 1) -> Iterator[tuple[Job, Report]]:
+    """Run jobs, ``workers`` processes or so at a time. Yields each with its report, in the order in
+    which they end.
+
+    Args:
+        patience: by how much slower this machine is than one that has nothing else to do.
+    """
+    _import_what_it_imports()
+    _adopt_orphans()
+    waiting = list(jobs)[::-1]
+    running: list[_Running] = []
+    try:
+        while waiting or running:
+            while waiting and sum(run.job.check.ranks for run in running) < workers:
+                running.append(_start(waiting.pop(), patience))
+            time.sleep(0.002)
+            for run in list(running):
+                ended, status = os.waitpid(run.process, os.WNOHANG)
+                if ended or time.monotonic() > run.deadline:
+                    running.remove(run)
+                    yield run.job, _finish(run, status if ended else None)
+    finally:
+        for run in running:
+            _finish(run, None)
+        _kill_descendants()
+
+
+@cache
+def _import_what_it_imports() -> None:
+    """Import minifsdp, for what it imports of torch, which takes seconds; and forget minifsdp."""
+    for name in ("minifsdp.sim", "torch._dynamo"):
+        importlib.import_module(name)
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "minifsdp":
+            del sys.modules[name]
+
+
+def _start(job: Job, patience: float) -> _Running:
+    out = tempfile.TemporaryDirectory(prefix="minifsdp-grade-")
+    seconds = job.check.seconds * patience
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process = os.fork()
+    if not process:
+        _lead(job, Path(out.name), seconds)
+    return _Running(job, process, out, time.monotonic() + seconds + 1)
+
+
+def _finish(run: _Running, status: int | None) -> Report:
+    out = Path(run.out.name)
+    if status is None:
+        with suppress(ProcessLookupError):
+            os.killpg(run.process, signal.SIGKILL)
+        os.waitpid(run.process, 0)
+    ranks = [_read(out / f"seen.{rank}") for rank in range(run.job.check.ranks)]
+    ended = _why(run.job, out, status) if any(rank is None for rank in ranks) else ""
+    with suppress(OSError):
+        run.out.cleanup()
+    return Report(ranks, ended)
+
+
+def _why(job: Job, out: Path, status: int | None) -> str:
+    """Why not all ranks have reported."""
+    limit = f"was stopped after {job.check.seconds:.0f} s"
+    for rank in range(job.check.ranks):
+        who = f"rank {rank}" if job.check.ranks > 1 else "the program"
+        stack = out / f"stack.{rank}"
+        at = _line(stack.read_text(errors="replace"), job.folder) if stack.exists() else ""
+        if at:
+            return f"{who} {limit}, at {at}: is there a loop or a wait without an end?"
+    for rank in range(job.check.ranks):
+        code = out / f"code.{rank}"
+        if code.exists() and not (out / f"seen.{rank}").exists():
+            who = f"rank {rank}" if job.check.ranks > 1 else "the program"
+            return f"{who} has ended before the check was over ({_exit(int(code.read_text()))})"
+    if status is None:
+        return f"it {limit}, outside of your files: a rank waits for one that never comes"
+    return "it has ended before the check was over"
+
+
+def _exit(code: int) -> str:
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}; does something call exit()?"
+
+
+def _line(stack: str, folder: Path | None) -> str:
+    """The innermost line of the student's files in a stack as faulthandler writes it."""
+    for file, line, function in re.findall(r'File "(.*?)", line (\d+) in (\S+)', stack):
+        if folder is not None and Path(file).parent == folder:
+            return f"{Path(file).name}:{line} in {function}"
+    return ""
+
+
+def _read(path: Path) -> list[Seen] | None:
+    try:
+        # weights_only: a pickle of a student's making would run code in here otherwise.
+        return [Seen(*entry) for entry in torch.load(path, weights_only=True)]
+    except Exception:
+        return None
+
+
+# --------------------------------------------------------------- from here on in the new processes
+
+
+def _lead(job: Job, out: Path, seconds: float) -> None:
+    """Start the ranks and wait for them. Does not return."""
+    os.setsid()  # a group of its own, which can be killed with all that it has started
+    children = {}
+    for rank in range(job.check.ranks):
+        process = os.fork()
+        if not process:
+            _be_a_rank(job, rank, out, seconds)
+        children[process] = rank
+    while children:
+        process, status = os.wait()
+        if process in children:
+            code = os.waitstatus_to_exitcode(status)
+            (out / f"code.{children.pop(process)}").write_text(str(code))
+    os._exit(0)
+
+
+def _be_a_rank(job: Job, rank: int, out: Path, seconds: float) -> None:
+    """Look, and write down what was seen. Does not return."""
+    code = 1
+    try:
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):  # a student's prints are none of the grader's
+            os.dup2(null, stream)
+        _limit_memory()
+        stack = (out / f"stack.{rank}").open("w")
+        faulthandler.dump_traceback_later(seconds, file=stack)
+        seen = _look(job, rank, out)
+        faulthandler.cancel_dump_traceback_later()
+        partial = out / f"partial.{rank}"
+        torch.save([tuple(entry) for entry in seen], partial)
+        partial.rename(out / f"seen.{rank}")  # at once: half a file would be read as none
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _look(job: Job, rank: int, out: Path) -> list[Seen]:
+    seen: list[Seen] = []
+    try:
+        Overlay(job.layers).install()
+        torch.manual_seed(job.seed)
+        if job.check.ranks > 1:
+            store = dist.FileStore(str(out / "store"), job.check.ranks)
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=job.check.ranks,
+                timeout=timedelta(seconds=job.check.seconds),
+            )  # fmt: skip
+        for entry in job.check.function():
+            entry = entry if isinstance(entry, Seen) else Seen(*entry)
+            seen.append(entry._replace(value=plain(entry.value)))
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        seen.append(
+            Seen(
+                "",
+                {
+                    "raised": type(error).__name__,
+                    "message": str(error),
+                    "at": _where(error, job.folder),
+                },
+            )
+        )
+    return seen
+
+
+def _where(error: BaseException, folder: Path | None) -> str:
+    """The innermost line of the student's files that an exception has come through."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if folder is not None and Path(frame.filename).parent == folder:
+            return f"{Path(frame.filename).name}:{frame.lineno}"
+    return ""
+
+
+def _limit_memory() -> None:
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY, mapped + MEMORY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, 64 << 20))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+# ----------------------------------------------------------- what students' processes leave behind
+
+
+def _adopt_orphans() -> None:
+    """A process that leaves its group becomes a child of this one when its parent ends, so that it
+    can be found. Otherwise it could overwrite the results after the grader has written them."""
+    with suppress(OSError, AttributeError):  # Linux only
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def _kill_descendants() -> None:
+    with suppress(OSError):
+        children = Path(f"/proc/self/task/{os.getpid()}/children")
+        while found := children.read_text().split():
+            for process in found:
+                with suppress(ProcessLookupError):
+                    os.kill(int(process), signal.SIGKILL)
+                os.waitpid(int(process), 0)
