@@ -17,7 +17,7 @@ ROOT = HERE.parent.parent
 PACKAGE = ROOT / "minifsdp"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Check:
     """What to look at in one exercise.
 

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 
 from tutorials.exercises import source
-from tutorials.exercises.catalog import PACKAGE, Exercise, exercises
+from tutorials.exercises.catalog import PACKAGE, Check, Exercise, exercises
 from tutorials.exercises.judge import verdict
 from tutorials.exercises.overlay import layers_for
-from tutorials.exercises.sandbox import Job, Report, run_all
+from tutorials.exercises.sandbox import Job, run_all
 
 
 class Result(NamedTuple):
@@ -49,41 +49,42 @@ def grade(
         patience: how much slower than a machine of one's own this one is; stretches time limits.
         workers: processes at a time.
     """
-    results = {exercise.key: _before_running(exercise, folder) for exercise in chosen}
-    to_run = [exercise for exercise in chosen if results[exercise.key].state == "right"]
-    every = list(exercises().values())
-    before = _fingerprint()
-    checks = [check for exercise in to_run for check in exercise.checks]
-    workers = workers or os.cpu_count() or 1
+    return grade_all([(folder, exercise) for exercise in chosen], seed, patience, workers)
+
+
+def grade_all(
+    cases: Sequence[tuple[Path, Exercise]],
+    seed: int = 0,
+    patience: float = 1,
+    workers: int | None = None,
+) -> list[Result]:
+    """Grade exercises of several folders; the arguments are those of :func:`grade`."""
+    results = [_before_running(exercise, folder) for folder, exercise in cases]
+    to_run = [i for i, result in enumerate(results) if result.state == "right"]
+    before, workers = _fingerprint(), workers or os.cpu_count() or 1
     # First, so that nothing that a student's function does can have a part in it.
-    expected = {
-        job.check.function: report
-        for job, report in run_all(
-            [Job(check, {}, None, seed) for check in checks], workers, patience
-        )
-    }
-    jobs = {}
-    for exercise in to_run:
-        taken = every if exercise.takes_all else [exercise]
-        layers = layers_for([e for e in taken if not e.takes_all], folder, every)
-        for check in exercise.checks:
-            jobs[check.function] = (exercise, Job(check, layers, folder, seed))
-    messages: dict[str, dict[Any, str]] = {exercise.key: {} for exercise in to_run}
-    for job, report in run_all([job for _, job in jobs.values()], workers, patience):
-        exercise, _ = jobs[job.check.function]
-        messages[exercise.key][job.check.function] = _verdict(job, expected, report)
-    for exercise in to_run:
-        in_order = (messages[exercise.key][check.function] for check in exercise.checks)
+    checks = {check: None for i in to_run for check in cases[i][1].checks}  # each once, in order
+    references = [Job(check, {}, None, seed) for check in checks]
+    expected = {job.check: report for job, report in run_all(references, workers, patience)}
+    jobs = {job: i for i in to_run for job in _jobs(*cases[i], seed)}
+    messages: dict[int, dict[Check, str]] = {i: {} for i in to_run}
+    for job, report in run_all(jobs, workers, patience):
+        messages[jobs[job]][job.check] = verdict(job.check, expected[job.check], report)
+    for i in to_run:
+        in_order = (messages[i][check] for check in cases[i][1].checks)
         if wrong := next((message for message in in_order if message), ""):
-            results[exercise.key] = Result(exercise, "wrong", wrong)
+            results[i] = Result(cases[i][1], "wrong", wrong)
     if _fingerprint() != before:
         changed = "the files of the reference were changed while the exercises ran"
-        return [Result(exercise, "wrong", changed) for exercise in chosen]
-    return [results[exercise.key] for exercise in chosen]
+        return [Result(exercise, "wrong", changed) for _, exercise in cases]
+    return results
 
 
-def _verdict(job: Job, expected: dict[Any, Report], found: Report) -> str:
-    return verdict(job.check, expected[job.check.function], found)
+def _jobs(folder: Path, exercise: Exercise, seed: int) -> list[Job]:
+    """What to run for an exercise: its checks, with the student's version of it alone."""
+    every = [other for other in exercises().values() if not other.takes_all]
+    layers = layers_for(every if exercise.takes_all else [exercise], folder, every)
+    return [Job(check, layers, folder, seed) for check in exercise.checks]
 
 
 def _before_running(exercise: Exercise, folder: Path) -> Result:

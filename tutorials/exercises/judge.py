@@ -133,6 +133,17 @@ def of_tensors(want: Any, got: Any) -> str | None:
     return None
 
 
+def of_training(what: str, want: Any, got: Any) -> str | None:
+    """What a difference in the losses and parameters of parallel.train() means."""
+    if what == "loss of step 1":
+        return "the first loss needs the parameters only: are they gathered, in order, and in time"
+    if what.startswith("loss of step"):
+        return "the first step is right and a later one is not: look at the gradient's way"
+    if what.startswith("parameter"):
+        return "the losses are right and the parameters are not: look at the last gradient's way"
+    return None
+
+
 def ratio(want: Any, got: Any) -> float | None:
     """The number that all elements of ``want`` have to be multiplied by to get ``got``."""
     if not (isinstance(want, Tensor) and isinstance(got, Tensor)) or want.shape != got.shape:

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+reference = False
+"""Whether this process says what is expected, so that no function of a student's is in it."""
+
 
 class Seen(NamedTuple):
     """One observation. ``value`` is made of None, numbers, text, tensors, lists and dicts."""

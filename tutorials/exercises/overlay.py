@@ -4,8 +4,9 @@ One exercise is graded with the student's version of its functions, and the refe
 others. So exercises can be done in any order, and a mistake in one never hides another.
 
 For a file of the student's, two files are executed in one namespace: first the reference, then the
-student's. After that, the definitions that are not asked for are the reference's again. All of them have the namespace as their globals, so that each calls what is there now. Error messages
-and tracebacks name the student's own file and line.
+student's. After that, the definitions that are not asked for are the reference's again. All of them
+have the namespace as their globals, so that each calls what is there now. Error messages and
+tracebacks name the student's own file and line.
 """
 
 import importlib.abc

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from tutorials.exercises import observe
 from tutorials.exercises.catalog import Check
 from tutorials.exercises.observe import Seen, plain
 from tutorials.exercises.overlay import Layer, Overlay
@@ -36,7 +38,8 @@ MEMORY = 2 << 30
 """Bytes that a process may allocate, on top of what torch has mapped."""
 
 
-class Job(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Job:
     """One check to run.
 
     Attributes:
@@ -216,6 +219,7 @@ def _look(job: Job, rank: int, out: Path) -> list[Seen]:
     seen: list[Seen] = []
     try:
         Overlay(job.layers).install()
+        observe.reference = not job.layers
         torch.manual_seed(job.seed)
         if job.check.ranks > 1:
             store = dist.FileStore(str(out / "store"), job.check.ranks)

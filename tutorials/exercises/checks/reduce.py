@@ -1,0 +1,188 @@
+"""Checks of reduce.py: one unit alone, a virtual GPU, and two ranks."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tutorials.exercises.catalog import check
+from tutorials.exercises.judge import of_training, ratio
+from tutorials.exercises.observe import at_most
+
+
+def _mean(what: str, want: Any, got: Any) -> str | None:
+    factor = ratio(want, got)
+    if factor is not None and factor > 1:
+        return f"the gradient is exactly {factor:g} x too large: it was summed, not averaged"
+    if factor is not None:
+        return f"the gradient is {factor:g} x what it should be: it was averaged more than once"
+    if "passed" in what:
+        return "start the reduction and return: the backward goes on while it travels"
+    if "collectives" in what:
+        return "shards are reduce-scattered, replicas all-reduced, and hybrid sharding does both"
+    if "races" in what:
+        return (
+            "the reduce stream reads what the compute stream has not written yet, or memory that "
+            "was given to another tensor: streams.reduce has to wait, and sent to keep both alive"
+        )
+    if "seconds" in what:
+        return "no reduction is hidden behind the computation: something waits for it too early"
+    if "dtype" in what:
+        return "the reduction is in unit.precision.reduce_dtype; None: as the gradient is"
+    return of_training(what, want, got)
+
+
+def _reduced(lone: Any, grad: torch.Tensor) -> Iterator[Any]:
+    """A whole reduction, with the reference's functions around those that are looked at."""
+    from minifsdp.reduce import (
+        reduce_gradient,
+        start_next_part,
+        store_gradient,
+        wait_for_first_part,
+        wait_for_reduction,
+    )
+
+    reduction = reduce_gradient(lone.unit, grad, lone.streams)
+    yield "passed at once", reduction.event.query()
+    wait_for_first_part(reduction, lone.streams)
+    yield "passed after the first part", reduction.event.query()
+    start_next_part(reduction, lone.streams)
+    wait_for_reduction(reduction)
+    store_gradient(reduction)
+    for group in (lone.unit.shard_group, lone.unit.replicate_group):
+        if group is not None:
+            yield "collectives", group.called
+    yield "gradient of the shard", lone.unit.sharded_flat_param.grad
+
+
+def _alone(reduce_dtype: bool) -> Iterator[Any]:
+    from minifsdp import MixedPrecision
+    from tests.lone_unit import lone_unit
+
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("rank 0 of 2", {}),
+        ("rank 2 of 3", {"rank": 2, "ranks": 3}),
+        ("2 ranks, 2 replicas", {"replicas": 2}),
+        ("not sharded, 2 replicas", {"ranks": 1, "replicas": 2}),
+        ("2 ranks, offloaded", {"offload": True}),
+        ("2 ranks, 2 replicas, offloaded", {"replicas": 2, "offload": True}),
+    ]
+    if reduce_dtype:
+        bf16 = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+        cases.append(("2 ranks, in bfloat16, reduced in float32", {"precision": bf16}))
+    for words, settings in cases:
+        with lone_unit(**settings) as lone:
+            grad = torch.randn(lone.unit.padded_numel).to(lone.unit.unsharded.dtype)
+            grad[lone.unit.numel :] = 0
+            for what, value in _reduced(lone, grad):
+                yield f"{what}, {words}", value
+
+
+@check("reduce.1", because=_mean)
+def one_unit_alone() -> Iterator[Any]:
+    yield from _alone(reduce_dtype=True)
+
+
+@check("reduce.1", because=_mean)
+def on_a_gpu() -> Iterator[Any]:
+    from minifsdp import ShardingStrategy
+    from tutorials.exercises.virtual import train
+
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD):
+        gpu = train(sharding_strategy=strategy, hardware={"gpus_per_node": 2})
+        yield f"races in a step with {strategy.name}", [str(race) for race in gpu.races()][:1]
+        figures = gpu.report()
+        yield at_most(f"seconds of a step with {strategy.name}", figures["step"], slack=0.02)
+
+
+@check("reduce.1", ranks=2, because=_mean)
+def two_ranks_train() -> Iterator[Any]:
+    from minifsdp import ShardingStrategy
+    from tutorials.exercises import parallel
+
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        yield from parallel.train(sharding_strategy=strategy)
+
+
+def _stored(what: str, want: Any, got: Any) -> str | None:
+    if "object" in what:
+        return "add in place: an optimizer or a user may hold the tensor that is there"
+    if "second backward" in what:
+        return "gradients add up until zero_grad(), so this one is added to the one before"
+    if "size" in what:
+        return "the result has padding at its end, which is no gradient of anything"
+    if "dtype" in what:
+        return "the gradient has the dtype shard.grad_dtype, whatever it was reduced in"
+    if "no_sync" in what:
+        return "what no_sync has left was part of this sum, so unit.unreduced_grad is None now"
+    return None
+
+
+@check("reduce.2", because=_stored)
+def gradients_add_up() -> Iterator[Any]:
+    from minifsdp import MixedPrecision
+    from minifsdp.reduce import Reduction, store_gradient
+    from minifsdp.streams import CpuEvent
+    from minifsdp.unit import UnreducedGrad
+    from tests.lone_unit import lone_unit
+
+    for rank in (0, 2):
+        with lone_unit(rank, 3) as lone:
+            unit = lone.unit
+            result = torch.randn(unit.padded_shard.numel())
+            mark = torch.zeros(1)
+            unit.unreduced_grad = UnreducedGrad(torch.zeros(unit.padded_numel), mark, 0, 0)
+            store_gradient(Reduction(unit, result, CpuEvent()))
+            grad = unit.sharded_flat_param.grad
+            yield f"size of the gradient, rank {rank} of 3", grad.numel()
+            yield f"gradient, rank {rank} of 3", grad
+            yield "what no_sync has left", unit.unreduced_grad is None
+            store_gradient(Reduction(unit, torch.randn_like(result), CpuEvent()))
+            yield f"gradient after a second backward, rank {rank} of 3", grad
+            same = unit.sharded_flat_param.grad is grad
+            yield "the gradient is the same object after a second backward", same
+    with lone_unit(precision=MixedPrecision(torch.bfloat16)) as lone:
+        result = torch.randn(lone.unit.padded_shard.numel()).bfloat16()
+        store_gradient(Reduction(lone.unit, result, CpuEvent()))
+        yield "dtype of a gradient that was reduced in bfloat16", lone.unit.sharded_flat_param.grad
+
+
+def _parts(what: str, want: Any, got: Any) -> str | None:
+    if "passed" in what:
+        return "start the next part, and do not wait for it: the computation hides it"
+    if "collectives" in what or "gradient" in what:
+        return (
+            "after the first part every part of the all-reduce over replicas has to be started, "
+            "each after the part before"
+        )
+    if "sent" in what:
+        return "when the first part is complete, what was sent can go: reduction.sent = ()"
+    if "races" in what:
+        return "streams.replicate has to wait for reduction.event before the next part"
+    return _mean(what, want, got)
+
+
+@check("reduce.3", because=_parts)
+def parts_follow_each_other() -> Iterator[Any]:
+    from minifsdp.reduce import reduce_gradient, wait_for_first_part
+    from tests.lone_unit import lone_unit
+
+    yield from _alone(reduce_dtype=False)
+    with lone_unit(replicas=2) as lone:
+        reduction = reduce_gradient(lone.unit, torch.ones(lone.unit.padded_numel), lone.streams)
+        wait_for_first_part(reduction, lone.streams)
+        yield "what was sent is kept after the first part", len(reduction.sent)
+
+
+@check("reduce.3", because=_parts)
+def hybrid_on_a_gpu() -> Iterator[Any]:
+    from minifsdp import CPUOffload, ShardingStrategy
+    from tutorials.exercises.virtual import train
+
+    hybrid = ShardingStrategy.HYBRID_SHARD
+    for offload in (None, CPUOffload(True)):
+        hardware = {"gpus_per_node": 2}
+        gpu = train(sharding_strategy=hybrid, cpu_offload=offload, hardware=hardware)
+        words = "with offload" if offload else "without offload"
+        yield f"races in a hybrid step {words}", [str(race) for race in gpu.races()][:1]
+        yield at_most(f"seconds of a hybrid step {words}", gpu.report()["step"], slack=0.02)

@@ -1,0 +1,91 @@
+"""Checks of reshard.py: one unit alone, and a virtual GPU."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from tutorials.exercises.catalog import check
+from tutorials.exercises.observe import at_most, refused
+
+
+def _free(what: str, want: Any, got: Any) -> str | None:
+    if "bytes" in what and "reserved" not in what:
+        return (
+            "deleting a tensor frees nothing: views keep the storage, so it is resized to nothing"
+        )
+    if "same tensor" in what:
+        return "the tensor stays, because views that autograd has saved are of it"
+    if "uses a parameter" in what:
+        return "put placeholders in the places of the views: use_sharded_views(unit)"
+    if "while its all-gather" in what:
+        return "an all-gather in progress still writes to the memory: wait for unit.unshard_event"
+    if "event is kept" in what:
+        return "forget unit.unshard_event, or it would be waited for once more"
+    if "state" in what:
+        return "unit.state.reshard() says that the memory is gone"
+    if "passed" in what:
+        return "return an event that is recorded on the compute stream, now, when all uses are launched"
+    if "races" in what:
+        return (
+            "the memory was allocated on the unshard stream and is read on the compute stream, so "
+            "the allocator has to be told: streams.compute.record_stream(unit.unsharded.data)"
+        )
+    if "reserved" in what or "alive" in what:
+        return "memory grows: the memory of a unit is not given back, or its event comes too early"
+    return None
+
+
+@check("reshard.1", because=_free)
+def one_unit_alone() -> Iterator[Any]:
+    import torch
+
+    from minifsdp.reshard import reshard
+    from minifsdp.streams import CpuEvent
+    from minifsdp.support.param_views import use_unsharded_views
+    from tests.lone_unit import lone_unit
+
+    with lone_unit() as lone:
+        lone.fill()
+        use_unsharded_views(lone.unit)
+        before = lone.unit.unsharded.flat_param
+        reshard(lone.unit, lone.streams)
+        yield "bytes that are left", lone.memory
+        yield "flat_param is the same tensor as before", lone.unit.unsharded.flat_param is before
+        yield "state of the unit", lone.unit.state.sharded
+        use = refused(lambda: torch.add(lone.module.weight, 1))
+        yield "exception where a module uses a parameter then", use
+    with lone_unit() as lone:  # prefetched and not used
+        lone.unit.state.start_unshard()
+        lone.unit.unsharded.allocate()
+        memory: list[int] = []
+        lone.unit.unshard_event = CpuEvent(lambda: memory.append(lone.memory))
+        reshard(lone.unit, lone.streams)
+        yield "bytes that were there while its all-gather was in progress", memory
+        yield "event is kept", lone.unit.unshard_event is not None
+        yield "bytes that are left of a unit that was not used", lone.memory
+
+
+@check("reshard.1", because=_free)
+def the_event_is_of_the_compute_stream() -> Iterator[Any]:
+    from dataclasses import replace
+
+    from minifsdp.reshard import reshard
+    from tests.lagging import LateStream
+    from tests.lone_unit import lone_unit
+
+    with lone_unit() as lone:
+        lone.fill()
+        compute = LateStream()
+        done = reshard(lone.unit, replace(lone.streams, compute=compute))
+        yield "passed before the device has done anything", done is None or done.query()
+        compute.record_event().synchronize()
+        yield "passed when the device has done all that was launched", done and done.query()
+
+
+@check("reshard.1", because=_free)
+def on_a_gpu() -> Iterator[Any]:
+    from tutorials.exercises.virtual import train
+
+    gpu = train(limit_all_gathers=2)
+    yield "races in a training step", [str(race) for race in gpu.races()][:1]
+    yield at_most("units alive", gpu.report()["peak unsharded units"])
+    yield at_most("reserved bytes", gpu.report()["peak reserved"], slack=0.02)

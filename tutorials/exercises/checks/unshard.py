@@ -1,0 +1,118 @@
+"""Checks of unshard.py: one unit alone, a virtual GPU, and two ranks."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tutorials.exercises.catalog import check
+from tutorials.exercises.judge import of_training
+from tutorials.exercises.observe import at_most
+
+
+def _start(what: str, want: Any, got: Any) -> str | None:
+    if "state" in what:
+        return "unit.state.start_unshard() says that the all-gather is about to start"
+    if "passed" in what:
+        return "unshard() starts the all-gather and returns: keep the event, and wait for it later"
+    if "collectives" in what:
+        return "one all-gather is started for each unit that has a shard group, and none otherwise"
+    if "races" in what:
+        return "memory is used by two streams without a wait between: is it allocated in launch()"
+    if "seconds" in what:
+        return "the all-gather is not started ahead of the computation, so nothing hides it"
+    if isinstance(got, dict) and "raised" in got:
+        return "is the memory allocated, with unit.unsharded.allocate(), before it is written to"
+    if "bfloat16" in what:
+        return "the shard is cast to the dtype of unit.unsharded before it is sent"
+    return None
+
+
+@check("unshard.1", because=_start)
+def one_unit_alone() -> Iterator[Any]:
+    from minifsdp import MixedPrecision
+    from minifsdp.unshard import unshard, wait_for_unshard
+    from tests.lone_unit import lone_unit
+
+    bf16 = MixedPrecision(torch.bfloat16)
+    for rank, ranks in ((0, 2), (1, 2), (2, 3)):
+        for words, settings in (
+            ("", {}),
+            (", in bfloat16", {"precision": bf16}),
+            (", offloaded", {"offload": True}),
+            (", offloaded, in bfloat16", {"precision": bf16, "offload": True}),
+        ):
+            with lone_unit(rank, ranks, **settings) as lone:
+                unshard(lone.unit, lone.streams)
+                name = f"rank {rank} of {ranks}{words}"
+                yield f"state of the unit after unshard(), {name}", lone.unit.state.sharded
+                event = lone.unit.unshard_event
+                yield f"passed at once, {name}", event is None or event.query()
+                wait_for_unshard(lone.unit)
+                yield f"collectives, {name}", lone.unit.shard_group.called
+                yield f"what was gathered, {name}", lone.unit.unsharded.data
+    for words, settings in (("in bfloat16", {"precision": bf16}), ("offloaded", {"offload": True})):
+        with lone_unit(ranks=1, **settings) as lone:
+            unshard(lone.unit, lone.streams)
+            wait_for_unshard(lone.unit)
+            yield f"what was gathered, not sharded, {words}", lone.unit.unsharded.data
+
+
+@check("unshard.1", because=_start)
+def on_a_gpu() -> Iterator[Any]:
+    from minifsdp import CPUOffload
+    from tutorials.exercises.virtual import train
+
+    for offload in (None, CPUOffload(True)):
+        gpu = train(cpu_offload=offload)
+        words = "with offload" if offload else "without offload"
+        yield f"races in a training step {words}", [str(race) for race in gpu.races()][:1]
+        yield at_most(f"seconds of a training step {words}", gpu.report()["step"], slack=0.02)
+
+
+@check("unshard.1", ranks=2, because=of_training)
+def two_ranks_train() -> Iterator[Any]:
+    from minifsdp import ShardingStrategy
+    from tutorials.exercises import parallel
+
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        yield from parallel.train(sharding_strategy=strategy)
+
+
+def _wait(what: str, want: Any, got: Any) -> str | None:
+    if "event is kept" in what:
+        return "forget the event when it was waited for: it would be waited for once more"
+    if "state" in what:
+        return "after the wait an UNSHARDING unit is UNSHARDED; units in other states stay"
+    if "host" in what or "seconds" in what:
+        return "let the compute stream wait, and not the host: event.wait(), not synchronize()"
+    if "races" in what or "values" in what:
+        return "the layers compute before the all-gather has written: nothing waits for its event"
+    return None
+
+
+@check("unshard.2", because=_wait)
+def values_are_there_after_the_wait() -> Iterator[Any]:
+    from minifsdp.unshard import unshard, wait_for_unshard
+    from tests.lone_unit import lone_unit
+
+    with lone_unit() as lone:
+        wait_for_unshard(lone.unit)
+        yield "state of a unit that was not gathered", lone.unit.state.sharded
+        unshard(lone.unit, lone.streams)
+        wait_for_unshard(lone.unit)
+        yield "values after the wait", lone.unit.unsharded.data
+        yield "state after the wait", lone.unit.state.sharded
+        yield "event is kept", lone.unit.unshard_event is not None
+        wait_for_unshard(lone.unit)
+        yield "state after a second wait", lone.unit.state.sharded
+
+
+@check("unshard.2", because=_wait)
+def the_device_waits_and_not_the_host() -> Iterator[Any]:
+    from tutorials.exercises.virtual import train
+
+    gpu = train(limit_all_gathers=False)
+    yield "races in a training step", [str(race) for race in gpu.races()][:1]
+    yield at_most("seconds in which the host waits", gpu.report()["other host stalls"])
+    yield at_most("seconds of a training step", gpu.report()["step"], slack=0.02)

@@ -1,0 +1,167 @@
+"""Whether the course itself is right: `make kit-check`.
+
+- A new student's folder can be imported, and every exercise in it says that it is to be written.
+- With the reference as the solution everything is right, and gives 100 points.
+- Each exercise fails if its functions do nothing.
+- Each wrong solution in wrong/ is found, with a message that points the right way.
+- Each right but different solution in right/ passes.
+"""
+
+import ast
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from tutorials.exercises import source
+from tutorials.exercises.catalog import HERE, Exercise, exercises, tomllib
+from tutorials.exercises.grade import Result, grade, grade_all
+from tutorials.exercises.student import make
+
+
+class Wrong(NamedTuple):
+    """A wrong solution: the reference with a change. ``says`` is a part of the grader's message."""
+
+    exercise: str
+    mistake: str
+    original: str
+    replacement: str
+    says: str
+
+
+class Case(NamedTuple):
+    """A solution, and what is expected of the grader."""
+
+    name: str
+    exercise: Exercise
+    text: str
+    right: bool
+    says: str = ""
+
+
+def wrong_solutions() -> list[Wrong]:
+    """All that are in wrong/."""
+    files = sorted((HERE / "wrong").glob("*.toml"))
+    return [Wrong(**w) for file in files for w in tomllib.loads(file.read_text())["wrong"]]
+
+
+def cases() -> Iterator[Case]:
+    """All solutions that are graded, right and wrong."""
+    for exercise in exercises().values():
+        if not exercise.takes_all:
+            yield Case(f"{exercise.key} does nothing", exercise, _doing_nothing(exercise), False)
+    for wrong in wrong_solutions():
+        exercise = exercises()[wrong.exercise]
+        text = exercise.reference.read_text()
+        if text.count(wrong.original) != 1:
+            raise ValueError(
+                f"wrong/: {wrong.mistake!r}: what is replaced occurs {text.count(wrong.original)} "
+                f"times in {exercise.module}.py: {wrong.original!r}"
+            )
+        text = text.replace(wrong.original, wrong.replacement)
+        yield Case(f"{wrong.exercise}, wrong: {wrong.mistake}", exercise, text, False, wrong.says)
+    for path in sorted((HERE / "right").glob("*.py")):
+        key = ".".join(path.stem.rsplit("_", 1))
+        yield Case(f"{key}, right but different", exercises()[key], path.read_text(), True)
+
+
+def _doing_nothing(exercise: Exercise) -> str:
+    """The reference, with functions that do nothing in place of those of the exercise."""
+    tree = ast.parse(exercise.reference.read_text())
+    for node in source.functions(exercise, source.definitions(tree)).values():
+        node.body = [ast.Pass()]  # type: ignore[union-attr]
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def check_student_folder(folder: Path) -> list[str]:
+    """Of a new folder: it can be read, and nothing in it is done."""
+    make(folder)
+    problems = []
+    for path in folder.glob("*.py"):
+        compile(path.read_text(), path, "exec")
+    for exercise, state, message in grade(folder, list(exercises().values())):
+        if state != "to do" or not (exercise.takes_all or exercise.key in message):
+            problems.append(f"{exercise.key} in a new folder: {state}, {message}")
+    return problems
+
+
+def check_reference(folder: Path) -> list[str]:
+    """Of a folder with the reference in it: everything is right."""
+    for exercise in exercises().values():
+        if not exercise.takes_all:
+            (folder / exercise.file).write_text(exercise.reference.read_text())
+    results = grade(folder, list(exercises().values()))
+    problems = [f"{r.exercise.key} by the reference: {r.message}" for r in results if r.message]
+    if (points := sum(result.points for result in results)) != 100:
+        problems.append(f"the reference gets {points} points, and should get 100")
+    return problems
+
+
+def check_data() -> list[str]:
+    """Of exercises.toml: names that are there, pages that are there, hints, checks, enough of all."""
+    problems = []
+    for exercise in exercises().values():
+        if not exercise.checks:
+            problems.append(f"{exercise.key} has no check")
+        if len(exercise.hints) != 3:
+            problems.append(f"{exercise.key} has {len(exercise.hints)} hints, and should have 3")
+        if not (HERE.parent / f"{exercise.page}.md").exists():
+            problems.append(f"{exercise.key}: there is no page {exercise.page}")
+        if not exercise.takes_all:
+            there = source.definitions(source.read(exercise.reference))
+            gone = {*exercise.takes, *exercise.hides} - there.keys()
+            problems += [f"{exercise.key}: {exercise.module}.py has no {name}" for name in gone]
+    for exercise in exercises().values():
+        number = sum(wrong.exercise == exercise.key for wrong in wrong_solutions())
+        if number < 2 and not exercise.takes_all:
+            problems.append(f"{exercise.key} has {number} wrong solutions, and should have 2")
+    return problems
+
+
+def check_solutions(folder: Path) -> list[str]:
+    """Of wrong and right solutions: what the grader says of each."""
+    all_cases = list(cases())
+    folders = []
+    for i, case in enumerate(all_cases):
+        folders.append(folder / str(i))
+        folders[-1].mkdir()
+        (folders[-1] / case.exercise.file).write_text(case.text)
+    graded = [(path, case.exercise) for path, case in zip(folders, all_cases, strict=True)]
+    pairs = zip(all_cases, grade_all(graded), strict=True)
+    problems = [problem for case, result in pairs for problem in _of_a_solution(case, result)]
+    wrong = sum(not case.right for case in all_cases)
+    print(f"{wrong} wrong solutions, {len(all_cases) - wrong} right but different ones")
+    return problems
+
+
+def _of_a_solution(case: Case, result: Result) -> Iterator[str]:
+    if case.right and result.state != "right":
+        yield f"{case.name}: {result.state}, {result.message}"
+    elif not case.right and result.state != "wrong":
+        yield f"{case.name}: not found ({result.state})"
+    elif case.says not in result.message:
+        yield f"{case.name}: the message does not say {case.says!r}: {result.message}"
+
+
+def main() -> int:
+    """Check everything; 1 if something is wrong."""
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    problems = check_data()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name).resolve()
+        problems += check_student_folder(folder / "new")
+        (folder / "reference").mkdir()
+        problems += check_reference(folder / "reference")
+        (folder / "cases").mkdir()
+        problems += check_solutions(folder / "cases")
+    print("\n".join(problems) or f"the course is right ({time.monotonic() - began:.0f} s)")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
