@@ -40,7 +40,7 @@ def _difference(check: Check, expected: list[Seen], found: list[Seen]) -> str:
         if not _fits(want, got.value):
             message = f"{want.what}: expected {_expected(want)}, found {show(got.value)}."
             because = _because(check, want, got.value)
-            return f"{message} {because[0].upper()}{because[1:]}." if because else message
+            return f"{message} Likely: {because}." if because else message
     if len(found) > len(expected):
         last = found[len(expected)]
         return _raised(check, None, last.value) if not last.what else f"{last.what}: not expected"
@@ -55,7 +55,7 @@ def _raised(check: Check, want: Seen | None, error: dict[str, str]) -> str:
     message = f"{at}{error['raised']}: {said}" if said else f"{at}{error['raised']}"
     because = want and check.because(want.what, want.value, error)
     doing = f" (while looking at: {want.what})" if want and want.what else ""
-    return message + doing + (f". {because[0].upper()}{because[1:]}." if because else "")
+    return message + doing + (f". Likely: {because}." if because else "")
 
 
 def _fits(want: Seen, got: Any) -> bool:

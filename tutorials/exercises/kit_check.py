@@ -102,7 +102,7 @@ def check_reference(folder: Path) -> list[str]:
 
 
 def check_data() -> list[str]:
-    """Of exercises.toml: names that are there, pages that are there, hints, checks, enough of all."""
+    """Of exercises.toml: names and pages that exist, three hints, checks and wrong solutions."""
     problems = []
     for exercise in exercises().values():
         if not exercise.checks:
@@ -143,7 +143,7 @@ def _of_a_solution(case: Case, result: Result) -> Iterator[str]:
         yield f"{case.name}: {result.state}, {result.message}"
     elif not case.right and result.state != "wrong":
         yield f"{case.name}: not found ({result.state})"
-    elif case.says not in result.message:
+    elif case.says.lower() not in result.message.lower():
         yield f"{case.name}: the message does not say {case.says!r}: {result.message}"
 
 

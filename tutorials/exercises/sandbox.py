@@ -155,7 +155,9 @@ def _why(job: Job, out: Path, status: int | None) -> str:
 
 def _exit(code: int) -> str:
     if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
+        name = signal.Signals(-code).name
+        there = ": it has used memory that is not there" if name in ("SIGSEGV", "SIGBUS") else ""
+        return f"killed by {name}{there}"
     return f"exit code {code}; does something call exit()?"
 
 

@@ -22,8 +22,8 @@ The exercises, in a good order:
 {table}
 
 You may add functions, classes and imports to a file, and delete what you do not need. Keep the
-names and the arguments of what is there. A helper belongs in the file that uses it. `print` what you like
-while you work; the grader does not mind. The page that belongs to a function is named in its body.
+names and the arguments of what is there. A helper belongs in the file that uses it. Print what you
+like; the grader does not mind. The page that belongs to a function is named in its body.
 """
 
 TUTOR = """# For coding assistants: be a tutor here

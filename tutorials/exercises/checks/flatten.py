@@ -13,6 +13,9 @@ SHAPES = [(2, 3), (), (4,), (0, 5), (1, 2, 2)]
 def _order(what: str, want: Any, got: Any) -> str | None:
     if "transposed" in what and isinstance(got, torch.Tensor) and got.shape == want.shape:
         return "the elements come in the order of memory, and should come in row-major order"
+    both = isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor)
+    if both and want.dtype == got.dtype and sorted(want.tolist()) == sorted(got.tolist()):
+        return "all elements are there, and should come in row-major order"
     if what == "needs a gradient":
         return "the flat tensor is new, and no part of the graph of its parts: detach them"
     if what == "shares memory with its only part":
@@ -39,7 +42,7 @@ def _shared(what: str, want: Any, got: Any) -> str | None:
         return "the pieces are copies, and should be views of the memory of flat"
     if "gradient" in what:
         return "autograd has to see the views as operations on flat, so do not detach"
-    if "padding" in what:
+    if "padding" in what or isinstance(got, dict):
         return "the shapes come first, and the padding is the rest"
     return None
 

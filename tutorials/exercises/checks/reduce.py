@@ -27,7 +27,7 @@ def _mean(what: str, want: Any, got: Any) -> str | None:
         )
     if "seconds" in what:
         return "no reduction is hidden behind the computation: something waits for it too early"
-    if "dtype" in what:
+    if "reduced in float32" in what:
         return "the reduction is in unit.precision.reduce_dtype; None: as the gradient is"
     return of_training(what, want, got)
 
@@ -138,9 +138,9 @@ def gradients_add_up() -> Iterator[Any]:
             yield f"gradient, rank {rank} of 3", grad
             yield "what no_sync has left", unit.unreduced_grad is None
             store_gradient(Reduction(unit, torch.randn_like(result), CpuEvent()))
-            yield f"gradient after a second backward, rank {rank} of 3", grad
-            same = unit.sharded_flat_param.grad is grad
-            yield "the gradient is the same object after a second backward", same
+            total = unit.sharded_flat_param.grad
+            yield f"gradient after a second backward, rank {rank} of 3", total
+            yield "the gradient is the same object after a second backward", total is grad
     with lone_unit(precision=MixedPrecision(torch.bfloat16)) as lone:
         result = torch.randn(lone.unit.padded_shard.numel()).bfloat16()
         store_gradient(Reduction(lone.unit, result, CpuEvent()))
@@ -149,7 +149,7 @@ def gradients_add_up() -> Iterator[Any]:
 
 def _parts(what: str, want: Any, got: Any) -> str | None:
     if "passed" in what:
-        return "start the next part, and do not wait for it: the computation hides it"
+        return "the next part has to be started, and not waited for: the computation hides it"
     if "collectives" in what or "gradient" in what:
         return (
             "after the first part every part of the all-reduce over replicas has to be started, "

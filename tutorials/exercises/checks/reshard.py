@@ -8,7 +8,7 @@ from tutorials.exercises.observe import at_most, refused
 
 
 def _free(what: str, want: Any, got: Any) -> str | None:
-    if "bytes" in what and "reserved" not in what:
+    if "bytes that are left" in what:
         return (
             "deleting a tensor frees nothing: views keep the storage, so it is resized to nothing"
         )
@@ -23,7 +23,7 @@ def _free(what: str, want: Any, got: Any) -> str | None:
     if "state" in what:
         return "unit.state.reshard() says that the memory is gone"
     if "passed" in what:
-        return "return an event that is recorded on the compute stream, now, when all uses are launched"
+        return "return an event of the compute stream, recorded now that all uses are launched"
     if "races" in what:
         return (
             "the memory was allocated on the unshard stream and is read on the compute stream, so "

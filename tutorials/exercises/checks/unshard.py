@@ -11,6 +11,8 @@ from tutorials.exercises.observe import at_most
 
 
 def _start(what: str, want: Any, got: Any) -> str | None:
+    if isinstance(got, dict) and "raised" in got:
+        return "is the memory allocated, and is the shard cast to the dtype of unit.unsharded"
     if "state" in what:
         return "unit.state.start_unshard() says that the all-gather is about to start"
     if "passed" in what:
@@ -21,8 +23,6 @@ def _start(what: str, want: Any, got: Any) -> str | None:
         return "memory is used by two streams without a wait between: is it allocated in launch()"
     if "seconds" in what:
         return "the all-gather is not started ahead of the computation, so nothing hides it"
-    if isinstance(got, dict) and "raised" in got:
-        return "is the memory allocated, with unit.unsharded.allocate(), before it is written to"
     if "bfloat16" in what:
         return "the shard is cast to the dtype of unit.unsharded before it is sent"
     return None

@@ -41,12 +41,12 @@ def what_was_kept_keeps_its_values() -> Iterator[Any]:
             }[keeps](unit)
             flat = unit.unsharded.flat_param
             free = unit.unsharded.release(unit.views)
-            yield f"release() says, when the user keeps {keeps}", bool(free)
             yield f"bytes that the unit has then, when the user keeps {keeps}", lone.memory
             if kept is not None:
                 bytes_there = kept.untyped_storage().size()
                 yield f"size of the storage of {keeps} that was kept", bytes_there
                 yield f"values of {keeps} that was kept", kept if bytes_there else "no memory"
+            yield f"release() says, when the user keeps {keeps}", bool(free)
             yield "the same tensor in the next step", unit.unsharded.flat_param is flat
             unit.unsharded.allocate()
             unit.unsharded.data.fill_(3)

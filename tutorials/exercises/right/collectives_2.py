@@ -1,0 +1,31 @@
+"""Scales what it has received in a loop of its own, then adds; slower."""
+
+
+def reduce_scatter(flat, group, scale, tag, label="", kind=Kind.REDUCTION):
+    message = Message(group, tag, kind, flat.itemsize, label)
+    chunks = list(flat.tensor_split(group.size()))
+    rank, size = group.rank(), group.size()
+    if _native(flat):
+        total = flat.new_empty(chunks[rank].shape)
+        flat.mul_(scale)
+        work = _reduce_scatter(total, flat, group=group, async_op=True)
+        return total, _wait_for([work], message)
+    got, works = {}, []
+    for other in range(size):
+        if other != rank:
+            got[other] = torch.empty_like(chunks[rank])
+            works.append(group.send([chunks[other]], other, message.tag))
+            works.append(group.recv([got[other]], other, message.tag))
+    total = torch.zeros_like(chunks[rank])
+    wait = _wait_for(works, message)
+
+    def finish():
+        wait()
+        order = [(rank - distance) % size for distance in range(1, size)]
+        parts = [got[other] * scale for other in order] + [chunks[rank] * scale]
+        result = parts[0]
+        for part in parts[1:]:
+            result = result + part
+        total.copy_(result)
+
+    return total, finish
