@@ -8,13 +8,14 @@ PY ?= .venv/bin/python
 INSTALLED := $(if $(filter .venv/%,$(PY)),.venv/installed)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint matrix fuzz mutants claims tutorials bench validate wheel clean
+.PHONY: help demo test test-all student grade hint kit-check autograder lint matrix fuzz mutants \
+        claims tutorials bench validate wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 12
 
 demo: $(INSTALLED)  ## train a small GPT, sharded; compare it with DDP (see ARGS="--help")
-	@$(PY) tutorials/train_gpt.py $(ARGS)
+	@$(PY) $(if $(STUDENT),-m tutorials.exercises.demo "$(STUDENT)",tutorials/train_gpt.py) $(ARGS)
 
 WORKERS := -n auto --dist loadgroup  # processes that tests are shared out among: tests/conftest.py
 test: $(INSTALLED)  ## what every commit needs; one test: ARGS="tests/test_limiter.py -k name"
@@ -22,6 +23,23 @@ test: $(INSTALLED)  ## what every commit needs; one test: ARGS="tests/test_limit
 
 test-all: $(INSTALLED)  ## every test that this machine can run; takes ARGS as well
 	@$(PY) -m pytest $(WORKERS) $(ARGS)
+
+QUIETLY := -W ignore  # torch warns of NumPy, which is not needed here
+student: $(INSTALLED)  ## OUT=~/my-fsdp: the concept files with functions to write yourself
+	@$(PY) $(QUIETLY) -m tutorials.exercises.student "$(or $(OUT),$(HOME)/my-fsdp)"
+
+grade: $(INSTALLED)  ## DIR=~/my-fsdp: what of it is right, and why not; EX=limiter.1: one exercise
+	@$(PY) $(QUIETLY) -m tutorials.exercises.grade "$(or $(DIR),$(HOME)/my-fsdp)" --exercise "$(EX)" $(ARGS) || [ $$? = 1 ]
+
+hint: N = 1
+hint: $(INSTALLED)  ## EX=limiter.1: a hint; N=2 and N=3 say more
+	@$(PY) $(QUIETLY) -m tutorials.exercises.hint "$(EX)" $(N)
+
+kit-check: $(INSTALLED)  ## whether the exercises can be done, and mistakes in them are found
+	@$(PY) $(QUIETLY) -m tutorials.exercises.kit_check
+
+autograder: $(INSTALLED)  ## dist/autograder.zip, for Gradescope
+	@$(PY) $(QUIETLY) -m tutorials.exercises.autograder dist/autograder.zip
 
 lint: $(INSTALLED)  ## ruff, and mypy --strict on the package
 	@$(PY) -m ruff check .

@@ -1,0 +1,175 @@
+"""tutorials/exercises: what the grader says of solutions that are broken, endless or dishonest.
+
+Right and wrong solutions are in tutorials/exercises/ and are graded by `make kit-check`.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+SHARD = (ROOT / "minifsdp/shard.py").read_text()
+RIGHT = "return -(-numel // world_size)"
+WRONG = SHARD.replace(RIGHT, "return numel // world_size")
+"""A wrong shard.1; in the same file shard.2 is right."""
+
+DISHONEST = {
+    "overwrites the reference": """
+from pathlib import Path
+here = Path(__import__("minifsdp").__file__).parent / "limiter.py"
+here.write_text(here.read_text() + "#")
+""",
+    "overwrites the checks": """
+from pathlib import Path
+import tutorials.exercises.checks.shard as checks
+Path(checks.__file__).write_text("")
+""",
+    "patches the judge": """
+import tutorials.exercises.judge as judge
+judge.verdict = judge._difference = lambda *args: ""
+judge.equal = lambda want, got: True
+""",
+    "patches the checks": """
+from tutorials.exercises import catalog
+for _, check in catalog._registered:
+    object.__setattr__(check, "function", lambda: iter(()))
+""",
+    "patches the sandbox": """
+import sys
+sys.modules["tutorials.exercises.sandbox"].plain = lambda value: 0
+""",
+    "ends the process": "import os; os._exit(0)",
+    "ends the process politely": "raise SystemExit(0)",
+    "writes results": """
+import json, os
+text = json.dumps({"score": 100, "tests": []})
+if os.fork() == 0:
+    os.setsid()
+    import time
+    for _ in range(300):
+        open(RESULTS, "w").write(text)
+        time.sleep(0.1)
+    os._exit(0)
+""",
+    "writes a report": """
+import glob, torch
+for folder in glob.glob("/tmp/minifsdp-grade-*"):
+    torch.save([], folder + "/seen.0")
+import os; os._exit(0)
+""",
+    "a report that runs code": """
+import glob, os, pickle, torch
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch " + RESULTS + ".evil",)
+for folder in glob.glob("/tmp/minifsdp-grade-*"):
+    torch.save([Evil()], folder + "/seen.0")
+os._exit(0)
+""",
+}
+BROKEN = {
+    "a syntax error": (SHARD + "\ndef broken(:\n    pass\n", "shard.py:58: invalid syntax"),
+    "no file": (None, "shard.py is not in"),
+    "not text": ("\0\0", "shard.py:1: source code string cannot contain null bytes"),
+    "a function is gone": (
+        SHARD.replace("def padded_shard_numel", "def size"),
+        "there is no padded_shard_numel",
+    ),
+    "other arguments": (
+        SHARD.replace("padded_shard_numel(numel: int, world", "padded_shard_numel(n: int, world"),
+        "shard.py:21: padded_shard_numel(n, world_size) should have the arguments (numel, world_si",
+    ),
+    "an error at import": (SHARD + "\n1 / 0\n", "shard.py:58: ZeroDivisionError"),
+    "exit at import": (SHARD + "\nraise SystemExit\n", "shard.py:58: SystemExit"),
+    "an endless loop": (
+        SHARD.replace(RIGHT, "while True:\n        pass"),
+        "was stopped after 8 s, at shard.py:2",
+    ),
+    "a huge allocation": (
+        SHARD.replace(RIGHT, "import torch\n    return torch.ones(10**12).numel()"),
+        "RuntimeError",
+    ),
+    "a crash": (
+        SHARD.replace(RIGHT, "import ctypes\n    return ctypes.string_at(0)"),
+        "SIGSEGV: it has used memory that is not there",
+    ),
+    "prints": (SHARD.replace(RIGHT, "print('x' * 10**6)\n    " + RIGHT), ""),
+    "endless recursion": (
+        SHARD.replace(RIGHT, "return padded_shard_numel(numel, world_size)"),
+        "RecursionError",
+    ),
+}
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A copy of what the grader needs, because some solutions change it."""
+    for name in ("minifsdp", "tests", "tutorials"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.svg")
+        shutil.copytree(ROOT / name, tmp_path / "root" / name, ignore=ignored)
+    return tmp_path / "root"
+
+
+def graded(root, folders, keys, results=None):
+    """The state and the message of each exercise of each folder, from a process like make's."""
+    program = f"""
+import json
+from pathlib import Path
+from tutorials.exercises.catalog import exercises
+from tutorials.exercises.grade import grade_all, gradescope, write
+cases = [(Path(f), exercises()[k]) for f in {[str(f) for f in folders]} for k in {keys}]
+found = grade_all(cases, workers=2)
+if {results!r}:
+    write(Path({results!r}), gradescope(found))
+print(json.dumps([(r.state, r.message) for r in found]))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    states = json.loads(done.stdout.splitlines()[-1])
+    return [states[i : i + len(keys)] for i in range(0, len(states), len(keys))]
+
+
+def folder_with(path, text):
+    path.mkdir()
+    if text is not None:
+        (path / "shard.py").write_text(text)
+    return path
+
+
+@pytest.mark.slow
+def test_what_is_broken_gets_one_line_and_the_rest_is_graded(root, tmp_path):
+    folders = [folder_with(tmp_path / name, text) for name, (text, _) in BROKEN.items()]
+    for (name, (_, says)), (first, second) in zip(
+        BROKEN.items(), graded(root, folders, ["shard.1", "shard.2"]), strict=True
+    ):
+        assert first[0] == ("wrong" if says else "right"), (name, first)
+        assert says in first[1] and "\n" not in first[1], (name, first)
+        alone = "import" not in name and name not in ("a syntax error", "no file", "not text")
+        assert not alone or second == ["right", ""], (name, second)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tricks", [("overwrites the reference",), tuple(DISHONEST)[1:]])
+def test_no_trick_makes_a_wrong_solution_right(root, tmp_path, tricks):
+    """What the student's process does to the grader's files, modules and results."""
+    results = tmp_path / "results.json"
+    folders = [
+        folder_with(tmp_path / name, WRONG + DISHONEST[name].replace("RESULTS", repr(str(results))))
+        for name in tricks
+    ]
+    found = graded(root, folders, ["shard.1"], str(results))
+    time.sleep(0.5)  # what still runs would write now
+    for name, ((state, message),) in zip(tricks, found, strict=True):
+        assert state == "wrong" and message, name
+    assert json.loads(results.read_text())["score"] == 0
+    assert not Path(f"{results}.evil").exists()
