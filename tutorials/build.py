@@ -33,6 +33,11 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # as for a page that is run by itself: launch.py, draw.py
+try:
+    import tomllib
+except ImportError:  # Python 3.10, where pytest brings this one along
+    import tomli as tomllib
+
 MARKDOWN, HIDDEN = "[markdown]", "[hidden]"
 
 
@@ -65,7 +70,16 @@ def page(path: Path) -> str:
             for name in functions(body):
                 if printed.get(name):
                     parts.append(f"```\n{narrow(printed[name].rstrip())}\n```")
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts + exercises(path.stem)) + "\n"
+
+
+def exercises(stem: str) -> list[str]:
+    """What the reader of a page can write now, if there is something."""
+    every = tomllib.loads((HERE / "exercises" / "exercises.toml").read_text())["exercise"]
+    here = [f"`{e['key']}` ({e['title']})" for e in every if e["page"] == stem]
+    if not here:
+        return []
+    return [f"**[Now write it yourself](exercises/README.md)**: {', '.join(here)}."]
 
 
 def prose(body: str) -> str:

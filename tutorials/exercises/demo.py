@@ -14,6 +14,8 @@ from tutorials.exercises import source
 from tutorials.exercises.catalog import HERE, Exercise, exercises
 from tutorials.exercises.overlay import Overlay, layers_for
 
+TRAIN = HERE.parent / "train_gpt.py"
+
 
 def written(folder: Path) -> list[Exercise]:
     """The exercises that are done, right or wrong.
@@ -28,26 +30,39 @@ def written(folder: Path) -> list[Exercise]:
         raise SystemExit(str(complaint)) from None
 
 
-def main(folder: str, *arguments: str) -> None:
-    """Start the ranks; or, on a rank, train."""
-    student = Path(folder).expanduser().resolve()
-    done = written(student)
+def lay_over(folder: Path) -> list[str]:
+    """On a rank: what is imported from now on is the student's, where it is written. The keys."""
     every = [exercise for exercise in exercises().values() if not exercise.takes_all]
-    if "RANK" in os.environ:
-        Overlay(layers_for(done, student, every)).install()
-        program = str(HERE.parent / "train_gpt.py")
-        sys.argv = [program, *arguments]
-        runpy.run_path(program, run_name="__main__")
-        return
+    done = written(folder)
+    Overlay(layers_for(done, folder, every)).install()
+    return [exercise.key for exercise in done]
+
+
+def start_ranks(program: str, folder: Path, arguments: tuple[str, ...]) -> None:
+    """Say what is the student's, and run this module on one rank for each GPU, or on two."""
+    done = written(folder)
     print(f"yours: {', '.join(exercise.key for exercise in done) or 'nothing yet'}")
+    every = [exercise for exercise in exercises().values() if not exercise.takes_all]
     if left := [exercise.key for exercise in every if exercise not in done]:
         print(f"from the reference: {', '.join(left)}")
-    ranks = str(torch.cuda.device_count() or 2)
     from torch.distributed.run import main as torchrun
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rank = ["-m", "tutorials.exercises.demo", folder, *arguments]
-    torchrun(["--standalone", "--nproc-per-node", ranks, *rank])
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # torch's, of NumPy, once a rank
+    ranks = str(torch.cuda.device_count() or 2)
+    command = ["-m", f"tutorials.exercises.{program}", str(folder), *arguments]
+    torchrun(["--standalone", "--nproc-per-node", ranks, *command])
+
+
+def main(folder: str, *arguments: str) -> None:
+    """Start the ranks; or, on a rank, train."""
+    student = Path(folder).expanduser().resolve()
+    if "RANK" not in os.environ:
+        start_ranks("demo", student, arguments)
+        return
+    lay_over(student)
+    sys.argv = [str(TRAIN), *arguments]
+    runpy.run_path(str(TRAIN), run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,90 @@
+"""`make evidence DIR=~/my-fsdp`: that the student's functions hold on the GPUs of this machine.
+
+Each rank runs tutorials/train_gpt.py for some steps, under a profiler, with the student's functions
+laid over the reference. Rank 0 writes evidence.json, and evidence-trace.json for ui.perfetto.dev.
+Without GPUs the ranks use gloo, and evidence.json says so.
+"""
+
+import contextlib
+import io
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tutorials.exercises.demo import TRAIN, lay_over, start_ranks
+
+Spans = list[tuple[float, float]]
+
+
+def hidden_part(events: list[dict[str, Any]]) -> float | None:
+    """The part of the communication's time in which the GPU also computed.
+
+    Args:
+        events: of a profile, in Chrome's format. NCCL's kernels are named after it.
+
+    Returns:
+        0 to 1; None if there is no communication on a GPU.
+    """
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    spans: dict[bool, Spans] = {True: [], False: []}
+    for kernel in kernels:
+        span = kernel["ts"], kernel["ts"] + kernel["dur"]
+        spans["nccl" in kernel["name"].lower()].append(span)
+    total = sum(end - start for start, end in spans[True])
+    if not total:
+        return None
+    both = sum(
+        max(min(end, other_end) - max(start, other_start), 0)
+        for start, end in spans[True]
+        for other_start, other_end in spans[False]
+    )
+    return both / total
+
+
+def train(arguments: tuple[str, ...]) -> tuple[list[str], Path]:
+    """Train on this rank, under a profiler. What was printed, and the profile."""
+    program, printed = runpy.run_path(str(TRAIN)), io.StringIO()
+    gpus = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * gpus
+    with profile(activities=activities) as profiled, contextlib.redirect_stdout(printed):
+        program["main"](program["parse"](["--steps", "5", *arguments]))
+    trace = Path("evidence-trace.json")
+    if os.environ["RANK"] == "0":
+        profiled.export_chrome_trace(str(trace))
+    return printed.getvalue().splitlines(), trace
+
+
+def main(folder: str, *arguments: str) -> None:
+    """Start the ranks; or, on a rank, train, and write what was seen."""
+    student = Path(folder).expanduser().resolve()
+    if "RANK" not in os.environ:
+        start_ranks("evidence", student, arguments)
+        print("written: evidence.json, evidence-trace.json")
+        return
+    keys = lay_over(student)
+    printed, trace = train(arguments)
+    if os.environ["RANK"] != "0":
+        return
+    gpus = torch.cuda.is_available()
+    found = {
+        "exercises of the student": keys,
+        "ranks": int(os.environ["WORLD_SIZE"]),
+        "device": torch.cuda.get_device_name() if gpus else "CPU; no GPU was found",
+        "torch": torch.__version__,
+        "compared with DDP": [line.strip() for line in printed if "bit-equal" in line],
+        "peak reserved bytes": torch.cuda.max_memory_reserved() if gpus else None,
+        "hidden part of the communication": hidden_part(
+            json.loads(trace.read_text())["traceEvents"]
+        ),
+    }
+    Path("evidence.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
