@@ -8,7 +8,7 @@ PY ?= .venv/bin/python
 INSTALLED := $(if $(filter .venv/%,$(PY)),.venv/installed)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all student grade hint evidence kit-check autograder lint matrix fuzz mutants \
+.PHONY: help demo test test-all student grade hint mistake evidence kit-check autograder lint matrix fuzz mutants \
         claims tutorials bench validate wheel clean
 
 help:  ## this list
@@ -34,6 +34,9 @@ grade: $(INSTALLED)  ## DIR=~/my-fsdp: what of it is right, and why not; EX=limi
 hint: N = 1
 hint: $(INSTALLED)  ## EX=limiter.1: a hint; N=2 and N=3 say more
 	@$(PY) $(QUIETLY) -m tutorials.exercises.hint "$(EX)" $(N)
+
+mistake: $(INSTALLED)  ## M=1 DIR=~/my-fsdp: one wrong line and what comes of it; find it
+	@$(PY) $(QUIETLY) -m tutorials.exercises.mistakes "$(M)" "$(or $(DIR),$(HOME)/my-fsdp)" || [ $$? = 1 ]
 
 evidence: $(INSTALLED)  ## DIR=~/my-fsdp: that it holds on the GPUs that are here; writes evidence.json
 	@$(PY) $(QUIETLY) -m tutorials.exercises.evidence "$(or $(DIR),$(HOME)/my-fsdp)" $(ARGS)

@@ -5,6 +5,7 @@
 - Each exercise fails if its functions do nothing.
 - Each wrong solution in wrong/ is found, with a message that points the right way.
 - Each right but different solution in right/ passes.
+- Each mistake in mistakes.toml can be seen, and is gone when its line is mended.
 """
 
 import ast
@@ -20,6 +21,8 @@ import torch
 from tutorials.exercises import source
 from tutorials.exercises.catalog import HERE, Exercise, exercises, tomllib
 from tutorials.exercises.grade import Result, grade, grade_all
+from tutorials.exercises.judge import verdict
+from tutorials.exercises.mistakes import look, mistakes
 from tutorials.exercises.student import make
 
 
@@ -138,6 +141,23 @@ def check_solutions(folder: Path) -> list[str]:
     return problems
 
 
+def check_mistakes(folder: Path) -> list[str]:
+    """Of mistakes.toml: each mistake has a symptom, which the reference does not have."""
+    problems = []
+    for mistake in mistakes().values():
+        file = mistake.file(folder)
+        file.parent.mkdir(parents=True)
+        file.write_text(mistake.text)
+        expected, found = look(mistake, [mistake.check], file)[0]
+        if not verdict(mistake.check, expected, found):
+            problems.append(f"mistake {mistake.key} has no symptom")
+        file.write_text(mistake.text.replace(mistake.replacement, mistake.original))
+        expected, found = look(mistake, [mistake.check], file)[0]
+        if wrong := verdict(mistake.check, expected, found):
+            problems.append(f"mistake {mistake.key}, mended: {wrong}")
+    return problems
+
+
 def _of_a_solution(case: Case, result: Result) -> Iterator[str]:
     if case.right and result.state != "right":
         yield f"{case.name}: {result.state}, {result.message}"
@@ -159,6 +179,7 @@ def main() -> int:
         problems += check_reference(folder / "reference")
         (folder / "cases").mkdir()
         problems += check_solutions(folder / "cases")
+        problems += check_mistakes(folder / "mistakes")
     print("\n".join(problems) or f"the course is right ({time.monotonic() - began:.0f} s)")
     return 1 if problems else 0
 

@@ -4,6 +4,7 @@ Imported by checks in their bodies only, because it imports minifsdp.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ def small_model() -> nn.Module:
 def train(
     steps: int = 3,
     backward: Callable[[nn.Module, int], float] | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     **settings: Any,
 ) -> Iterator[tuple[str, Any]]:
     """Train a small model, and observe each loss and, at the end, each parameter. In the run that
@@ -45,6 +47,7 @@ def train(
 
     Args:
         backward: runs a step's forward and backward, and returns the loss.
+        optimizer: makes one of the parameters; Adam by default.
         settings: arguments of the wrapper.
     """
     model = small_model()
@@ -53,11 +56,12 @@ def train(
     else:
         settings = {"auto_wrap_policy": ModuleWrapPolicy({Block}), **settings}
         model = FullyShardedDataParallel(model, **settings)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    adam = partial(torch.optim.Adam, lr=0.01)
+    stepped = (optimizer or adam)(model.parameters())
     for step in range(steps):
         yield f"loss of step {step + 1}", (backward or one_backward)(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped.step()
+        stepped.zero_grad()
     for name, value in model.state_dict().items():
         yield f"parameter {name.removeprefix('module.')} after {steps} steps", value
 
