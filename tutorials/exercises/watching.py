@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import minifsdp.unshard
 from minifsdp import BackwardPrefetch, ForwardPrefetch, ModuleWrapPolicy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.checks.agreement_groups import agreement_groups
@@ -66,6 +67,13 @@ def state(lone: Lone) -> str:
     return f"{sharded}, {training}, {'with' if lone.memory else 'without'} memory"
 
 
+def gathered_for_backward(engine: Engine, lone: Lone) -> None:
+    """Put a unit where it is between the start of its backward and its gradient."""
+    lone.fill()
+    lone.unit.state.run_forward()
+    lone.unit.state.start_backward(0)
+
+
 def has_memory(lone: Lone) -> bool:
     """Whether a unit has memory for its parameters."""
     return bool(lone.memory)
@@ -99,11 +107,10 @@ class Stage(nn.Sequential):
 
 
 class Nested(nn.Module):
-    """A unit in a unit; a unit that is used twice; and a loss that may come from inside.
+    """A unit in a unit, a unit that is used twice, and a loss that may come from the middle.
 
     Attributes:
-        kept: the output of the inner unit.
-        aside: an output of the outer unit's own layer, after that.
+        kept: the output of the outer unit.
     """
 
     def __init__(self, width: int = 6) -> None:
@@ -119,9 +126,30 @@ class Nested(nn.Module):
         return self.last(self.twice(x))
 
 
+class KeepsInside(Stage):
+    """Its own output is no part of the graph; what is kept of the inside is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self[1](self[0](x))
+        return self.kept.detach()
+
+
+class Inside(nn.Module):
+    """The loss comes from the middle of a unit in a unit."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.stage = KeepsInside(nn.Linear(width, width), Block(nn.Linear(width, width)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.stage(self.first(x))
+        return out
+
+
 def wrapped(module: nn.Module, **settings: Any) -> FSDP:
     """With blocks and stages as units."""
-    return FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Block, Stage}), **settings)
+    return FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Block, Stage, KeepsInside}), **settings)
 
 
 def stack(blocks: int = 3, width: int = 6) -> nn.Sequential:
@@ -188,3 +216,57 @@ def turns_on_ranks(model: FSDP, at: int) -> tuple[str, str]:
         log.clear()
         loss.backward()
     return forward, " ".join(log)
+
+
+def accumulated(model: FSDP) -> Iterator[Any]:
+    """Two backwards in no_sync, then one that reduces. Observes what `trained` does."""
+    with model.no_sync():
+        for at in range(2):
+            squares(model, batch(at)).backward()
+    squares(model, batch(2)).backward()
+    for name, grad in gathered_gradients(model).items():
+        yield f"the gradient of {name} after two backwards in no_sync and one more", grad
+    left = [unit.name or "root" for unit in model.engine.units if storage(unit)]
+    yield "units that have memory after these backwards", left
+
+
+class _Noted:
+    """An event that notes the first wait for it."""
+
+    def __init__(self, event: Any, name: str, log: list[str]) -> None:
+        self.event, self.name, self.log = event, name, log
+
+    def wait(self) -> None:
+        if not self.event.query():
+            self.log.append(self.name)
+        self.event.wait()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def query(self) -> bool:
+        passed: bool = self.event.query()
+        return passed
+
+
+def started_before_a_wait(model: FSDP, where: str) -> list[str]:
+    """The units whose all-gathers are started as prefetches before the unit that is needed has been
+    waited for, so that both are on the network together, in the second step."""
+    squares(model, batch(0)).backward()
+    log: list[str] = []
+    unshard = minifsdp.unshard.unshard
+
+    def noted_start(unit: Unit, streams: Any) -> None:
+        log.append("+" + unit.name)
+        unshard(unit, streams)
+        unit.unshard_event = _Noted(unit.unshard_event, "=" + unit.name, log)
+
+    with replaced(unshard, noted_start):
+        loss = squares(model, batch(1))
+        forward = list(log)
+        log.clear()
+        loss.backward()
+    log = forward if where == "forward" else log
+    # Two starts without a wait between them are on the network together.
+    pairs = zip(log, log[1:], strict=False)
+    return [b[1:] for a, b in pairs if a.startswith("+") and b.startswith("+")]
