@@ -5,6 +5,7 @@ Imported by checks in their bodies only, because it imports minifsdp.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -72,6 +73,11 @@ def gathered_for_backward(engine: Engine, lone: Lone) -> None:
     lone.fill()
     lone.unit.state.run_forward()
     lone.unit.state.start_backward(0)
+
+
+def has_views(lone: Lone) -> bool:
+    """Whether the module computes with its unsharded parameters, and not with what lists shards."""
+    return isinstance(lone.module.weight, Tensor)
 
 
 def has_memory(lone: Lone) -> bool:
@@ -268,5 +274,5 @@ def started_before_a_wait(model: FSDP, where: str) -> list[str]:
         loss.backward()
     log = forward if where == "forward" else log
     # Two starts without a wait between them are on the network together.
-    pairs = zip(log, log[1:], strict=False)
+    pairs = pairwise(log)
     return [b[1:] for a, b in pairs if a.startswith("+") and b.startswith("+")]

@@ -57,10 +57,10 @@ def _before_forward(what: str, want: Any, got: Any) -> str | None:
         if "no part of a step" in what:
             return "it is gathered although prefetch is False: this forward has no place in a step"
         return "the prefetcher's target is not gathered, so nothing hides its all-gather"
-    if what.startswith("the memory") or what.startswith("parameters of the module"):
-        return "the module would compute before the data is there: wait_for_unshard is missing"
-    if "shape" in what:
+    if "the module has" in what:
         return "the module still has its sharded parameters: use_unsharded_views is missing"
+    if "the memory" in what or "parameters of the module" in what or "the state" in what:
+        return "the module would compute before the data is there: wait_for_unshard is missing"
     if "gradient" in what and "after" in what:
         return "autograd does not know these views: make new ones in each forward (make_views)"
     if "as early as" in what:
@@ -73,14 +73,14 @@ def _before_forward(what: str, want: Any, got: Any) -> str | None:
 
 @check("engine.1", because=_before_forward)
 def a_forward_finds_its_parameters() -> Iterator[Any]:
-    from tutorials.exercises.watching import has_memory, state, two_units
+    from tutorials.exercises.watching import has_memory, has_views, state, two_units
 
     for rank in (0, 1):
         with two_units(rank=rank) as (engine, now, following):
             engine.before_forward(now.unit, prefetch=True)
             yield "the state of the unit", state(now)
             yield "the memory of the unit", now.gathered
-            yield "the shape of its weight", now.module.weight.shape
+            yield "whether the module has its unsharded parameters", has_views(now)
             yield "parameters of the module", [
                 now.module.weight, now.module.scale, now.module.bias
             ]  # fmt: skip
@@ -166,7 +166,6 @@ def a_unit_is_freed_after_its_forward() -> Iterator[Any]:
         now.fill()
         engine.after_forward(now.unit, prefetch=True)
         yield "the state of a unit after its forward", state(now)
-        yield "the weight that its module lists", now.module.weight.shape
         yield "whether the next unit has memory", has_memory(following)
     with two_units() as (engine, now, following):
         now.fill()
@@ -183,7 +182,7 @@ def some_units_stay() -> Iterator[Any]:
     import torch
 
     from minifsdp.support.param_views import make_views, use_unsharded_views
-    from tutorials.exercises.watching import state, two_units
+    from tutorials.exercises.watching import has_views, state, two_units
 
     for keeps in (False, True):
         with two_units() as (engine, now, _):
@@ -221,7 +220,7 @@ def some_units_stay() -> Iterator[Any]:
         now.unit.state.start_backward(0)
         engine.after_forward(now.unit, prefetch=False)
         yield "the state of a unit in a checkpoint", state(now)
-        yield "its weight in a checkpoint", now.module.weight.shape
+        yield "whether its module has its unsharded parameters in a checkpoint", has_views(now)
 
 
 @check("engine.2", because=_after_forward)
@@ -265,13 +264,13 @@ def _before_backward(what: str, want: Any, got: Any) -> str | None:
         return "a backward needs the parameters: gather, wait, and give them to the module"
     if "the next unit" in what:
         return "the prefetcher's target is not gathered, so nothing hides its all-gather"
-    if "the memory" in what:
-        return "the backward would compute before the data is there: wait_for_unshard is missing"
     if "state" in what and isinstance(got, str) and "PRE_BACKWARD" not in got:
         return "nobody knows that the unit's backward has started (unit.state.start_backward)"
+    if "the memory" in what or "the state" in what:
+        return "the backward would compute before the data is there: wait_for_unshard is missing"
     if "autograd's number" in what:
         return "the state keeps the number of the backward: start_backward(graph_task)"
-    if "shape" in what:
+    if "the module has" in what:
         return (
             "an activation checkpoint runs the module again in its backward, so it has to have "
             "its unsharded views (use_unsharded_views)"
@@ -291,7 +290,7 @@ def _before_backward(what: str, want: Any, got: Any) -> str | None:
 
 @check("engine.3", because=_before_backward)
 def a_backward_finds_its_parameters() -> Iterator[Any]:
-    from tutorials.exercises.watching import has_memory, state, two_units
+    from tutorials.exercises.watching import has_memory, has_views, state, two_units
 
     with two_units() as (engine, now, following):
         engine.before_forward(now.unit, prefetch=False)
@@ -300,7 +299,7 @@ def a_backward_finds_its_parameters() -> Iterator[Any]:
         yield "the state of the unit", state(now)
         yield "autograd's number of the backward", now.unit.state.graph_task
         yield "the memory of the unit", now.gathered
-        yield "the shape of the weight that its module has", now.module.weight.shape
+        yield "whether the module has its unsharded parameters", has_views(now)
         yield "whether the next unit has memory", has_memory(following)
 
 
@@ -309,9 +308,9 @@ def a_forward_in_another_precision() -> Iterator[Any]:
     import torch
 
     from minifsdp import MixedPrecision
-    from tutorials.exercises.watching import state, two_units
+    from tutorials.exercises.watching import has_views, state, two_units
 
-    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    precision = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
     with two_units(precision=precision) as (engine, now, _):
         before = now.unit.unsharded
         engine.before_forward(now.unit, prefetch=False)
@@ -320,6 +319,7 @@ def a_forward_in_another_precision() -> Iterator[Any]:
         engine.before_backward(now.unit, before, 0)
         yield "the state of a unit, in the precision of its forward", state(now)
         yield "the precision of the gathered parameters", now.unit.unsharded.data.dtype
+        yield "whether the module has its unsharded parameters", has_views(now)
         yield "the precision of the module's weight", now.module.weight.dtype
 
 

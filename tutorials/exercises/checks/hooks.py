@@ -14,6 +14,16 @@ def _frozen(what: str, want: Any, got: Any) -> str | None:
         return "it is freed too early: the gradient of another input is computed with it still"
     if "before the backward" in what:
         return "it is freed at once: its backward still needs the parameters"
+    if "loss does not use one" in what:
+        return (
+            "an input that the loss does not use never gets a gradient: wait for those that will "
+            "get one (after_gradients_of), and free the unit then"
+        )
+    if "the state" in what and str(got).startswith("UNSHARDED"):
+        return (
+            "frozen units are kept until the end of the whole backward: they have no gradient of "
+            "their own, so free each when its inputs have theirs"
+        )
     if "the state" in what:
         return (
             "the unit has had its turn when its inputs have their gradients: free it, and say so "
