@@ -44,60 +44,68 @@ def _order(what: str, want: Any, got: Any) -> str | None:
     return None
 
 
+class _ByName:
+    """An order of units that are called by their names."""
+
+    def __init__(self, units: str = "") -> None:
+        from minifsdp.prefetch import Order
+        from tests.lone_unit import StubUnit
+
+        self.order: Any = Order()
+        self.units = {name: StubUnit(name) for name in "abcdx"}
+        if units:
+            self.visit(units)
+            self.order.start()
+
+    def visit(self, names: str) -> list[str | None]:
+        return [self._name(self.order.visit(self.units[name])) for name in names]
+
+    def upcoming(self) -> str | None:
+        return self._name(self.order.upcoming())
+
+    def last_and_current(self) -> list[str]:
+        return ["".join(u.label for u in units) for units in (self.order.last, self.order.current)]
+
+    @staticmethod
+    def _name(unit: Any) -> str | None:
+        return None if unit is None else unit.label
+
+
 @check("prefetch.1", because=_order)
 def what_came_next_in_the_last_pass() -> Iterator[Any]:
-    from minifsdp.prefetch import Order
-
-    order: Any = Order()
-    yield "upcoming() before any pass", order.upcoming()
-    yield "visit of a, b, c in the first pass", [order.visit(unit) for unit in "abc"]
-    yield "current, after a, b, c", list(order.current)
-    order.start()
-    yield "last and current of a new pass", [list(order.last), list(order.current)]
-    yield "upcoming() of a new pass", order.upcoming()
-    yield "visit of a, b", [order.visit(unit) for unit in "ab"]
-    yield "upcoming() after b", order.upcoming()
-    yield "visit of c, the end of the last pass", order.visit("c")
-    yield "upcoming() at the end of the last pass", order.upcoming()
-    order.start()
-    yield "upcoming() of one more new pass", order.upcoming()
-    yield "visit of a, b, c in one more new pass", [order.visit(unit) for unit in "abc"]
+    named = _ByName()
+    yield "upcoming() before any pass", named.upcoming()
+    yield "visit of a, b, c in the first pass", named.visit("abc")
+    yield "last and current, after a, b, c", named.last_and_current()
+    named.order.start()
+    yield "last and current of a new pass", named.last_and_current()
+    yield "upcoming() of a new pass", named.upcoming()
+    yield "visit of a, b", named.visit("ab")
+    yield "upcoming() after b", named.upcoming()
+    yield "visit of c, the end of the last pass", named.visit("c")
+    yield "upcoming() at the end of the last pass", named.upcoming()
+    named.order.start()
+    yield "upcoming() of one more new pass", named.upcoming()
+    yield "visit of a, b, c in one more new pass", named.visit("abc")
 
 
 @check("prefetch.1", because=_order)
 def passes_that_differ() -> Iterator[Any]:
-    from minifsdp.prefetch import Order
-
-    def after(units: str) -> Any:
-        order: Any = Order()
-        for unit in units:
-            order.visit(unit)
-        order.start()
-        return order
-
-    order = after("abac")
-    yield "visit of a, b, a, c, where a comes twice", [order.visit(unit) for unit in "abac"]
-    order = after("abcd")
-    yield "visit of a, x, c, d, where x is unknown", [order.visit(unit) for unit in "axcd"]
-    order = after("abcd")
-    yield "visit of c, a, b, d, which goes back", [order.visit(unit) for unit in "cabd"]
+    yield "visit of a, b, a, c, where a comes twice", _ByName("abac").visit("abac")
+    yield "visit of a, x, c, d, where x is unknown", _ByName("abcd").visit("axcd")
+    yield "visit of c, a, b, d, which goes back", _ByName("abcd").visit("cabd")
 
 
 @check("prefetch.1", because=_order)
 def passes_that_do_not_count() -> Iterator[Any]:
-    from minifsdp.prefetch import Order
-
-    order: Any = Order()
-    for unit in "abc":
-        order.visit(unit)
-    order.start()
-    order.start()
-    yield "visit of a, b, after a pass with no visits", [order.visit(unit) for unit in "ab"]
-    order.start()
-    order.visit("b")
-    order.forget()
-    order.start()
-    yield "visit of a, b, after a pass that broke off", [order.visit(unit) for unit in "ab"]
+    named = _ByName("abc")
+    named.order.start()
+    yield "visit of a, b, after a pass with no visits", named.visit("ab")
+    named.order.start()
+    named.visit("b")
+    named.order.forget()
+    named.order.start()
+    yield "visit of a, b, after a pass that broke off", named.visit("ab")
 
 
 @check("prefetch.1", because=_order)
