@@ -1,0 +1,158 @@
+"""One loop over the whole chain."""
+
+from collections.abc import Callable
+
+import torch
+
+from minifsdp.checks.rank_agreement import GradSource, Moment
+from minifsdp.engine import Engine
+from minifsdp.no_sync import check_unreduced_grad
+from minifsdp.support.autograd_hooks import at_end_of_backward, will_reach
+from minifsdp.support.grad_hooks import change_gradient
+from minifsdp.support.param_views import use_sharded_views
+from minifsdp.support.saved_tensors import Call, Chain, SavedParameters
+from minifsdp.unit import Unit
+from minifsdp.unit_state import TrainingState
+
+
+class Backward:
+    """The backwards of one root's units, one after the other.
+
+    Attributes:
+        calls: the forwards that are running now, outermost first; written by hooks.py.
+        saved: what autograd has saved of parameters.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.agreement = engine, engine.agreement
+        self.calls: list[Call] = []
+        self.saved = SavedParameters(self.before_backward)
+        self._to_end: Callable[[], bool] | None = None
+        for unit in engine.units:
+            unit.on_gradient, unit.on_demand = self.after_gradient, self.on_demand
+
+    @property
+    def running(self) -> bool:
+        """Whether one is running. One that an exception has ended is not."""
+        return self._to_end is not None and self._to_end()
+
+    def begin(self, training: bool | None) -> None:
+        """A backward has begun. Nothing, if that is known already.
+
+        Args:
+            training: the mode that its graph was made in.
+        """
+        if self.running:
+            return
+        if _task() < 0:
+            raise RuntimeError(
+                "a parameter that autograd has saved was asked for outside of a backward. It is "
+                "sharded then; read it inside of FSDP.summon_full_params(model)."
+            )
+        self.forget_failed()
+        self.engine.compute_as(training)  # an evaluation came between, perhaps in full precision
+        self._to_end = at_end_of_backward(self.end_of_backward, self._hide_all)
+        self.engine.prefetcher.start_backward()
+        self.agreement.at(Moment.START_OF_A_BACKWARD_BELOW, self.engine.root)
+        for unit in self.engine.units:
+            check_unreduced_grad(unit)
+        self.agreement.agree(_source, self.engine.synchronizes)
+        if self.agreement.diverged:  # from here on, other ranks may not be there to gather with
+            for unit in self.engine.units:
+                self.engine.parameters.unshard(unit)
+
+    def before_backward(self, calls: Chain, grads: object = None) -> None:
+        """A gradient has reached an output of a unit, or autograd needs one of its parameters.
+
+        Args:
+            calls: the forward that has made this output or used this parameter, last, and those
+                around it, outermost first.
+
+        Raises:
+            RuntimeError: a shard has been changed since; a step came between.
+        """
+        self.begin(calls[-1].training)
+        for call in calls:
+            is_over = call.unit.state.training is TrainingState.POST_BACKWARD
+            if call is calls[-1] or not is_over:
+                self._begin_backward(call)
+
+    def on_demand(self, unit: Unit) -> bool:
+        """A module asks for a parameter that is sharded. In a backward this is the recomputation
+        of an activation checkpoint: autograd has saved nothing of what is in it, and the gradient
+        may not have come through the outputs of the unit.
+
+        Returns:
+            Whether the unit is gathered now.
+        """
+        chain = self.saved.last.get(unit)
+        if chain is not None and _task() >= 0:
+            self.before_backward(chain)
+        return unit.uses_unsharded_views
+
+    def _begin_backward(self, call: Call) -> None:
+        unit = call.unit
+        if unit.state.training is TrainingState.PRE_BACKWARD:
+            return  # by another output
+        if unit.sharded_flat_param._version != call.version:
+            raise RuntimeError(
+                f"the parameters of unit {unit.label} were changed in place (by an optimizer?) "
+                f"between a forward and its backward, so its gradients would be wrong. Call "
+                f"backward() for every forward before you step."
+            )
+        if unit.needs_unshard:
+            self.agreement.at(Moment.BACKWARD_OF, unit)
+        self.engine.before_backward(unit, call.unsharded, _task())
+
+    def after_gradient(self, unit: Unit) -> None:
+        """The unit's gradient is complete: the backward has gone through every use of it."""
+        self.begin(self.engine.training)
+        if unit.state.training is TrainingState.PRE_BACKWARD and unit.state.graph_task != _task():
+            return  # only a part, from a reentrant checkpoint inside of the unit; more will come
+        self._gradient_of(unit)
+
+    def _gradient_of(self, unit: Unit) -> None:
+        assert unit.unsharded.flat_param.grad is not None
+        # Taken away before it is reduced: nobody may add to it while it is being sent.
+        grad, unit.unsharded.flat_param.grad = unit.unsharded.flat_param.grad, None
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"unit {unit.label}: gradients of gradients (create_graph=True) are not supported, "
+                f"because the reduction over ranks cannot be differentiated."
+            )
+        self.engine.after_gradient(unit, change_gradient(unit, grad))
+
+    def end_of_backward(self) -> None:
+        """Autograd has nothing left to do."""
+        for unit in self.engine.units:
+            if unit.unsharded.flat_param.grad is not None:
+                self._gradient_of(unit)  # it came in parts only
+        self.agreement.at(Moment.END_OF_A_BACKWARD_BELOW, self.engine.root)
+        self.engine.end_of_backward(in_use={call.unit for call in self.calls})
+        self._to_end = None
+
+    def _hide_all(self) -> None:
+        for unit in self.engine.units:
+            use_sharded_views(unit)  # else parameters() would list views until the next forward
+
+    def forget_failed(self) -> None:
+        """If an exception has ended the last one, start as if it had never been."""
+        if self._to_end is None:
+            return
+        self._to_end = None
+        self.agreement.failed()
+        self.engine.reset()
+        self.engine.prefetcher.forget()
+
+
+def _task() -> int:
+    """Which backward autograd is running in this thread; -1 if none. A reentrant checkpoint runs
+    one inside of another."""
+    return torch._C._current_graph_task_id()
+
+
+def _source(unit: Unit) -> GradSource:
+    """Where this rank's gradient of a unit comes from, in the backward that has just begun."""
+    if any(will_reach(node) for node in unit.unsharded_by_dtype.grad_accumulators):
+        return GradSource.BACKWARD
+    return GradSource.NO_SYNC if unit.unreduced_grad is not None else GradSource.NONE

@@ -1,0 +1,212 @@
+"""Units are freed before the reductions are waited for, and their states end first."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from minifsdp.api import Stats
+from minifsdp.checks.members import check_tree
+from minifsdp.checks.rank_agreement import RankAgreement
+from minifsdp.gradients import Gradients
+from minifsdp.limiter import Limiter
+from minifsdp.no_sync import check_unreduced_grad
+from minifsdp.parameters import Parameters
+from minifsdp.prefetch import Prefetcher
+from minifsdp.streams import Streams
+from minifsdp.support.param_views import (
+    adopt,
+    make_views,
+    use_sharded_views,
+    use_unsharded_views,
+)
+from minifsdp.support.unsharded_storage import UnshardedFlatParam
+from minifsdp.unit import Unit
+from minifsdp.unit_state import TrainingState
+from minifsdp.unshard import wait_for_unshard
+
+
+class Engine:
+    """All units below one root.
+
+    Args:
+        units: the root's first, then in the order of ``named_modules()``.
+    """
+
+    def __init__(self, units: list[Unit], limiter: Limiter, prefetcher: Prefetcher) -> None:
+        self.units, self.root = units, units[0]
+        self.limiter, self.prefetcher, self.stats = limiter, prefetcher, Stats()
+        self.agreement = RankAgreement(
+            units,
+            f"limit_all_gathers={getattr(limiter, 'limit', False)}, "
+            f"backward_prefetch={prefetcher.backward}, forward_prefetch={prefetcher.forward}",
+        )
+        self.sharded = any(unit.shard_group is not None for unit in units)  # not all replicated
+        self.training: bool | None = None  # the mode of the outermost module, last time it ran
+        self.streams = Streams.on(torch.device("cpu"))  # till the first forward
+        self.parameters = Parameters(self.streams, limiter, prefetcher, self.agreement, self.stats)
+        self.gradients = Gradients(self.streams, self.stats)
+        self.synchronizes = True  # backwards reduce gradients; not so inside no_sync
+
+    def start(self, training: bool | None) -> None:
+        """Be ready for a forward: nothing left from the last one, everything as the user wants it.
+
+        Args:
+            training: the mode of the outermost module. None: not for a forward, but to look at
+                parameters.
+
+        Raises:
+            ValueError: a shard was replaced by one of another size; units on several devices; ranks
+                with different units.
+            RuntimeError: parameters were moved, or stepped, when they should not have been.
+        """
+        if not self.agreement.steps:
+            check_tree(self.root.module)
+        self.reset(keep=training is not None and training is self.training)
+        self.training = self.training if training is None else training
+        by_device = {unit.device: unit.label for unit in self.units if unit.numel}
+        if len(by_device) > 1:
+            found = "; ".join(f"{device}: {label}, ..." for device, label in by_device.items())
+            raise ValueError(f"all units have to be on one device. Found {found}.")
+        for device in by_device:
+            if device != self.streams.device:
+                self.streams = Streams.on(device)
+                self.parameters.streams = self.gradients.streams = self.streams
+            self.prefetcher.adapt_to(self.streams.host_runs_ahead)
+            for unit in self.units:
+                if not unit.numel and unit.device != device:
+                    # It has nothing that module.to() would have moved; but inputs, and buffers.
+                    unit.replace_shard(
+                        nn.Parameter(unit.sharded_flat_param.to(device), requires_grad=False)
+                    )
+        for unit in self.units:
+            adopt(unit)  # it may have been moved through its module, not through the wrapper
+            unit.refresh(training)
+            check_unreduced_grad(unit)
+        if training is not None or self.sharded:
+            self.agreement.start(forward=training is not None)
+        # The gathers to come must send what the optimizer has just written.
+        self.streams.unshard.wait_event(self.streams.compute.record_event())
+
+    def compute_as(self, training: bool | None) -> None:
+        """Have everything in the precision of this mode, for what a backward will run again."""
+        if training is not self.training:
+            self.training = training
+            for unit in self.units:
+                self.parameters.reshard(unit)
+                unit.choose_precision(training)
+
+    def reset(self, keep: bool = False) -> None:
+        """Drop what a failed forward or backward has left, and what a forward without one keeps.
+
+        Args:
+            keep: what a backward in no_sync has left gathered, if nobody has changed it since.
+        """
+        self.agreement.reset()
+        self.gradients.drop()
+        for unit in self.units:
+            if not keep or unit.moved or unit.kept_version != unit.sharded_flat_param._version:
+                self.parameters.reshard(unit)
+            unit.state.start_step()
+            unit.unsharded.flat_param.grad = None
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in this block leave their gradients on this rank; see no_sync.py."""
+        before, self.synchronizes = self.synchronizes, False
+        try:
+            yield
+        finally:
+            self.synchronizes = before
+
+    # ---------------------------------------------------------------- the five moments of a step
+
+    def before_forward(self, unit: Unit, prefetch: bool) -> None:
+        """The module is about to run: give it its parameters, as views known to autograd.
+
+        Args:
+            prefetch: this forward is part of a step, whose order tells what comes next.
+        """
+        self.prefetcher.needed(unit)
+        self.parameters.unshard(unit)
+        if prefetch:
+            self.parameters.prefetch(self.prefetcher.pre_forward(unit))
+        wait_for_unshard(unit)
+        make_views(unit)
+        use_unsharded_views(unit)
+
+    def after_forward(self, unit: Unit, prefetch: bool) -> None:
+        """The module has run. Free its parameters, unless its backward follows at once."""
+        if torch.is_grad_enabled():
+            unit.state.run_forward()
+        if not self.stays_after_forward(unit):
+            self.parameters.reshard_after_use(unit)
+        elif unit.state.training is not TrainingState.PRE_BACKWARD:
+            use_sharded_views(unit)  # kept for the backward; parameters() does not list views
+        if prefetch:
+            self.parameters.prefetch(self.prefetcher.post_forward(unit))
+
+    def before_backward(self, unit: Unit, unsharded: UnshardedFlatParam, graph_task: int) -> None:
+        """The first gradient has reached the unit: gather its parameters again.
+
+        Args:
+            unsharded: what the forward has computed with, perhaps in another precision.
+            graph_task: autograd's number of this backward.
+        """
+        self.prefetcher.needed(unit)
+        if unit.unsharded is not unsharded:
+            self.parameters.reshard(unit)
+            unit.compute_with(unsharded)
+        self.parameters.unshard(unit)
+        unit.state.start_backward(graph_task)
+        self.parameters.prefetch(self.prefetcher.pre_backward(unit))
+        wait_for_unshard(unit)
+        use_unsharded_views(unit)  # activation checkpointing runs parts of a forward again in here
+
+    def after_gradient(self, unit: Unit, grad: Tensor) -> None:
+        """The gradient of the unit, ``[padded_numel]``, is complete: free its parameters, reduce
+        the gradient. Nobody else may hold ``grad``."""
+        unit.state.complete_grad()
+        if not self._stays_after_backward(unit):
+            self.parameters.reshard_after_use(unit)
+        self.parameters.prefetch(self.prefetcher.post_backward(unit))
+        if unit.numel and self.synchronizes and self.agreement.may_reduce:
+            self.gradients.reduce(unit, grad)
+        elif unit.numel:
+            self.gradients.hold(unit, grad)
+
+    def end_of_backward(self, in_use: set[Unit]) -> None:
+        """Every unit is sharded again, every gradient where the optimizer looks for it.
+
+        Args:
+            in_use: units whose forward is still running, if it has called torch.autograd.grad.
+        """
+        for unit in self.units:
+            unit.state.end_backward()
+            if not self._stays_after_backward(unit) and unit not in in_use:
+                self.parameters.reshard(unit)
+        for unit in self.agreement.late:
+            self.gradients.reduce_held(unit)
+        self.gradients.finish()
+        if self.agreement.diverged:
+            self.prefetcher.pre_backward_order.forget()  # every rank has seen another one
+            self.agreement.diverged = False
+        for unit in self.units:
+            if self._stays_after_backward(unit):
+                unit.kept_version = unit.sharded_flat_param._version
+                use_sharded_views(unit)
+
+    def stays_after_forward(self, unit: Unit) -> bool:
+        """Whether a unit keeps its parameters when its forward ends."""
+        if unit.state.training is TrainingState.PRE_BACKWARD:
+            return True  # checkpointing: its backward is under way, and computes with them
+        if not torch.is_grad_enabled() or unit.state.training is not TrainingState.FORWARD:
+            return False  # no backward will come for them
+        # The root's backward comes right after its forward: freeing it would gain nothing.
+        return unit is self.root or not unit.reshard_after_forward
+
+    def _stays_after_backward(self, unit: Unit) -> bool:
+        """Whether a unit keeps its parameters after a backward: in no_sync, for the next forward,
+        since no optimizer steps in between; unless the strategy is to save its memory."""
+        return not (self.synchronizes or unit.reshard_after_forward)

@@ -1,0 +1,191 @@
+"""A method frees, given to the hook with partial."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from minifsdp.backward import Backward
+from minifsdp.between_steps.state_dict_calls import StateDictCalls
+from minifsdp.checks.rank_agreement import Moment
+from minifsdp.engine import Engine
+from minifsdp.precision import output_cast, prepare_inputs
+from minifsdp.support.autograd_hooks import after_gradients_of, before_gradient_of
+from minifsdp.support.param_views import check_untouched, values
+from minifsdp.support.pytree import tensors_in
+from minifsdp.support.saved_tensors import Call, refuse_transforms
+from minifsdp.unit import Unit
+from minifsdp.unit_state import TrainingState
+
+
+class Hooks:
+    """The forwards of all units below one root.
+
+    Attributes:
+        calls: the forwards that are running now, outermost first.
+        summoned: units whose parameters are out between steps; see between_steps/full_params.py.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.agreement = engine, engine.agreement
+        self.backward = Backward(engine)
+        self.calls = self.backward.calls
+        self.depth = 0  # of forwards within forwards
+        self.summoned: set[Unit] = set()
+        self.state_dict_calls = StateDictCalls()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no forward and no backward is running."""
+        return self.depth == 0 and not self.backward.running
+
+    def check_root_and_idle(self, unit: Unit, method: str) -> None:
+        """Refuse a method that concerns all units, between steps.
+
+        Raises:
+            RuntimeError: ``unit`` is not the root's; or a forward or backward is running.
+        """
+        if unit is not self.engine.root:
+            raise RuntimeError(
+                f"{method} was called on unit {unit.label}, which is inside of another. Call it on "
+                f"the outermost FullyShardedDataParallel: it concerns all units together."
+            )
+        if not self.idle:
+            raise RuntimeError(f"{method} was called in a forward or backward; call it between.")
+
+    def forward(
+        self,
+        unit: Unit,
+        module: Callable[..., Any],
+        training: bool,
+        args: Any,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a unit's module, between its two moments.
+
+        Args:
+            training: the module's mode; the outermost one's counts.
+        """
+        if self.state_dict_calls.held:
+            self.state_dict_calls.close_aborted()
+        if self.summoned:
+            self._check_summoned(unit)
+            if unit in self.summoned:
+                return module(*args, **kwargs)
+        self.depth += 1
+        first = torch._C._autograd._get_sequence_nr()  # of the operations to come
+        try:
+            cast_output = output_cast(unit, args, kwargs)
+            args, kwargs = self.before_forward(unit, training, args, kwargs)
+            try:
+                with self.backward.saved.hooks():
+                    output = module(*args, **kwargs)
+            except RuntimeError as error:
+                refuse_transforms(unit, error)
+                if unit.uses_unsharded_views:  # perhaps because of a parameter that was changed
+                    check_untouched(unit, self.calls[-1].values, failed=True)
+                raise
+            if cast_output is not None:
+                output = cast_output(output)
+            self.after_forward(unit, output, first)
+        except BaseException:
+            self.forward_failed(unit)
+            raise
+        finally:
+            self.depth -= 1
+            del self.calls[self.depth :]
+        return output
+
+    def before_forward(
+        self, unit: Unit, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The module is about to run.
+
+        Returns:
+            The arguments to call it with: moved to the device and cast, where that is asked for.
+        """
+        if self._outermost and not self.summoned:
+            self.backward.forget_failed()
+            self.engine.start(training)
+            self.agreement.begin()
+            self.engine.prefetcher.start_forward()
+        if unit.needs_unshard or not self.backward.running:  # else other ranks need not take part
+            self.agreement.at(Moment.FORWARD_OF, unit)
+        self.engine.before_forward(unit, prefetch=self._in_order)
+        before = values(unit, thoroughly=self.agreement.compares(unit))
+        version = unit.sharded_flat_param._version
+        self.calls.append(Call(unit, unit.unsharded, version, before, self.engine.training))
+        self.backward.saved.uses(tuple(self.calls))
+        frozen = not unit.sharded_flat_param.requires_grad
+        if unit.needs_unshard and frozen and torch.is_grad_enabled():
+            self._free_when_inputs_have_gradients(unit, args, kwargs)
+        # Also where a checkpoint around the root runs it again, which is then not the outermost.
+        is_root = unit is self.engine.root or self._outermost
+        return prepare_inputs(unit, is_root, args, kwargs)
+
+    def after_forward(self, unit: Unit, output: object, first: int) -> None:
+        """The module has run. Its backward begins with a gradient of one of its outputs.
+
+        Args:
+            first: number of the first operation that autograd may have recorded in it.
+
+        Raises:
+            RuntimeError: it has changed or replaced a parameter.
+        """
+        check_untouched(unit, self.calls[-1].values)
+        if torch.is_grad_enabled():
+            hook = partial(self.backward.before_backward, tuple(self.calls))
+            for tensor in tensors_in(output):
+                before_gradient_of(tensor, hook, first)
+        self.engine.after_forward(unit, prefetch=self._in_order)
+        if self._outermost:
+            self.agreement.at(Moment.END_OF_FORWARD_OF, unit)
+            for other in self.engine.units:  # prefetched for a forward that did not come
+                if not self.engine.stays_after_forward(other) and other not in self.summoned:
+                    self.engine.parameters.reshard(other)
+
+    def forward_failed(self, unit: Unit) -> None:
+        """The module has raised. Leave everything so that the next forward finds it in order."""
+        if self._outermost and not self.summoned:
+            self.agreement.failed()
+            self.engine.reset()
+            self.engine.prefetcher.forget()
+        elif unit.state.training is not TrainingState.PRE_BACKWARD and self.agreement.may_reshard:
+            # Only this one: its caller may catch the exception, whose traceback may hold views.
+            self.engine.parameters.reshard(unit)
+
+    @property
+    def _outermost(self) -> bool:
+        """In a forward that is not part of another, nor of a backward."""
+        return self.depth == 1 and not self.backward.running
+
+    @property
+    def _in_order(self) -> bool:
+        """Whether this forward comes in the order of a step: not in a checkpoint that runs a part
+        again, and not in an evaluation inside of summon_full_params."""
+        return not self.backward.running and not self.summoned
+
+    def _check_summoned(self, unit: Unit) -> None:
+        """Refuse to train inside of summon_full_params."""
+        trained = any(u.sharded_flat_param.requires_grad for u in self.engine.units)
+        if trained and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"unit {unit.label} was called inside summon_full_params with gradients enabled. "
+                f"They would reach parameters that are there for the time of the block only. Leave "
+                f"the block first, since forward gathers by itself; or use torch.no_grad()."
+            )
+
+    def _free_when_inputs_have_gradients(self, unit: Unit, args: object, kwargs: object) -> None:
+        # A frozen unit has no gradient of its own to wait for. Its backward is over when its inputs
+        # have theirs; where they get none, the unit is freed at the end of the whole backward.
+        inputs = []
+        for tensor in tensors_in([args, kwargs]):
+            if tensor.requires_grad:
+                inputs.append(tensor)
+        if inputs:
+            after_gradients_of(inputs, partial(self._free, unit))
+
+    def _free(self, unit: Unit, grads: object) -> None:
+        self.engine.parameters.reshard_after_use(unit)
+        unit.state.complete_grad()
