@@ -33,6 +33,8 @@ def _clipped(what: str, want: Any, got: Any) -> str | None:
     if isinstance(got, dict) and "raised" in got:
         return None
     factor = ratio(want, got)
+    if what.startswith("the norm") and "ranks" in what and not bool(torch.as_tensor(got).any()):
+        return "the norm is of a part only: add up over all ranks that have a part"
     if "below the limit" in what and factor is not None:
         return "gradients with a norm below max_norm stay as they are: the scale is at most 1"
     if what.startswith("the norm") and "inf" in what and factor is not None:

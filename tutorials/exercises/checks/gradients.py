@@ -22,7 +22,7 @@ def _units(stack: ExitStack, names: str, **settings: Any) -> tuple[list[Any], An
     return [one.unit for one in lone], lone[0].streams
 
 
-def _watched(streams: Any, log: list[str], fails: str = "") -> Any:
+def _watched(streams: Any, log: list[str], fails: str = "", times: int = 1) -> Any:
     """The same streams. What is started on two of them, and what is waited for, is noted."""
     from minifsdp.streams import CpuEvent, CpuStream
 
@@ -33,7 +33,7 @@ def _watched(streams: Any, log: list[str], fails: str = "") -> Any:
 
             def end() -> None:
                 log.append(f"wait for {label}")
-                if label == fails:
+                if label == fails and log.count(f"wait for {label}") == times:
                     raise ConnectionError("the network is gone")
                 finish()
 
@@ -62,7 +62,7 @@ def _reduce(what: str, want: Any, got: Any) -> str | None:
             "the last starts its next part"
         )
     if "counted" in what:
-        return "stats.reductions counts each reduction that is started"
+        return "the statistics count each reduction that is started, in stats.reductions"
     if "backward that failed" in what:
         return (
             "reduce() changed what no_sync has left; it has to stay as it is until this backward "
@@ -174,6 +174,8 @@ def _finish(what: str, want: Any, got: Any) -> str | None:
             "wait for all reductions first, then store: here some gradients are stored before a "
             "later reduction has failed"
         )
+    if "pending" in what and "hook" in what:
+        return "a hook may fail: when hooks are called, nothing of this backward may be left"
     if "hook" in what:
         return (
             "hooks come last, when all gradients are stored, in the order in which the reductions "
@@ -217,17 +219,23 @@ def all_or_none() -> Iterator[Any]:
         gradients.finish()
         yield "the gradient of a, after a second backward without it", a.sharded_flat_param.grad
         del kept
-    with ExitStack() as stack:
-        (a, b, c, d), streams = _units(stack, "abcd")
-        gradients = Gradients(_watched(streams, [], fails="reduce 'c'"), Stats())
-        a.sharded_flat_param.grad = torch.ones_like(a.sharded_flat_param)
-        for unit in (a, b, c):
-            gradients.reduce(unit, _grad())
-        gradients.hold(d, _grad())
-        yield "what finish() raises if the last reduction fails", refused(gradients.finish)
-        changed = [unit.name for unit in (b, c, d) if unit.sharded_flat_param.grad is not None]
-        changed += ["a"] * (not bool((a.sharded_flat_param.grad == 1).all()))
-        yield "gradients that are changed by a backward that fails", sorted(changed)
+    # The last part that is waited for: the only one, or the second half of an all-reduce.
+    for fails, replicas, times in (("reduce 'c'", 1, 1), ("all-reduce 'c'", 2, 2)):
+        with ExitStack() as stack:
+            (a, b, c, d), streams = _units(stack, "abcd", replicas=replicas)
+            gradients = Gradients(_watched(streams, [], fails, times), Stats())
+            a.sharded_flat_param.grad = torch.ones_like(a.sharded_flat_param)
+            for unit in (a, b, c):
+                gradients.reduce(unit, _grad())
+            gradients.hold(d, _grad())
+            of = f"(the last {fails})"
+            yield (
+                f"what finish() raises if the last reduction fails {of}",
+                refused(gradients.finish),
+            )
+            changed = [unit.name for unit in (b, c, d) if unit.sharded_flat_param.grad is not None]
+            changed += ["a"] * (not bool((a.sharded_flat_param.grad == 1).all()))
+            yield f"gradients that are changed by a backward that fails {of}", sorted(changed)
 
 
 @check("gradients.2", because=_finish)

@@ -114,7 +114,7 @@ def _grid(what: str, want: Any, got: Any) -> str | None:
     return None
 
 
-@check("groups.2", ranks=4, because=_grid)
+@check("groups.2", ranks=4, seconds=5, because=_grid)
 def hosts_are_rows() -> Iterator[Any]:
     import torch
     import torch.distributed as dist
@@ -153,7 +153,7 @@ def machines_on_a_gpu() -> Iterator[Any]:
         yield "the column of rank 0 on two machines of four", _ranks(column)
 
 
-@check("groups.2", ranks=4, because=_grid)
+@check("groups.2", ranks=4, seconds=5, because=_grid)
 def hybrid_training_on_two_hosts() -> Iterator[Any]:
     import torch.distributed as dist
 

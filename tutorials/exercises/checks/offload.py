@@ -29,12 +29,14 @@ def _because(what: str, want: Any, got: Any) -> str | None:
         return "the unshard stream has to wait for the upload before the all-gather sends the copy"
     if "passed" in what:
         return "the event has to be that of the copy, on the stream that makes it"
-    if "while the tensor" in what or "before" in what:
-        return "download() only starts the copy: here it makes the host wait"
-    if "seconds" in what or "stalls" in what:
+    if "before the device" in what:
+        return "the event has to be that of the copy, on the stream that makes it"
+    if "host is in" in what:
+        return "the host does not wait for a copy, nor for what comes before it: streams do"
+    if "streams that copy" in what or "seconds" in what:
         return (
-            "copies have streams of their own, upload and download, and the host does not wait for "
-            "them: otherwise nothing else runs meanwhile"
+            "copies have streams of their own, upload and download: on another one they would hold "
+            "up what else it has to do"
         )
     if "device" in what:
         return "the copy is on the other side: an upload on streams.device, a download on the host"
@@ -67,15 +69,18 @@ def uploads_on_a_gpu() -> Iterator[Any]:
     from minifsdp.offload import upload
     from minifsdp.sim import cluster
     from minifsdp.sim.streams import make_streams
+    from minifsdp.sim.tape import Op
     from tutorials.exercises.virtual import train
 
     with cluster() as gpu:
         streams = make_streams(gpu, torch.device("meta"))
-        chunk = torch.empty(1000, device="cpu")
+        chunk = torch.empty(50_000_000, device="cpu")
+        before, start = gpu.clock.now, len(gpu.tape)
         uploaded = upload(chunk, streams, "a")
+        yield at_most("seconds that the host is in upload()", gpu.clock.now - before, slack=1)
         with gpu.on("unshard"):
-            yield "the device of the copy", upload(chunk, streams, "b")().device
-        del uploaded
+            yield "the device of the copy", uploaded().device
+        yield "streams that copy", sorted({e.stream for e in gpu.tape[start:] if isinstance(e, Op)})
     gpu = train(cpu_offload=CPUOffload(True))
     yield "missing waits, as the GPU finds them", [str(race) for race in gpu.races()[:1]]
     figures = gpu.report()
@@ -129,6 +134,7 @@ def downloads_on_a_gpu() -> Iterator[Any]:
     from minifsdp.offload import download
     from minifsdp.sim import cluster
     from minifsdp.sim.streams import make_streams
+    from minifsdp.sim.tape import Op
     from tutorials.exercises.virtual import train
 
     with cluster() as gpu:
@@ -136,7 +142,10 @@ def downloads_on_a_gpu() -> Iterator[Any]:
         source = torch.empty(50_000_000)
         with gpu.on("reduce"):
             source.fill_(1)
-        copy, arrived = download(source, streams.reduce.record_event(), streams, "a")
+        ready, before, start = streams.reduce.record_event(), gpu.clock.now, len(gpu.tape)
+        copy, arrived = download(source, ready, streams, "a")
+        yield at_most("seconds that the host is in download()", gpu.clock.now - before, slack=1)
+        yield "streams that copy", sorted({e.stream for e in gpu.tape[start:] if isinstance(e, Op)})
         yield "the device of the copy", copy.device
         yield "whether the copy is complete before the device has made it", arrived.query()
         arrived.synchronize()
