@@ -185,7 +185,7 @@ def _finish(what: str, want: Any, got: Any) -> str | None:
         return "what is held is not reduced: store_unreduced() keeps it for the next backward"
     if "pending" in what or "second backward" in what:
         return "when all is handed over, nothing of this backward may be left for the next one"
-    if "with replicas" in what:
+    if "with replicas" in what or ("raises if the last" in what and got == "no exception"):
         return (
             "the last reduction has parts that are not started or not waited for: no further "
             "reduce() will do that"

@@ -30,8 +30,8 @@ def _kept(what: str, want: Any, got: Any) -> str | None:
         if got is None:
             return "the mark that zero_grad() clears is shard.grad: set it to zeros if it is None"
         return (
-            "the mark, shard.grad, is only a mark, in the shard's shape: zeros if it was None, and what "
-            "was reduced before keeps its values"
+            "the mark, shard.grad, is in the shard's shape: zeros if it was None, and what was "
+            "reduced before keeps its values"
         )
     if "after zero_grad" in what:
         return "a zero_grad() with set_to_none=False leaves zeros: that is no error"

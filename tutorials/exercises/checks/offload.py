@@ -21,6 +21,8 @@ def _because(what: str, want: Any, got: Any) -> str | None:
             "the allocator has to know that the download stream uses the tensor, too: "
             "streams.download.record_stream()"
         )
+    if "when the host reads" in what and race:
+        return "the event has to be that of the copy, on the stream that makes it"
     if "missing waits" in what and "download" in race:
         return (
             "the copy has to wait until the tensor has its values: make its stream wait for ready"
