@@ -61,6 +61,8 @@ def _raised(check: Check, want: Seen | None, error: dict[str, str]) -> str:
 def _fits(want: Seen, got: Any) -> bool:
     if want.rule == "equal":
         return equal(want.value, got)
+    if want.rule == "close to":
+        return _close(want.value, got, want.slack)
     if not isinstance(got, (int, float)):
         return False
     bound = want.value * (1 + want.slack if want.rule == "at most" else 1 - want.slack)
@@ -68,10 +70,26 @@ def _fits(want: Seen, got: Any) -> bool:
 
 
 def _expected(want: Seen) -> str:
-    if want.rule == "equal":
+    if want.rule in ("equal", "close to"):
         return show(want.value)
     about = f" (within {want.slack:.0%})" if want.slack else ""
     return f"{want.rule} {show(want.value)}{about}"
+
+
+def _close(want: Any, got: Any, slack: float) -> bool:
+    """Whether two tensors, or two numbers, differ by rounding only."""
+    if isinstance(want, float) and isinstance(got, float):
+        return _close(torch.tensor(want), torch.tensor(got), slack)
+    if not (isinstance(want, Tensor) and isinstance(got, Tensor)) or equal(want, got):
+        return equal(want, got)
+    if want.shape != got.shape or want.dtype != got.dtype:
+        return False
+    finite = want.isfinite()
+    if not equal(want[~finite], got[~finite]):
+        return False
+    largest = float(want[finite].double().abs().max()) if finite.any() else 0.0
+    difference = (want[finite].double() - got[finite].double()).abs()
+    return bool((difference <= slack * largest).all())
 
 
 def equal(want: Any, got: Any) -> bool:

@@ -3,8 +3,11 @@
     yield "shard(arange(5), rank=2, world_size=4)", shard(torch.arange(5), 2, 4)
     yield at_most("units alive in step 3", alive)
 
+    yield close("the norm before clipping", norm)
+
 The first kind has to be equal to what the reference gives, tensors in every bit, in dtype and in
-shape. The second may be less.
+shape. The second may be less. The third may differ by rounding, for what has several right orders
+of additions.
 """
 
 from collections.abc import Callable
@@ -22,7 +25,7 @@ class Seen(NamedTuple):
 
     what: str
     value: Any
-    rule: str = "equal"  # or "at most", "at least"
+    rule: str = "equal"  # or "at most", "at least", "close to"
     slack: float = 0.0  # with a rule: as a part of the expected value
 
 
@@ -34,6 +37,12 @@ def at_most(what: str, value: float, slack: float = 0.0) -> Seen:
 def at_least(what: str, value: float, slack: float = 0.0) -> Seen:
     """It must not be less than with the reference, times ``1 - slack``."""
     return Seen(what, value, "at least", slack)
+
+
+def close(what: str, value: Any, slack: float = 1e-5) -> Seen:
+    """It must be what it is with the reference, but for rounding: each number of a tensor may
+    differ by ``slack`` times the largest."""
+    return Seen(what, value, "close to", slack)
 
 
 def refused(call: Callable[[], object]) -> str:

@@ -1,0 +1,166 @@
+"""Checks of offload.py: copies on a CPU, a virtual GPU that finds missing waits, and two ranks."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tutorials.exercises.catalog import check
+from tutorials.exercises.observe import at_most
+
+
+def _because(what: str, want: Any, got: Any) -> str | None:
+    race = str(got[0]) if isinstance(got, list) and got else ""
+    if "missing waits" in what and "given out again" in race:
+        if "upload" in race or "unshard" in race:
+            return (
+                "the allocator has to know that the unshard stream uses the copy, too: "
+                "streams.unshard.record_stream()"
+            )
+        return (
+            "the allocator has to know that the download stream uses the tensor, too: "
+            "streams.download.record_stream()"
+        )
+    if "when the host reads" in what and race:
+        return "the event has to be that of the copy, on the stream that makes it"
+    if "missing waits" in what and "download" in race:
+        return (
+            "the copy has to wait until the tensor has its values: make its stream wait for ready"
+        )
+    if "missing waits" in what and race:
+        return "the unshard stream has to wait for the upload before the all-gather sends the copy"
+    if "passed" in what:
+        return "the event has to be that of the copy, on the stream that makes it"
+    if "before the device" in what:
+        return "the event has to be that of the copy, on the stream that makes it"
+    if "host is in" in what:
+        return "the host does not wait for a copy, nor for what comes before it: streams do"
+    if "streams that copy" in what or "seconds" in what:
+        return (
+            "copies have streams of their own, upload and download: on another one they would hold "
+            "up what else it has to do"
+        )
+    if "device" in what:
+        return "the copy is on the other side: an upload on streams.device, a download on the host"
+    if "allocated" in what:
+        return "the memory of copies is not given back"
+    return None
+
+
+@check("offload.1", because=_because)
+def a_shard_is_uploaded() -> Iterator[Any]:
+    from minifsdp.offload import upload
+    from minifsdp.streams import Streams
+
+    streams = Streams.on(torch.device("cpu"))
+    for dtype in (torch.float32, torch.bfloat16):
+        chunk, arrived = torch.rand(4).to(dtype), []
+        uploaded = upload(chunk, streams, "a")
+
+        def launch(uploaded: Any = uploaded, arrived: list[Any] = arrived) -> Any:
+            arrived.append(uploaded())
+            return lambda: None
+
+        streams.unshard.submit(launch, "all-gather").wait()
+        yield f"what the unshard stream gets of a shard in {dtype}", arrived[0]
+
+
+@check("offload.1", because=_because)
+def uploads_on_a_gpu() -> Iterator[Any]:
+    from minifsdp import CPUOffload
+    from minifsdp.offload import upload
+    from minifsdp.sim import cluster
+    from minifsdp.sim.streams import make_streams
+    from minifsdp.sim.tape import Op
+    from tutorials.exercises.virtual import train
+
+    with cluster() as gpu:
+        streams = make_streams(gpu, torch.device("meta"))
+        chunk = torch.empty(50_000_000, device="cpu")
+        before, start = gpu.clock.now, len(gpu.tape)
+        uploaded = upload(chunk, streams, "a")
+        yield at_most("seconds that the host is in upload()", gpu.clock.now - before, slack=1)
+        with gpu.on("unshard"):
+            yield "the device of the copy", uploaded().device
+        yield "streams that copy", sorted({e.stream for e in gpu.tape[start:] if isinstance(e, Op)})
+    gpu = train(cpu_offload=CPUOffload(True))
+    yield "missing waits, as the GPU finds them", [str(race) for race in gpu.races()[:1]]
+    figures = gpu.report()
+    yield at_most("seconds of a step", figures["step"], slack=0.02)
+    yield at_most("allocated bytes of a step", figures["peak allocated"], slack=0.1)
+
+
+@check("offload.1", ranks=2, because=_because)
+def parameters_on_the_host_of_two_ranks() -> Iterator[Any]:
+    yield from _on_two_ranks()
+
+
+def _on_two_ranks() -> Iterator[Any]:
+    from minifsdp import CPUOffload
+    from tutorials.exercises.exact import train, wrapped
+
+    for pattern in ("s", "ss"):
+        model = wrapped(cpu_offload=CPUOffload(True))
+        of = (
+            "of two backwards for each step" if pattern == "ss" else "of one backward for each step"
+        )
+        yield f"losses {of}", train(model, pattern, steps=3)
+        yield f"parameters {of}", model.state_dict()
+
+
+def _downloaded(what: str, want: Any, got: Any) -> str | None:
+    if isinstance(got, torch.Tensor) and got.isnan().any():
+        return "the copy was made before the tensor had its values: wait for ready first"
+    return _because(what, want, got)
+
+
+@check("offload.2", because=_downloaded)
+def a_gradient_is_downloaded() -> Iterator[Any]:
+    from minifsdp.offload import download
+    from minifsdp.streams import CpuEvent, Streams
+
+    streams = Streams.on(torch.device("cpu"))
+    for dtype in (torch.float32, torch.bfloat16):
+        values = torch.rand(2, 3).to(dtype)
+        source = torch.full_like(values, torch.nan)
+        ready = CpuEvent(lambda s=source, v=values: s.copy_(v))
+        copy, arrived = download(source, ready, streams, "a")
+        arrived.synchronize()
+        yield f"the copy of a tensor in {dtype}", copy
+        yield "whether the event is passed when it was waited for", arrived.query()
+
+
+@check("offload.2", because=_downloaded)
+def downloads_on_a_gpu() -> Iterator[Any]:
+    from minifsdp import CPUOffload
+    from minifsdp.offload import download
+    from minifsdp.sim import cluster
+    from minifsdp.sim.streams import make_streams
+    from minifsdp.sim.tape import Op
+    from tutorials.exercises.virtual import train
+
+    with cluster() as gpu:
+        streams = make_streams(gpu, torch.device("meta"))
+        source = torch.empty(50_000_000)
+        with gpu.on("reduce"):
+            source.fill_(1)
+        ready, before, start = streams.reduce.record_event(), gpu.clock.now, len(gpu.tape)
+        copy, arrived = download(source, ready, streams, "a")
+        yield at_most("seconds that the host is in download()", gpu.clock.now - before, slack=1)
+        yield "streams that copy", sorted({e.stream for e in gpu.tape[start:] if isinstance(e, Op)})
+        yield "the device of the copy", copy.device
+        yield "whether the copy is complete before the device has made it", arrived.query()
+        arrived.synchronize()
+        yield "whether the event is passed when the host has waited for it", arrived.query()
+        copy.sum()  # by the host
+    yield "missing waits when the host reads it then", [str(race) for race in gpu.races()[:1]]
+    gpu = train(cpu_offload=CPUOffload(True))
+    yield "missing waits, as the GPU finds them", [str(race) for race in gpu.races()[:1]]
+    figures = gpu.report()
+    yield at_most("seconds of a step", figures["step"], slack=0.02)
+    yield at_most("allocated bytes of a step", figures["peak allocated"], slack=0.1)
+
+
+@check("offload.2", ranks=2, because=_downloaded)
+def gradients_on_the_host_of_two_ranks() -> Iterator[Any]:
+    yield from _on_two_ranks()
