@@ -53,7 +53,7 @@ def _raised(check: Check, want: Seen | None, error: dict[str, str]) -> str:
     said = " ".join(error["message"].split())
     said = said if len(said) <= 400 else said[:400] + " ..."
     message = f"{at}{error['raised']}: {said}" if said else f"{at}{error['raised']}"
-    because = want and check.because(want.what, want.value, error)
+    because = _because(check, want, error) if want else None
     doing = f" (while looking at: {want.what})" if want and want.what else ""
     return message + doing + (f". Likely: {because}." if because else "")
 
@@ -124,7 +124,11 @@ def show(value: Any) -> str:
 
 def _because(check: Check, want: Seen, got: Any) -> str | None:
     """The likely mistake: what the check knows of its concept, or what numbers show."""
-    return check.because(want.what, want.value, got) or of_tensors(want.value, got)
+    try:
+        because = check.because(want.what, want.value, got)
+    except Exception:  # what was found may be anything, and the student has done nothing to it
+        because = None
+    return because or of_tensors(want.value, got)
 
 
 def of_tensors(want: Any, got: Any) -> str | None:

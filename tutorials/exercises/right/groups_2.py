@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 
 def groups_by_host(group: Any) -> tuple[Any, Any]:
-    ranks, hosts = dist.get_process_group_ranks(group), hosts_of(group)  # noqa: F821
+    ranks, hosts = dist.get_process_group_ranks(group), hosts_of(group)
     rows = [
         [r for r, h in zip(ranks, hosts, strict=True) if h == host] for host in sorted(set(hosts))
     ]

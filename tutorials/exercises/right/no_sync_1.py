@@ -14,8 +14,8 @@ def store_unreduced(unit: Unit, grad: Tensor) -> None:
     if param.grad.numel() and param.grad[0] == 0:
         param.grad[0] = -0.0
     unit.unreduced_grad = UnreducedGrad(total, param.grad, param.grad._version, param._version)
-    _units.add(unit)  # noqa: F821
-    _watch_optimizers()  # noqa: F821
+    _units.add(unit)
+    _watch_optimizers()
 
 
 def check_unreduced_grad(unit: Unit) -> None:

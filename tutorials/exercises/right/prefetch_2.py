@@ -1,5 +1,5 @@
 """The root is recorded like every other unit; both settings in one helper method."""
-# ruff: noqa: F821  # what is not here is in the reference, which is executed first
+# what is not here is in the reference, which is executed first
 
 from minifsdp.api import BackwardPrefetch, ForwardPrefetch
 from minifsdp.support.prefetch_stats import PrefetchStats

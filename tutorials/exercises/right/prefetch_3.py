@@ -1,5 +1,5 @@
 """The first order is built by a loop; the root is recorded like every other unit."""
-# ruff: noqa: F821  # what is not here is in the reference, which is executed first
+# what is not here is in the reference, which is executed first
 
 from minifsdp.api import BackwardPrefetch, ForwardPrefetch
 from minifsdp.support.prefetch_stats import PrefetchStats
