@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 try:
     import tomllib
@@ -118,3 +118,19 @@ def check(
         return function
 
     return register
+
+
+class Wrong(NamedTuple):
+    """A wrong solution: the reference with a change. ``says`` is a part of the grader's message."""
+
+    exercise: str
+    mistake: str
+    original: str
+    replacement: str
+    says: str
+
+
+def wrong_solutions() -> list[Wrong]:
+    """All that are in wrong/."""
+    files = sorted((HERE / "wrong").glob("*.toml"))
+    return [Wrong(**w) for file in files for w in tomllib.loads(file.read_text())["wrong"]]

@@ -110,16 +110,14 @@ def _fingerprint() -> str:
 def table(results: Sequence[Result]) -> str:
     """The results for a terminal: a line for each exercise, what is wrong, and what to do next."""
     signs = {"right": "✓", "wrong": "✗", "to do": "·"}
-    lines = []
+    lines, width = [], max(len(result.exercise.key) for result in results)
     for exercise, state, message in results:
-        points = exercise.points if state == "right" else 0
-        lines.append(
-            f"{signs[state]} {exercise.key:<14} {points:>2}/{exercise.points:<2}  {exercise.title}"
-        )
+        points = f"{exercise.points if state == 'right' else 0:>2}/{exercise.points:<2}"
+        lines.append(f"{signs[state]} {exercise.key:<{width}} {points}  {exercise.title}")
         if state == "wrong":
             lines += _folded(message)
     got, of = sum(r.points for r in results), sum(r.exercise.points for r in results)
-    lines.append(f"  {'':<14} {got:>2}/{of:<3} points")
+    lines.append(f"  {'':<{width}} {got:>2}/{of:<3} points")
     following = next((r for r in results if r.state != "right"), None)
     if following is not None:
         exercise = following.exercise

@@ -18,22 +18,12 @@ from typing import NamedTuple
 
 import torch
 
-from tutorials.exercises import source
-from tutorials.exercises.catalog import HERE, Exercise, exercises, tomllib
+from tutorials.exercises import picture, source
+from tutorials.exercises.catalog import HERE, Exercise, exercises, wrong_solutions
 from tutorials.exercises.grade import Result, grade, grade_all
 from tutorials.exercises.judge import verdict
 from tutorials.exercises.mistakes import look, mistakes
 from tutorials.exercises.student import make
-
-
-class Wrong(NamedTuple):
-    """A wrong solution: the reference with a change. ``says`` is a part of the grader's message."""
-
-    exercise: str
-    mistake: str
-    original: str
-    replacement: str
-    says: str
 
 
 class Case(NamedTuple):
@@ -44,12 +34,6 @@ class Case(NamedTuple):
     text: str
     right: bool
     says: str = ""
-
-
-def wrong_solutions() -> list[Wrong]:
-    """All that are in wrong/."""
-    files = sorted((HERE / "wrong").glob("*.toml"))
-    return [Wrong(**w) for file in files for w in tomllib.loads(file.read_text())["wrong"]]
 
 
 def cases() -> Iterator[Case]:
@@ -158,6 +142,13 @@ def check_mistakes(folder: Path) -> list[str]:
     return problems
 
 
+def check_picture() -> list[str]:
+    """Of the README's picture: it shows what the grader prints now."""
+    if picture.draw() == (HERE / "grade.svg").read_text():
+        return []
+    return ["grade.svg is not what is printed now: python -m tutorials.exercises.picture"]
+
+
 def _of_a_solution(case: Case, result: Result) -> Iterator[str]:
     if case.right and result.state != "right":
         yield f"{case.name}: {result.state}, {result.message}"
@@ -180,6 +171,7 @@ def main() -> int:
         (folder / "cases").mkdir()
         problems += check_solutions(folder / "cases")
         problems += check_mistakes(folder / "mistakes")
+        problems += check_picture()
     print("\n".join(problems) or f"the course is right ({time.monotonic() - began:.0f} s)")
     return 1 if problems else 0
 

@@ -24,6 +24,4 @@ def place(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> P
             replicate = _single(strategy, groups)
         case _:
             shard = _single(strategy, groups)
-    return Placement(
-        reshard_after_forward=frees, shard_group=shard, replicate_group=replicate
-    )
+    return Placement(reshard_after_forward=frees, shard_group=shard, replicate_group=replicate)

@@ -1,0 +1,57 @@
+"""tutorials/exercises: what is written about the exercises is so. `make kit-check` has the rest."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tutorials.exercises.catalog import exercises, wrong_solutions
+from tutorials.exercises.student import make
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_there_are_100_points_and_enough_wrong_solutions():
+    assert sum(exercise.points for exercise in exercises().values()) == 100
+    assert len(wrong_solutions()) >= 80
+    assert len(list((ROOT / "tutorials/exercises/right").glob("*.py"))) >= 15
+
+
+def test_the_readme_counts_them():
+    (number,) = re.findall(r"a course of (\d+) exercises", (ROOT / "README.md").read_text())
+    assert int(number) == len(exercises())
+
+
+def test_pages_and_the_path_name_their_exercises():
+    path = (ROOT / "tutorials/README.md").read_text()
+    for exercise in exercises().values():
+        (row,) = (line for line in path.splitlines() if f"]({exercise.page}.md)**" in line)
+        assert f"`{exercise.key}`" in row, exercise.key
+        page = (ROOT / f"tutorials/{exercise.page}.md").read_text()
+        assert f"`{exercise.key}` ({exercise.title})" in page.splitlines()[-1], exercise.key
+
+
+def test_a_students_folder_has_docstrings_and_no_solutions(tmp_path):
+    make(tmp_path / "mine")
+    for exercise in exercises().values():
+        if exercise.takes_all:
+            continue
+        text = (tmp_path / "mine" / exercise.file).read_text()
+        assert exercise.todo in text or exercise.key == "limiter.3", exercise.key
+        for name in exercise.hides:
+            assert f"def {name.rpartition('.')[2]}(" not in text, name
+    with pytest.raises(SystemExit, match=r"has flatten\.py"):
+        make(tmp_path / "mine")  # what is there may be work
+
+
+def test_hints_come_one_after_the_other():
+    def hint(*words):
+        command = [sys.executable, "-W", "ignore", "-m", "tutorials.exercises.hint", *words]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    first = exercises()["limiter.1"].hints
+    for number in (1, 2, 3):
+        assert first[number - 1] in hint("limiter.1", str(number)).stdout
+    assert "there is no exercise 'limiter.9'" in hint("limiter.9").stderr

@@ -1,0 +1,75 @@
+"""Draws grade.svg, the README's picture: what `make grade` prints of a folder that is half done."""
+
+import ast
+import tempfile
+from html import escape
+from pathlib import Path
+
+import torch
+
+from tutorials.exercises.catalog import HERE, exercises, wrong_solutions
+from tutorials.exercises.grade import grade, table
+from tutorials.exercises.student import make
+
+SHOWN = ("flatten", "shard", "unshard", "reshard", "reduce", "limiter")
+RIGHT = ("flatten", "shard", "unshard", "reshard")
+WRONG = ("it was summed, not averaged", "waits for the event")  # by what the grader says of them
+COLORS = {"✓": "#1a7f37", "✗": "#cf222e", "·": "#8c959f"}
+HEIGHT, CHARACTER = 19, 8.05  # of a line and of a character, in pixels
+
+
+def graded(folder: Path) -> str:
+    """The table of a folder in which some exercises are right, two wrong, and some to be done."""
+    make(folder)
+    for exercise in exercises().values():
+        if exercise.module in RIGHT:
+            (folder / exercise.file).write_text(exercise.reference.read_text())
+    for wrong in wrong_solutions():
+        exercise = exercises()[wrong.exercise]
+        if wrong.says in WRONG:
+            start = (folder / exercise.file).read_text()
+            text = exercise.reference.read_text().replace(wrong.original, wrong.replacement)
+            assert start != text
+            (folder / exercise.file).write_text(_todo_after(exercise.takes[0], text, start))
+    shown = [e for e in exercises().values() if e.key.partition(".")[0] in SHOWN]
+    return table(grade(folder, shown))
+
+
+def _todo_after(name: str, text: str, start: str) -> str:
+    """``start``, with the definition of ``name`` from ``text``."""
+    for node in ast.parse(text).body:
+        if getattr(node, "name", "") == name:
+            return start + "\n\n" + (ast.get_source_segment(text, node) or "") + "\n"
+    raise KeyError(name)
+
+
+def svg(text: str) -> str:
+    """A terminal's window with some lines of text."""
+    lines = ["$ make grade DIR=~/my-fsdp", *text.splitlines()]
+    width = round(CHARACTER * max(map(len, lines)) + 40)
+    height = HEIGHT * len(lines) + 40
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'font-family="ui-monospace, Menlo, DejaVu Sans Mono, monospace" font-size="13.4">',
+        f'<rect width="{width}" height="{height}" rx="8" fill="#f6f8fa" stroke="#d0d7de"/>',
+    ]
+    for i, line in enumerate(lines):
+        color = COLORS.get(line[:1], "#24292f" if line[:1] != " " else "#57606a")
+        y = 30 + HEIGHT * i
+        sign, rest = (line[:1], " " + line[1:]) if line[:1] in COLORS else ("", line)
+        common = f'y="{y}" xml:space="preserve"'
+        parts.append(f'<text x="20" {common} fill="{color}" font-weight="bold">{sign}</text>')
+        shade = color if line[:1] not in COLORS else "#24292f"
+        parts.append(f'<text x="20" {common} fill="{shade}">{escape(rest)}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def draw() -> str:
+    """The picture as it should be now."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        return svg(graded(Path(folder).resolve()))
+
+
+if __name__ == "__main__":
+    (HERE / "grade.svg").write_text(draw())
