@@ -117,7 +117,8 @@ def what_is_refused() -> Iterator[Any]:
 def _on_ranks(model: Any, said: str) -> Iterator[Any]:
     from tutorials.exercises.exact import batch
 
-    for name, p in P.items():
+    for name in ("2", "inf"):
+        p = P[name]
         for max_norm, limit in ((0.5, "above the limit"), (1e6, "below the limit")):
             model.zero_grad()
             model(batch()).sum().backward()
@@ -132,7 +133,7 @@ def every_strategy_on_two_ranks() -> Iterator[Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
     from minifsdp import CustomPolicy, ShardingStrategy
-    from tutorials.exercises.exact import Layer, train, wrapped
+    from tutorials.exercises.exact import Layer, wrapped
 
     whole = {"sharding_strategy": ShardingStrategy.NO_SHARD}
     mesh = init_device_mesh("cpu", (2, 1))
@@ -142,8 +143,6 @@ def every_strategy_on_two_ranks() -> Iterator[Any]:
     yield from _on_ranks(wrapped(**whole), "of replicas on two ranks")
     yield from _on_ranks(wrapped(**hybrid), "of hybrid replicas on two ranks")
     yield from _on_ranks(wrapped(auto_wrap_policy=mixed), "of replicas in chunks on two ranks")
-    model = wrapped()
-    train(model, "s", steps=1)
     low = wrapped().to(torch.bfloat16)
     for param in low.parameters():
         param.grad = torch.full_like(param, 1 + 2**-7)
