@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,12 +66,22 @@ def grade_all(
     checks = {check: None for i in to_run for check in cases[i][1].checks}  # each once, in order
     references = [Job(check, {}, None, seed) for check in checks]
     expected = {job.check: report for job, report in run_all(references, workers, patience)}
-    jobs = {job: i for i in to_run for job in _jobs(*cases[i], seed)}
+    case_of: dict[Job, int] = {}
     messages: dict[int, dict[Check, str]] = {i: {} for i in to_run}
-    for job, report in run_all(jobs, workers, patience):
-        messages[jobs[job]][job.check] = verdict(job.check, expected[job.check], report)
+
+    def jobs() -> Iterator[Job]:
+        """The first checks of all cases, then the second ones of those that are right so far."""
+        all_jobs = {i: _jobs(*cases[i], seed) for i in to_run}
+        for number in range(max(map(len, all_jobs.values()), default=0)):
+            for i in to_run:
+                if number < len(all_jobs[i]) and not any(messages[i].values()):
+                    case_of[all_jobs[i][number]] = i
+                    yield all_jobs[i][number]
+
+    for job, report in run_all(jobs(), workers, patience):
+        messages[case_of[job]][job.check] = verdict(job.check, expected[job.check], report)
     for i in to_run:
-        in_order = (messages[i][check] for check in cases[i][1].checks)
+        in_order = (messages[i].get(check) for check in cases[i][1].checks)
         if wrong := next((message for message in in_order if message), ""):
             results[i] = Result(cases[i][1], "wrong", wrong)
     if _fingerprint() != before:

@@ -9,6 +9,7 @@ check cannot be passed by changing the grader, in memory or on disk: what counts
 
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import re
@@ -78,17 +79,22 @@ def run_all(jobs: Iterable[Job], workers: int, patience: float = 1) -> Iterator[
     which they end.
 
     Args:
+        jobs: taken one by one, when there is room for the next; so what comes may depend on the
+            reports of those before.
         patience: by how much slower this machine is than one that has nothing else to do.
     """
     _import_what_it_imports()
     _adopt_orphans()
-    waiting = list(jobs)[::-1]
+    waiting, more = iter(jobs), True
     running: list[_Running] = []
     try:
-        while waiting or running:
-            while waiting and sum(run.job.check.ranks for run in running) < workers:
-                running.append(_start(waiting.pop(), patience))
-            time.sleep(0.002)
+        while more or running:
+            while more and sum(run.job.check.ranks for run in running) < workers:
+                job = next(waiting, None)
+                more = job is not None
+                if job is not None:
+                    running.append(_start(job, patience))
+            time.sleep(0.005)
             for run in list(running):
                 ended, status = os.waitpid(run.process, os.WNOHANG)
                 if ended or time.monotonic() > run.deadline:
@@ -108,6 +114,8 @@ def _import_what_it_imports() -> None:
     for name in list(sys.modules):
         if name.partition(".")[0] == "minifsdp":
             del sys.modules[name]
+    gc.collect()
+    gc.freeze()  # or each new process would copy all memory when it looks for garbage
 
 
 def _start(job: Job, patience: float) -> _Running:

@@ -118,11 +118,10 @@ def without_solutions(path: Path, exercises: list[Exercise]) -> str:
     signatures, comments outside of them, and everything else stay."""
     lines = path.read_text().splitlines()
     found = definitions(ast.parse(path.read_text()))
-    edits: list[tuple[int, int, list[str]]] = []  # from, to, what is there instead
+    hidden = {name for exercise in exercises for name in exercise.hides}
+    edits = [(*_range(found[name]), list[str]()) for name in hidden]  # from, to, instead
     written = set()
     for exercise in exercises:
-        for name in exercise.hides:
-            edits.append((*_range(found[name]), []))
         for name, node in functions(exercise, found).items():
             if name in written:
                 continue
