@@ -8,7 +8,7 @@ PY ?= .venv/bin/python
 INSTALLED := $(if $(filter .venv/%,$(PY)),.venv/installed)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all student grade hint kit-check autograder lint matrix fuzz mutants \
+.PHONY: help demo test test-all student grade hint lab kit-check autograder lint matrix fuzz mutants \
         claims tutorials bench validate wheel clean
 
 help:  ## this list
@@ -34,6 +34,9 @@ grade: $(INSTALLED)  ## DIR=~/my-fsdp: what of it is right, and why not; EX=limi
 hint: N = 1
 hint: $(INSTALLED)  ## EX=limiter.1: a hint; N=2 and N=3 say more
 	@$(PY) $(QUIETLY) -m tutorials.exercises.hint "$(EX)" $(N)
+
+lab: $(INSTALLED)  ## DIR=~/my-fsdp: the figures of your labs; LAB=bytes_limiter: one lab
+	@$(PY) $(QUIETLY) -m tutorials.exercises.lab "$(or $(DIR),$(HOME)/my-fsdp)" --lab "$(LAB)" $(ARGS) || [ $$? = 1 ]
 
 kit-check: $(INSTALLED)  ## whether the exercises can be done, and mistakes in them are found
 	@$(PY) $(QUIETLY) -m tutorials.exercises.kit_check
