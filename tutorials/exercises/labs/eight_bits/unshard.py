@@ -1,7 +1,7 @@
 """Lab: gathers in 8 bits.
 
-The optimizer keeps parameters in 32 bits, and the gathers send 32 bits. Most of them are noise. Send
-8 bits for each element, and a scale (ZeRO++, arXiv:2306.10209, section 3.1).
+The optimizer keeps parameters in 32 bits, and the gathers send all of them. Send 8 bits for each
+element, and scales (ZeRO++, arXiv:2306.10209, section 3.1).
 
 Measured: what a rank sends in a training step, on two ranks: two gathers and a reduction for each
 unit. Less is better.

@@ -37,19 +37,20 @@ class Block(nn.Module):
 
 def _count_sent(sent: list[int]) -> None:
     """From now on append the bytes of everything that a process group is given to send."""
-    group = dist.ProcessGroup
     for name in SENDING:
-        if not hasattr(group, name):
-            continue
+        if (original := getattr(dist.ProcessGroup, name, None)) is not None:
+            setattr(dist.ProcessGroup, name, _counting(original, sent))
 
-        def counting(self: Any, *args: Any, original: Any = getattr(group, name)) -> Any:
-            # A collective gets its result and its input; what is sent is in the last tensors.
-            given = [arg for arg in args if isinstance(arg, (Tensor, list))]
-            tensors = list(_tensors(given[-1])) if given else []
-            sent.append(sum(tensor.numel() * tensor.itemsize for tensor in tensors))
-            return original(self, *args)
 
-        setattr(group, name, counting)
+def _counting(original: Any, sent: list[int]) -> Any:
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A collective gets its result and its input; what is sent is in the last tensors.
+        given = [a for a in (*args, *kwargs.values()) if isinstance(a, (Tensor, list))]
+        tensors = list(_tensors(given[-1])) if given else []
+        sent.append(sum(tensor.numel() * tensor.itemsize for tensor in tensors))
+        return original(self, *args, **kwargs)
+
+    return counting
 
 
 def _tensors(given: Any) -> Iterator[Tensor]:

@@ -28,12 +28,12 @@ def on_a_gpu() -> Iterator[Any]:
     from minifsdp.sim import cluster
     from tutorials.exercises.virtual import Block
 
-    with cluster(gpu="a100-40", gpus_per_node=2) as gpu:
+    with cluster(gpu="a100-40", nodes=2, gpus_per_node=1) as gpu:
         blocks = torch.nn.Sequential(*(Block(2048) for _ in range(12)))
         model = FullyShardedDataParallel(blocks, auto_wrap_policy=ModuleWrapPolicy({Block}))
         step_in_hooks(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
         for _ in range(3):
-            model(torch.empty(128, 2048)).mean().backward()
+            model(torch.empty(256, 2048)).mean().backward()
             gpu.step()
     yield from on_gpu(gpu, time_slack=0.01)
     yield figure(gpu.report()["peak allocated"] / 2**20)
