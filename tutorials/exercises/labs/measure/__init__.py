@@ -16,7 +16,7 @@ def figure(value: float) -> Seen:
     return Seen(FIGURE, value)
 
 
-def on_gpu(gpu: Any, time_slack: float = 0.005) -> list[Any]:
+def on_gpu(gpu: Any, time_slack: float = 0.01) -> list[Any]:
     """What has to hold in every lab on the virtual GPU.
 
     Args:

@@ -35,7 +35,7 @@ def on_a_gpu() -> Iterator[Any]:
         for _ in range(3):
             model(torch.empty(256, 2048)).mean().backward()
             gpu.step()
-    yield from on_gpu(gpu, time_slack=0.01)
+    yield from on_gpu(gpu)
     yield figure(gpu.report()["peak allocated"] / 2**20)
 
 
