@@ -8,7 +8,8 @@ PY ?= .venv/bin/python
 INSTALLED := $(if $(filter .venv/%,$(PY)),.venv/installed)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all student grade hint mistake evidence kit-check autograder lint matrix fuzz mutants \
+.PHONY: help demo test test-all student grade hint mistake lab evidence \
+        kit-check autograder lint matrix fuzz mutants \
         claims tutorials bench validate wheel clean
 
 help:  ## this list
@@ -40,6 +41,9 @@ mistake: $(INSTALLED)  ## M=1 DIR=~/my-fsdp: one wrong line and what comes of it
 
 evidence: $(INSTALLED)  ## DIR=~/my-fsdp: that it holds on the GPUs that are here; writes evidence.json
 	@$(PY) $(QUIETLY) -m tutorials.exercises.evidence "$(or $(DIR),$(HOME)/my-fsdp)" $(ARGS)
+
+lab: $(INSTALLED)  ## DIR=~/my-fsdp: the figures of your labs; LAB=bytes_limiter: one lab
+	@$(PY) $(QUIETLY) -m tutorials.exercises.lab "$(or $(DIR),$(HOME)/my-fsdp)" --lab "$(LAB)" $(ARGS) || [ $$? = 1 ]
 
 kit-check: $(INSTALLED)  ## whether the exercises can be done, and mistakes in them are found
 	@$(PY) $(QUIETLY) -m tutorials.exercises.kit_check

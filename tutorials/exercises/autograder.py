@@ -32,8 +32,13 @@ true
 """
 
 FILES = ("minifsdp/**/*.py", "tests/*.py", "tutorials/*.md", "tutorials/exercises/**/*.py")
-DATA = ("constraints.txt", "LICENSE", "tutorials/exercises/exercises.toml")
-NOT_IN_IT = ("right", "wrong")  # solutions
+DATA = (
+    "constraints.txt",
+    "LICENSE",
+    "tutorials/exercises/exercises.toml",
+    "tutorials/exercises/labs.toml",
+)
+NOT_IN_IT = ("right", "wrong", "solutions")  # solutions
 
 
 def build(path: Path) -> None:

@@ -6,20 +6,23 @@
 - Each wrong solution in wrong/ is found, with a message that points the right way.
 - Each right but different solution in right/ passes.
 - Each mistake in mistakes.toml can be seen, and is gone when its line is mended.
+- Of each lab the student's file is right and no better than the default, our solution is right and
+  reaches the figure to beat, and the wrong solutions in labs/wrong.toml are found.
 """
 
 import ast
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from tutorials.exercises import picture, source
-from tutorials.exercises.catalog import HERE, Exercise, exercises, wrong_solutions
+from tutorials.exercises import lab, picture, source
+from tutorials.exercises.catalog import HERE, Exercise, exercises, tomllib, wrong_solutions
 from tutorials.exercises.grade import Result, grade, grade_all
 from tutorials.exercises.judge import verdict
 from tutorials.exercises.mistakes import look, mistakes
@@ -158,6 +161,44 @@ def _of_a_solution(case: Case, result: Result) -> Iterator[str]:
         yield f"{case.name}: the message does not say {case.says!r}: {result.message}"
 
 
+def wrong_labs() -> list[Wrong]:
+    """Our solutions of labs, with a change that makes them wrong."""
+    data = tomllib.loads((HERE / "labs" / "wrong.toml").read_text())
+    return [Wrong(**entry) for entry in data["wrong"]]
+
+
+def check_labs(folder: Path, keys: Sequence[str] = ()) -> list[str]:
+    """Of the labs: what they say of the student's files, of our solutions and of wrong ones.
+
+    Args:
+        folder: empty; wrong solutions are written to it.
+        keys: of labs; all if there are none.
+    """
+    chosen = [one for one in lab.labs().values() if not keys or one.key in keys]
+    wrong = [entry for entry in wrong_labs() if entry.exercise in {one.key for one in chosen}]
+    cases = [(one, HERE / "labs" / one.key) for one in chosen]
+    cases += [(one, lab.SOLUTIONS / one.key) for one in chosen]
+    for i, entry in enumerate(wrong):
+        cases.append((lab.labs()[entry.exercise], folder / str(i)))
+        shutil.copytree(lab.SOLUTIONS / entry.exercise, folder / str(i))
+        for path in (folder / str(i)).glob("*.py"):
+            assert path.read_text().count(entry.original) == 1, entry
+            path.write_text(path.read_text().replace(entry.original, entry.replacement))
+    outcomes = lab.run(cases)
+    n = len(chosen)
+    problems = [
+        f"{o.lab.key} as it is given: {lab.show(o)}" for o in outcomes[:n] if o.better or o.wrong
+    ]
+    problems += [
+        f"{o.lab.key}, our solution: {lab.show(o)}" for o in outcomes[n : 2 * n] if not o.reached
+    ]
+    for entry, outcome in zip(wrong, outcomes[2 * n :], strict=True):
+        found = outcome.wrong if entry.says else not outcome.better
+        if not found or entry.says not in outcome.wrong:
+            problems.append(f"{entry.exercise}, {entry.mistake}: not found: {lab.show(outcome)}")
+    return problems
+
+
 def main() -> int:
     """Check everything; 1 if something is wrong."""
     torch.set_num_threads(1)
@@ -172,6 +213,7 @@ def main() -> int:
         problems += check_solutions(folder / "cases")
         problems += check_mistakes(folder / "mistakes")
         problems += check_picture()
+        problems += check_labs(folder / "labs")
     print("\n".join(problems) or f"the course is right ({time.monotonic() - began:.0f} s)")
     return 1 if problems else 0
 

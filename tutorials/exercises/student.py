@@ -1,9 +1,11 @@
 """Make a student's folder: `make student OUT=~/my-fsdp`."""
 
+import shutil
 import sys
 from pathlib import Path
 
-from tutorials.exercises.catalog import exercises
+from tutorials.exercises.catalog import HERE, exercises
+from tutorials.exercises.lab import labs
 from tutorials.exercises.source import without_solutions
 
 README = """# My FSDP
@@ -17,9 +19,16 @@ yet comes from minifsdp, function by function, so you can begin anywhere. In the
     make hint EX=limiter.1                    a hint; there are three, with N=2 and N=3
     make demo STUDENT={folder}                at the end: train a GPT with what you have written
 
+    make lab DIR={folder} LAB=bytes_limiter   a lab: see below
+
 The exercises, in a good order:
 
 {table}
+
+Labs are open-ended extra work, in labs/. Each file there says what is measured and what the rules
+are; `make lab` says which figure yours reaches, and which one is to beat.
+
+{labs}
 
 You may add functions, classes and imports to a file, and delete what you do not need. Keep the
 names and the arguments of what is there. A helper belongs in the file that uses it. Print what you
@@ -49,7 +58,7 @@ def make(folder: Path) -> None:
     for exercise in exercises().values():
         if not exercise.takes_all:
             by_file.setdefault(exercise.file, []).append(exercise.key)
-    names = [*by_file, "README.md", "AGENTS.md"]
+    names = [*by_file, "README.md", "AGENTS.md", "labs"]
     if there := [name for name in names if (folder / name).exists()]:
         raise SystemExit(
             f"{folder} has {', '.join(there)} in it already, which may be your work. Nothing was "
@@ -59,6 +68,12 @@ def make(folder: Path) -> None:
     for name, keys in by_file.items():
         here = [exercises()[key] for key in keys]
         (folder / name).write_text(without_solutions(here[0].reference, here))
+    for lab in labs().values():
+        shutil.copytree(
+            HERE / "labs" / lab.key,
+            folder / "labs" / lab.key,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
     rows = [
         f"| {e.key} | {e.title} | {e.points} | {e.minutes} | {e.page} |"
         for e in exercises().values()
@@ -67,7 +82,9 @@ def make(folder: Path) -> None:
         "| exercise | what to write | points | minutes | page |",
         "| --- | --- | ---: | ---: | --- |",
     ]
-    (folder / "README.md").write_text(README.format(folder=folder, table="\n".join(head + rows)))
+    table = "\n".join(head + rows)
+    titles = "\n".join(f"- {lab.key}: {lab.title}" for lab in labs().values())
+    (folder / "README.md").write_text(README.format(folder=folder, table=table, labs=titles))
     (folder / "AGENTS.md").write_text(TUTOR)
 
 

@@ -1,0 +1,66 @@
+"""tutorials/exercises/labs: what is said of the students' files, of our solutions, of wrong ones.
+
+Each runs in a process of its own: the grader forks, and may not have imported minifsdp before.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+LABS = ROOT / "tutorials/exercises/labs"
+KEYS = sorted(path.name for path in (LABS / "solutions").iterdir() if path.is_dir())
+
+
+def run(program, *arguments):
+    """What a program like make's prints."""
+    command = [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", KEYS)
+def test_ours_reaches_the_figure_and_wrong_ones_are_found(key, tmp_path):
+    program = """
+import json, sys
+from pathlib import Path
+import torch
+from tutorials.exercises.kit_check import check_labs
+torch.set_num_threads(1)
+print(json.dumps(check_labs(Path(sys.argv[2]), [sys.argv[1]])))
+"""
+    assert json.loads(run(program, key, tmp_path).splitlines()[-1]) == []
+
+
+@pytest.mark.slow
+def test_a_lab_says_what_is_wrong_with_a_broken_file(tmp_path):
+    folder = tmp_path / "labs" / "two_ahead"
+    folder.mkdir(parents=True)
+    (folder / "prefetch.py").write_text("raise NotImplementedError('look ahead')\n")
+    command = [sys.executable, "-W", "ignore", "-m", "tutorials.exercises.lab", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 1, done.stderr
+    assert "prefetch.py:1: NotImplementedError: look ahead" in done.stdout
+    assert "bytes_limiter" not in done.stdout  # there is no file of it
+
+
+def test_every_lab_has_a_folder_a_solution_and_a_page():
+    program = """
+import json
+from tutorials.exercises.lab import labs
+print(json.dumps([[lab.key, lab.page, list(lab.files)] for lab in labs().values()]))
+"""
+    found = json.loads(run(program).splitlines()[-1])
+    assert sorted(key for key, _, _ in found) == KEYS
+    for key, page, files in found:
+        assert (ROOT / f"tutorials/{page}.md").exists(), key
+        for name in files:
+            assert (ROOT / f"minifsdp/{name}.py").exists(), key
+        names = sorted(f"{Path(name).name}.py" for name in files)
+        for folder in (LABS / key, LABS / "solutions" / key):
+            assert sorted(path.name for path in folder.glob("*.py")) == names, folder
