@@ -122,7 +122,8 @@ def graded(root, folders, keys, results=None):
 import json
 from pathlib import Path
 from tutorials.exercises.catalog import exercises
-from tutorials.exercises.grade import grade_all, gradescope, write
+from tutorials.exercises.grade import grade_all
+from tutorials.exercises.report import gradescope, write
 cases = [(Path(f), exercises()[k]) for f in {[str(f) for f in folders]} for k in {keys}]
 found = grade_all(cases, workers=2)
 if {results!r}:

@@ -9,8 +9,9 @@ How a solution is graded::
     checks/*.py                       for each exercise: what to look at
     source.py                         what can be said without running anything
     overlay.py                        the student's functions, laid over the reference
-    sandbox.py                        a process that looks, and reports what it has seen
+    sandbox.py, inside.py             processes that look, and report what they have seen
     judge.py                          compares that with what the reference gives, and says why
+    report.py                         the table, and Gradescope's results.json
 
 A check has no expected values in it. It is run twice, once with the reference and once with the
 student's functions, and the two reports are compared, in a process that runs no student's code.

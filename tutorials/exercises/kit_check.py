@@ -22,10 +22,18 @@ from typing import NamedTuple
 import torch
 
 from tutorials.exercises import lab, picture, source
-from tutorials.exercises.catalog import HERE, Exercise, exercises, tomllib, wrong_solutions
-from tutorials.exercises.grade import Result, grade, grade_all
+from tutorials.exercises.catalog import (
+    HERE,
+    Exercise,
+    Wrong,
+    exercises,
+    tomllib,
+    wrong_solutions,
+)
+from tutorials.exercises.grade import grade, grade_all
 from tutorials.exercises.judge import verdict
 from tutorials.exercises.mistakes import look, mistakes
+from tutorials.exercises.report import Result
 from tutorials.exercises.student import make
 
 

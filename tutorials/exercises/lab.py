@@ -19,10 +19,11 @@ from typing import NamedTuple
 import torch
 
 from tutorials.exercises.catalog import HERE, Check, tomllib
+from tutorials.exercises.inside import Job
 from tutorials.exercises.judge import verdict
 from tutorials.exercises.labs.measure import FIGURE
 from tutorials.exercises.overlay import Layer
-from tutorials.exercises.sandbox import Job, Report, run_all
+from tutorials.exercises.sandbox import Report, run_all
 
 SOLUTIONS = HERE / "labs" / "solutions"
 

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from tutorials.exercises.catalog import HERE, PACKAGE, Check, exercises, tomllib
+from tutorials.exercises.inside import Job
 from tutorials.exercises.judge import equal, show, verdict
 from tutorials.exercises.overlay import Layer
-from tutorials.exercises.sandbox import Job, Report, run_all
+from tutorials.exercises.sandbox import Report, run_all
 
 
 @dataclass(frozen=True)

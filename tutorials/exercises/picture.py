@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from tutorials.exercises.catalog import HERE, exercises, wrong_solutions
-from tutorials.exercises.grade import grade, table
+from tutorials.exercises.grade import grade
+from tutorials.exercises.report import table
 from tutorials.exercises.student import make
 
 SHOWN = ("flatten", "shard", "unshard", "reshard", "reduce", "limiter")

@@ -8,51 +8,24 @@ check cannot be passed by changing the grader, in memory or on disk: what counts
 """
 
 import ctypes
-import faulthandler
 import gc
 import importlib
 import os
 import re
-import resource
 import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from tutorials.exercises import observe
-from tutorials.exercises.catalog import Check
-from tutorials.exercises.observe import Seen, plain
-from tutorials.exercises.overlay import Layer, Overlay
-
-MEMORY = 2 << 30
-"""Bytes that a process may allocate, on top of what torch has mapped."""
-
-
-@dataclass(frozen=True, eq=False)
-class Job:
-    """One check to run.
-
-    Attributes:
-        layers: the student's files; none for the reference.
-        folder: the student's, by which the lines of errors are found.
-        seed: of the random numbers that the check uses.
-    """
-
-    check: Check
-    layers: dict[str, Layer]
-    folder: Path | None
-    seed: int
+from tutorials.exercises.inside import Job, lead
+from tutorials.exercises.observe import Seen
 
 
 class Report(NamedTuple):
@@ -125,7 +98,7 @@ def _start(job: Job, patience: float) -> _Running:
     sys.stderr.flush()
     process = os.fork()
     if not process:
-        _lead(job, Path(out.name), seconds)
+        lead(job, Path(out.name), seconds)
     return _Running(job, process, out, time.monotonic() + seconds + 1)
 
 
@@ -183,90 +156,6 @@ def _read(path: Path) -> list[Seen] | None:
         return [Seen(*entry) for entry in torch.load(path, weights_only=True)]
     except Exception:
         return None
-
-
-# --------------------------------------------------------------- from here on in the new processes
-
-
-def _lead(job: Job, out: Path, seconds: float) -> None:
-    """Start the ranks and wait for them. Does not return."""
-    os.setsid()  # a group of its own, which can be killed with all that it has started
-    children = {}
-    for rank in range(job.check.ranks):
-        process = os.fork()
-        if not process:
-            _be_a_rank(job, rank, out, seconds)
-        children[process] = rank
-    while children:
-        process, status = os.wait()
-        if process in children:
-            code = os.waitstatus_to_exitcode(status)
-            (out / f"code.{children.pop(process)}").write_text(str(code))
-    os._exit(0)
-
-
-def _be_a_rank(job: Job, rank: int, out: Path, seconds: float) -> None:
-    """Look, and write down what was seen. Does not return."""
-    code = 1
-    try:
-        null = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):  # a student's prints are none of the grader's
-            os.dup2(null, stream)
-        _limit_memory()
-        stack = (out / f"stack.{rank}").open("w")
-        faulthandler.dump_traceback_later(seconds, file=stack)
-        seen = _look(job, rank, out)
-        faulthandler.cancel_dump_traceback_later()
-        partial = out / f"partial.{rank}"
-        torch.save([tuple(entry) for entry in seen], partial)
-        partial.rename(out / f"seen.{rank}")  # at once: half a file would be read as none
-        code = 0
-    finally:
-        os._exit(code)
-
-
-def _look(job: Job, rank: int, out: Path) -> list[Seen]:
-    seen: list[Seen] = []
-    try:
-        Overlay(job.layers).install()
-        observe.reference = not job.layers
-        torch.manual_seed(job.seed)
-        if job.check.ranks > 1:
-            store = dist.FileStore(str(out / "store"), job.check.ranks)
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=job.check.ranks,
-                timeout=timedelta(seconds=job.check.seconds),
-            )  # fmt: skip
-        for entry in job.check.function():
-            entry = entry if isinstance(entry, Seen) else Seen(*entry)
-            seen.append(entry._replace(value=plain(entry.value)))
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        seen.append(
-            Seen(
-                "",
-                {
-                    "raised": type(error).__name__,
-                    "message": str(error),
-                    "at": _where(error, job.folder),
-                },
-            )
-        )
-    return seen
-
-
-def _where(error: BaseException, folder: Path | None) -> str:
-    """The innermost line of the student's files that an exception has come through."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if folder is not None and Path(frame.filename).parent == folder:
-            return f"{Path(frame.filename).name}:{frame.lineno}"
-    return ""
-
-
-def _limit_memory() -> None:
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY, mapped + MEMORY))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, 64 << 20))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 # ----------------------------------------------------------- what students' processes leave behind

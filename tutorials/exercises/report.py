@@ -1,0 +1,83 @@
+"""Results of grading: as a table for a terminal, and as Gradescope's results.json."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tutorials.exercises.catalog import Exercise
+
+
+class Result(NamedTuple):
+    """Of one exercise. ``message`` says what is wrong, or that nothing is written yet."""
+
+    exercise: Exercise
+    state: str  # "right", "wrong", "to do"
+    message: str = ""
+
+    @property
+    def points(self) -> int:
+        return self.exercise.points if self.state == "right" else 0
+
+
+def table(results: Sequence[Result]) -> str:
+    """The results for a terminal: a line for each exercise, what is wrong, and what to do next."""
+    signs = {"right": "✓", "wrong": "✗", "to do": "·"}
+    lines, width = [], max(len(result.exercise.key) for result in results)
+    for exercise, state, message in results:
+        points = f"{exercise.points if state == 'right' else 0:>2}/{exercise.points:<2}"
+        lines.append(f"{signs[state]} {exercise.key:<{width}} {points}  {exercise.title}")
+        if state == "wrong":
+            lines += _folded(message)
+    got, of = sum(r.points for r in results), sum(r.exercise.points for r in results)
+    lines.append(f"  {'':<{width}} {got:>2}/{of:<3} points")
+    following = next((r for r in results if r.state != "right"), None)
+    if following is not None:
+        exercise = following.exercise
+        do = "mend" if following.state == "wrong" else "write"
+        what = f"{', '.join(exercise.takes)} in {exercise.file}, " if exercise.file else ""
+        lines.append(f"\nNext: {do} {exercise.key} ({what}about {exercise.minutes} minutes).")
+        lines.append(f"Read tutorials/{exercise.page}.md; make hint EX={exercise.key} helps.")
+    else:
+        lines.append("\nEverything is right. `make demo STUDENT=...` trains a GPT with it.")
+    return "\n".join(lines)
+
+
+def _folded(message: str, width: int = 96) -> list[str]:
+    words, lines = message.split(), [""]
+    for word in words:
+        if len(lines[-1]) + len(word) >= width:
+            lines.append("")
+        lines[-1] += f" {word}"
+    return [f"    {line}" for line in lines]
+
+
+def gradescope(
+    results: Sequence[Result], visibility: str = "visible", share: float = 1
+) -> list[dict[str, Any]]:
+    """The results as ``tests`` of Gradescope's results.json.
+
+    Args:
+        visibility: "visible", or "after_published" for those that students see later.
+        share: of the points that these tests are worth.
+    """
+    return [
+        {
+            "name": f"{result.exercise.key}: {result.exercise.title}",
+            "score": round(result.points * share, 2),
+            "max_score": round(result.exercise.points * share, 2),
+            "status": "passed" if result.state == "right" else "failed",
+            "output": result.message or "right",
+            "visibility": visibility,
+        }
+        for result in results
+    ]
+
+
+def write(path: Path, tests: list[dict[str, Any]]) -> None:
+    """Write results.json as a new file, whatever may be in its place."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(
+        json.dumps({"score": sum(t["score"] for t in tests), "tests": tests}, indent=1)
+    )
+    partial.replace(path)
