@@ -46,6 +46,7 @@ def test_a_students_folder_has_docstrings_and_no_solutions(tmp_path):
         make(tmp_path / "mine")  # what is there may be work
 
 
+@pytest.mark.slow
 def test_hints_come_one_after_the_other():
     def hint(*words):
         command = [sys.executable, "-W", "ignore", "-m", "tutorials.exercises.hint", *words]

@@ -1,4 +1,4 @@
-"""tutorials/exercises/labs: what is said of the students' files, of our solutions, of wrong ones.
+"""tutorials/exercises/labs: what is said of broken files. `make kit-check` measures the labs.
 
 Each runs in a process of its own: the grader forks, and may not have imported minifsdp before.
 """
@@ -21,20 +21,6 @@ def run(program, *arguments):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("key", KEYS)
-def test_ours_reaches_the_figure_and_wrong_ones_are_found(key, tmp_path):
-    program = """
-import json, sys
-from pathlib import Path
-import torch
-from tutorials.exercises.kit_check import check_labs
-torch.set_num_threads(1)
-print(json.dumps(check_labs(Path(sys.argv[2]), [sys.argv[1]])))
-"""
-    assert json.loads(run(program, key, tmp_path).splitlines()[-1]) == []
 
 
 @pytest.mark.slow

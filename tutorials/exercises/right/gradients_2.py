@@ -1,66 +1,7 @@
 """Waits and stores in the opposite order, and what is held first; hooks in order, at the end."""
 
-import torch
-from torch import Tensor
 
-from minifsdp.api import Stats
-from minifsdp.no_sync import store_unreduced
-from minifsdp.reduce import (
-    Reduction,
-    reduce_gradient,
-    start_next_part,
-    store_gradient,
-    wait_for_first_part,
-    wait_for_reduction,
-)
-from minifsdp.streams import Streams
-from minifsdp.support.grad_hooks import after_gradient
-from minifsdp.unit import Unit
-
-
-class Gradients:
-    """Those of the backward that is under way.
-
-    Args:
-        streams: of the device that the units are on; set anew when the model moves.
-        stats: counts the reductions.
-    """
-
-    def __init__(self, streams: Streams, stats: Stats) -> None:
-        self.streams, self.stats = streams, stats
-        self._reductions: list[Reduction] = []  # in the order of their start
-        self._held: dict[Unit, Tensor] = {}  # not reduced
-
-    @property
-    def pending(self) -> int:
-        """How many there are that the optimizer has not got yet."""
-        return len(self._reductions) + len(self._held)
-
-    def reduce(self, unit: Unit, grad: Tensor) -> None:
-        """Start to reduce ``grad``, ``[padded_numel]``, together with what ``no_sync`` has left of
-        the unit. Nobody else may hold it: it is written to."""
-        if unit.unreduced_grad is not None and all(r.unit is not unit for r in self._reductions):
-            # What no_sync has left stays as it is until this backward has succeeded.
-            grad.add_(unit.unreduced_grad.grad)
-        for reduction in self._reductions[-2:-1]:
-            start_next_part(reduction, self.streams)
-        if self._reductions:
-            wait_for_first_part(self._reductions[-1], self.streams)
-        self._reductions.append(reduce_gradient(unit, grad, self.streams))
-        self.stats.reductions += 1
-
-    def hold(self, unit: Unit, grad: Tensor) -> None:
-        """Keep a gradient that is not to be reduced now; a unit's second one is added to it."""
-        before = self._held.get(unit)
-        self._held[unit] = grad if before is None else before.add_(grad)
-
-    def reduce_held(self, unit: Unit) -> None:
-        """Reduce what is held of a unit; if nothing is, zeros: this rank's part of the mean."""
-        grad = self._held.pop(unit, None)
-        if grad is None:
-            grad = torch.zeros(unit.padded_numel, dtype=unit.unsharded.dtype, device=unit.device)
-        self.reduce(unit, grad)
-
+class Gradients(Gradients):
     def finish(self) -> None:
         """One reduction after the other is brought to its end; then all are stored."""
         done, held = list(self._reductions), list(self._held.items())
@@ -77,10 +18,3 @@ class Gradients:
             store_gradient(reduction)
         for reduction in done:
             after_gradient(reduction.unit)
-
-    def drop(self) -> None:
-        """The backward has failed. Its memory must not be given away while it is being sent."""
-        reductions, self._reductions = self._reductions, []
-        self._held.clear()
-        for reduction in reductions:
-            reduction.event.wait()
