@@ -91,7 +91,7 @@ class MixedPrecision:
     to the dtype of the inputs."""
 
     cast_root_forward_inputs: bool = True
-    """The same for the inputs of the root."""
+    """The same for the inputs of the root, if there is a ``param_dtype``."""
 
     _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
     """With ``auto_wrap_policy``, modules of these classes become units that compute in full

@@ -76,7 +76,8 @@ class Backward:
 
         Args:
             calls: the forward that has made this output or used this parameter, last, and those
-                around it, outermost first.
+                around it, outermost first. The backwards of those around it begin first, except of
+                those whose gradient is complete already (POST_BACKWARD).
 
         Raises:
             RuntimeError: a shard has been changed since; a step came between.

@@ -142,7 +142,9 @@ class Engine:
         use_unsharded_views(unit)
 
     def after_forward(self, unit: Unit, prefetch: bool) -> None:
-        """The module has run. Free its parameters, unless its backward follows at once."""
+        """The module has run. With gradients, its state is FORWARD now. Free its parameters, unless
+        :meth:`stays_after_forward`. A unit that stays gets its sharded views, because parameters()
+        must not list views between steps; not so in its own backward (PRE_BACKWARD)."""
         if torch.is_grad_enabled():
             unit.state.run_forward()
         if not self.stays_after_forward(unit):
@@ -184,6 +186,10 @@ class Engine:
     def end_of_backward(self, in_use: set[Unit]) -> None:
         """Every unit is sharded again, every gradient where the optimizer looks for it.
 
+        A unit that stays for the next forward (no_sync) gets its sharded views, and its
+        ``kept_version`` tells from now on whether its shard was changed. If the ranks had diverged,
+        each has recorded another pre-backward order: forget it. They are not diverged any more.
+
         Args:
             in_use: units whose forward is still running, if it has called torch.autograd.grad.
         """
@@ -202,7 +208,13 @@ class Engine:
             unit.state.end_backward()
 
     def stays_after_forward(self, unit: Unit) -> bool:
-        """Whether a unit keeps its parameters when its forward ends."""
+        """Whether a unit keeps its parameters when its forward ends::
+
+        PRE_BACKWARD                             stays: its backward is under way
+        FORWARD, and gradients are on            the root stays, and a unit whose strategy is
+                                                 not to reshard after forward
+        otherwise                                does not stay
+        """
         if unit.state.training is TrainingState.PRE_BACKWARD:
             return True  # checkpointing: its backward is under way, and computes with them
         if not torch.is_grad_enabled() or unit.state.training is not TrainingState.FORWARD:

@@ -52,7 +52,8 @@ class Gradients:
 
     def reduce(self, unit: Unit, grad: Tensor) -> None:
         """Start to reduce ``grad``, ``[padded_numel]``, together with what ``no_sync`` has left of
-        the unit. Nobody else may hold it: it is written to."""
+        the unit; that only once in a backward, in which a unit's gradient may come in several
+        parts. Nobody else may hold ``grad``: it is written to."""
         if unit.unreduced_grad is not None and all(r.unit is not unit for r in self._reductions):
             # What no_sync has left stays as it is until this backward has succeeded.
             grad.add_(unit.unreduced_grad.grad)

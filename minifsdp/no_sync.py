@@ -15,7 +15,9 @@ same sums, and a program may use both.
 An unreduced gradient cannot be in ``shard.grad``, because its shape differs. But ``zero_grad()``
 has to clear it, as it clears any other gradient, and that changes only ``shard.grad``. So
 ``shard.grad`` is used as a mark: it is set to zeros if it was None, and the unreduced gradient is
-valid for as long as the mark is not changed.
+valid for as long as the mark is not changed. A mark of zeros that was scaled has to be told from
+one that was cleared, so its first element is -0: multiplied by a positive number it stays -0, and
+``zero_grad()`` makes it 0.
 """
 
 from functools import cache

@@ -34,7 +34,8 @@ def prepare_inputs(
     says so, and move those of the root to the unit's device.
 
     Args:
-        is_root: this is the outermost module, which the user calls.
+        is_root: this is the outermost module, which the user calls. Its inputs are cast only if its
+            precision has a ``param_dtype``.
         args, kwargs: any pytree, of which the floating-point tensors are cast. Tensors of integers
             keep their dtype. A tensor that has the dtype and the device already is not copied.
 
@@ -66,8 +67,9 @@ def output_cast(unit: Unit, args: object, kwargs: object) -> Callable[[Any], Any
         args, kwargs: the inputs of the unit's module, before :func:`prepare_inputs`.
 
     Returns:
-        A function of the output, any pytree, that returns the same with its tensors cast. None: no
-        output has to be cast.
+        A function of the output, any pytree, that casts the tensors which have the dtype that the
+        unit computes in, and no others. None: no output has to be cast, because no floating-point
+        input has another dtype, or because the inputs have several others.
     """
     precision = unit.precision
     if not precision.cast_forward_inputs or precision.param_dtype is not None:

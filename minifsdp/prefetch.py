@@ -4,9 +4,13 @@ If an all-gather starts when its unit is needed, the computation has to wait for
 same in every step, so the order of units in one step predicts that of the next. Three orders are
 recorded::
 
-    pre-forward    units in the order in which their forwards begin     root a  a.x  b
-    post-forward   units in the order in which their forwards end       a.x  a  b  root
-    pre-backward   units in the order in which their backwards begin    root b  a  a.x
+    pre-forward    units in the order in which their forwards begin     a  a.x  b
+    post-forward   units in the order in which their forwards end       a.x  a  b
+    pre-backward   units in the order in which their backwards begin    b  a  a.x
+
+The root is in none of them: it is unsharded all the time, so it is never a target. When a pass
+comes to the root, the target is the first unit of the order. A unit without parameters is in none
+of them either, and has no target.
 
 Each hook looks up the unit that followed the current one in the last pass:
 

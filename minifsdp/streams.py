@@ -67,7 +67,8 @@ class Stream(Protocol):
         """
 
     def record_event(self) -> Event:
-        """An event that is passed when everything submitted so far is complete."""
+        """An event that is passed when everything submitted so far is complete. (On a CPU the
+        engine asks only the compute stream, the calling thread, whose work is done at once.)"""
 
     def wait_event(self, event: Event) -> None:
         """Make what is submitted to this stream from now on wait for ``event``."""

@@ -26,6 +26,11 @@ from minifsdp.unit import Unit
 def clip_grad_norm(units: list[Unit], max_norm: float, norm_type: float) -> Tensor:
     """Scale the gradients of ``units`` in place, so that their norm is at most ``max_norm``.
 
+    A unit's gradient is counted once: on each rank of its shard group, and on one rank of its
+    replicate group. The sum goes over the groups of the unit that spans most ranks. The scale is
+    ``max_norm / (norm + 1e-6)``, as torch's, and at most 1. For ``math.inf`` a NaN counts as
+    infinite.
+
     Args:
         units: all units of a root. All ranks of their groups have to call this.
         norm_type: p; ``math.inf`` for the largest absolute value.

@@ -38,8 +38,10 @@ def table(results: Sequence[Result]) -> str:
         what = f"{', '.join(exercise.takes)} in {exercise.file}, " if exercise.file else ""
         lines.append(f"\nNext: {do} {exercise.key} ({what}about {exercise.minutes} minutes).")
         lines.append(f"Read tutorials/{exercise.page}.md; make hint EX={exercise.key} helps.")
+    elif any(result.exercise.takes_all for result in results):
+        lines.append("\nEverything is right. make demo STUDENT=... trains a GPT with it.")
     else:
-        lines.append("\nEverything is right. `make demo STUDENT=...` trains a GPT with it.")
+        lines.append("\nThat is right. make grade without EX tells what to do next.")
     return "\n".join(lines)
 
 

@@ -4,6 +4,7 @@ A definition is named as Python does it: ``flatten``, ``EventQueue``, ``Prefetch
 """
 
 import ast
+import re
 from pathlib import Path
 
 from tutorials.exercises.catalog import Exercise
@@ -137,7 +138,8 @@ def without_solutions(path: Path, exercises: list[Exercise]) -> str:
             edits.append((first or 0, node.end_lineno or 0, [todo]))
     for start, end, instead in sorted(edits, reverse=True):
         lines[start:end] = instead
-    return "\n".join(lines).rstrip() + "\n"
+    text = "\n".join(lines).rstrip() + "\n"
+    return re.sub(r"\n{4,}", "\n\n\n", text)  # where something was taken out
 
 
 def _range(node: Definition) -> tuple[int, int]:

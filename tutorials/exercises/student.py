@@ -30,6 +30,10 @@ are; `make lab` says which figure yours reaches, and which one is to beat.
 
 {labs}
 
+An exercise is graded with the reference's version of everything else, also of the other methods of
+a class. So rely on what docstrings say of a class, and not on attributes that you have added in
+another exercise. In together.1 everything is yours.
+
 You may add functions, classes and imports to a file, and delete what you do not need. Keep the
 names and the arguments of what is there. A helper belongs in the file that uses it. Print what you
 like; the grader does not mind. The page that belongs to a function is named in its body.

@@ -22,6 +22,10 @@ def _tensor(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.
 def _gather(what: str, want: Any, got: Any) -> str | None:
     if "returns" in what:
         return "it should start the exchange and return; the returned function waits for it"
+    if "sends before" in what:
+        return "it sends only when it is waited for, so nothing travels while the rank computes"
+    if "kinds" in what:
+        return "a message of another kind was taken for it: use the tag of Message, not the unit's"
     if not isinstance(got, torch.Tensor) or got.shape != want.shape:
         return None
     chunks, found = want.chunk(dist_size(what)), got.chunk(dist_size(what))
@@ -62,8 +66,25 @@ def _late(call: Callable[[], Any]) -> tuple[bool, Any]:
     return returned, result
 
 
+def _sends_at_once(call: Callable[[], Any], what: str) -> Iterator[Any]:
+    """Whether the last rank gets what it waits for before the others have finished: they do so only
+    when it tells them, through the store."""
+    store = dist.distributed_c10d._get_default_store()
+    finish, arrived = call(), True
+    if dist.get_rank() == dist.get_world_size() - 1:
+        finish()
+        store.set(what, "arrived")
+    else:
+        deadline = time.monotonic() + 2
+        while not (arrived := store.check([what])) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        finish()
+    yield f"sends before it is waited for, {what}", arrived
+
+
 def _all_gathers() -> Iterator[Any]:
     from minifsdp.comm.collectives import all_gather
+    from minifsdp.comm.message_tags import Kind
 
     size, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     for numel, dtype in ((3, torch.float32), (1, torch.bfloat16), (0, torch.float32)):
@@ -83,6 +104,18 @@ def _all_gathers() -> Iterator[Any]:
     yield f"returns before all of {size} ranks have come", returned
     finish()
     yield f"full after a late rank, {size} ranks", full
+    full = torch.empty(2 * size)
+    yield from _sends_at_once(
+        lambda: all_gather(full, _tensor(rank, 2), group, tag=4), f"{size} ranks"
+    )
+    # The same unit's parameters and gradient, which ranks start in different orders.
+    fulls = {kind: torch.empty(size) for kind in (Kind.PARAMETERS, Kind.GRADIENT)}
+    kinds = list(fulls) if rank else list(fulls)[::-1]
+    chunks = {kind: torch.full((1,), 10.0 * kind + rank) for kind in kinds}
+    finishes = [all_gather(fulls[k], chunks[k], group, tag=5, kind=k) for k in kinds]
+    for finish in finishes:
+        finish()
+    yield f"two kinds of one unit at once, {size} ranks", list(fulls.values())
 
 
 @check("collectives.1", ranks=2, because=_gather)
@@ -98,6 +131,8 @@ def all_gather_of_three() -> Iterator[Any]:
 def _sum(what: str, want: Any, got: Any) -> str | None:
     if "returns" in what:
         return "it should start the exchange and return; the returned function waits and adds up"
+    if "memory of its own" in what:
+        return "it is a view of flat, so that the whole gradient stays in memory: make a new tensor"
     if "fp16" in what and isinstance(got, torch.Tensor) and got.isinf().any():
         return "scale each addend before it is added: the sum overflows where the mean does not"
     factor = ratio(want, got)
@@ -135,6 +170,8 @@ def _reduce_scatters() -> Iterator[Any]:
     yield f"returns before all of {size} ranks have come", returned
     finish()
     yield f"half of the sum after a late rank, {size} ranks", total
+    alone = total.untyped_storage().nbytes() <= total.nbytes
+    yield f"the sum has memory of its own, {size} ranks", alone
 
 
 @check("collectives.2", ranks=2, because=_sum)
@@ -142,8 +179,8 @@ def reduce_scatter_of_two() -> Iterator[Any]:
     yield from _reduce_scatters()
 
 
-@check("collectives.2", ranks=3, because=_sum)
-def reduce_scatter_of_three() -> Iterator[Any]:
+@check("collectives.2", ranks=4, because=_sum)
+def reduce_scatter_of_four() -> Iterator[Any]:
     yield from _reduce_scatters()
 
 

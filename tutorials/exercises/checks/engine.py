@@ -129,7 +129,7 @@ def _after_forward(what: str, want: Any, got: Any) -> str | None:
     if _raised(got):
         return None
     if "without gradients" in what:
-        return "no backward follows where gradients are off: nothing stays, and the state is IDLE"
+        return "no backward follows where gradients are off: nothing stays, nor changes its state"
     if "the next unit" in what:
         if "no part of a step" in what:
             return "it is gathered although prefetch is False: this forward has no place in a step"
@@ -146,6 +146,8 @@ def _after_forward(what: str, want: Any, got: Any) -> str | None:
         )
     if "root" in what:
         return "the root stays: its backward comes right after its forward"
+    if "reshard_after_forward" in what and got is True:
+        return "it stays although no backward will follow: only in the state FORWARD does it"
     if "reshard_after_forward" in what:
         return "a unit whose strategy keeps it (not reshard_after_forward) stays for its backward"
     if "the state" in what:

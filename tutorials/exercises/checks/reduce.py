@@ -85,7 +85,7 @@ def one_unit_alone() -> Iterator[Any]:
 
 @check("reduce.1", because=_mean)
 def on_a_gpu() -> Iterator[Any]:
-    from minifsdp import ShardingStrategy
+    from minifsdp import MixedPrecision, ShardingStrategy
     from tutorials.exercises.virtual import train
 
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD):
@@ -93,6 +93,9 @@ def on_a_gpu() -> Iterator[Any]:
         yield f"races in a step with {strategy.name}", [str(race) for race in gpu.races()][:1]
         figures = gpu.report()
         yield at_most(f"seconds of a step with {strategy.name}", figures["step"], slack=0.02)
+    cast = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+    gpu = train(mixed_precision=cast)
+    yield "races in a step with a cast", [str(race) for race in gpu.races()][:1]
 
 
 @check("reduce.1", ranks=2, because=_mean)

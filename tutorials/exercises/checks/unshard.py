@@ -19,6 +19,8 @@ def _start(what: str, want: Any, got: Any) -> str | None:
         return "unshard() starts the all-gather and returns: keep the event, and wait for it later"
     if "collectives" in what:
         return "one all-gather is started for each unit that has a shard group, and none otherwise"
+    if "belongs" in what:
+        return "allocate it in launch(), which runs on the unshard stream"
     if "races" in what:
         return "memory is used by two streams without a wait between: is it allocated in launch()"
     if "seconds" in what:
@@ -61,12 +63,17 @@ def one_unit_alone() -> Iterator[Any]:
 @check("unshard.1", because=_start)
 def on_a_gpu() -> Iterator[Any]:
     from minifsdp import CPUOffload
+    from minifsdp.sim.report import ALL_GATHER
+    from minifsdp.sim.tape import Op
     from tutorials.exercises.virtual import train
 
     for offload in (None, CPUOffload(True)):
         gpu = train(cpu_offload=offload)
         words = "with offload" if offload else "without offload"
         yield f"races in a training step {words}", [str(race) for race in gpu.races()][:1]
+        gathers = [op for op in gpu.tape if isinstance(op, Op) and op.name == ALL_GATHER]
+        owners = {buffer.owner for op in gathers for buffer in op.writes}
+        yield f"stream that the memory of a gather belongs to, {words}", sorted(owners)
         yield at_most(f"seconds of a training step {words}", gpu.report()["step"], slack=0.02)
 
 
