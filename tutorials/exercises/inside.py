@@ -66,18 +66,24 @@ def _be_a_rank(job: Job, rank: int, out: Path, seconds: float) -> None:
         _limit_memory()
         stack = (out / f"stack.{rank}").open("w")
         faulthandler.dump_traceback_later(seconds, file=stack)
-        seen = _look(job, rank, out)
+        _look(job, rank, out)
         faulthandler.cancel_dump_traceback_later()
-        partial = out / f"partial.{rank}"
-        torch.save([tuple(entry) for entry in seen], partial)
-        partial.rename(out / f"seen.{rank}")  # at once: half a file would be read as none
+        (out / f"seen.{rank}.partly").rename(out / f"seen.{rank}")
         code = 0
     finally:
         os._exit(code)
 
 
-def _look(job: Job, rank: int, out: Path) -> list[Seen]:
+def _look(job: Job, rank: int, out: Path) -> None:
+    """Write each observation down as it is made: a hang may follow."""
     seen: list[Seen] = []
+
+    def note(entry: Seen) -> None:
+        seen.append(entry)
+        half = out / f"half.{rank}"  # of a file, which would be read as none
+        torch.save([tuple(entry) for entry in seen], half)
+        half.rename(out / f"seen.{rank}.partly")
+
     try:
         Overlay(job.layers).install()
         observe.reference = not job.layers
@@ -90,19 +96,10 @@ def _look(job: Job, rank: int, out: Path) -> list[Seen]:
             )  # fmt: skip
         for entry in job.check.function():
             entry = entry if isinstance(entry, Seen) else Seen(*entry)
-            seen.append(entry._replace(value=plain(entry.value)))
+            note(entry._replace(value=plain(entry.value)))
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        seen.append(
-            Seen(
-                "",
-                {
-                    "raised": type(error).__name__,
-                    "message": str(error),
-                    "at": _where(error, job.folder),
-                },
-            )
-        )
-    return seen
+        at = _where(error, job.folder)
+        note(Seen("", {"raised": type(error).__name__, "message": str(error), "at": at}))
 
 
 def _where(error: BaseException, folder: Path | None) -> str:

@@ -19,32 +19,39 @@ def verdict(check: Check, expected: Report, found: Report) -> str:
         found: of the student's functions.
     """
     assert not expected.ended, f"the reference fails in {check.function.__name__}: {expected.ended}"
-    messages = []
+    differences = []
     for rank, (want, got) in enumerate(zip(expected.ranks, found.ranks, strict=True)):
-        if want is not None and got is not None and (message := _difference(check, want, got)):
-            messages.append(f"rank {rank}: {message}" if check.ranks > 1 else message)
-    if messages:
-        return messages[0]  # of the other ranks it is mostly the same
-    return found.ended
+        if want is None or got is None:
+            continue
+        if found.ended:  # what was seen before that may say why
+            want = want[: len(got)]
+        first, message = _difference(check, want, got)
+        if message:
+            words = f"rank {rank}: {message}" if check.ranks > 1 else message
+            differences.append((first, rank, words))
+    # The earliest one: what follows on other ranks is mostly its consequence.
+    return min(differences)[2] if differences else found.ended
 
 
-def _difference(check: Check, expected: list[Seen], found: list[Seen]) -> str:
+def _difference(check: Check, expected: list[Seen], found: list[Seen]) -> tuple[int, str]:
+    """The number of the first observation that differs, and how; no words if none does."""
     for i, want in enumerate(expected):
         if i >= len(found):
-            return f"{want.what} was never reached"
+            return i, f"{want.what} was never reached"
         got = found[i]
         if not got.what:
-            return _raised(check, want, got.value)
+            return i, _raised(check, want, got.value)
         if got.what != want.what:
-            return f"expected {want.what} here, and found {got.what}"
+            return i, f"expected {want.what} here, and found {got.what}"
         if not _fits(want, got.value):
             message = f"{want.what}: expected {_expected(want)}, found {show(got.value)}."
             because = _because(check, want, got.value)
-            return f"{message} Likely: {because}." if because else message
+            return i, f"{message} Likely: {because}." if because else message
     if len(found) > len(expected):
         last = found[len(expected)]
-        return _raised(check, None, last.value) if not last.what else f"{last.what}: not expected"
-    return ""
+        unexpected = f"{last.what}: not expected"
+        return len(expected), unexpected if last.what else _raised(check, None, last.value)
+    return 0, ""
 
 
 def _raised(check: Check, want: Seen | None, error: dict[str, str]) -> str:
@@ -175,7 +182,7 @@ def ratio(want: Any, got: Any) -> float | None:
         return None
     factors = got[where].double() / want[where].double()
     factor = float(factors[0])
-    if factor in (0.0, 1.0) or not math.isfinite(factor):
+    if not factor or abs(factor - 1) < 1e-3 or not math.isfinite(factor):
         return None
     close = (factors - factor).abs().max() <= 1e-5 * abs(factor)
     return round(factor, 4) if close else None

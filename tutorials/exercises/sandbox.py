@@ -32,7 +32,8 @@ class Report(NamedTuple):
     """What came of a job: the observations of each rank, and why there are no more.
 
     Attributes:
-        ranks: of each rank its observations; None if it has not reported.
+        ranks: of each rank its observations, also if it has not come to its end; None if it has
+            made none that can be read.
         ended: what happened instead, in one line; empty if all went well.
     """
 
@@ -108,8 +109,9 @@ def _finish(run: _Running, status: int | None) -> Report:
         with suppress(ProcessLookupError):
             os.killpg(run.process, signal.SIGKILL)
         os.waitpid(run.process, 0)
-    ranks = [_read(out / f"seen.{rank}") for rank in range(run.job.check.ranks)]
-    ended = _why(run.job, out, status) if any(rank is None for rank in ranks) else ""
+    files = [out / f"seen.{rank}" for rank in range(run.job.check.ranks)]
+    ended = "" if all(map(Path.exists, files)) else _why(run.job, out, status)
+    ranks = [_read(f if f.exists() else f.with_suffix(f"{f.suffix}.partly")) for f in files]
     with suppress(OSError):
         run.out.cleanup()
     return Report(ranks, ended)
