@@ -23,8 +23,8 @@ python3 -m venv /autograder/python
 """
 
 RUN = """#!/usr/bin/env bash
-# Grades /autograder/submission. --hidden-seed asks what needs no ranks again with other numbers, for
-# half of its points; students see that part when grades are published. Change it every year.
+# Grades /autograder/submission. --hidden-seed asks what needs no ranks again with other numbers,
+# for half of its points; students see that part when grades are published. Change it every year.
 cd /autograder/source
 /autograder/python/bin/python -W ignore -m tutorials.exercises.grade /autograder/submission \\
     --results /autograder/results/results.json --hidden-seed 2026 --patience 6 --workers 1
