@@ -14,7 +14,7 @@ In each file here the bodies of some functions are missing. Write them. What you
 yet comes from minifsdp, function by function, so you can begin anywhere. In the folder of minifsdp,
 `make grade` tells what is right, what is not and why, and what to do next:
 
-    make grade DIR={folder}                   everything; about a minute
+    make grade DIR={folder}                   everything; a few minutes
     make grade DIR={folder} EX=limiter.1      one exercise; seconds
     make hint EX=limiter.1                    a hint; there are three, with N=2 and N=3
     make demo STUDENT={folder}                at the end: train a GPT with what you have written
