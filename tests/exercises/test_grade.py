@@ -19,6 +19,14 @@ RIGHT = "return -(-numel // world_size)"
 WRONG = SHARD.replace(RIGHT, "return numel // world_size")
 """A wrong shard.1; in the same file shard.2 is right."""
 
+OWN_FOLDER = """
+import os, torch
+from pathlib import Path
+opened = (os.path.realpath(fd) for fd in Path("/proc/self/fd").iterdir())
+own = next(Path(file).parent for file in opened if file.endswith("/stack.0"))
+"""
+"""Finds the folder that the grader reads the report of this process from."""
+
 DISHONEST = {
     "overwrites the reference": """
 from pathlib import Path
@@ -57,20 +65,21 @@ if os.fork() == 0:
         time.sleep(0.1)
     os._exit(0)
 """,
-    "writes a report": """
-import glob, torch
-for folder in glob.glob("/tmp/minifsdp-grade-*"):
-    torch.save([], folder + "/seen.0")
-import os; os._exit(0)
-""",
-    "a report that runs code": """
-import glob, os, pickle, torch
+    "an empty report": OWN_FOLDER + "torch.save([], own / 'seen.0'); os._exit(0)",
+    "a report of nonsense": OWN_FOLDER + "torch.save([('', 5)], own / 'seen.0'); os._exit(0)",
+    "a report that cannot be read": OWN_FOLDER + "(own / 'seen.0').write_text('?'); os._exit(0)",
+    "a report that runs code": OWN_FOLDER
+    + """
 class Evil:
     def __reduce__(self):
         return os.system, ("touch " + RESULTS + ".evil",)
-for folder in glob.glob("/tmp/minifsdp-grade-*"):
-    torch.save([Evil()], folder + "/seen.0")
+torch.save([Evil()], own / "seen.0")
 os._exit(0)
+""",
+    "a report for all that comes": OWN_FOLDER
+    + """
+for name in ("seen.0", "seen.0.partly", "half.0"):
+    (own / name).mkdir()
 """,
 }
 BROKEN = {
@@ -160,6 +169,7 @@ def test_what_is_broken_gets_one_line_and_the_rest_is_graded(root, tmp_path):
 
 
 @pytest.mark.slow
+# What changes the reference makes everything wrong, so that nothing could be seen of the others.
 @pytest.mark.parametrize("tricks", [("overwrites the reference",), tuple(DISHONEST)[1:]])
 def test_no_trick_makes_a_wrong_solution_right(root, tmp_path, tricks):
     """What the student's process does to the grader's files, modules and results."""

@@ -66,7 +66,7 @@ def _be_a_rank(job: Job, rank: int, out: Path, seconds: float) -> None:
         _limit_memory()
         stack = (out / f"stack.{rank}").open("w")
         faulthandler.dump_traceback_later(seconds, file=stack)
-        _look(job, rank, out)
+        _look(job, rank, out, seconds)
         faulthandler.cancel_dump_traceback_later()
         (out / f"seen.{rank}.partly").rename(out / f"seen.{rank}")
         code = 0
@@ -74,7 +74,7 @@ def _be_a_rank(job: Job, rank: int, out: Path, seconds: float) -> None:
         os._exit(code)
 
 
-def _look(job: Job, rank: int, out: Path) -> None:
+def _look(job: Job, rank: int, out: Path, seconds: float) -> None:
     """Write each observation down as it is made: a hang may follow."""
     seen: list[Seen] = []
 
@@ -92,7 +92,7 @@ def _look(job: Job, rank: int, out: Path) -> None:
             store = dist.FileStore(str(out / "store"), job.check.ranks)
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=job.check.ranks,
-                timeout=timedelta(seconds=job.check.seconds),
+                timeout=timedelta(seconds=seconds),
             )  # fmt: skip
         for entry in job.check.function():
             entry = entry if isinstance(entry, Seen) else Seen(*entry)

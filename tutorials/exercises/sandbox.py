@@ -45,6 +45,7 @@ class _Running(NamedTuple):
     job: Job
     process: int
     out: tempfile.TemporaryDirectory[str]
+    seconds: float  # it may take
     deadline: float
 
 
@@ -100,7 +101,7 @@ def _start(job: Job, patience: float) -> _Running:
     process = os.fork()
     if not process:
         lead(job, Path(out.name), seconds)
-    return _Running(job, process, out, time.monotonic() + seconds + 1)
+    return _Running(job, process, out, seconds, time.monotonic() + seconds + 1)
 
 
 def _finish(run: _Running, status: int | None) -> Report:
@@ -110,16 +111,18 @@ def _finish(run: _Running, status: int | None) -> Report:
             os.killpg(run.process, signal.SIGKILL)
         os.waitpid(run.process, 0)
     files = [out / f"seen.{rank}" for rank in range(run.job.check.ranks)]
-    ended = "" if all(map(Path.exists, files)) else _why(run.job, out, status)
+    ended = "" if all(map(Path.exists, files)) else _why(run, out, status)
     ranks = [_read(f if f.exists() else f.with_suffix(f"{f.suffix}.partly")) for f in files]
+    if not ended and None in ranks:  # else nothing would be compared, and nothing found wrong
+        ended = "its report cannot be read: does something else write to the grader's files?"
     with suppress(OSError):
         run.out.cleanup()
     return Report(ranks, ended)
 
 
-def _why(job: Job, out: Path, status: int | None) -> str:
+def _why(run: _Running, out: Path, status: int | None) -> str:
     """Why not all ranks have reported."""
-    limit = f"was stopped after {job.check.seconds:.0f} s"
+    job, limit = run.job, f"was stopped after {run.seconds:.0f} s"
     for rank in range(job.check.ranks):
         who = f"rank {rank}" if job.check.ranks > 1 else "the program"
         stack = out / f"stack.{rank}"
@@ -155,9 +158,11 @@ def _line(stack: str, folder: Path | None) -> str:
 def _read(path: Path) -> list[Seen] | None:
     try:
         # weights_only: a pickle of a student's making would run code in here otherwise.
-        return [Seen(*entry) for entry in torch.load(path, weights_only=True)]
+        seen = [Seen(*entry) for entry in torch.load(path, weights_only=True)]
+        sound = all(what or {*value} == {"raised", "message", "at"} for what, value, *_ in seen)
     except Exception:
         return None
+    return seen if sound else None
 
 
 # ----------------------------------------------------------- what students' processes leave behind
