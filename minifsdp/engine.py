@@ -208,15 +208,15 @@ class Engine:
             unit.state.end_backward()
 
     def stays_after_forward(self, unit: Unit) -> bool:
-        """Whether a unit keeps its parameters when its forward ends::
+        """Whether a unit keeps its parameters when its forward ends. By its training state:
 
-        PRE_BACKWARD                             stays: its backward is under way
-        FORWARD, and gradients are on            the root stays, and a unit whose strategy is
-                                                 not to reshard after forward
-        otherwise                                does not stay
+        - PRE_BACKWARD: yes, its backward is under way (activation checkpointing runs it again).
+        - FORWARD, and gradients are on: the root does, and so does a unit whose strategy is not to
+          reshard after forward.
+        - Otherwise no.
         """
         if unit.state.training is TrainingState.PRE_BACKWARD:
-            return True  # checkpointing: its backward is under way, and computes with them
+            return True
         if not torch.is_grad_enabled() or unit.state.training is not TrainingState.FORWARD:
             return False  # no backward will come for them
         # The root's backward comes right after its forward: freeing it would gain nothing.

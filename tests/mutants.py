@@ -667,7 +667,7 @@ MUTANTS = [
     Mutant("sim/costs", "a network is as fast as a node", "if len(by_node) > 1:", "if False:"),
     Mutant("sim/costs", "each ring has the network for itself", "self.network / max(rings, 1)", "self.network"),
     Mutant("sim/costs", "what is expanded is read many times", "numel *= size if stride else 1", "numel *= size"),
-    Mutant("sim/report", "hidden communication counts as exposed", '"exposed communication": busy - _length(compute)', '"exposed communication": _length(communication)'),
+    Mutant("sim/report", "hidden communication counts as exposed", '"exposed communication": busy - _length(compute)', '"exposed communication": length(communication)'),
     Mutant("sim/report", "spans that overlap count twice", "if merged and start <= merged[-1][1]:", "if False:"),
     Mutant("sim/report", "every wait is the limiter's", "if wait.by_limiter", "if wait"),
     Mutant("sim/report", "freed when the host says so", "max(entry.time, done[entry.buffer]) if entry.freed", "entry.time if entry.freed"),

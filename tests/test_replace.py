@@ -8,9 +8,9 @@ import pytest
 from tests.matrix import CELLS, check_all
 from tests.patience import run_command
 from tests.ranks import run
-from tests.replace import PACKAGE, VARIABLE, install, replacements
+from tests.replace import VARIABLE, install, replacements
+from tutorials.exercises.catalog import ROOT
 
-ROOT = PACKAGE.parent
 SECOND = ("shard", "reshard", "limiter", "prefetch")
 SOME_CELLS = [cell for cell in CELLS if cell.model == "mlp_nested" and cell.world_size == 2][::7]
 
@@ -31,7 +31,7 @@ def test_second_implementations_of_four_concepts_pass():
     )
     assert result.returncode == 0, result.stdout
     for name in SECOND:
-        assert f"minifsdp.{name} was {ROOT}/tests/second/{name}.py" in result.stdout
+        assert f"{name} was {ROOT}/tests/second/{name}.py" in result.stdout
 
 
 @pytest.mark.slow
@@ -44,17 +44,12 @@ def check_replaced(expected):
     """On a rank: the replacements have reached it."""
     assert replacements() == expected
     for name, file in expected.items():
-        assert sys.modules[name].__file__ == str(file)
+        assert sys.modules[f"minifsdp.{name}"].__file__ == str(file)
 
 
 def test_a_wrong_implementation_fails_the_direct_tests_of_its_own_concept(tmp_path):
     wrong = tmp_path / "wrong.py"
-    wrong.write_text(
-        "from tests.replace import the_rest\n"
-        "the_rest(globals())\n"
-        "def shard(flat, rank, world_size):\n"
-        "    raise NotImplementedError\n"
-    )
+    wrong.write_text("def shard(flat, rank, world_size):\n    raise NotImplementedError\n")
     result = pytest_with(f"shard={wrong}", "-m", "direct", "tests/test_shard.py")
     assert result.returncode == 1, result.stdout
     assert "FAILED tests/test_shard.py" in result.stdout
@@ -70,5 +65,5 @@ def test_what_is_no_file_is_refused(monkeypatch, tmp_path):
 
 def test_what_comes_too_late_is_refused(monkeypatch):
     monkeypatch.setenv(VARIABLE, f"limiter={__file__}")
-    with pytest.raises(RuntimeError, match=r"minifsdp.limiter had been imported before tests was"):
+    with pytest.raises(RuntimeError, match=r"minifsdp.limiter has been imported already"):
         install()

@@ -31,9 +31,9 @@ def report(tape: list[Entry]) -> dict[str, Any]:
     ops = [entry for entry in entries if isinstance(entry, Op)]
     memory = [entry for entry in entries if isinstance(entry, Memory)]
     waits = [e for e in entries if isinstance(e, Wait) and e.waiter == HOST]
-    compute = _union([(op.start, op.end) for op in ops if op.stream == COMPUTE])
-    communication = _union([(op.start, op.end) for op in ops if op.sent])
-    busy = _length(_union([*compute, *communication]))
+    compute = union([(op.start, op.end) for op in ops if op.stream == COMPUTE])
+    communication = union([(op.start, op.end) for op in ops if op.sent])
+    busy = length(union([*compute, *communication]))
     stalls = {"limiter": 0.0, "other": 0.0}
     for wait in waits:
         reason = "limiter" if wait.by_limiter else "other"
@@ -41,10 +41,10 @@ def report(tape: list[Entry]) -> dict[str, Any]:
     missed = [entry for entry in entries if isinstance(entry, Mistarget)]
     return {
         "step": end - start,
-        "compute": _length(compute),
-        "communication": _length(communication),
-        "exposed communication": busy - _length(compute),
-        "overlap": _length(compute) + _length(communication) - busy,
+        "compute": length(compute),
+        "communication": length(communication),
+        "exposed communication": busy - length(compute),
+        "overlap": length(compute) + length(communication) - busy,
         "idle": (end - start) - busy,
         "host stalls in the limiter": stalls["limiter"],
         "other host stalls": stalls["other"],
@@ -82,7 +82,7 @@ def _most_alive(entries: list[Entry], done: dict[Buffer, float]) -> int:
     return max(alive, default=0)
 
 
-def _union(spans: Spans) -> Spans:
+def union(spans: Spans) -> Spans:
     """The same times, without overlaps, in order."""
     merged: Spans = []
     for start, end in sorted(spans):
@@ -93,5 +93,6 @@ def _union(spans: Spans) -> Spans:
     return merged
 
 
-def _length(spans: Spans) -> float:
+def length(spans: Spans) -> float:
+    """Of all spans together."""
     return sum(end - start for start, end in spans)

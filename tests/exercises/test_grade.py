@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent.parent
 SHARD = (ROOT / "minifsdp/shard.py").read_text()
@@ -134,7 +135,7 @@ from tutorials.exercises.catalog import exercises
 from tutorials.exercises.grade import grade_all
 from tutorials.exercises.report import gradescope, write
 cases = [(Path(f), exercises()[k]) for f in {[str(f) for f in folders]} for k in {keys}]
-found = grade_all(cases, workers=2)
+found = grade_all(cases, workers=2, keep={not results})
 if {results!r}:
     write(Path({results!r}), gradescope(found))
 print(json.dumps([(r.state, r.message) for r in found]))
@@ -184,3 +185,27 @@ def test_no_trick_makes_a_wrong_solution_right(root, tmp_path, tricks):
         assert state == "wrong" and message, name
     assert json.loads(results.read_text())["score"] == 0
     assert not Path(f"{results}.evil").exists()
+
+
+@pytest.mark.slow
+def test_what_the_reference_gives_is_kept_until_anything_changes(root, tmp_path):
+    right = [folder_with(tmp_path / "right", SHARD)]
+
+    def state(results=None):
+        return graded(root, right, ["shard.1"], results)[0][0][0]
+
+    def kept():
+        return sorted(file for file in (root / ".expected").rglob("*") if file.is_file())
+
+    assert state() == "right"
+    (file,) = kept()
+    content = file.read_bytes()
+    torch.save([("another observation", 1)], file)
+    assert state() == "wrong"  # so it is used
+    assert state(str(tmp_path / "results.json")) == "right"  # but not where points count
+    file.write_text("?")
+    assert state() == "right"
+    assert kept() == [file] and file.read_bytes() == content
+    with (root / "minifsdp/shard.py").open("a") as reference:
+        reference.write("# another reference\n")
+    assert state() == "right" and len(kept()) == 2

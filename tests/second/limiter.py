@@ -1,11 +1,8 @@
 """limiter.py with one list of units, each with the event of its free or None, for the queue."""
 
+from minifsdp.limiter import wait_for_free  # the reference's: tests/replace.py
 from minifsdp.streams import Event
 from minifsdp.unit import Unit
-from tests.replace import the_rest
-
-the_rest(globals())
-from minifsdp.limiter import wait_for_free  # noqa: E402  # which the line above has defined
 
 
 class EventQueue:

@@ -5,9 +5,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from minifsdp.unit import Unit
-from tests.replace import the_rest
-
-the_rest(globals())
 
 
 class Order:

@@ -10,7 +10,8 @@ How a solution is graded::
     source.py                         what can be said without running anything
     overlay.py                        the student's functions, laid over the reference
     sandbox.py, inside.py             processes that look, and report what they have seen
-    judge.py                          compares that with what the reference gives, and says why
+    expected.py                       what the reference gives; kept, for it takes half of the time
+    judge.py                          compares the two, and says what is wrong and why
     report.py                         the table, and Gradescope's results.json
 
 A check has no expected values in it. It is run twice, once with the reference and once with the

@@ -102,6 +102,11 @@ def exercises() -> dict[str, Exercise]:
     return found
 
 
+def exercises_alone() -> list[Exercise]:
+    """Those that are graded each by itself: all but the one that takes everything."""
+    return [exercise for exercise in exercises().values() if not exercise.takes_all]
+
+
 _registered: list[tuple[str, Check]] = []
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from tutorials.exercises import source
-from tutorials.exercises.catalog import HERE, Exercise, exercises
+from tutorials.exercises.catalog import HERE, Exercise, exercises_alone
 from tutorials.exercises.overlay import Overlay, layers_for
 
 TRAIN = HERE.parent / "train_gpt.py"
@@ -24,17 +24,15 @@ def written(folder: Path) -> list[Exercise]:
         SystemExit: a file cannot be read, or a function has other arguments.
     """
     try:
-        every = [exercise for exercise in exercises().values() if not exercise.takes_all]
-        return [exercise for exercise in every if source.is_done(exercise, folder / exercise.file)]
+        return [e for e in exercises_alone() if source.is_done(e, folder / e.file)]
     except source.Complaint as complaint:
         raise SystemExit(str(complaint)) from None
 
 
 def lay_over(folder: Path) -> list[str]:
     """On a rank: what is imported from now on is the student's, where it is written. The keys."""
-    every = [exercise for exercise in exercises().values() if not exercise.takes_all]
     done = written(folder)
-    Overlay(layers_for(done, folder, every)).install()
+    Overlay(layers_for(done, folder)).install()
     return [exercise.key for exercise in done]
 
 
@@ -42,8 +40,7 @@ def start_ranks(program: str, folder: Path, arguments: tuple[str, ...]) -> None:
     """Say what is the student's, and run this module on one rank for each GPU, or on two."""
     done = written(folder)
     print(f"yours: {', '.join(exercise.key for exercise in done) or 'nothing yet'}")
-    every = [exercise for exercise in exercises().values() if not exercise.takes_all]
-    if left := [exercise.key for exercise in every if exercise not in done]:
+    if left := [exercise.key for exercise in exercises_alone() if exercise not in done]:
         print(f"from the reference: {', '.join(left)}")
     from torch.distributed.run import main as torchrun
 

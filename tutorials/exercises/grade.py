@@ -5,7 +5,6 @@ grade.
 """
 
 import argparse
-import hashlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,8 @@ from pathlib import Path
 import torch
 
 from tutorials.exercises import source
-from tutorials.exercises.catalog import PACKAGE, Check, Exercise, exercises
+from tutorials.exercises.catalog import Check, Exercise, exercises, exercises_alone
+from tutorials.exercises.expected import expected_reports, fingerprint
 from tutorials.exercises.inside import Job
 from tutorials.exercises.judge import verdict
 from tutorials.exercises.overlay import layers_for
@@ -28,6 +28,7 @@ def grade(
     seed: int = 0,
     patience: float = 1,
     workers: int | None = None,
+    keep: bool = True,
 ) -> list[Result]:
     """Grade some exercises, each by itself on top of the reference.
 
@@ -36,8 +37,9 @@ def grade(
         seed: of the random numbers in the checks; another one asks the same with other numbers.
         patience: how much slower than a machine of one's own this one is; stretches time limits.
         workers: processes at a time.
+        keep: whether to keep what the reference gives, and to use what was kept.
     """
-    return grade_all([(folder, exercise) for exercise in chosen], seed, patience, workers)
+    return grade_all([(folder, exercise) for exercise in chosen], seed, patience, workers, keep)
 
 
 def grade_all(
@@ -45,15 +47,15 @@ def grade_all(
     seed: int = 0,
     patience: float = 1,
     workers: int | None = None,
+    keep: bool = True,
 ) -> list[Result]:
     """Grade exercises of several folders; the arguments are those of :func:`grade`."""
     results = [_before_running(exercise, folder) for folder, exercise in cases]
     to_run = [i for i, result in enumerate(results) if result.state == "right"]
-    before, workers = _fingerprint(), workers or os.cpu_count() or 1
-    # First, so that nothing that a student's function does can have a part in it.
+    workers = workers or os.cpu_count() or 1
     checks = {check: None for i in to_run for check in cases[i][1].checks}  # each once, in order
-    references = [Job(check, {}, None, seed) for check in checks]
-    expected = {job.check: report for job, report in run_all(references, workers, patience)}
+    expected = expected_reports(checks, seed, patience, workers, keep)
+    before = fingerprint()
     case_of: dict[Job, int] = {}
     messages: dict[int, dict[Check, str]] = {i: {} for i in to_run}
 
@@ -72,16 +74,15 @@ def grade_all(
         in_order = (messages[i].get(check) for check in cases[i][1].checks)
         if wrong := next((message for message in in_order if message), ""):
             results[i] = Result(cases[i][1], "wrong", wrong)
-    if _fingerprint() != before:
-        changed = "the files of the reference were changed while the exercises ran"
+    if fingerprint() != before:
+        changed = "the files of the grader were changed while the exercises ran"
         return [Result(exercise, "wrong", changed) for _, exercise in cases]
     return results
 
 
 def _jobs(folder: Path, exercise: Exercise, seed: int) -> list[Job]:
     """What to run for an exercise: its checks, with the student's version of it alone."""
-    every = [other for other in exercises().values() if not other.takes_all]
-    layers = layers_for(every if exercise.takes_all else [exercise], folder, every)
+    layers = layers_for(exercises_alone() if exercise.takes_all else [exercise], folder)
     return [Job(check, layers, folder, seed) for check in exercise.checks]
 
 
@@ -91,18 +92,12 @@ def _before_running(exercise: Exercise, folder: Path) -> Result:
         if not exercise.takes_all:
             done = source.is_done(exercise, folder / exercise.file)
             return Result(exercise, "right") if done else Result(exercise, "to do", exercise.todo)
-        others = [other for other in exercises().values() if not other.takes_all]
-        left = [other.key for other in others if _before_running(other, folder).state != "right"]
+        left = [e.key for e in exercises_alone() if _before_running(e, folder).state != "right"]
     except source.Complaint as complaint:
         return Result(exercise, "wrong", str(complaint))
     if left:
         return Result(exercise, "to do", f"when all others are done; not yet: {', '.join(left)}")
     return Result(exercise, "right")
-
-
-def _fingerprint() -> str:
-    files = sorted(PACKAGE.rglob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def choose(key: str) -> list[Exercise]:
@@ -140,7 +135,8 @@ def main() -> int:
     ):
         print(f"{folder} has no file of the exercises; make student OUT={folder} makes them.")
         return 2
-    results = grade(folder, chosen, options.seed, options.patience, options.workers)
+    how = {"patience": options.patience, "workers": options.workers, "keep": not options.results}
+    results = grade(folder, chosen, options.seed, **how)
     print(table(results))
     if options.results is not None:
         # Those with ranks only once: a container with half a core has ten minutes.
@@ -149,7 +145,7 @@ def main() -> int:
         tests = gradescope([result for result in results if result.exercise not in hidden])
         tests += gradescope([r for r in results if r.exercise in hidden], share=0.5)
         if hidden:
-            again = grade(folder, hidden, options.hidden_seed, options.patience, options.workers)
+            again = grade(folder, hidden, options.hidden_seed, **how)
             tests += gradescope(again, "after_published", share=0.5)
         write(options.results, tests)
     return 1 if any(result.state == "wrong" for result in results) else 0

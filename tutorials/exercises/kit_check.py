@@ -27,6 +27,7 @@ from tutorials.exercises.catalog import (
     Exercise,
     Wrong,
     exercises,
+    exercises_alone,
     tomllib,
     wrong_solutions,
 )
@@ -49,9 +50,8 @@ class Case(NamedTuple):
 
 def cases() -> Iterator[Case]:
     """All solutions that are graded, right and wrong."""
-    for exercise in exercises().values():
-        if not exercise.takes_all:
-            yield Case(f"{exercise.key} does nothing", exercise, _doing_nothing(exercise), False)
+    for exercise in exercises_alone():
+        yield Case(f"{exercise.key} does nothing", exercise, _doing_nothing(exercise), False)
     for wrong in wrong_solutions():
         exercise = exercises()[wrong.exercise]
         text = exercise.reference.read_text()
@@ -89,9 +89,8 @@ def check_student_folder(folder: Path) -> list[str]:
 
 def check_reference(folder: Path) -> list[str]:
     """Of a folder with the reference in it: everything is right."""
-    for exercise in exercises().values():
-        if not exercise.takes_all:
-            (folder / exercise.file).write_text(exercise.reference.read_text())
+    for exercise in exercises_alone():
+        (folder / exercise.file).write_text(exercise.reference.read_text())
     results = grade(folder, list(exercises().values()))
     problems = [f"{r.exercise.key} by the reference: {r.message}" for r in results if r.message]
     if (points := sum(result.points for result in results)) != 100:
@@ -109,13 +108,12 @@ def check_data() -> list[str]:
             problems.append(f"{exercise.key} has {len(exercise.hints)} hints, and should have 3")
         if not (HERE.parent / f"{exercise.page}.md").exists():
             problems.append(f"{exercise.key}: there is no page {exercise.page}")
-        if not exercise.takes_all:
-            there = source.definitions(source.read(exercise.reference))
-            gone = {*exercise.takes, *exercise.hides} - there.keys()
-            problems += [f"{exercise.key}: {exercise.module}.py has no {name}" for name in gone]
-    for exercise in exercises().values():
+    for exercise in exercises_alone():
+        there = source.definitions(source.read(exercise.reference))
+        gone = {*exercise.takes, *exercise.hides} - there.keys()
+        problems += [f"{exercise.key}: {exercise.module}.py has no {name}" for name in gone]
         number = sum(wrong.exercise == exercise.key for wrong in wrong_solutions())
-        if number < 2 and not exercise.takes_all:
+        if number < 2:
             problems.append(f"{exercise.key} has {number} wrong solutions, and should have 2")
     return problems
 

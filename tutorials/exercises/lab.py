@@ -52,7 +52,7 @@ class Lab:
     def layers(self, folder: Path) -> dict[str, Layer]:
         """The files that ``folder`` has for this lab."""
         files = {name: folder / f"{name.rpartition('/')[2]}.py" for name in self.files}
-        return {name: Layer(file, (), ()) for name, file in files.items() if file.is_file()}
+        return {name: Layer(file) for name, file in files.items() if file.is_file()}
 
 
 @cache

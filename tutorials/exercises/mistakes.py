@@ -159,7 +159,7 @@ SYMPTOMS = {function.__name__: function for function in RANKS}
 
 def look(mistake: Mistake, checks: list[Check], file: Path) -> list[tuple[Report, Report]]:
     """What checks see with the reference, and with a file of the student's in its place."""
-    layers = {mistake.module: Layer(file, (), ())}
+    layers = {mistake.module: Layer(file)}
     jobs = [Job(check, {}, None, 0) for check in checks]
     jobs += [Job(check, layers, file.parent, 0) for check in checks]
     reports = {(job.check, bool(job.layers)): report for job, report in run_all(jobs, 2)}
@@ -201,7 +201,7 @@ def main(key: str, folder: str) -> int:
     mistake, student = every[key], Path(folder).expanduser().resolve()
     file = mistake.file(student)
     if not file.exists():
-        file.parent.mkdir(parents=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(mistake.text)
     expected, found = look(mistake, [mistake.check], file)[0]
     if verdict(mistake.check, expected, found):

@@ -18,15 +18,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from tutorials.exercises.catalog import PACKAGE, Exercise
+from tutorials.exercises.catalog import PACKAGE, Exercise, exercises_alone
 
 
 class Layer(NamedTuple):
-    """A file of the student, and the definitions to take from it."""
+    """A file to lay over one of minifsdp's.
+
+    Attributes:
+        not_taken: definitions that stay those of the reference, although the file has them.
+    """
 
     file: Path
-    takes: tuple[str, ...]
-    others: tuple[str, ...]  # exercises in the same file that are not to be taken
+    not_taken: tuple[str, ...] = ()
 
 
 class Overlay(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -53,36 +56,26 @@ class Overlay(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ) -> ModuleSpec | None:
         if name not in self.layers:
             return None
-        return importlib.util.spec_from_loader(name, self, origin=str(self.layers[name].file))
+        return importlib.util.spec_from_file_location(name, self.layers[name].file, loader=self)
 
     def exec_module(self, module: ModuleType) -> None:
         layer = self.layers[module.__name__]
         namespace = module.__dict__
         reference = PACKAGE / (module.__name__.removeprefix("minifsdp.").replace(".", "/") + ".py")
         _execute(reference, namespace)
-        originals = {name: _get(namespace, name) for name in layer.others}
+        originals = {name: _get(namespace, name) for name in layer.not_taken}
         _execute(layer.file, namespace)
         for name, original in originals.items():
             _set(namespace, name, original)
 
 
-def layers_for(
-    exercises: Sequence[Exercise], folder: Path, among: Sequence[Exercise]
-) -> dict[str, Layer]:
-    """What to take from a student's folder.
-
-    Args:
-        exercises: whose functions are taken.
-        among: all that there are.
-    """
+def layers_for(exercises: Sequence[Exercise], folder: Path) -> dict[str, Layer]:
+    """What to take from a student's folder: the functions of some exercises, and of no others."""
     layers = {}
-    for module in {exercise.module for exercise in exercises}:
-        here = [exercise for exercise in exercises if exercise.module == module]
-        takes = {name for exercise in here for name in exercise.takes}
-        others = {
-            name for exercise in among if exercise.module == module for name in exercise.takes
-        }
-        layers[module] = Layer(folder / here[0].file, tuple(takes), tuple(others - takes))
+    for file, module in {(exercise.file, exercise.module) for exercise in exercises}:
+        others = [e for e in exercises_alone() if e.module == module and e not in exercises]
+        not_taken = tuple(name for exercise in others for name in exercise.takes)
+        layers[module] = Layer(folder / file, not_taken)
     return layers
 
 

@@ -112,7 +112,7 @@ def _finish(run: _Running, status: int | None) -> Report:
         os.waitpid(run.process, 0)
     files = [out / f"seen.{rank}" for rank in range(run.job.check.ranks)]
     ended = "" if all(map(Path.exists, files)) else _why(run, out, status)
-    ranks = [_read(f if f.exists() else f.with_suffix(f"{f.suffix}.partly")) for f in files]
+    ranks = [read_report(f if f.exists() else f.with_suffix(f"{f.suffix}.partly")) for f in files]
     if not ended and None in ranks:  # else nothing would be compared, and nothing found wrong
         ended = "its report cannot be read: does something else write to the grader's files?"
     with suppress(OSError):
@@ -155,7 +155,8 @@ def _line(stack: str, folder: Path | None) -> str:
     return ""
 
 
-def _read(path: Path) -> list[Seen] | None:
+def read_report(path: Path) -> list[Seen] | None:
+    """The observations in a file; None if there is none, or if it is not what inside.py writes."""
     try:
         # weights_only: a pickle of a student's making would run code in here otherwise.
         seen = [Seen(*entry) for entry in torch.load(path, weights_only=True)]

@@ -4,7 +4,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from tutorials.exercises.catalog import HERE, exercises
+from tutorials.exercises.catalog import HERE, exercises, exercises_alone
 from tutorials.exercises.lab import labs
 from tutorials.exercises.source import without_solutions
 
@@ -14,7 +14,7 @@ In each file here the bodies of some functions are missing. Write them. What you
 yet comes from minifsdp, function by function, so you can begin anywhere. In the folder of minifsdp,
 `make grade` tells what is right, what is not and why, and what to do next:
 
-    make grade DIR={folder}                   everything; a few minutes
+    make grade DIR={folder}                   everything; about a minute
     make grade DIR={folder} EX=limiter.1      one exercise; seconds
     make hint EX=limiter.1                    a hint; there are three, with N=2 and N=3
     make demo STUDENT={folder}                at the end: train a GPT with what you have written
@@ -59,9 +59,8 @@ def make(folder: Path) -> None:
         SystemExit: there is something in the way.
     """
     by_file: dict[str, list[str]] = {}
-    for exercise in exercises().values():
-        if not exercise.takes_all:
-            by_file.setdefault(exercise.file, []).append(exercise.key)
+    for exercise in exercises_alone():
+        by_file.setdefault(exercise.file, []).append(exercise.key)
     names = [*by_file, "README.md", "AGENTS.md", "labs"]
     if there := [name for name in names if (folder / name).exists()]:
         raise SystemExit(
