@@ -11,6 +11,7 @@ the next step notices that.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -39,7 +40,8 @@ class Backward:
         self.saved = SavedParameters(self.before_backward)
         self._to_end: Callable[[], bool] | None = None
         for unit in engine.units:
-            unit.on_gradient, unit.on_demand = self.after_gradient, self.on_demand
+            unit.unsharded_by_dtype.on_gradient = partial(self.after_gradient, unit)
+            unit.on_demand = self.on_demand
 
     @property
     def running(self) -> bool:

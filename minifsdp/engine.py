@@ -216,7 +216,7 @@ class Engine:
         - Otherwise no.
         """
         if unit.state.training is TrainingState.PRE_BACKWARD:
-            return True
+            return True  # checkpointing
         if not torch.is_grad_enabled() or unit.state.training is not TrainingState.FORWARD:
             return False  # no backward will come for them
         # The root's backward comes right after its forward: freeing it would gain nothing.

@@ -75,8 +75,7 @@ class Unit:
         self.ancestors: list[Unit] = []  # units around this one, outermost first
         self.state, self.tag = UnitState(), tag
         self.unshard_event: Event | None = None  # while UNSHARDING: passed when the data is there
-        self.on_gradient: Callable[[Unit], None] = lambda unit: None  # both are set by backward.py
-        self.on_demand: Callable[[Unit], bool] = lambda unit: False  # may gather it
+        self.on_demand: Callable[[Unit], bool] = lambda unit: False  # see param_access.Placeholder
 
         flat = flatten(params) if params else torch.empty(0)
         group = self.shard_group
@@ -91,15 +90,15 @@ class Unit:
             shard(flat, self.shard_rank, self.shard_world_size), offload_from
         )
         unpadded = unpadded_shard_numel(self.numel, self.shard_rank, self.shard_world_size)
-        real = self.padded_shard[:unpadded]
-        self.sharded_flat_param = self._new_shard(real, bool(params) and params[0].requires_grad)
+        requires_grad = bool(params) and params[0].requires_grad
+        self.sharded_flat_param = self._new_shard(self.padded_shard[:unpadded], requires_grad)
         self.unreduced_grad: UnreducedGrad | None = None
         self.views: list[Tensor] = []
         self.uses_unsharded_views = True  # its modules see parameters, and not placeholders
         # kept_version: of the shard, if a no_sync backward has left it gathered. leaks: how often
         # somebody else has kept the memory. watched: by flat_parameter.watch_for_losses.
         self.kept_version, self.leaks, self.watched = -1, 0, object()
-        self.unsharded_by_dtype = UnshardedFlatParams(self._gradient_is_complete)
+        self.unsharded_by_dtype = UnshardedFlatParams()
         # Till the first use. Then the one of the dtype that is computed in.
         self.unsharded = UnshardedFlatParam(self.padded_shard, self.padded_shard, False, None)
         self.placeholders = [Placeholder(self, info) for info in param_infos]
@@ -131,23 +130,22 @@ class Unit:
     # -------------------------------------------------------------------------- its two tensors
 
     def refresh(self, training: bool | None) -> None:
-        """Follow what the user did to ``shard`` since the last step: moved, cast, froze, replaced.
+        """Follow what the user has done to ``sharded_flat_param`` since the last step: moved, cast
+        or frozen it, or assigned other values to its ``.data``.
 
         Args:
             training: the mode of the root, on which the precision may depend; None: between steps.
 
         Raises:
-            ValueError: ``shard`` was replaced by one of another size.
+            ValueError: it has another size now.
             RuntimeError: it was moved away from the host, where it should stay.
         """
-        shard, real = (
-            self.sharded_flat_param,
-            unpadded_shard_numel(self.numel, self.shard_rank, self.shard_world_size),
-        )
-        if shard.numel() != real:
+        shard = self.sharded_flat_param
+        unpadded = unpadded_shard_numel(self.numel, self.shard_rank, self.shard_world_size)
+        if shard.numel() != unpadded:
             raise ValueError(
                 f"the flat parameter of unit {self.label} has {shard.numel()} elements; this "
-                f"rank's chunk has {real}. Assign a tensor of that size to its .data."
+                f"rank's chunk has {unpadded}. Assign a tensor of that size to its .data."
             )
         if self.offload_from is not None and shard.device != HOST:
             raise RuntimeError(
@@ -156,23 +154,23 @@ class Unit:
                 f"move the model after wrapping; it computes on {self.offload_from} by itself."
             )
         if self.moved:
-            self._take_over(shard, real)
+            self._take_over(shard, unpadded)
         self.choose_precision(training)
 
     @property
     def moved(self) -> bool:
         """Whether the shard has other memory than it was given."""
-        shard, chunk = self.sharded_flat_param, self.padded_shard
+        shard, given = self.sharded_flat_param, self.padded_shard
         # Compared by address: module.to() and `param.data = ...` put new memory under it.
-        moved = shard.numel() > 0 and shard.data_ptr() != chunk.data_ptr()
-        return moved or shard.device != chunk.device or shard.dtype != chunk.dtype
+        moved = shard.numel() > 0 and shard.data_ptr() != given.data_ptr()
+        return moved or shard.device != given.device or shard.dtype != given.dtype
 
     @torch.inference_mode(False)  # what is made here outlives the mode that a forward may run in
-    def _take_over(self, shard: FlatParameter, real: int) -> None:
-        chunk = shard.data.new_zeros(self.padded_shard.numel())
-        self.padded_shard = host_copy(chunk, self.offload_from)
-        self.padded_shard[:real] = shard.data
-        shard.data = self.padded_shard[:real]
+    def _take_over(self, shard: FlatParameter, unpadded: int) -> None:
+        zeros = shard.data.new_zeros(self.padded_shard.numel())
+        self.padded_shard = host_copy(zeros, self.offload_from)
+        self.padded_shard[:unpadded] = shard.data
+        shard.data = self.padded_shard[:unpadded]
         self.unsharded_by_dtype.forget()
 
     def choose_precision(self, training: bool | None) -> None:
@@ -218,11 +216,8 @@ class Unit:
         memory = torch.empty(self.padded_numel, dtype=dtype, device=self.device)
         return self.unsharded_by_dtype.add(memory, trained, needs_unshard=self.numel > 0)
 
-    def _gradient_is_complete(self) -> None:
-        self.on_gradient(self)
-
     def release(self) -> None:
-        """Give the memory of ``full`` back; see :meth:`UnshardedFlatParam.release`."""
+        """Free the unsharded memory; see :meth:`UnshardedFlatParam.release`."""
         if not self.unsharded.release(self.views):
             self.views = []
             self.leaks += 1

@@ -60,7 +60,7 @@ MUTANTS = [
     Mutant("support/unsharded_storage", "freezing is not noticed", "made.flat_param.requires_grad != requires_grad", "False"),
     Mutant("support/unsharded_storage", "a full for the last dtype only", "self._made[leaf.dtype] = made =", "self._made.clear()\n        self._made[leaf.dtype] = made ="),
     Mutant("support/unsharded_storage", "any full of that dtype will do", "any(made is unsharded for", "any(made.dtype is unsharded.dtype for", noticed_by="unit"),
-    Mutant("support/unsharded_storage", "autograd keeps the unit alive", "self._on_gradient = _weakly(on_gradient)", "self._on_gradient = on_gradient"),
+    Mutant("support/unsharded_storage", "autograd keeps the unit alive", "weak = ref(self)", "weak = lambda: self"),
     Mutant("unit", "a move away from the host is not noticed",
            "if self.offload_from is not None and shard.device != HOST:", "if False:"),
     Mutant("unit", "every evaluation is exact",

@@ -15,7 +15,7 @@ A unit has one for each dtype that it is computed in: mixed precision may be for
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from weakref import WeakMethod
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -84,12 +84,12 @@ class UnshardedFlatParams:
     """The unsharded flat parameters of one unit, by dtype. Each is made when it is first needed:
     until then the module may be moved to another device.
 
-    Args:
-        on_gradient: a method of the unit, called when the gradient of one of them is complete.
+    Attributes:
+        on_gradient: called when the gradient of one of them is complete.
     """
 
-    def __init__(self, on_gradient: Callable[[], None]) -> None:
-        self._on_gradient = _weakly(on_gradient)
+    def __init__(self) -> None:
+        self.on_gradient: Callable[[], None] = lambda: None
         self._made: dict[torch.dtype, UnshardedFlatParam] = {}
 
     def get(self, dtype: torch.dtype, requires_grad: bool) -> UnshardedFlatParam | None:
@@ -119,24 +119,21 @@ class UnshardedFlatParams:
             data: ``[padded_numel]``, a new tensor or the shard itself, in the dtype to compute in.
         """
         leaf = data.requires_grad_(requires_grad)
-        node = when_complete(leaf, self._on_gradient) if requires_grad else None
+        node = when_complete(leaf, self._hook()) if requires_grad else None
         self._made[leaf.dtype] = made = UnshardedFlatParam(leaf, leaf.data, needs_unshard, node)
         if needs_unshard:
             made.storage.resize_(0)
         return made
 
+    def _hook(self) -> Callable[[], None]:
+        weak = ref(self)  # autograd keeps a hook as long as a graph, and must not keep the unit
 
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """``method``, called if its object still exists. Autograd keeps a hook for as long as a graph
-    exists, and must not keep the unit."""
-    weak = WeakMethod(method)
+        def hook() -> None:
+            found = weak()
+            if found is not None:
+                found.on_gradient()
 
-    def call() -> None:
-        found = weak()
-        if found is not None:
-            found()
-
-    return call
+        return hook
 
 
 def _reference_counts(items: list[Tensor]) -> list[int]:

@@ -43,7 +43,7 @@ def prepared(strategy="FULL_SHARD", **settings):
 
 
 @on_ranks(2)
-def test_there_is_one_full_for_each_dtype_and_it_is_made_once():
+def test_there_is_one_unsharded_flat_param_for_each_dtype_made_once():
     unit = prepared()
     exact = unit.unsharded.flat_param
     unit.compute_in(LOW)
@@ -60,9 +60,9 @@ def test_there_is_one_full_for_each_dtype_and_it_is_made_once():
 
 
 @on_ranks(2)
-def test_a_full_of_any_dtype_says_when_its_gradient_is_complete():
+def test_one_of_any_dtype_says_when_its_gradient_is_complete():
     unit, told = prepared(), []
-    unit.on_gradient = told.append
+    unit.unsharded_by_dtype.on_gradient = lambda: told.append(unit)
     for dtype in (torch.float32, LOW, torch.float32):
         unit.compute_in(dtype)
         unit.unsharded.allocate()
@@ -90,7 +90,7 @@ def test_what_somebody_refers_to_keeps_its_values_and_the_unit_gets_other_memory
 @on_ranks(2)
 def test_other_memory_that_an_evaluation_needs_may_be_trained_with():
     unit, told = prepared(), []
-    unit.on_gradient = told.append
+    unit.unsharded_by_dtype.on_gradient = lambda: told.append(unit)
     unit.unsharded.allocate()
     kept = unit.unsharded.flat_param.detach()[:6]
     with torch.inference_mode():
