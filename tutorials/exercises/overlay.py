@@ -73,9 +73,9 @@ def layers_for(exercises: Sequence[Exercise], folder: Path) -> dict[str, Layer]:
     """What to take from a student's folder: the functions of some exercises, and of no others."""
     layers = {}
     for file, module in {(exercise.file, exercise.module) for exercise in exercises}:
-        others = [e for e in exercises_alone() if e.module == module and e not in exercises]
-        not_taken = tuple(name for exercise in others for name in exercise.takes)
-        layers[module] = Layer(folder / file, not_taken)
+        there = {name for e in exercises_alone() if e.module == module for name in e.takes}
+        taken = {name for e in exercises if e.module == module for name in e.takes}
+        layers[module] = Layer(folder / file, tuple(there - taken))
     return layers
 
 
