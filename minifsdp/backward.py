@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from minifsdp.checks.misplaced_calls import check_first_order, check_in_backward, check_unchanged
 from minifsdp.checks.rank_agreement import GradSource, Moment
 from minifsdp.engine import Engine
 from minifsdp.no_sync import check_unreduced_grad
@@ -56,11 +57,7 @@ class Backward:
         """
         if self.running:
             return
-        if _task() < 0:
-            raise RuntimeError(
-                "a parameter that autograd has saved was asked for outside of a backward. It is "
-                "sharded then; read it inside of FSDP.summon_full_params(model)."
-            )
+        check_in_backward(_task())
         self.forget_failed()
         self.engine.compute_as(training)  # an evaluation came between, perhaps in full precision
         self._to_end = at_end_of_backward(self.end_of_backward, self._hide_all)
@@ -109,12 +106,7 @@ class Backward:
         unit = call.unit
         if unit.state.training is TrainingState.PRE_BACKWARD:
             return  # by another output
-        if unit.sharded_flat_param._version != call.version:
-            raise RuntimeError(
-                f"the parameters of unit {unit.label} were changed in place (by an optimizer?) "
-                f"between a forward and its backward, so its gradients would be wrong. Call "
-                f"backward() for every forward before you step."
-            )
+        check_unchanged(unit, call.version)
         if unit.needs_unshard:
             self.agreement.at(Moment.BACKWARD_OF, unit)
         self.engine.before_backward(unit, call.unsharded, _task())
@@ -130,11 +122,7 @@ class Backward:
         assert unit.unsharded.flat_param.grad is not None
         # Taken away before it is reduced: nobody may add to it while it is being sent.
         grad, unit.unsharded.flat_param.grad = unit.unsharded.flat_param.grad, None
-        if grad.requires_grad:
-            raise RuntimeError(
-                f"unit {unit.label}: gradients of gradients (create_graph=True) are not supported, "
-                f"because the reduction over ranks cannot be differentiated."
-            )
+        check_first_order(unit, grad)
         self.engine.after_gradient(unit, change_gradient(unit, grad))
 
     def end_of_backward(self) -> None:

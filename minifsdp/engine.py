@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minifsdp.api import Stats
 from minifsdp.checks.members import check_tree
@@ -20,12 +20,8 @@ from minifsdp.no_sync import check_unreduced_grad
 from minifsdp.parameters import Parameters
 from minifsdp.prefetch import Prefetcher
 from minifsdp.streams import Streams
-from minifsdp.support.param_views import (
-    adopt,
-    make_views,
-    use_sharded_views,
-    use_unsharded_views,
-)
+from minifsdp.support.param_views import make_views, use_sharded_views, use_unsharded_views
+from minifsdp.support.shard_changes import common_device, follow_changes, was_moved
 from minifsdp.support.unsharded_storage import UnshardedFlatParam
 from minifsdp.unit import Unit
 from minifsdp.unit_state import TrainingState
@@ -70,29 +66,23 @@ class Engine:
             check_tree(self.root.module)
         self.reset(keep=training is not None and training is self.training)
         self.training = self.training if training is None else training
-        by_device = {unit.device: unit.label for unit in self.units if unit.numel}
-        if len(by_device) > 1:
-            found = "; ".join(f"{device}: {label}, ..." for device, label in by_device.items())
-            raise ValueError(f"all units have to be on one device. Found {found}.")
-        for device in by_device:
-            if device != self.streams.device:
-                self.streams = Streams.on(device)
-                self.parameters.streams = self.gradients.streams = self.streams
-            self.prefetcher.adapt_to(self.streams.host_runs_ahead)
-            for unit in self.units:
-                if not unit.numel and unit.device != device:
-                    # It has nothing that module.to() would have moved; but inputs, and buffers.
-                    unit.replace_shard(
-                        nn.Parameter(unit.sharded_flat_param.to(device), requires_grad=False)
-                    )
+        device = common_device(self.units)
+        if device is not None:
+            self._compute_on(device)
         for unit in self.units:
-            adopt(unit)  # it may have been moved through its module, not through the wrapper
-            unit.refresh(training)
+            follow_changes(unit)
+            unit.choose_precision(training)
             check_unreduced_grad(unit)
         if training is not None or self.sharded:
             self.agreement.start(forward=training is not None)
         # The gathers to come must send what the optimizer has just written.
         self.streams.unshard.wait_event(self.streams.compute.record_event())
+
+    def _compute_on(self, device: torch.device) -> None:
+        if device != self.streams.device:
+            self.streams = Streams.on(device)
+            self.parameters.streams = self.gradients.streams = self.streams
+        self.prefetcher.adapt_to(self.streams.host_runs_ahead)
 
     def compute_as(self, training: bool | None) -> None:
         """Have everything in the precision of this mode, for what a backward will run again."""
@@ -111,7 +101,7 @@ class Engine:
         self.agreement.reset()
         self.gradients.drop()
         for unit in self.units:
-            if not keep or unit.moved or unit.kept_version != unit.sharded_flat_param._version:
+            if not keep or was_moved(unit) or unit.kept_version != unit.sharded_flat_param._version:
                 self.parameters.reshard(unit)
             unit.state.start_step()
             unit.unsharded.flat_param.grad = None

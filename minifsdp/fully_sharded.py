@@ -7,7 +7,7 @@ its own, for all units below it.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,14 @@ from minifsdp.api import (
 from minifsdp.between_steps.clip_grad import clip_grad_norm
 from minifsdp.between_steps.full_params import Options, summon
 from minifsdp.between_steps.state_dict import refuse_full_options, register_hooks
+from minifsdp.checks.misplaced_calls import check_root_and_idle
 from minifsdp.checks.other_wrappers import check_inside
 from minifsdp.checks.param_names import with_flat_names
 from minifsdp.checks.unsupported import add_missing, refuse
 from minifsdp.engine import Engine
 from minifsdp.hooks import Hooks
-from minifsdp.limiter import Limiter, make_limiter
-from minifsdp.prefetch import Prefetcher, make_prefetcher
+from minifsdp.limiter import Limiter
+from minifsdp.prefetch import Prefetcher
 from minifsdp.support.param_views import adopt
 from minifsdp.wrapping.attributes import Forward, ModuleWrapper
 from minifsdp.wrapping.auto_wrap import check_wrappable
@@ -36,6 +37,7 @@ from minifsdp.wrapping.build import build_unit, wrap_below
 from minifsdp.wrapping.compiled import compiled, uncompiled
 from minifsdp.wrapping.module_tree import clean, name_units
 from minifsdp.wrapping.policies import Policy
+from minifsdp.wrapping.root_settings import make_limiter, make_prefetcher
 from minifsdp.wrapping.settings import Settings
 from minifsdp.wrapping.torch_names import from_torch
 
@@ -185,7 +187,7 @@ class FullyShardedDataParallel(ModuleWrapper):
         Raises:
             RuntimeError: this is not the root, or a forward or backward is under way.
         """
-        self._hooks.check_root_and_idle(self._unit, "no_sync")
+        self._check_root_and_idle("no_sync")
         return self._engine.no_sync()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -197,7 +199,7 @@ class FullyShardedDataParallel(ModuleWrapper):
             RuntimeError: this is not the root; a forward or backward is under way; gradients of
                 ``no_sync`` wait to be reduced.
         """
-        self._hooks.check_root_and_idle(self._unit, "clip_grad_norm_")
+        self._check_root_and_idle("clip_grad_norm_")
         return clip_grad_norm(self._engine.units, float(max_norm), float(norm_type))
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
@@ -205,17 +207,6 @@ class FullyShardedDataParallel(ModuleWrapper):
         unit are there; what it changes is kept. Every rank has to call it, and change alike."""
         with self.summon_full_params(self, recurse=False):
             return super().apply(fn)
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load whole parameters, under their original names; see state_dict.py.
-
-        Raises:
-            RuntimeError: names or shapes do not match, as in any module.
-        """
-        try:
-            return super().load_state_dict(state_dict, strict, assign)
-        except RuntimeError as error:
-            raise RuntimeError(clean(str(error))) from None
 
     @staticmethod
     @contextmanager
@@ -248,18 +239,14 @@ class FullyShardedDataParallel(ModuleWrapper):
         with summon(units, Options(writeback, rank0_only, offload_to_cpu, with_grads)):
             yield
 
+    def _check_root_and_idle(self, method: str) -> None:
+        check_root_and_idle(self._unit, self._engine.root, self._hooks.idle, method)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Of ``to()``, ``cuda()``, ``half()``: torch may put a new parameter in our one's place."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         adopt(self._unit)
         return self
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(
-            "a FullyShardedDataParallel cannot be copied or pickled: it is one part of something "
-            "that is spread over processes. Save state_dict(), or build a second model and let it "
-            "load_state_dict() of this one's."
-        )
 
 
 add_missing(FullyShardedDataParallel)

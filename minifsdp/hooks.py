@@ -30,6 +30,7 @@ import torch
 
 from minifsdp.backward import Backward
 from minifsdp.between_steps.state_dict_calls import StateDictCalls
+from minifsdp.checks.misplaced_calls import check_summoned
 from minifsdp.checks.rank_agreement import Moment
 from minifsdp.engine import Engine
 from minifsdp.precision import output_cast, prepare_inputs
@@ -62,20 +63,6 @@ class Hooks:
         """Whether no forward and no backward is running."""
         return self.depth == 0 and not self.backward.running
 
-    def check_root_and_idle(self, unit: Unit, method: str) -> None:
-        """Refuse a method that concerns all units, between steps.
-
-        Raises:
-            RuntimeError: ``unit`` is not the root's; or a forward or backward is running.
-        """
-        if unit is not self.engine.root:
-            raise RuntimeError(
-                f"{method} was called on unit {unit.label}, which is inside of another. Call it on "
-                f"the outermost FullyShardedDataParallel: it concerns all units together."
-            )
-        if not self.idle:
-            raise RuntimeError(f"{method} was called in a forward or backward; call it between.")
-
     def forward(
         self,
         unit: Unit,
@@ -92,7 +79,7 @@ class Hooks:
         if self.state_dict_calls.held:
             self.state_dict_calls.close_aborted()
         if self.summoned:
-            self._check_summoned(unit)
+            check_summoned(unit, self.engine.units)
             if unit in self.summoned:
                 return module(*args, **kwargs)
         self.depth += 1
@@ -187,16 +174,6 @@ class Hooks:
         """Whether this forward comes in the order of a step: not in a checkpoint that runs a part
         again, and not in an evaluation inside of summon_full_params."""
         return not self.backward.running and not self.summoned
-
-    def _check_summoned(self, unit: Unit) -> None:
-        """Refuse to train inside of summon_full_params."""
-        trained = any(u.sharded_flat_param.requires_grad for u in self.engine.units)
-        if trained and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"unit {unit.label} was called inside summon_full_params with gradients enabled. "
-                f"They would reach parameters that are there for the time of the block only. Leave "
-                f"the block first, since forward gathers by itself; or use torch.no_grad()."
-            )
 
     def _free_when_inputs_have_gradients(self, unit: Unit, args: object, kwargs: object) -> None:
         # A frozen unit has no gradient of its own to wait for. Its backward is over when its inputs

@@ -133,36 +133,6 @@ class NoLimit:
         """Do nothing."""
 
 
-def make_limiter(limit: "bool | int | Limiter") -> Limiter:
-    """The limiter for the argument ``limit_all_gathers``.
-
-    Args:
-        limit: True for at most 2 units, False for no limit, a number of units, or a limiter, which
-            is returned as it is.
-
-    Raises:
-        ValueError: the number is less than 1.
-        TypeError: it is something else, such as None or "2".
-    """
-    if limit is False:
-        return NoLimit()
-    if limit is True:
-        return EventQueue(2)
-    if isinstance(limit, int):
-        if limit < 1:
-            raise ValueError(
-                f"limit_all_gathers={limit}: at least 1 unit must be alive to compute with it. "
-                f"Use False for no limit."
-            )
-        return EventQueue(limit)
-    if isinstance(limit, type) or not isinstance(limit, Limiter):
-        raise TypeError(
-            f"limit_all_gathers={limit!r}: expected True (at most 2 units alive), False (no limit),"
-            f" a number of units, or a minifsdp.Limiter, which has the methods admit and freed."
-        )
-    return limit
-
-
 def wait_for_free(event: Event) -> None:
     """Block the host until the device has freed a unit.
 

@@ -5,9 +5,8 @@ model: the limit on how many may be unsharded (limiter.py), the choice of the ne
 (prefetch.py), and the counts that ``model.engine.stats`` shows.
 """
 
-import warnings
-
 from minifsdp.api import Stats
+from minifsdp.checks.members import warn_of_leak
 from minifsdp.checks.rank_agreement import RankAgreement
 from minifsdp.limiter import Limiter
 from minifsdp.prefetch import Prefetcher
@@ -78,10 +77,4 @@ class Parameters:
             before = unit.leaks
             self.reshard(unit)
             if unit.leaks > before == 0:
-                warnings.warn(
-                    f"a parameter of unit {unit.label} is still referred to when the unit is freed "
-                    f"(by an output of its module, an attribute, a closure?). It keeps the values "
-                    f"of this step, and {unit.unsharded.nbytes} bytes that would have been freed. "
-                    f"Keep a copy instead: parameter.detach().clone().",
-                    stacklevel=2,
-                )
+                warn_of_leak(unit)

@@ -190,22 +190,3 @@ def _next(order: Order, unit: Unit) -> Unit | None:
     # whether its backward runs. If only some ranks prefetched there, they would wait for the others
     # forever.
     return order.visit(unit) if unit.numel else None
-
-
-def make_prefetcher(
-    backward: BackwardPrefetch | None, forward: bool | ForwardPrefetch | None
-) -> Prefetcher:
-    """The prefetcher for the arguments ``backward_prefetch`` and ``forward_prefetch``.
-
-    Args:
-        forward: True is FORWARD_PRE, False is no prefetching. None is FORWARD_PRE on a device whose
-            host does not run ahead, and no prefetching elsewhere.
-
-    Raises:
-        TypeError: an argument is something else.
-    """
-    prefetcher = Prefetcher(
-        backward, ForwardPrefetch.FORWARD_PRE if forward is True else forward or None
-    )
-    prefetcher.forward_where_it_helps = forward is None
-    return prefetcher

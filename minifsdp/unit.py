@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from minifsdp.api import MixedPrecision
 from minifsdp.comm.groups import Placement
 from minifsdp.flatten import check_flattenable, flatten
-from minifsdp.offload import HOST, host_copy
+from minifsdp.offload import host_copy
 from minifsdp.shard import padded_shard_numel, shard, unpadded_shard_numel
 from minifsdp.streams import Event
 from minifsdp.support.buffers import Buffers
@@ -108,7 +108,8 @@ class Unit:
         return flat_parameter(data, requires_grad, self, self.shard_world_size > 1, low)
 
     def replace_shard(self, found: nn.Parameter) -> FlatParameter:
-        """Take over what torch has put in the shard's place, moved or cast."""
+        """Take over what torch has put in the shard's place, moved or cast. What a program does to
+        a shard in other ways is found by support/shard_changes.py."""
         self.sharded_flat_param = self._new_shard(found.data, found.requires_grad)
         return self.sharded_flat_param
 
@@ -128,50 +129,6 @@ class Unit:
         return self.offload_from or self.sharded_flat_param.device
 
     # -------------------------------------------------------------------------- its two tensors
-
-    def refresh(self, training: bool | None) -> None:
-        """Follow what the user has done to ``sharded_flat_param`` since the last step: moved, cast
-        or frozen it, or assigned other values to its ``.data``.
-
-        Args:
-            training: the mode of the root, on which the precision may depend; None: between steps.
-
-        Raises:
-            ValueError: it has another size now.
-            RuntimeError: it was moved away from the host, where it should stay.
-        """
-        shard = self.sharded_flat_param
-        unpadded = unpadded_shard_numel(self.numel, self.shard_rank, self.shard_world_size)
-        if shard.numel() != unpadded:
-            raise ValueError(
-                f"the flat parameter of unit {self.label} has {shard.numel()} elements; this "
-                f"rank's chunk has {unpadded}. Assign a tensor of that size to its .data."
-            )
-        if self.offload_from is not None and shard.device != HOST:
-            raise RuntimeError(
-                f"the parameters of unit {self.label} were moved to {shard.device}, but with "
-                f"CPUOffload they live on the CPU and are uploaded when they are needed. Do not "
-                f"move the model after wrapping; it computes on {self.offload_from} by itself."
-            )
-        if self.moved:
-            self._take_over(shard, unpadded)
-        self.choose_precision(training)
-
-    @property
-    def moved(self) -> bool:
-        """Whether the shard has other memory than it was given."""
-        shard, given = self.sharded_flat_param, self.padded_shard
-        # Compared by address: module.to() and `param.data = ...` put new memory under it.
-        moved = shard.numel() > 0 and shard.data_ptr() != given.data_ptr()
-        return moved or shard.device != given.device or shard.dtype != given.dtype
-
-    @torch.inference_mode(False)  # what is made here outlives the mode that a forward may run in
-    def _take_over(self, shard: FlatParameter, unpadded: int) -> None:
-        zeros = shard.data.new_zeros(self.padded_shard.numel())
-        self.padded_shard = host_copy(zeros, self.offload_from)
-        self.padded_shard[:unpadded] = shard.data
-        shard.data = self.padded_shard[:unpadded]
-        self.unsharded_by_dtype.forget()
 
     def choose_precision(self, training: bool | None) -> None:
         """Parameters and buffers in the dtypes to compute with in this mode of the root or, with
@@ -208,7 +165,7 @@ class Unit:
             self.views = []  # they are of another one
         self.unsharded = unsharded
 
-    @torch.inference_mode(False)  # it, too
+    @torch.inference_mode(False)  # what is made here outlives the mode that a forward may run in
     def _new_unsharded(self, dtype: torch.dtype, trained: bool) -> UnshardedFlatParam:
         whole = self.shard_group is None and self.offload_from is None
         if whole and dtype is self.padded_shard.dtype:  # it is all there

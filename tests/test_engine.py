@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from minifsdp import ShardingStrategy
 from minifsdp.streams import CpuEvent, CpuStream, Streams
@@ -42,14 +41,6 @@ def test_gathers_wait_for_what_the_optimizer_writes():
     model.engine.start(training=True)
     model.engine.parameters.unshard(model.engine.units[1])
     assert log.index("mark") < log.index("wait") < log.index("gather")
-
-
-@on_ranks(2)
-def test_units_on_several_devices_are_refused():
-    model = stack()
-    model.engine.units[2].sharded_flat_param = nn.Parameter(torch.empty(21, device="meta"))
-    with pytest.raises(ValueError, match=r"all units have to be on one device.*meta: '2'"):
-        model(batch())
 
 
 @pytest.mark.parametrize(

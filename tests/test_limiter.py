@@ -6,7 +6,6 @@ from torch.profiler import profile
 
 from minifsdp import BackwardPrefetch, EventQueue, NoLimit, ShardingStrategy, SynchronizeAfterFree
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.limiter import make_limiter
 from minifsdp.streams import CpuEvent
 from tests.lagging import count_alive, lagging_device
 from tests.lone_unit import StubUnit
@@ -189,25 +188,3 @@ def test_the_profiler_shows_a_wait_where_there_was_one_and_only_there():
     with profile() as recorded:
         step(prompt)
     assert not [event for event in recorded.events() if event.name == name]
-
-
-@pytest.mark.direct
-def test_what_the_argument_means():
-    assert isinstance(make_limiter(False), NoLimit)
-    assert make_limiter(True).limit == 2 and make_limiter(1).limit == 1
-    mine = SynchronizeAfterFree()
-    assert make_limiter(mine) is mine
-
-
-@pytest.mark.direct
-@pytest.mark.parametrize("limit", [0, -1])
-def test_a_limit_that_admits_nothing_is_refused(limit):
-    with pytest.raises(ValueError, match=f"limit_all_gathers={limit}: at least 1 unit"):
-        make_limiter(limit)
-
-
-@pytest.mark.direct
-@pytest.mark.parametrize("limit", [None, "2", 2.5, NoLimit])
-def test_a_limit_of_another_kind_is_refused(limit):
-    with pytest.raises(TypeError, match=r"limit_all_gathers=.*: expected True .*, False .*, a num"):
-        make_limiter(limit)

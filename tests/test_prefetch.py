@@ -10,7 +10,7 @@ from torch.distributed.fsdp import BackwardPrefetch as TorchBackwardPrefetch
 
 from minifsdp import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.prefetch import Order, Prefetcher, make_prefetcher
+from minifsdp.prefetch import Order, Prefetcher
 from tests.lone_unit import StubUnit
 from tests.ranks import device, on_ranks
 from tests.small import batch, layers, stack, step, watch
@@ -166,16 +166,6 @@ def test_by_default_the_forward_prefetches_where_the_host_does_not_run_ahead():
     one_by_one, ahead = "+root | +1 -1 | +2 -2 | +3 -3", "+root +1 | +2 -1 | +3 -2 | -3"
     later = ahead if device().type == "cpu" else one_by_one
     assert forwards == [one_by_one, later, later]  # in the first step nothing is known yet
-
-
-@pytest.mark.parametrize("forward", [None, True, False, ForwardPrefetch.FORWARD_POST])
-def test_only_none_is_decided_by_the_device(forward):
-    prefetcher = make_prefetcher(None, forward)
-    given = prefetcher.forward
-    for runs_ahead in (True, False, True):
-        prefetcher.adapt_to(host_runs_ahead=runs_ahead)
-        decided = None if runs_ahead else ForwardPrefetch.FORWARD_PRE
-        assert prefetcher.forward is (decided if forward is None else given)
 
 
 @pytest.mark.parametrize("forward", [True, ForwardPrefetch.FORWARD_PRE])

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,11 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from minifsdp import CPUOffload, FlatParameter, MixedPrecision, ModuleWrapPolicy
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.streams import BACKENDS
 from minifsdp.unit_state import ShardedState
 from tests.lone_unit import lone_unit
 from tests.ranks import device, on_ranks
-from tests.small import Block, batch, layers, stack, step, storage
+from tests.small import Block, batch, stack, step, storage
 from tests.support.test_unsharded_storage import LOW, prepared
 
 
@@ -80,53 +78,6 @@ def test_the_original_parameters_are_gone():
 
 
 @on_ranks(2)
-def test_a_shard_that_the_user_replaced_is_followed():
-    model, x = stack(), batch()
-    before = model(x)
-    for param in model.parameters():
-        param.data = param.data * 2
-    assert not torch.equal(model(x), before)
-    unit = model.engine.units[1]
-    assert unit.padded_shard.data_ptr() == unit.sharded_flat_param.data_ptr()
-
-
-@on_ranks(3)
-def test_a_model_may_be_cast_after_wrapping():
-    model, x = stack(), batch().double()
-    expected = layers().double()(x)
-    assert torch.equal(model.double()(x), expected)
-    assert model.engine.units[1].unsharded.flat_param.dtype == torch.float64
-
-
-@on_ranks(2)
-def test_a_shard_of_another_size_is_refused_by_name():
-    model = stack()
-    model.engine.units[2].sharded_flat_param.data = torch.zeros(3, device=device())
-    with pytest.raises(ValueError, match="unit '2' has 3 elements; this rank's chunk has 21"):
-        model(batch())
-
-
-@on_ranks(2)
-def test_a_shard_that_should_be_on_the_host_and_is_not_is_refused_by_name():
-    model = stack(cpu_offload=CPUOffload(True))
-    model.module[2].to("meta")
-    with pytest.raises(RuntimeError, match=r"unit '2' were moved to meta, .* live on the CPU"):
-        model(batch())
-
-
-@on_ranks(2)
-def test_freezing_after_wrapping_is_followed():
-    model = stack()
-    model.engine.units[2].sharded_flat_param.requires_grad_(False)
-    step(model)
-    grads = [unit.sharded_flat_param.grad is not None for unit in model.engine.units]
-    assert grads == [True, True, False, True, True]
-    model.engine.units[2].sharded_flat_param.requires_grad_(True)
-    step(model)
-    assert model.engine.units[2].sharded_flat_param.grad is not None
-
-
-@on_ranks(2)
 def test_a_unit_without_parameters_gathers_nothing():
     model = FSDP(nn.Sequential(FSDP(nn.Tanh()), FSDP(nn.Linear(6, 6).to(device()))))
     step(model)
@@ -170,44 +121,10 @@ def test_dtypes_follow_the_roots_mode_if_that_is_asked_for(asked_for):
     precision = MixedPrecision(LOW, buffer_dtype=LOW, full_precision_in_eval=asked_for)
     unit, dtypes = FSDP(module, mixed_precision=precision)._unit, []
     for training in (True, False, True):
-        unit.refresh(training)
+        unit.choose_precision(training)
         assert module.buffer.dtype is unit.unsharded.dtype
         dtypes.append(unit.unsharded.dtype)
     assert dtypes == [LOW, torch.float32 if asked_for else LOW, LOW]
-
-
-@pytest.mark.parametrize("change", ["double", "freeze", "replace"])
-@on_ranks(2)
-def test_a_graph_whose_full_is_gone_is_refused_by_name(change):
-    model, x = stack(), batch()
-    out = model(x)
-    unit = model.engine.root
-    if change == "double":
-        model.double()
-    elif change == "freeze":
-        unit.sharded_flat_param.requires_grad_(False)
-    else:
-        unit.sharded_flat_param.data = unit.sharded_flat_param.data.clone()
-    model(x.to(unit.sharded_flat_param.dtype))
-    message = "parameters of unit .* were moved, cast, frozen or replaced between a forward and its"
-    with pytest.raises(RuntimeError, match=message):
-        out.sum().backward()
-
-
-@pytest.mark.parametrize("dtype", [None, LOW], ids=str)
-@on_ranks(2)
-def test_a_unit_without_parameters_has_a_dtype_and_a_place_all_the_same(dtype):
-    """Both are those of its inputs and buffers; the model may be moved until it runs."""
-    inside = nn.Sequential(nn.Flatten(), FSDP(nn.Linear(6, 6).to(device())))
-    model = FSDP(inside, mixed_precision=MixedPrecision(dtype))
-    model.engine.start(training=True)
-    assert model._unit.unsharded.dtype is (dtype or torch.float32)
-    assert model._unit.device == device()
-    if device().type == "cpu":
-        with patch.dict(BACKENDS, meta=BACKENDS["cpu"]):
-            model.to("meta")
-            model.engine.start(training=True)
-        assert model._unit.device == model._unit.unsharded.flat_param.device == torch.device("meta")
 
 
 @on_ranks(2)
@@ -261,17 +178,3 @@ def test_what_runs_again_after_an_evaluation_finds_views_that_get_gradients(mode
         gradients.append([param.grad for param in model.parameters()])
     for found, expected in zip(*gradients, strict=True):
         assert expected.any() and torch.equal(found, expected)
-
-
-@on_ranks(2)
-def test_what_was_made_in_an_inference_may_be_trained_with():
-    """The first forward of all, and the first after the model was cast, makes tensors to keep."""
-    model = stack()
-    for dtype in (torch.float32, torch.float64):
-        model.to(dtype)
-        with torch.inference_mode():
-            model(batch().to(dtype))
-        model(batch().to(dtype)).pow(2).sum().backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-        assert all(param.grad.dtype is dtype for param in model.parameters())
-        model.zero_grad()

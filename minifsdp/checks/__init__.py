@@ -13,5 +13,6 @@ optim_state.py        the state of an optimizer belongs to one rank's chunks
 members.py            the modules and parameters of a unit cannot be replaced
 param_names.py        choosing parameters by names that flat parameters do not have
 other_wrappers.py     other wrappers around a sharded model, or inside of it
+misplaced_calls.py    calls that are right, but not on this wrapper or not now
 unsupported.py        what torch's FSDP has and minifsdp does not
 """

@@ -200,3 +200,14 @@ def _holds(module: nn.Module) -> bool:
 
 register_module_module_registration_hook(check_part)
 register_module_parameter_registration_hook(check_parameter)
+
+
+def warn_of_leak(unit: Unit) -> None:
+    """Somebody else refers to a parameter whose memory should have been freed."""
+    warnings.warn(
+        f"a parameter of unit {unit.label} is still referred to when the unit is freed (by an "
+        f"output of its module, an attribute, a closure?). It keeps the values of this step, and "
+        f"{unit.unsharded.nbytes} bytes that would have been freed. Keep a copy instead: "
+        f"parameter.detach().clone().",
+        stacklevel=3,
+    )

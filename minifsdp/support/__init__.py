@@ -2,6 +2,7 @@
 
 flat_parameter.py      the sharded flat parameter, which the optimizer sees
 unsharded_storage.py   the unsharded flat parameter, whose memory is allocated and freed
+shard_changes.py       what a program does to shards between steps, followed at the next
 tensor_attribute.py    where a module has a parameter or a buffer
 param_access.py        what a module finds where it had a parameter: a view or a placeholder
 param_views.py         when it finds which: views while unsharded, placeholders while sharded

@@ -6,6 +6,7 @@ module_tree.py    names, and which modules and parameters belong to which wrappe
 orig_params.py    parameters as they were before wrapping, which nothing should refer to any more
 materialize.py    memory and values for parameters: meta device, moves, rank 0's values
 settings.py       the arguments of one wrapper that decide how its unit is built
+root_settings.py  those that decide how a step runs: limit and prefetching
 torch_names.py    torch's own enums, records and policies, translated to minifsdp's
 build.py          puts a unit together
 attributes.py     a wrapper looks like the module that it wraps

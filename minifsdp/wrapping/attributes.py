@@ -11,14 +11,14 @@ there, too, since the wrapped ``forward`` reads it there::
 
 import inspect
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from minifsdp.checks.members import WRAPPED, check_part
 from minifsdp.checks.other_wrappers import FSDP_MARK, refuse_around
-from minifsdp.wrapping.module_tree import unit_of
+from minifsdp.wrapping.module_tree import clean, unit_of
 
 KINDS = ("_parameters", "_buffers", "_modules")
 FALLBACK = {"engine": "_engine"}  # the wrapper's own, if the wrapped module has none of this name
@@ -117,6 +117,24 @@ class ModuleWrapper(nn.Module):
         if self._is_for_module(name):
             self._check_parameter(name, param)
         super().register_parameter(name, param)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load full parameters, under their original names; see state_dict.py.
+
+        Raises:
+            RuntimeError: names or shapes do not match, as in any module.
+        """
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except RuntimeError as error:
+            raise RuntimeError(clean(str(error))) from None
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a FullyShardedDataParallel cannot be copied or pickled: it is one part of something "
+            "that is spread over processes. Save state_dict(), or build a second model and let it "
+            "load_state_dict() of this one's."
+        )
 
     def _is_for_module(self, name: str) -> bool:
         """Whether a program that sets ``name`` means the wrapped module's attribute.

@@ -22,7 +22,6 @@ from minifsdp.checks.members import check_free, join
 from minifsdp.checks.optimizers import watch_optimizers
 from minifsdp.checks.same_model import remember_values
 from minifsdp.comm.consensus import groups_with_peers
-from minifsdp.limiter import make_limiter
 from minifsdp.precision import FULL_PRECISION
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.fingerprint import fingerprint
@@ -40,6 +39,7 @@ from minifsdp.wrapping.materialize import materialize, move, synchronize
 from minifsdp.wrapping.module_tree import Modules, own_modules
 from minifsdp.wrapping.orig_params import check_hooks, check_optimizers, orig_params, set_unit
 from minifsdp.wrapping.policies import ModuleWrapPolicy, Policy
+from minifsdp.wrapping.root_settings import make_limiter
 from minifsdp.wrapping.settings import Settings
 
 # A tag for each unit of a group. It is the same on all ranks of the group, since they make its

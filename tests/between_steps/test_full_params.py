@@ -93,15 +93,6 @@ def test_it_is_refused_where_parameters_come_and_go_by_themselves():
 
 
 @on_ranks(2)
-def test_a_forward_inside_is_refused_and_the_parameters_stay():
-    model = stack()
-    with FSDP.summon_full_params(model):
-        with pytest.raises(RuntimeError, match="inside summon_full_params"):
-            model(batch())
-        assert torch.equal(model.module[1].module[0].weight, layers()[1][0].weight)
-
-
-@on_ranks(2)
 def test_modules_may_compute_with_them():
     torch.manual_seed(0)
     model = FSDP(nn.Sequential(nn.LSTM(6, 4)).to(device()))

@@ -1,0 +1,74 @@
+"""Calls that are right, but not here or not now."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minifsdp.unit import Unit
+
+
+def check_root_and_idle(unit: Unit, root: Unit, idle: bool, method: str) -> None:
+    """Refuse a method that concerns all units, between steps.
+
+    Args:
+        idle: whether no forward and no backward is running.
+
+    Raises:
+        RuntimeError: ``unit`` is not the root's; or a forward or backward is running.
+    """
+    if unit is not root:
+        raise RuntimeError(
+            f"{method} was called on unit {unit.label}, which is inside of another. Call it on the "
+            f"outermost FullyShardedDataParallel: it concerns all units together."
+        )
+    if not idle:
+        raise RuntimeError(f"{method} was called in a forward or backward; call it between.")
+
+
+def check_summoned(unit: Unit, units: Sequence[Unit]) -> None:
+    """Refuse to train inside of summon_full_params.
+
+    Args:
+        unit: the one that was called.
+        units: all of its root.
+
+    Raises:
+        RuntimeError: some of them are trained, and gradients are on.
+    """
+    trained = any(one.sharded_flat_param.requires_grad for one in units)
+    if trained and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"unit {unit.label} was called inside summon_full_params with gradients enabled. They "
+            f"would reach parameters that are there for the time of the block only. Leave the "
+            f"block first, since forward gathers by itself; or use torch.no_grad()."
+        )
+
+
+def check_in_backward(graph_task: int) -> None:
+    """Raises RuntimeError: something that autograd has saved is read while no backward runs."""
+    if graph_task < 0:
+        raise RuntimeError(
+            "a parameter that autograd has saved was asked for outside of a backward. It is "
+            "sharded then; read it inside of FSDP.summon_full_params(model)."
+        )
+
+
+def check_unchanged(unit: Unit, version: int) -> None:
+    """Raises RuntimeError: the shard has another version than it had in the forward, so there was a
+    step between a forward and its backward."""
+    if unit.sharded_flat_param._version != version:
+        raise RuntimeError(
+            f"the parameters of unit {unit.label} were changed in place (by an optimizer?) between "
+            f"a forward and its backward, so its gradients would be wrong. Call backward() for "
+            f"every forward before you step."
+        )
+
+
+def check_first_order(unit: Unit, grad: Tensor) -> None:
+    """Raises RuntimeError: the gradient is to be differentiated itself."""
+    if grad.requires_grad:
+        raise RuntimeError(
+            f"unit {unit.label}: gradients of gradients (create_graph=True) are not supported, "
+            f"because the reduction over ranks cannot be differentiated."
+        )

@@ -1,0 +1,77 @@
+"""What a program does to sharded flat parameters between two steps: it moves, casts or freezes
+them, or assigns new values to their ``.data``.
+
+torch tells nobody of it. So at the start of each step the engine looks at every unit, and follows::
+
+    module.to(device), .double()       padded_shard and unsharded flat parameters anew
+    param.data = tensor                the same, with these values
+    requires_grad_(False)              another unsharded flat parameter (Unit.compute_in)
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from minifsdp.offload import HOST, host_copy
+from minifsdp.shard import unpadded_shard_numel
+from minifsdp.support.param_views import adopt
+from minifsdp.unit import Unit
+
+
+def was_moved(unit: Unit) -> bool:
+    """Whether the shard has other memory than it was given."""
+    shard, given = unit.sharded_flat_param, unit.padded_shard
+    # Compared by address: module.to() and `param.data = ...` put new memory under it.
+    moved = shard.numel() > 0 and shard.data_ptr() != given.data_ptr()
+    return moved or shard.device != given.device or shard.dtype != given.dtype
+
+
+def follow_changes(unit: Unit) -> None:
+    """Take over what was moved, cast, replaced or given other values. The unit is sharded.
+
+    Raises:
+        ValueError: the shard has another size now.
+        RuntimeError: it was moved away from the host, where it should stay.
+    """
+    adopt(unit)  # it may have been moved through its module, not through the wrapper
+    shard = unit.sharded_flat_param
+    unpadded = unpadded_shard_numel(unit.numel, unit.shard_rank, unit.shard_world_size)
+    if shard.numel() != unpadded:
+        raise ValueError(
+            f"the flat parameter of unit {unit.label} has {shard.numel()} elements; this "
+            f"rank's chunk has {unpadded}. Assign a tensor of that size to its .data."
+        )
+    if unit.offload_from is not None and shard.device != HOST:
+        raise RuntimeError(
+            f"the parameters of unit {unit.label} were moved to {shard.device}, but with "
+            f"CPUOffload they live on the CPU and are uploaded when they are needed. Do not "
+            f"move the model after wrapping; it computes on {unit.offload_from} by itself."
+        )
+    if was_moved(unit):
+        with torch.inference_mode(False):  # this memory outlives the mode that a forward may run in
+            padded = shard.data.new_zeros(unit.padded_shard.numel())
+            unit.padded_shard = host_copy(padded, unit.offload_from)
+            unit.padded_shard[:unpadded] = shard.data
+            shard.data = unit.padded_shard[:unpadded]
+            unit.unsharded_by_dtype.forget()
+
+
+def common_device(units: Sequence[Unit]) -> torch.device | None:
+    """The device that all units with parameters are on; None if there is no such unit. The others
+    have nothing that ``module.to()`` would have moved, and are put there for their inputs' sake.
+
+    Raises:
+        ValueError: there are several devices.
+    """
+    by_device = {unit.device: unit.label for unit in units if unit.numel}
+    if len(by_device) > 1:
+        found = "; ".join(f"{device}: {label}, ..." for device, label in by_device.items())
+        raise ValueError(f"all units have to be on one device. Found {found}.")
+    for device in by_device:
+        for unit in units:
+            if not unit.numel and unit.device != device:
+                moved = unit.sharded_flat_param.to(device)
+                unit.replace_shard(nn.Parameter(moved, requires_grad=False))
+        return device
+    return None

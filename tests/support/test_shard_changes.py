@@ -1,0 +1,148 @@
+"""shard_changes.py: what a program does to sharded flat parameters between two steps."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from minifsdp import CPUOffload, MixedPrecision
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.streams import BACKENDS
+from minifsdp.support.shard_changes import common_device, follow_changes, was_moved
+from tests.lone_unit import lone_unit
+from tests.ranks import device, on_ranks
+from tests.small import batch, layers, stack, step
+from tests.support.test_unsharded_storage import LOW
+
+
+@pytest.mark.direct
+class TestDirectly:
+    def test_new_values_get_padding_and_the_optimizer_writes_where_a_gather_reads(self):
+        with lone_unit(rank=2, ranks=3) as lone:
+            shard, before = lone.unit.sharded_flat_param, lone.unit.padded_shard
+            assert shard.tolist() == [9, 10] and not was_moved(lone.unit)
+            shard.data = torch.tensor([5.0, 6.0])
+            assert was_moved(lone.unit)
+            follow_changes(lone.unit)
+            assert lone.unit.sharded_flat_param is shard and not was_moved(lone.unit)
+            assert lone.unit.padded_shard.tolist() == [5, 6, 0, 0]
+            shard.data.fill_(7)
+            assert lone.unit.padded_shard.tolist() == [7, 7, 0, 0]
+            assert before.tolist() == [9, 10, 0, 0]
+
+    def test_what_was_not_moved_is_left_as_it_is(self):
+        with lone_unit(ranks=3) as lone:
+            before, made = lone.unit.padded_shard, lone.unit.unsharded
+            lone.unit.sharded_flat_param.data.fill_(7)  # as an optimizer does
+            follow_changes(lone.unit)
+            assert lone.unit.padded_shard is before and made in lone.unit.unsharded_by_dtype
+
+    def test_units_without_parameters_have_no_say_in_the_device(self):
+        with lone_unit(ranks=3) as lone:
+            assert common_device([lone.unit]) == torch.device("cpu")
+            lone.unit.numel = 0
+            assert common_device([lone.unit]) is None
+
+
+@on_ranks(2)
+def test_a_shard_that_the_user_replaced_is_followed():
+    model, x = stack(), batch()
+    before = model(x)
+    for param in model.parameters():
+        param.data = param.data * 2
+    assert not torch.equal(model(x), before)
+    unit = model.engine.units[1]
+    assert unit.padded_shard.data_ptr() == unit.sharded_flat_param.data_ptr()
+
+
+@on_ranks(3)
+def test_a_model_may_be_cast_after_wrapping():
+    model, x = stack(), batch().double()
+    expected = layers().double()(x)
+    assert torch.equal(model.double()(x), expected)
+    assert model.engine.units[1].unsharded.flat_param.dtype == torch.float64
+
+
+@on_ranks(2)
+def test_a_shard_of_another_size_is_refused_by_name():
+    model = stack()
+    model.engine.units[2].sharded_flat_param.data = torch.zeros(3, device=device())
+    with pytest.raises(ValueError, match="unit '2' has 3 elements; this rank's chunk has 21"):
+        model(batch())
+
+
+@on_ranks(2)
+def test_a_shard_that_should_be_on_the_host_and_is_not_is_refused_by_name():
+    model = stack(cpu_offload=CPUOffload(True))
+    model.module[2].to("meta")
+    with pytest.raises(RuntimeError, match=r"unit '2' were moved to meta, .* live on the CPU"):
+        model(batch())
+
+
+@on_ranks(2)
+def test_freezing_after_wrapping_is_followed():
+    model = stack()
+    model.engine.units[2].sharded_flat_param.requires_grad_(False)
+    step(model)
+    grads = [unit.sharded_flat_param.grad is not None for unit in model.engine.units]
+    assert grads == [True, True, False, True, True]
+    model.engine.units[2].sharded_flat_param.requires_grad_(True)
+    step(model)
+    assert model.engine.units[2].sharded_flat_param.grad is not None
+
+
+@pytest.mark.parametrize("change", ["double", "freeze", "replace"])
+@on_ranks(2)
+def test_a_graph_whose_full_is_gone_is_refused_by_name(change):
+    model, x = stack(), batch()
+    out = model(x)
+    unit = model.engine.root
+    if change == "double":
+        model.double()
+    elif change == "freeze":
+        unit.sharded_flat_param.requires_grad_(False)
+    else:
+        unit.sharded_flat_param.data = unit.sharded_flat_param.data.clone()
+    model(x.to(unit.sharded_flat_param.dtype))
+    message = "parameters of unit .* were moved, cast, frozen or replaced between a forward and its"
+    with pytest.raises(RuntimeError, match=message):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [None, LOW], ids=str)
+@on_ranks(2)
+def test_a_unit_without_parameters_has_a_dtype_and_a_place_all_the_same(dtype):
+    """Both are those of its inputs and buffers; the model may be moved until it runs."""
+    inside = nn.Sequential(nn.Flatten(), FSDP(nn.Linear(6, 6).to(device())))
+    model = FSDP(inside, mixed_precision=MixedPrecision(dtype))
+    model.engine.start(training=True)
+    assert model._unit.unsharded.dtype is (dtype or torch.float32)
+    assert model._unit.device == device()
+    if device().type == "cpu":
+        with patch.dict(BACKENDS, meta=BACKENDS["cpu"]):
+            model.to("meta")
+            model.engine.start(training=True)
+        assert model._unit.device == model._unit.unsharded.flat_param.device == torch.device("meta")
+
+
+@on_ranks(2)
+def test_what_was_made_in_an_inference_may_be_trained_with():
+    """The first forward of all, and the first after the model was cast, makes tensors to keep."""
+    model = stack()
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype)
+        with torch.inference_mode():
+            model(batch().to(dtype))
+        model(batch().to(dtype)).pow(2).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert all(param.grad.dtype is dtype for param in model.parameters())
+        model.zero_grad()
+
+
+@on_ranks(2)
+def test_units_on_several_devices_are_refused():
+    model = stack()
+    model.engine.units[2].sharded_flat_param = nn.Parameter(torch.empty(21, device="meta"))
+    with pytest.raises(ValueError, match=r"all units have to be on one device.*meta: '2'"):
+        model(batch())
