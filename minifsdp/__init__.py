@@ -11,6 +11,7 @@ from minifsdp.api import (
     ShardingStrategy,
     Stats,
 )
+from minifsdp.between_steps.explain import explain
 from minifsdp.between_steps.grad_scaler import ShardedGradScaler
 from minifsdp.checks.unsupported import MISSING, Missing
 from minifsdp.fully_sharded import FullyShardedDataParallel
@@ -44,6 +45,7 @@ __all__ = [
     "SynchronizeAfterFree",
     "always_wrap_policy",
     "enable_wrap",
+    "explain",
     "lambda_auto_wrap_policy",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",

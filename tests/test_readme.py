@@ -7,7 +7,13 @@ import sys
 import tokenize
 from pathlib import Path
 
+from torch import nn
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import ModuleWrapPolicy
+from minifsdp.between_steps.explain import table
 from tests.patience import run_command
+from tests.ranks import device, on_ranks
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "minifsdp"
@@ -49,6 +55,14 @@ def test_the_example_runs(tmp_path):
     assert result.returncode == 0, result.stderr
     losses = dict(re.findall(r"rank (\d): loss (\d\.\d+)", result.stdout))
     assert losses.keys() == {"0", "1"} and losses["0"] != losses["1"]
+
+
+@on_ranks(2)
+def test_the_table_of_units_is_that_of_the_examples_model():
+    layers = [nn.TransformerEncoderLayer(64, 4, 128) for _ in range(4)]
+    model = nn.Sequential(nn.Linear(8, 64), *layers, nn.Linear(64, 1)).to(device())
+    model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.TransformerEncoderLayer}))
+    assert f"```\n{table(model)}\n```" in README
 
 
 def test_the_map_is_complete_and_counts_right():

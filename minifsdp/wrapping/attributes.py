@@ -136,6 +136,14 @@ class ModuleWrapper(nn.Module):
             "load_state_dict() of this one's."
         )
 
+    def extra_repr(self) -> str:
+        """For ``print(model)``, which then shows where the units are."""
+        unit = unit_of(self)
+        if unit is None:  # __init__ is still running
+            return ""
+        ranks = f"{unit.shard_world_size} rank{'s' * (unit.shard_world_size > 1)}"
+        return f"unit of {unit.numel:,} parameters, sharded over {ranks}"
+
     def _is_for_module(self, name: str) -> bool:
         """Whether a program that sets ``name`` means the wrapped module's attribute.
 
