@@ -91,6 +91,37 @@ def a_gradient_enters_an_inner_unit() -> Iterator[Any]:
 
 
 @check("backward.1", because=_entry)
+def outer_units_enter_before_inner_ones() -> Iterator[Any]:
+    import torch
+
+    from minifsdp.backward import Backward
+    from minifsdp.support.saved_tensors import Call
+    from tutorials.exercises.watching import two_units
+
+    with two_units() as (engine, inner, outer):
+        chain, order = [engine.root, outer.unit, inner.unit], []
+        for unit in chain:
+            engine.before_forward(unit, prefetch=False)
+            engine.after_forward(unit, prefetch=False)
+        backward, before_backward = Backward(engine), engine.before_backward
+        engine.prefetcher.target = None  # type: ignore[attr-defined]
+
+        def noted(unit: Any, *args: Any) -> None:
+            order.append(chain.index(unit))
+            before_backward(unit, *args)
+
+        engine.before_backward = noted  # type: ignore[method-assign]
+        calls = tuple(
+            Call(u, u.unsharded, u.sharded_flat_param._version, None, None)  # type: ignore[arg-type]
+            for u in chain
+        )
+        x = torch.ones(2, requires_grad=True)
+        x.register_hook(lambda grad: backward.before_backward(calls))
+        (2 * x).sum().backward()
+        yield "the order in which units enter the backward, 0 being the outermost", order
+
+
+@check("backward.1", because=_entry)
 def a_backward_begins_with_its_first_unit() -> Iterator[Any]:
     import torch
 
