@@ -11,7 +11,7 @@ from torch.distributed.fsdp import BackwardPrefetch as TorchBackwardPrefetch
 from minifsdp import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.prefetch import Order, Prefetcher
-from tests.lone_unit import StubUnit
+from tests.lone_unit import StubUnit, lone_unit
 from tests.ranks import device, on_ranks
 from tests.small import batch, layers, stack, step, watch
 
@@ -87,10 +87,14 @@ class TestOrder:
 class TestPrefetcher:
     """A root with three units, a, b and c, one after the other."""
 
-    def targets(self, prefetcher, steps=2):
-        """What each of the four moments names in the last of some steps, for c, b and a."""
+    @staticmethod
+    def units():
         root = StubUnit("root")
-        a, b, c = (StubUnit(name, [root]) for name in "abc")
+        return root, *(StubUnit(name, [root]) for name in "abc")
+
+    def targets(self, prefetcher, steps=2, units=()):
+        """What each of the four moments names in the last of some steps, for c, b and a."""
+        root, a, b, c = units or self.units()
         for _ in range(steps):
             named = {name: [] for name in ("pre_forward", "post_forward", "pre_backward")}
             prefetcher.start_forward()
@@ -128,6 +132,45 @@ class TestPrefetcher:
         both = Prefetcher(BackwardPrefetch.BACKWARD_PRE, ForwardPrefetch.FORWARD_PRE)
         # The reverse of the post-forward order, in which the root comes first; it is no target.
         assert self.targets(both, steps=1) == {**self.NOTHING, "pre_backward": "ba-"}
+
+    def test_a_forward_that_has_raised_leaves_the_orders_of_the_last_step(self):
+        both = Prefetcher(BackwardPrefetch.BACKWARD_PRE, ForwardPrefetch.FORWARD_PRE)
+        units = self.units()
+        before = self.targets(both, units=units)
+        both.start_forward()
+        both.pre_forward(units[2])
+        both.post_forward(units[2])
+        both.forget()
+        assert self.targets(both, steps=1, units=units) == before
+
+    def test_what_was_left_open_is_decided_by_the_host(self):
+        prefetcher = Prefetcher(None, None)
+        prefetcher.adapt_to(host_runs_ahead=False)
+        assert prefetcher.forward is None
+        prefetcher.forward_where_it_helps = True
+        prefetcher.adapt_to(host_runs_ahead=False)
+        assert prefetcher.forward is ForwardPrefetch.FORWARD_PRE
+        prefetcher.adapt_to(host_runs_ahead=True)
+        assert prefetcher.forward is None
+
+    def test_what_is_gathered_or_over_is_no_target_and_is_counted(self):
+        prefetcher = Prefetcher(BackwardPrefetch.BACKWARD_PRE, None)
+        with lone_unit() as lone:
+            assert prefetcher.is_sound(lone.unit)
+            lone.unit.state.start_backward(0)
+            assert prefetcher.is_sound(lone.unit)
+            lone.unit.state.complete_grad()
+            assert not prefetcher.is_sound(lone.unit)
+            assert prefetcher.stats.mistargets["already resharded"] == 1
+
+    def test_the_observer_is_told_of_prefetches_and_of_uses(self):
+        prefetcher = Prefetcher(BackwardPrefetch.BACKWARD_PRE, None)
+        with lone_unit() as wrong, lone_unit() as right:
+            prefetcher.issued(wrong.unit)
+            wrong.fill()
+            prefetcher.needed(right.unit)
+            assert prefetcher.stats.prefetches == 1
+            assert prefetcher.stats.mistargets["not needed yet"] == 1
 
 
 @on_ranks(2)

@@ -69,11 +69,13 @@ def test_the_host_has_always_passed_its_own_marks():
     assert CpuStream().record_event().query()
 
 
+@pytest.mark.direct
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpus(1))])
 def test_each_stream_is_one_of_its_own(kind):
     made = Streams.on(torch.device(kind))
     every = [getattr(made, field.name) for field in fields(made) if field.name != "device"]
     assert len({id(stream) for stream in every}) == len(every) == 6
+    assert made.host_runs_ahead == (kind == "cuda")
 
 
 @pytest.mark.direct
