@@ -1,6 +1,6 @@
 """Wrong versions of each concept, and whether that concept's tests notice: `make mutants`.
 
-    python -m tests.mutants                # all of them, a few minutes
+    python -m tests.mutants                # all of them, an hour or two
     python -m tests.mutants limiter hooks  # those of some files; sim/clock is minifsdp/sim/clock.py
 
 A test that no wrong implementation can fail is a defect. Each mutant here is one plausible mistake,
@@ -793,7 +793,14 @@ def notices(mutant: Mutant) -> str | None:
         path = Path(folder, "minifsdp", f"{mutant.concept}.py")
         path.write_text(path.read_text().replace(mutant.original, mutant.replacement))
         result = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", its_tests(mutant.noticed_by or mutant.concept)],
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-x",
+                "--timeout=120",
+                its_tests(mutant.noticed_by or mutant.concept),
+            ],
             cwd=folder,
             env={**os.environ, "RANKS_TIMEOUT": "15", "PYTHONPATH": folder},
             capture_output=True,
