@@ -200,5 +200,3 @@ def _operator(name: str) -> Callable[..., Any]:
 
 for _name in _OPERATORS.split():
     setattr(Placeholder, f"__{_name}__", _operator(f"__{_name}__"))
-# A class with __eq__ has no hash of its own, and a set of placeholders would be refused.
-Placeholder.__hash__ = object.__hash__  # type: ignore[method-assign]

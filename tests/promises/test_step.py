@@ -165,13 +165,15 @@ class Aside(Block):
 class Inner(nn.Module):
     """A part of a block. What it keeps depends on its parameters in several ways."""
 
+    lists = True  # its parameters, which is another way to ask for them
+
     def __init__(self):
         super().__init__()
         self.router, self.layer = nn.GRUCell(6, 3), nn.Linear(6, 6)
         self.scale = nn.Parameter(torch.rand(6))
 
     def forward(self, x):
-        dtype = next(self.parameters()).dtype
+        dtype = next(self.parameters()).dtype if self.lists else x.dtype
         self.aux = self.router((self.scale * x).to(dtype)).softmax(-1).pow(2).sum()
         self.aux = self.aux + 0.1 * self.layer.weight.t().pow(2).sum() + (-self.scale).exp().sum()
         return self.layer(x)
@@ -186,6 +188,14 @@ class RecomputesInner(Block):
 
     def forward(self, x):
         return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class RecomputesUnlisted(RecomputesInner):
+    """The same, but it asks for its parameters one by one only."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner.lists = False
 
 
 def auxiliary(order, kind=Aside):
@@ -411,6 +421,8 @@ RIGHT = {
     **{f"a loss in an attribute, {how}": auxiliary(how) for how in ("before", "after", "alone")},
     "a recomputed loss in an attribute, before": auxiliary("before", RecomputesInner),
     "a recomputed loss in an attribute, alone": auxiliary("alone", RecomputesInner),
+    "a recomputed loss of parameters, before": auxiliary("before", RecomputesUnlisted),
+    "a recomputed loss of parameters, alone": auxiliary("alone", RecomputesUnlisted),
     **{f"outputs in a {way}": returned_in(way) for way in WAYS},
     "parameters that leave their unit": parameters_that_leave_their_unit,
     "parameters that leave without gradient": parameters_that_leave_without_gradient,

@@ -130,7 +130,9 @@ def test_a_copy_of_a_wrapped_module_says_so_too():
         assert copied.shape == (6, 6)
         with pytest.raises(RuntimeError, match="'weight' of unit <root> is sharded now"):
             copied + 1
-    assert not hasattr(object.__new__(Placeholder), "__setstate__")  # asked before there is a name
+    with pytest.raises(AttributeError, match=r"^__setstate__$"):  # asked before there is a name
+        _ = object.__new__(Placeholder).__setstate__
+    assert model.module.weight in {model.module.weight}
 
 
 class Remembers(nn.Linear):
@@ -157,6 +159,27 @@ def test_all_owners_see_a_view_and_a_placeholder():
     info.use_sharded_views("hidden")
     assert first.weight == second.weight == second.other == "hidden"
     assert all("weight" not in dict(owner.named_parameters()) for owner in (first, second))
+
+
+@pytest.mark.direct
+def test_parameters_keep_their_order_and_what_was_put_in_their_place_is_refused():
+    """The order in which a unit lists shared parameters may be another one than a module's."""
+    module = nn.Linear(2, 2)
+    names = list(module._parameters)
+    infos = [
+        ParamInfo(name, module._parameters[name].shape, [TensorAttribute(module, name)])
+        for name in reversed(names)
+    ]
+    values = [info.parameter for info in infos]
+    for info in infos:
+        info.use_sharded_views("hidden")
+    for info, value in zip(infos, values, strict=True):
+        info.use_unsharded_views(value, hidden=True)
+    assert list(dict(module.named_parameters())) == names == ["weight", "bias"]
+    infos[1].use_sharded_views("hidden")
+    del module.__dict__["weight"]
+    with pytest.raises(RuntimeError, match="'weight' was replaced after wrapping"):
+        infos[1].use_unsharded_views(values[1], hidden=True)
 
 
 def weights_of(lstm: nn.LSTM) -> list[object]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from minifsdp import CPUOffload, MixedPrecision
+from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.streams import BACKENDS
 from minifsdp.support.shard_changes import common_device, follow_changes, was_moved
@@ -126,10 +126,11 @@ def test_a_unit_without_parameters_has_a_dtype_and_a_place_all_the_same(dtype):
         assert model._unit.device == model._unit.unsharded.flat_param.device == torch.device("meta")
 
 
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
-def test_what_was_made_in_an_inference_may_be_trained_with():
+def test_what_was_made_in_an_inference_may_be_trained_with(strategy):
     """The first forward of all, and the first after the model was cast, makes tensors to keep."""
-    model = stack()
+    model = stack(sharding_strategy=ShardingStrategy[strategy])
     for dtype in (torch.float32, torch.float64):
         model.to(dtype)
         with torch.inference_mode():
