@@ -82,7 +82,7 @@ wheel: $(INSTALLED)  ## dist/minifsdp-*.whl
 	@$(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:  ## remove what the other targets made
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist *.egg-info .expected .pytest_cache .mypy_cache .ruff_cache
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "minifsdp needs Python 3.10 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12 ...")'
