@@ -56,7 +56,8 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 @on_ranks(1)
 def test_whoever_uses_a_sharded_parameter_is_told_which_one_it_is(use):
-    weight = stack(2).module[2].module[0].weight
+    model = stack(2)  # kept: of a model that is gone the message is another one
+    weight = model.module[2].module[0].weight
     with pytest.raises((RuntimeError, AttributeError)) as error:
         USES[use](weight)
     assert "parameter '0.weight' of unit '2' is sharded now" in str(error.value)
@@ -93,7 +94,8 @@ def test_a_placeholder_says_what_is_known_without_values():
 @pytest.mark.parametrize("attribute", ["data", "grad", "requires_grad", "mark"])
 @on_ranks(1)
 def test_nothing_is_set_on_a_placeholder_where_nobody_would_read_it(attribute):
-    weight = stack(2).module[2].module[0].weight
+    model = stack(2)  # kept: of a model that is gone the message is another one
+    weight = model.module[2].module[0].weight
     match = f"'{attribute}' cannot be set: parameter '0.weight' of unit '2' is sharded now"
     before = getattr(weight, attribute, "none")
     with pytest.raises(RuntimeError, match=match):
