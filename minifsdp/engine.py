@@ -2,7 +2,17 @@
 
 hooks.py and backward.py know *when* a moment has come, and call the method of the same name here.
 Each method is a few lines. It gathers parameters and frees them (parameters.py), asks which unit
-comes next (prefetch.py), and sends gradients on their way (gradients.py).
+comes next (prefetch.py), and sends gradients on their way (gradients.py):
+
+- **Before forward.** Start to gather the unit. Start to gather what comes next; the computation
+  does not wait for that one. Let it wait for this unit. Make new views for the module.
+- **After forward.** Free the unit, unless its backward comes soon (`stays_after_forward`).
+- **Before backward.** As in the forward, but without new views: the graph has those of the forward,
+  and they show the same memory.
+- **After gradient.** Free the unit first, so that what is gathered next can have its memory. Gather
+  what comes next. Start to reduce the gradient, or hold it on this rank.
+- **End of backward.** Wait for all reductions, and give the optimizer its gradients. Free what is
+  still there: a unit whose outputs had no part in the loss, for example.
 """
 
 from collections.abc import Iterator

@@ -35,8 +35,8 @@ def test_a_page_is_not_stale(path):
 
 @pytest.mark.parametrize("path", build.tutorials([]), ids=lambda path: path.stem)
 def test_a_tutorial_is_short_and_its_page_is_whole(path):
-    code = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
-    assert len(code) <= 100  # the text may be as long as the reader needs it
+    lines = [line for line in path.read_text().splitlines() if line]
+    assert len(lines) <= 150
     page = re.sub("```.*?```", "", path.with_suffix(".md").read_text(), flags=re.DOTALL)
     for alt, picture in re.findall(r"!\[(.*?)\]\((.*?)\)", page, re.DOTALL):
         assert len(alt) > 40 and (path.parent / picture).is_file()

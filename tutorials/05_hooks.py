@@ -110,43 +110,20 @@ def two_layers() -> None:
 # with a view of it, so its gradient is complete when the layer's is. The *end* is a callback. It
 # can only be queued while a backward is running, and runs after the last operation.
 #
-# The hooks are in [autograd_hooks.py](../minifsdp/support/autograd_hooks.py). What is done at each
-# moment is a few lines in [engine.py](../minifsdp/engine.py), for one *unit*: the parameters that
-# are gathered and freed as a whole.
+# The hooks are in [autograd_hooks.py](../minifsdp/support/autograd_hooks.py). The post-backward:
 #
-# - **Pre-forward.** Start to gather the unit, unless that has been done ahead. Start to gather what
-#   comes next (page [10](10_prefetch.md)); the computation does not wait for that one. Let it wait
-#   for this unit. Make new views of the flat tensor, and give them to the module as its parameters.
-# - **Post-forward.** Free the unit. It stays only if its backward comes soon: the outermost unit,
-#   whose backward is the first, and units whose strategy is to stay (page [11](11_groups.md)).
-#   Without gradients no backward comes, and nothing stays.
-# - **Pre-backward.** As in the forward, but without new views: the graph has those of the forward,
-#   and they show the same memory.
-# - **Post-backward.** Free the unit first, so that what is gathered next can have its memory.
-#   Gather what comes next. Start to reduce the gradient, or keep it on this rank (page
-#   [14](14_no_sync.md)).
-# - **End.** Wait for all reductions, and give the optimizer its gradients. Free what is still
-#   there: a unit whose outputs had no part in the loss, for example.
+# {{ minifsdp/engine.py Engine.after_gradient }}
 #
-# Three programs show that "when the first gradient reaches the output" is not all there is to say:
-#
-# - *The loss comes from a part of the model.* Then the outputs of the units around that part get no
-#   gradient, and yet what they computed before it is in the graph. So when a backward enters an
-#   inner unit, it enters those around it first, the outermost one before the others. If one of them
-#   is done already, it stays done.
-# - *A tensor leaves a module in an attribute.* No hook on the output sees it. So the pre-backward
-#   also comes when autograd needs a parameter that it has saved for the backward
-#   ([saved_tensors.py](../minifsdp/support/saved_tensors.py)).
-# - *A unit is frozen.* Its flat tensor gets no gradient, so there is no post-backward. But the
-#   gradient flows through it, and its backward is over when its *inputs* have their gradients. A
-#   hook on those frees it. If they need none either, nothing is gathered again, and the end comes.
+# (Prefetching is page 10, `synchronizes` page 14; `may_reduce` is about ranks that use different
+# units.) A tensor may leave a module in an attribute, too, so the pre-backward also comes when
+# autograd needs a saved parameter: `minifsdp/support/saved_tensors.py`.
 #
 # ## What breaks without it
 #
 # Each forward of `layer` makes a new view of the flat tensor, and so does each forward in the
 # engine, for every parameter. Why? They show the same memory as the last ones. Make them once,
-# then, in a model of four units: three blocks, and the *root*, the model itself with the one layer
-# that is in no block. (Nothing is gathered ahead.)
+# then, in a model of four *units*, which are gathered and freed as a whole: three blocks, and the
+# *root*, the model itself with the one layer that is in no block. (Nothing is gathered ahead.)
 
 
 # %%

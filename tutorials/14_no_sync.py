@@ -54,32 +54,11 @@ def before_or_after() -> None:
 #
 # {{ minifsdp/reduce.py store_gradient }}
 #
-# Between the two stands [gradients.py](../minifsdp/gradients.py), which has one `reduce` for each
-# unit and one `finish` for the whole backward. It keeps two promises:
-#
-# - *One reduction at a time.* A reduction holds the gradient of a whole unit until it has been
-#   sent. If the network is slower than the backward, and each new reduction were started at once,
-#   the gradients of the whole model would wait in memory. So before a reduction starts, the
-#   computation waits for the one before it, whose memory is free then.
-# - *All gradients or none.* No result is stored before all have arrived. If an exception ends a
-#   backward halfway, every `.grad` is what it was before, and the step can be tried again. Hooks on
-#   gradients run last, since a hook may be an optimizer (or raise).
-#
 # ## Twice before a step
 #
 # The last line is `.grad` adding up as always, but chunks. Instead a gradient may wait. Inside of
-# `no_sync()` a backward leaves it on its rank, and the first backward outside reduces the sum.
-#
-# Where does it wait? Not in the `.grad` of the chunk, whose shape is another. But `zero_grad()`
-# must clear it like any gradient, and an optimizer that steps too early must be refused, and both
-# see only that `.grad`. So it gets a *mark* ([no_sync.py](../minifsdp/no_sync.py)): zeros, or what
-# was there already. What waits is valid for as long as nobody has changed the mark, which PyTorch
-# counts in a tensor's `_version`. If it was changed, there are two cases. Either it is all zeros
-# now: it was cleared, and what waits is dropped. Or it is not: somebody has scaled a gradient of
-# which a part is missing, and that is an error. A mark of zeros that was scaled looks as if it was
-# cleared, so its first element is -0: scaled it stays -0, and `zero_grad()` makes it 0.
-#
-# Both ways, on 8 virtual GPUs, with 8 layers of 64 MiB, each a unit:
+# `no_sync()` a backward leaves it on its rank, and the first backward outside reduces the sum. Both
+# ways, on 8 virtual GPUs, with 8 layers of 64 MiB, each a unit:
 
 
 # %%

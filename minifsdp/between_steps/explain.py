@@ -65,7 +65,7 @@ def _row(unit: Unit) -> tuple[str, ...]:
         sharers += ", stays after forward"
     return (
         unit.name or "<root>", f"{unit.numel:,}", _bytes(unit.padded_shard.nbytes),
-        _bytes(gathered) if unit.shard_world_size > 1 or low else "as it is",
+        _bytes(gathered) if unit.shard_world_size > 1 or low or unit.offload_from else "as it is",
         str(computed_in).removeprefix("torch."), sharers,
     )  # fmt: skip
 

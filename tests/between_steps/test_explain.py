@@ -1,6 +1,8 @@
 """explain.py: a table of the units of a model, and what `print` shows of them."""
 
+import io
 import re
+from contextlib import redirect_stdout
 
 import pytest
 import torch
@@ -51,6 +53,9 @@ def test_who_shares_a_unit(strategy, shared_by):
     model = stack(sharding_strategy=ShardingStrategy[strategy], device_mesh=mesh)
     assert cells(model, "1")[-1] == shared_by
     assert (cells(model, "1")[3] == "as it is") == (strategy == "NO_SHARD")
+    settings = {"sharding_strategy": ShardingStrategy[strategy], "device_mesh": mesh}
+    uploaded = stack(cpu_offload=CPUOffload(True), **settings)
+    assert cells(uploaded, "1")[3] != "as it is"  # it is copied to the device
 
 
 @on_ranks(2)
@@ -70,7 +75,15 @@ def test_print_shows_where_the_units_are():
     assert shown == [f"unit of {numel} parameters, sharded over 2 ranks" for numel in numels]
 
 
-def test_it_prints_and_says_what_has_no_units(capsys):
+@on_ranks(1)
+def test_it_prints_the_table():
+    model, printed = stack(), io.StringIO()
+    with redirect_stdout(printed):
+        minifsdp.explain(model)
+    assert printed.getvalue() == table(model) + "\n"
+
+
+def test_it_says_what_has_no_units(capsys):
     with pytest.raises(ValueError, match="Linear has no sharded parameters: there is no Fully"):
         minifsdp.explain(nn.Linear(2, 2))
     assert capsys.readouterr().out == ""
