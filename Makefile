@@ -8,9 +8,9 @@ PY ?= .venv/bin/python
 INSTALLED := $(if $(filter .venv/%,$(PY)),.venv/installed)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all student grade hint mistake lab evidence \
+.PHONY: help demo test test-all test-hf student grade hint mistake lab evidence \
         kit-check autograder lint matrix fuzz mutants \
-        claims tutorials bench validate wheel clean
+        claims tutorials bench bench-checkpoints validate wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 12
@@ -24,6 +24,10 @@ test: $(INSTALLED)  ## what every commit needs; one test: ARGS="tests/test_limit
 
 test-all: $(INSTALLED)  ## every test that this machine can run; takes ARGS as well
 	@$(PY) -m pytest $(WORKERS) $(ARGS)
+
+test-hf: $(INSTALLED)  ## models of transformers and peft against DDP; installs both into .venv
+	@$(if $(INSTALLED),$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[hf]")
+	@$(PY) -m pytest $(WORKERS) tests/hf $(ARGS)
 
 QUIETLY := -W ignore  # torch warns of NumPy, which is not needed here
 student: $(INSTALLED)  ## OUT=~/my-fsdp: the concept files with functions to write yourself
@@ -74,6 +78,9 @@ tutorials: $(INSTALLED)  ## the pages in tutorials/, by running them
 
 bench: $(INSTALLED)  ## against torch's FSDP1 and DDP, as ratios
 	@$(PY) -m tests.bench.engine $(ARGS)
+
+bench-checkpoints: $(INSTALLED)  ## saving and loading, against torch's fully_shard
+	@$(PY) -m tests.bench.checkpoints $(ARGS)
 
 validate: $(INSTALLED)  ## the virtual GPU against the real one that is here
 	@$(PY) -m tests.bench.gpu

@@ -3,6 +3,20 @@
 The README has the map of the files, in the order in which to read them.
 """
 
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+
 from minifsdp.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -11,9 +25,16 @@ from minifsdp.api import (
     ShardingStrategy,
     Stats,
 )
+from minifsdp.between_steps.as_dtensors import as_dtensors
 from minifsdp.between_steps.explain import explain
 from minifsdp.between_steps.grad_scaler import ShardedGradScaler
 from minifsdp.checks.unsupported import MISSING, Missing
+from minifsdp.fsdp_module import (
+    FSDPModule,
+    UnshardHandle,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from minifsdp.fully_sharded import FullyShardedDataParallel
 from minifsdp.limiter import EventQueue, Limiter, NoLimit, SynchronizeAfterFree
 from minifsdp.support.flat_parameter import FlatParameter
@@ -30,23 +51,39 @@ from minifsdp.wrapping.policies import (
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "CPUOffloadPolicy",
     "CustomPolicy",
     "EventQueue",
+    "FSDPModule",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "FlatParameter",
     "ForwardPrefetch",
     "FullyShardedDataParallel",
     "Limiter",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "NoLimit",
+    "OffloadPolicy",
+    "OptimStateDictConfig",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "ShardedGradScaler",
     "ShardingStrategy",
     "Stats",
     "SynchronizeAfterFree",
+    "UnshardHandle",
     "always_wrap_policy",
+    "as_dtensors",
     "enable_wrap",
     "explain",
+    "fully_shard",
     "lambda_auto_wrap_policy",
+    "register_fsdp_forward_method",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
 ]

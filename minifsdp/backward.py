@@ -21,7 +21,7 @@ from minifsdp.engine import Engine
 from minifsdp.no_sync import check_unreduced_grad
 from minifsdp.support.autograd_hooks import at_end_of_backward, will_reach
 from minifsdp.support.grad_hooks import change_gradient
-from minifsdp.support.param_views import use_sharded_views
+from minifsdp.support.param_views import show_divided_params, use_sharded_views
 from minifsdp.support.saved_tensors import Call, Chain, SavedParameters
 from minifsdp.unit import Unit
 from minifsdp.unit_state import TrainingState
@@ -132,11 +132,13 @@ class Backward:
                 self._gradient_of(unit)  # it came in parts only
         self.agreement.at(Moment.END_OF_A_BACKWARD_BELOW, self.engine.root)
         self.engine.end_of_backward(in_use={call.unit for call in self.calls})
+        show_divided_params(self.engine.units)
         self._to_end = None
 
     def _hide_all(self) -> None:
         for unit in self.engine.units:
             use_sharded_views(unit)  # else parameters() would list views until the next forward
+        show_divided_params(self.engine.units)
 
     def forget_failed(self) -> None:
         """If an exception has ended the last one, start as if it had never been."""

@@ -34,7 +34,8 @@ def check_flattenable(tensors: Mapping[str, Tensor]) -> None:
     advice = {
         "dtype": "Convert them to one dtype, or wrap those of one dtype in a unit of their own.",
         "device": "Move the module to one device before wrapping it.",
-        "requires_grad": "Freeze or train all of them, or wrap the frozen ones in their own unit.",
+        "requires_grad": "Freeze or train all of them, wrap the frozen ones in their own unit, or "
+        "cut units in rows (use_orig_params=True), which may be frozen in part.",
     }
     for attribute, remedy in advice.items():
         by_value: dict[object, list[str]] = {}

@@ -5,7 +5,7 @@ hooks around ``forward``. The outermost wrapper is the *root*: streams, limiter 
 its own, for all units below it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -19,13 +19,16 @@ from minifsdp.api import (
     MixedPrecision,
     ShardingStrategy,
 )
+from minifsdp.between_steps.checkpoint_calls import refuse_full_options
 from minifsdp.between_steps.clip_grad import clip_grad_norm
+from minifsdp.between_steps.comm_hooks import register_comm_hook
 from minifsdp.between_steps.full_params import Options, summon
-from minifsdp.between_steps.state_dict import refuse_full_options, register_hooks
+from minifsdp.between_steps.state_dict import register_hooks
+from minifsdp.between_steps.state_dict_methods import StateDictMethods
 from minifsdp.checks.misplaced_calls import check_root_and_idle
 from minifsdp.checks.other_wrappers import check_inside
 from minifsdp.checks.param_names import with_flat_names
-from minifsdp.checks.unsupported import add_missing, refuse
+from minifsdp.checks.unsupported import add_missing
 from minifsdp.engine import Engine
 from minifsdp.hooks import Hooks
 from minifsdp.limiter import Limiter
@@ -35,14 +38,15 @@ from minifsdp.wrapping.attributes import Forward, ModuleWrapper
 from minifsdp.wrapping.auto_wrap import check_wrappable
 from minifsdp.wrapping.build import build_unit, wrap_below
 from minifsdp.wrapping.compiled import compiled, uncompiled
-from minifsdp.wrapping.module_tree import clean, name_units
+from minifsdp.wrapping.ignored import ignoring
+from minifsdp.wrapping.module_tree import clean, ignored_params, name_units
 from minifsdp.wrapping.policies import Policy
 from minifsdp.wrapping.root_settings import make_limiter, make_prefetcher
 from minifsdp.wrapping.settings import Settings
 from minifsdp.wrapping.torch_names import from_torch
 
 
-class FullyShardedDataParallel(ModuleWrapper):
+class FullyShardedDataParallel(StateDictMethods, ModuleWrapper):
     """Shard a module's parameters, gradients and optimizer state over the ranks of a group.
 
     Args:
@@ -57,6 +61,8 @@ class FullyShardedDataParallel(ModuleWrapper):
             hand.
         backward_prefetch: see prefetch.py; None is none.
         mixed_precision: see precision.py.
+        ignored_modules: modules to leave alone, with all below them; see wrapping/ignored.py.
+            Their gradients are not reduced.
         param_init_fn: called with each module of a unit that has something on the meta device, to
             give it memory and values; None: ``reset_parameters()`` does. See materialize.py.
         device_id: move the module there first, unit by unit.
@@ -65,22 +71,25 @@ class FullyShardedDataParallel(ModuleWrapper):
             a CPU, where the host does not run ahead, and no gather would be hidden otherwise.
         limit_all_gathers: how many units may be alive at once: True is 2, False is no limit; or a
             :class:`~minifsdp.limiter.Limiter`.
+        use_orig_params: cut units in rows (rows.py). ``parameters()`` then has a DTensor for each
+            parameter, under its own name. False: in chunks (shard.py), one 1-D chunk for each unit.
+        ignored_states: parameters, or modules, to leave alone; instead of ``ignored_modules``.
         device_mesh: instead of ``process_group``; with two dimensions, (replicate, shard), for
             hybrid strategies.
 
     Prefetching and limit are the root's, for all its units. The rest is of each unit; those that
-    ``auto_wrap_policy`` makes get it from here, and may differ. ``ignored_modules``,
-    ``ignored_states`` and ``use_orig_params`` are not there yet and refused.
+    ``auto_wrap_policy`` makes get it from here, and may differ.
 
-    Build the optimizer *after* wrapping, from this module's ``parameters()``: one 1-D chunk for
-    each unit. ``backward()`` leaves in their ``grad`` the mean over all ranks.
+    Build the optimizer *after* wrapping, from this module's ``parameters()``. ``backward()`` leaves
+    in their ``grad`` the mean over all ranks.
 
     Raises:
         ValueError: parameters that cannot share a unit, or that two units would share; a module
-            that is wrapped already, or that has no forward; groups that do not fit the strategy.
-        TypeError: a strategy, policy or prefetch that is none of minifsdp's.
+            that is wrapped already, or that has no forward; groups that do not fit the strategy;
+            something that cannot be ignored.
+        TypeError: a strategy, policy or prefetch that is none of minifsdp's; ignored things that
+            are no modules or parameters.
         RuntimeError: there is no process group, or an optimizer was built before.
-        NotImplementedError: an argument that minifsdp does not have yet.
 
     Sources: Zhao et al., "PyTorch FSDP", arXiv:2304.11277; Rajbhandari et al., "ZeRO",
     arXiv:1910.02054.
@@ -95,49 +104,36 @@ class FullyShardedDataParallel(ModuleWrapper):
         auto_wrap_policy: Policy | None = None,
         backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
         mixed_precision: MixedPrecision | None = None,
-        ignored_modules: Any = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
         device_id: int | str | torch.device | None = None,
         sync_module_states: bool = False,
         forward_prefetch: bool | ForwardPrefetch | None = None,
         limit_all_gathers: bool | int | Limiter = True,
         use_orig_params: bool = False,
-        ignored_states: Any = None,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: Any = None,
     ) -> None:
-        refuse(
-            ignored_modules=ignored_modules, ignored_states=ignored_states,
-            use_orig_params=use_orig_params,
-        )  # fmt: skip
         super().__init__()
-        if auto_wrap_policy is None:
-            check_wrappable(module)
-        check_inside(module)
-        limiter = make_limiter(limit_all_gathers)
-        prefetcher = make_prefetcher(from_torch(backward_prefetch), forward_prefetch)
-        settings = Settings(  # last: it may make process groups, in which all ranks take part
-            process_group, sharding_strategy, cpu_offload, mixed_precision, param_init_fn,
-            device_id, sync_module_states, device_mesh,
-        )  # fmt: skip
-        if auto_wrap_policy is not None:
-            wrap_below(module, from_torch(auto_wrap_policy), settings, FullyShardedDataParallel)
-        self._unit = build_unit(module, settings)
+        with ignoring(module, ignored_modules, ignored_states):
+            if auto_wrap_policy is None:
+                check_wrappable(module)
+            check_inside(module)
+            limiter = make_limiter(limit_all_gathers)
+            prefetcher = make_prefetcher(from_torch(backward_prefetch), forward_prefetch)
+            settings = Settings(  # last: it may make process groups, in which all ranks take part
+                process_group, sharding_strategy, cpu_offload, mixed_precision, param_init_fn,
+                device_id, sync_module_states, device_mesh, use_orig_params,
+            )  # fmt: skip
+            if auto_wrap_policy is not None:
+                policy = from_torch(auto_wrap_policy)
+                wrap_below(module, policy, settings, FullyShardedDataParallel)
+            self._unit = build_unit(module, settings)
         self._fsdp_wrapped_module = module
         register_hooks(self)
-        self._become_root(prefetcher, limiter)
+        make_root(self, prefetcher, limiter)
         self.training = module.training
         self.__dict__["forward"] = Forward(type(self).forward, self)
-
-    def _become_root(self, prefetcher: Prefetcher, limiter: Limiter) -> None:
-        """Name the units here and below, and give them hooks of their own. The last wrapper to do
-        so is the outermost, whichever of them runs first: nothing has to be guessed later."""
-        wrappers = name_units(self)
-        for wrapper in wrappers:
-            if "_hooks" in wrapper.__dict__:
-                wrapper._hooks.engine.reset()  # it was a root, and may have been in use
-        self._hooks = Hooks(Engine([w._unit for w in wrappers], limiter, prefetcher))
-        for wrapper in wrappers:
-            wrapper._hooks = self._hooks
 
     @uncompiled
     def forward(self, callback: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,14 +149,16 @@ class FullyShardedDataParallel(ModuleWrapper):
 
     @property
     def module(self) -> Any:
-        """The wrapped module."""
-        return self._fsdp_wrapped_module
+        """The wrapped module. It stays the same if ``apply_activation_checkpointing`` puts a
+        wrapper of its own between the two."""
+        return self._unit.module
 
     @property
     def _engine(self) -> Engine:
         """What this wrapper's root shares among its units: counts, orders, limiter. It can be
         reached as ``engine`` too, unless the wrapped module has something of that name."""
-        return self._hooks.engine
+        engine: Engine = self._hooks.engine
+        return engine
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Flat parameters, or inside :meth:`summon_full_params` the original ones; names as they
@@ -200,7 +198,20 @@ class FullyShardedDataParallel(ModuleWrapper):
                 ``no_sync`` wait to be reduced.
         """
         self._check_root_and_idle("clip_grad_norm_")
-        return clip_grad_norm(self._engine.units, float(max_norm), float(norm_type))
+        max_norm, norm_type = float(max_norm), float(norm_type)
+        return clip_grad_norm(self._engine.units, max_norm, norm_type, ignored_params(self))
+
+    def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
+        """Average gradients with ``hook(state, gradient, shard)``, such as torch's
+        ``fp16_compress_hook``. Every rank calls it, before its first step; see comm_hooks.py.
+
+        Raises:
+            RuntimeError: this is not the root; there has been a step; there is a hook already.
+            TypeError: ``hook`` is not callable with these arguments.
+            ValueError: a unit has a hybrid strategy, which torch's hooks do not have either.
+        """
+        self._check_root_and_idle("register_comm_hook")
+        register_comm_hook(self._engine, state, hook)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
         """Call ``fn`` on every module, inner ones first, each while the whole parameters of its
@@ -247,6 +258,19 @@ class FullyShardedDataParallel(ModuleWrapper):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         adopt(self._unit)
         return self
+
+
+def make_root(module: nn.Module, prefetcher: Prefetcher, limiter: Limiter) -> None:
+    """Name the units at and below ``module``, and give them hooks of their own. The last module to
+    become a root is the outermost, whichever of them runs first: nothing has to be guessed later.
+    """
+    wrappers = name_units(module)
+    for wrapper in wrappers:
+        if "_hooks" in wrapper.__dict__:
+            wrapper._hooks.engine.reset()  # it was a root, and may have been in use
+    hooks = Hooks(Engine([w._unit for w in wrappers], limiter, prefetcher))
+    for wrapper in wrappers:
+        wrapper._hooks = hooks
 
 
 add_missing(FullyShardedDataParallel)

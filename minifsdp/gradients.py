@@ -56,7 +56,8 @@ class Gradients:
         parts. Nobody else may hold ``grad``: it is written to."""
         if unit.unreduced_grad is not None and all(r.unit is not unit for r in self._reductions):
             # What no_sync has left stays as it is until this backward has succeeded.
-            grad.add_(unit.unreduced_grad.grad)
+            waiting = unit.unreduced_grad.grad
+            grad = grad.to(torch.promote_types(grad.dtype, waiting.dtype)).add_(waiting)
         for reduction in self._reductions[-2:-1]:
             start_next_part(reduction, self.streams)
         if self._reductions:
@@ -73,7 +74,8 @@ class Gradients:
         """Reduce what is held of a unit; if nothing is, zeros: this rank's part of the mean."""
         grad = self._held.pop(unit, None)
         if grad is None:
-            grad = torch.zeros(unit.padded_numel, dtype=unit.unsharded.dtype, device=unit.device)
+            size = unit.unsharded.flat_param.numel()
+            grad = torch.zeros(size, dtype=unit.unsharded.dtype, device=unit.device)
         self.reduce(unit, grad)
 
     def finish(self) -> None:
@@ -86,11 +88,11 @@ class Gradients:
             wait_for_reduction(reduction)
         for reduction in self._reductions:
             store_gradient(reduction)
-        for unit, grad in self._held.items():
+        while self._held:  # freed one after the other, since each may be replaced by a cast copy
+            unit, grad = self._held.popitem()
             store_unreduced(unit, grad)
         complete = [reduction.unit for reduction in self._reductions]
         self._reductions.clear()
-        self._held.clear()
         for unit in complete:  # last: a hook may raise, or be an optimizer
             after_gradient(unit)
 

@@ -35,7 +35,12 @@ from minifsdp.checks.rank_agreement import Moment
 from minifsdp.engine import Engine
 from minifsdp.precision import output_cast, prepare_inputs
 from minifsdp.support.autograd_hooks import after_gradients_of, before_gradient_of
-from minifsdp.support.param_views import check_untouched, values
+from minifsdp.support.param_views import (
+    check_untouched,
+    hides_params,
+    show_divided_params,
+    values,
+)
 from minifsdp.support.pytree import tensors_in
 from minifsdp.support.saved_tensors import Call, refuse_transforms
 from minifsdp.unit import Unit
@@ -47,7 +52,8 @@ class Hooks:
 
     Attributes:
         calls: the forwards that are running now, outermost first.
-        summoned: units whose parameters are out between steps; see between_steps/full_params.py.
+        summoned: units whose parameters are out between steps, and whether they are DTensors; see
+            between_steps/full_params.py.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -55,7 +61,8 @@ class Hooks:
         self.backward = Backward(engine)
         self.calls = self.backward.calls
         self.depth = 0  # of forwards within forwards
-        self.summoned: set[Unit] = set()
+        self.summoned: dict[Unit, bool] = {}
+        self._graph_waits = False  # there was a forward before this one, and not yet its backward
         self.state_dict_calls = StateDictCalls()
 
     @property
@@ -79,7 +86,7 @@ class Hooks:
         if self.state_dict_calls.held:
             self.state_dict_calls.close_aborted()
         if self.summoned:
-            check_summoned(unit, self.engine.units)
+            check_summoned(unit, self.engine.units, any(self.summoned.values()))
             if unit in self.summoned:
                 return module(*args, **kwargs)
         self.depth += 1
@@ -116,6 +123,7 @@ class Hooks:
         """
         if self._outermost and not self.summoned:
             self.backward.forget_failed()
+            self._graph_waits = hides_params(self.engine.units)
             self.engine.start(training)
             self.agreement.begin()
             self.engine.prefetcher.start_forward()
@@ -153,6 +161,8 @@ class Hooks:
             for other in self.engine.units:  # prefetched for a forward that did not come
                 if not self.engine.stays_after_forward(other) and other not in self.summoned:
                     self.engine.parameters.reshard(other)
+            if not torch.is_grad_enabled() and not self._graph_waits:  # no backward will come
+                show_divided_params(self.engine.units)
 
     def forward_failed(self, unit: Unit) -> None:
         """The module has raised. Leave everything so that the next forward finds it in order."""
@@ -160,6 +170,8 @@ class Hooks:
             self.agreement.failed()
             self.engine.reset()
             self.engine.prefetcher.forget()
+            if not self._graph_waits:
+                show_divided_params(self.engine.units)
         elif unit.state.training is not TrainingState.PRE_BACKWARD and self.agreement.may_reshard:
             # Only this one: its caller may catch the exception, whose traceback may hold views.
             self.engine.parameters.reshard(unit)

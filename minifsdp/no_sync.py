@@ -9,6 +9,8 @@ A program that accumulates gradients over several batches can reduce them once, 
 
 This saves communication and costs memory: each rank has unsharded gradients, in the dtype of the
 computation. During a second such backward it has two sets of them, until that backward succeeds.
+(``fully_shard`` keeps them in ``reduce_dtype``, as torch's does: in float32 a sum over many batches
+loses nothing to the eight bits of bfloat16, for twice the memory.)
 Without ``no_sync`` the gradients of each batch are reduced and accumulated in shards. Both give the
 same sums, and a program may use both.
 
@@ -38,17 +40,24 @@ def store_unreduced(unit: Unit, grad: Tensor) -> None:
 
     Args:
         grad: of ``unit.unsharded.flat_param``: ``[padded_numel]``, in its dtype. It is added to the
-            unit's unreduced gradient, if there is one.
+            unit's unreduced gradient, if there is one, and otherwise kept in
+            ``unit.unreduced_dtype``.
     """
     shard = unit.sharded_flat_param
     if unit.unreduced_grad is not None:
         grad = unit.unreduced_grad.grad.add_(grad)
+    elif unit.unreduced_dtype is not None:
+        grad = grad.to(unit.unreduced_dtype)
     if shard.grad is None:
         shard.grad = torch.zeros_like(shard, dtype=shard.grad_dtype)
+    elif unit.mesh is not None:
+        shard.grad = shard.grad  # shown in each DTensor, also where one was cleared
     # Zeros that are scaled stay zeros, and would look as if they were cleared. But -0 stays -0.
-    first = shard.grad[:1]
-    first.masked_fill_(first == 0, -0.0)
-    unit.unreduced_grad = UnreducedGrad(grad, shard.grad, shard.grad._version, shard._version)
+    for first in _firsts(unit, shard.grad):
+        first.masked_fill_(first == 0, -0.0)
+    unit.unreduced_grad = UnreducedGrad(
+        grad, shard.grad, _version(unit, shard.grad), shard._version
+    )
     _units.add(unit)
     _watch_optimizers()
 
@@ -64,16 +73,36 @@ def check_unreduced_grad(unit: Unit) -> None:
     if unreduced is None:
         return
     grad = shard.grad
-    if grad is not unreduced.mark or grad._version != unreduced.mark_version:
-        if grad is None or not (grad.any() or grad[:1].signbit().any()):
+    changed = grad is not unreduced.mark or _version(unit, grad) != unreduced.mark_version
+    # A foreach optimizer clears DTensors without counting a version, so look at their values.
+    if changed or (unit.mesh is not None and any(map(_was_cleared, _firsts(unit, grad)))):
+        if grad is None or not (grad.any() or any(f.signbit().any() for f in _firsts(unit, grad))):
             unit.unreduced_grad = None  # zero_grad(), with set_to_none=True or False
             return
-        what = "its gradient was changed (scaled, clipped?)"
+        what = "its gradient was changed (scaled, clipped, cleared in part?)"
     elif shard._version != unreduced.shard_version:
         what = "its parameters were changed (by an optimizer, by summon_full_params?)"
     else:
         return
     raise _incomplete(unit, what)
+
+
+def _version(unit: Unit, grad: Tensor | None) -> int:
+    """How often ``grad`` was changed in place, itself or through a DTensor that shows a part."""
+    if grad is None:
+        return -1
+    shown = (param.grad for param in unit.optimized_params)
+    return grad._version + sum(g._version for g in shown if g is not None and g is not grad)
+
+
+def _firsts(unit: Unit, grad: Tensor | None) -> list[Tensor]:
+    """The first element of each gradient that an optimizer sees, as a view, ``[1]`` or ``[0]``."""
+    local = [] if grad is None else unit.layout.local_tensors(grad, unit.shard_rank)
+    return [tensor.view(-1)[:1] for tensor in local if tensor is not None]
+
+
+def _was_cleared(first: Tensor) -> bool:
+    return bool(((first == 0) & ~first.signbit()).any())
 
 
 @cache
@@ -84,7 +113,8 @@ def _watch_optimizers() -> None:
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """Refuse a step with a part of the gradient before it is made. After it ``zero_grad()`` would
     clear the mark, and the mistake could not be found."""
-    units = {unit.sharded_flat_param: unit for unit in _units if unit.unreduced_grad is not None}
+    waiting = (unit for unit in _units if unit.unreduced_grad is not None)
+    units = {param: unit for unit in waiting for param in unit.optimized_params}
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param in units:

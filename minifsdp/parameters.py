@@ -47,13 +47,22 @@ class Parameters:
             self.limiter.admit(unit, needed=True)
             self._unshard(unit)
 
-    def prefetch(self, target: Unit | None) -> None:
-        """Start to gather a unit that will be needed next, if that is so and there is room."""
+    def prefetch(self, target: Unit | list[Unit] | None, listed: bool = False) -> None:
+        """Start to gather a unit that will be needed next, if that is so and there is room.
+
+        Args:
+            target: or several, of which the program has said that there is room for them.
+            listed: the target is one of these.
+        """
+        if isinstance(target, list):
+            for one in target:
+                self.prefetch(one, listed=True)
+            return
         if target is None or not target.needs_unshard or not self.agreement.may_prefetch:
             return
         if not self.prefetcher.is_sound(target):
             return
-        if self.limiter.admit(target, needed=False):
+        if self.limiter.admit(target, needed=listed):
             self.prefetcher.issued(target)
             self._unshard(target)
         else:

@@ -60,15 +60,15 @@ def reduce_gradient(unit: Unit, grad: Tensor, streams: Streams) -> Reduction:
     """Start the first part of a reduction, on the reduce stream.
 
     Args:
-        grad: the gradient of ``unit.unsharded.flat_param``, ``[padded_numel]``, in its dtype. It
-            may be overwritten.
+        grad: the gradient of ``unit.unsharded.flat_param``, ``[padded_numel]``, in its dtype or,
+            with what no_sync has left, in a wider one. It may be overwritten.
     """
     # Without this wait the reduction would send what the backward has yet to write.
     written = streams.compute.record_event()
     streams.reduce.wait_event(written)
     shards = unit.shard_group
     reduction = Reduction(unit, grad, written)
-    if unit.replicate_group is not None:
+    if unit.replicate_group is not None and unit.comm_hook is None:
         # Without a shard group the all-reduce is all there is, so launch() starts one of its parts.
         reduction.parts_left = halves(grad) - (shards is None)
 
@@ -78,11 +78,15 @@ def reduce_gradient(unit: Unit, grad: Tensor, streams: Streams) -> Reduction:
         # Referred to until this part is complete: otherwise the memory could be given to another
         # tensor while the reduce stream still reads it.
         reduction.result, reduction.sent = cast, (grad, cast)
+        if unit.comm_hook is not None:  # a user's own reduction, which waits for its end
+            reduction.result = unit.comm_hook(cast)
+            return lambda: None
         if shards is None:
             return _start_all_reduce_part(reduction, cast)
         reduction.result, finish = reduce_scatter(
-            cast, shards, 1 / shards.size(), unit.tag, unit.label
-        )
+            cast, shards, 1 / shards.size(), unit.tag, unit.label,
+            blocks=unit.layout.trained_blocks,
+        )  # fmt: skip
         return finish
 
     reduction.event = streams.reduce.submit(launch, f"reduce {unit.label}")
@@ -143,7 +147,5 @@ def store_gradient(reduction: Reduction) -> None:
     # ``grad_dtype`` is that of the shard or, with keep_low_precision_grads, ``param_dtype``.
     grad, before = reduction.result[: shard.numel()].to(shard.grad_dtype), shard.grad
     unit.unreduced_grad = None  # what no_sync has left was part of this sum
-    if before is None:
-        shard.grad = grad
-    else:
-        before.add_(grad)
+    # Assigned in both cases: in rows this shows it in each DTensor, also where one was cleared.
+    shard.grad = grad if before is None else before.add_(grad)

@@ -15,7 +15,13 @@ weight decay or a norm of the parameters would depend on elements that the model
 Nothing here communicates with other ranks.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 from torch import Tensor
+
+from minifsdp.flatten import flatten, unflatten
 
 
 def padded_shard_numel(numel: int, world_size: int) -> int:
@@ -54,3 +60,45 @@ def shard(flat: Tensor, rank: int, world_size: int) -> Tensor:
     padded_shard = flat.new_zeros(size)
     padded_shard[:unpadded] = flat[rank * size : rank * size + unpadded]
     return padded_shard
+
+
+class Chunks:
+    """Where the shards of a unit are in its unsharded flat parameter: one block for each rank.
+    :class:`~minifsdp.rows.Rows` is the other way to divide a unit, with the same methods.
+
+    Args:
+        shapes: of the unit's parameters.
+        world_size: ranks that share it.
+
+    Attributes:
+        blocks: None, which is one block for each rank; see comm/blocks.py.
+        padded_numel: elements of the unsharded flat parameter; all of them can have a gradient.
+    """
+
+    blocks = trained_blocks = None
+
+    def __init__(self, shapes: Sequence[torch.Size], world_size: int) -> None:
+        self.shapes, self.world_size = shapes, world_size
+        self.numel = sum(shape.numel() for shape in shapes)
+        self.padded_numel = padded_shard_numel(self.numel, world_size) * world_size
+        self.trained_numel = self.padded_numel
+
+    def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
+        """A new tensor ``[numel]``; see flatten.py."""
+        return flatten(tensors) if tensors else torch.empty(0)
+
+    def unflatten(self, flat: Tensor, frozen: Tensor | None = None) -> list[Any]:
+        """Views of ``flat``, ``[padded_numel]``, one for each parameter; ``frozen`` is None."""
+        return unflatten(flat, self.shapes)
+
+    def shard(self, flat: Tensor, rank: int) -> Tensor:
+        """The padded shard of ``rank``, ``[padded_numel / world_size]``."""
+        return shard(flat, rank, self.world_size)
+
+    def optimized_numel(self, rank: int) -> int:
+        """How many elements of the padded shard of ``rank`` are not padding."""
+        return unpadded_shard_numel(self.numel, rank, self.world_size)
+
+    def local_tensors(self, shard: Tensor, rank: int) -> list[Any]:
+        """What an optimizer sees of a shard without padding: all of it, as one tensor."""
+        return [shard]

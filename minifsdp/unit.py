@@ -7,6 +7,10 @@ A unit is a module's parameters, flattened and sharded together. It owns two ten
     unsharded.flat_param           the shards of all ranks, [padded_numel]. What the layers compute
                                    with. Its memory is there only while it is needed.
 
+``unit.layout`` says which elements of the second are in the first: a chunk (shard.py), or rows of
+each parameter (rows.py). Of rows the optimizer sees a DTensor for each parameter, in place of the
+flat parameter behind them (support/divided_param.py).
+
 The second never goes away as an *object*; its *storage* shrinks to nothing and grows again
 (support/unsharded_storage.py says why). Where the unit stands in a step is in unit_state.py.
 """
@@ -16,14 +20,17 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from minifsdp.api import MixedPrecision
 from minifsdp.comm.groups import Placement
-from minifsdp.flatten import check_flattenable, flatten
+from minifsdp.flatten import check_flattenable
 from minifsdp.offload import host_copy
-from minifsdp.shard import padded_shard_numel, shard, unpadded_shard_numel
+from minifsdp.rows import Rows, check_divisible
+from minifsdp.shard import Chunks
 from minifsdp.streams import Event
 from minifsdp.support.buffers import Buffers
+from minifsdp.support.divided_param import DividedParameter, divided_parameter
 from minifsdp.support.flat_parameter import FlatParameter, flat_parameter
 from minifsdp.support.param_access import ParamInfo, Placeholder
 from minifsdp.support.unsharded_storage import UnshardedFlatParam, UnshardedFlatParams
@@ -33,7 +40,7 @@ from minifsdp.unit_state import ShardedState, UnitState
 class UnreducedGrad(NamedTuple):
     """A gradient that no_sync has left; see no_sync.py."""
 
-    grad: Tensor  # ``[padded_numel]``, of this rank alone
+    grad: Tensor  # ``[padded_numel]``, of this rank alone, perhaps in ``unit.unreduced_dtype``
     mark: Tensor  # what was in ``sharded_flat_param.grad`` then
     mark_version: int
     shard_version: int
@@ -51,9 +58,11 @@ class Unit:
         precision: what to compute and to reduce in (see precision.py).
         offload_from: the device to compute on, if the shard is to live on the host (offload.py).
         tag: a number that no other unit of the group has, the same on all ranks.
+        mesh: of the ranks of ``placement``, to divide the unit in rows, of which the optimizer sees
+            a DTensor for each parameter (rows.py). None: in chunks (shard.py).
 
     Raises:
-        ValueError: the parameters cannot share one flat tensor (see flatten.py).
+        ValueError: the parameters cannot share one flat tensor (see flatten.py and rows.py).
     """
 
     def __init__(
@@ -65,9 +74,11 @@ class Unit:
         precision: MixedPrecision,
         offload_from: torch.device | None,
         tag: int,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         params = [info.parameter for info in param_infos]
-        check_flattenable({s.name: p for s, p in zip(param_infos, params, strict=True)})
+        named = {info.name: param for info, param in zip(param_infos, params, strict=True)}
+        check_flattenable(named) if mesh is None else check_divisible(named)
         self.name = ""  # the wrapper's place in the root; the root itself keeps ""
         self.module, self.param_infos, self.buffers = module, param_infos, buffers
         self.shard_group, self.replicate_group, self.reshard_after_forward = placement
@@ -76,25 +87,37 @@ class Unit:
         self.state, self.tag = UnitState(), tag
         self.unshard_event: Event | None = None  # while UNSHARDING: passed when the data is there
         self.on_demand: Callable[[Unit], bool] = lambda unit: False  # see param_access.Placeholder
+        self.comm_hook: Callable[[Tensor], Tensor] | None = None  # see between_steps/comm_hooks.py
 
-        flat = flatten(params) if params else torch.empty(0)
         group = self.shard_group
         self.shard_rank = group.rank() if group is not None else 0
         self.shard_world_size = group.size() if group is not None else 1  # that share it
-        self.numel = flat.numel()
-        padded = padded_shard_numel(self.numel, self.shard_world_size)
-        self.padded_numel = padded * self.shard_world_size
+        shapes = [info.shape for info in param_infos]
+        self.mesh = mesh if params else None
+        trained = [param.requires_grad for param in params]
+        self.layout: Chunks | Rows = Chunks(shapes, self.shard_world_size)
+        if self.mesh is not None:
+            self.layout = Rows(shapes, trained, self.shard_world_size)
+        self.numel = sum(shape.numel() for shape in shapes)
+        self.padded_numel = self.layout.padded_numel
 
-        # The shard's memory, and padding after it.
+        # The shard's memory, and padding in it.
         self.padded_shard = host_copy(
-            shard(flat, self.shard_rank, self.shard_world_size), offload_from
+            self.layout.shard(self.layout.flatten(params), self.shard_rank), offload_from
         )
-        unpadded = unpadded_shard_numel(self.numel, self.shard_rank, self.shard_world_size)
-        requires_grad = bool(params) and params[0].requires_grad
-        self.sharded_flat_param = self._new_shard(self.padded_shard[:unpadded], requires_grad)
+        self.sharded_flat_param: FlatParameter
+        if self.mesh is not None:
+            self.sharded_flat_param = divided_parameter(self, trained)
+        else:
+            unpadded = self.padded_shard[: self.layout.optimized_numel(self.shard_rank)]
+            self.sharded_flat_param = self._new_chunk(unpadded, any(trained))
         self.unreduced_grad: UnreducedGrad | None = None
+        self.unreduced_dtype: torch.dtype | None = None  # to keep it in; None: that of the gradient
+        self.forward_targets: list[Unit] = []  # what a program wants to have prefetched when this
+        self.backward_targets: list[Unit] = []  # unit's turn begins; see prefetch_lists.py
         self.views: list[Tensor] = []
-        self.uses_unsharded_views = True  # its modules see parameters, and not placeholders
+        self.uses_unsharded_views = True  # its modules see unsharded parameters
+        self.has_placeholders = False  # its modules see those, and no parameters
         # kept_version: of the shard, if a no_sync backward has left it gathered. leaks: how often
         # somebody else has kept the memory. watched: by flat_parameter.watch_for_losses.
         self.kept_version, self.leaks, self.watched = -1, 0, object()
@@ -103,20 +126,30 @@ class Unit:
         self.unsharded = UnshardedFlatParam(self.padded_shard, self.padded_shard, False, None)
         self.placeholders = [Placeholder(self, info) for info in param_infos]
 
-    def _new_shard(self, data: Tensor, requires_grad: bool) -> FlatParameter:
-        low = self.precision.param_dtype if self.precision.keep_low_precision_grads else None
-        return flat_parameter(data, requires_grad, self, self.shard_world_size > 1, low)
+    def _new_chunk(self, data: Tensor, requires_grad: bool) -> FlatParameter:
+        return flat_parameter(data, requires_grad, self, self.shard_world_size > 1, self.grad_dtype)
 
     def replace_shard(self, found: nn.Parameter) -> FlatParameter:
         """Take over what torch has put in the shard's place, moved or cast. What a program does to
         a shard in other ways is found by support/shard_changes.py."""
-        self.sharded_flat_param = self._new_shard(found.data, found.requires_grad)
+        self.sharded_flat_param = self._new_chunk(found.data, found.requires_grad)
         return self.sharded_flat_param
+
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """The dtype of the optimizer's gradients; None: that of the shard."""
+        return self.precision.param_dtype if self.precision.keep_low_precision_grads else None
 
     @property
     def label(self) -> str:
         """The unit's name as a message should say it."""
         return repr(self.name) if self.name else "<root>"
+
+    def describe(self) -> str:
+        """The unit in a few words, for ``print(model)``."""
+        ranks = f"{self.shard_world_size} rank{'s' * (self.shard_world_size > 1)}"
+        rows = ", in rows" if self.mesh is not None else ""
+        return f"unit of {self.numel:,} parameters, sharded over {ranks}{rows}"
 
     @property
     def needs_unshard(self) -> bool:
@@ -127,6 +160,19 @@ class Unit:
     def device(self) -> torch.device:
         """Where it is computed with, which with offload is not where the shard is."""
         return self.offload_from or self.sharded_flat_param.device
+
+    @property
+    def optimized_params(self) -> list[nn.Parameter]:
+        """What an optimizer finds in ``parameters()``: the sharded flat parameter, or a DTensor for
+        each parameter."""
+        shard = self.sharded_flat_param
+        return shard.params if isinstance(shard, DividedParameter) else [shard]
+
+    @property
+    def trained(self) -> list[bool]:
+        """Whether each parameter has a gradient."""
+        trained = [param.requires_grad for param in self.optimized_params]
+        return trained if self.mesh is not None else trained * len(self.param_infos)
 
     # -------------------------------------------------------------------------- its two tensors
 
@@ -168,10 +214,17 @@ class Unit:
     @torch.inference_mode(False)  # what is made here outlives the mode that a forward may run in
     def _new_unsharded(self, dtype: torch.dtype, trained: bool) -> UnshardedFlatParam:
         whole = self.shard_group is None and self.offload_from is None
-        if whole and dtype is self.padded_shard.dtype:  # it is all there
-            return self.unsharded_by_dtype.add(self.padded_shard.data, trained, False)
-        memory = torch.empty(self.padded_numel, dtype=dtype, device=self.device)
-        return self.unsharded_by_dtype.add(memory, trained, needs_unshard=self.numel > 0)
+        whole = whole and dtype is self.padded_shard.dtype
+        if whole:  # it is all there
+            memory = self.padded_shard.data
+        else:
+            memory = torch.empty(self.padded_numel, dtype=dtype, device=self.device)
+        return self.unsharded_by_dtype.add(
+            memory,
+            trained,
+            needs_unshard=not whole and self.numel > 0,
+            trained_numel=self.layout.trained_numel,
+        )
 
     def release(self) -> None:
         """Free the unsharded memory; see :meth:`UnshardedFlatParam.release`."""

@@ -39,7 +39,8 @@ def unshard(unit: Unit, streams: Streams) -> None:
         shard = uploaded() if uploaded is not None else unit.padded_shard
         if unit.shard_group is not None:
             sent = shard if shard.dtype is unit.unsharded.dtype else shard.to(unit.unsharded.dtype)
-            return all_gather(unit.unsharded.data, sent, unit.shard_group, unit.tag, unit.label)
+            full, blocks = unit.unsharded.data, unit.layout.blocks
+            return all_gather(full, sent, unit.shard_group, unit.tag, unit.label, blocks=blocks)
         unit.unsharded.data.copy_(shard)  # casts as well
         return lambda: None
 

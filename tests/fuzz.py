@@ -76,7 +76,7 @@ def initial(case: Case, rank: int) -> nn.Module:
 
 def reference(case: Case) -> Reference:
     units = {name: (border, groups(border)) for name, border in case.borders.items()}
-    return Reference(initial(case, 0), units, case.precision)
+    return Reference(initial(case, 0), units, case.precision, case.in_rows)
 
 
 def sharded(case: Case) -> FSDP:
@@ -99,6 +99,7 @@ def sharded(case: Case) -> FSDP:
         "mixed_precision": case.precision,
         "param_init_fn": init if case.meta else None,
         "sync_module_states": case.sync_module_states,
+        "use_orig_params": case.in_rows,
     }
     of_root = {
         "backward_prefetch": case.backward_prefetch,
@@ -224,12 +225,24 @@ class Comparison:
     def compare(self) -> None:
         """What this rank has of each unit is what the reference has there."""
         for name, unit in self.units.items():
-            flat = self.reference.units[name].flat
-            start = unit.shard_rank * unit.padded_shard.numel()
-            own = slice(start, start + unit.sharded_flat_param.numel())
-            grad = None if flat.grad is None else flat.grad[own]
-            same(unit.sharded_flat_param, flat[own], "parameters of", unit.label)
-            same(unit.sharded_flat_param.grad, grad, "gradient of", unit.label)
+            its = self.reference.units[name]
+            grads = [None] if its.flat.grad is None else [its.flat.grad]
+            if unit.mesh is None:
+                size = unit.padded_shard.numel()
+                own = slice(unit.shard_rank * size, unit.shard_rank * size + size)
+                wholes = [its.flat]
+            else:
+                wholes = its.pieces(its.flat)
+                grads = [None] * len(wholes) if its.flat.grad is None else its.pieces(*grads)
+            for param, whole, grad in zip(unit.optimized_params, wholes, grads, strict=True):
+                found, found_grad = param, param.grad
+                if unit.mesh is not None:
+                    rows = -(-len(whole) // unit.shard_world_size)
+                    own = slice(unit.shard_rank * rows, unit.shard_rank * rows + rows)
+                    found = param.to_local()
+                    found_grad = None if param.grad is None else param.grad.to_local()
+                same(found, whole[own], "parameters of", unit.label)
+                same(found_grad, None if grad is None else grad[own], "gradient of", unit.label)
 
     def hook_up(self) -> None:
         """Register the hooks of the case on parameters, and have the reference call the same."""
@@ -239,7 +252,10 @@ class Comparison:
         for name in trained:
             if name in self.case.gradient_hooks:
                 change = CHANGES[self.case.gradient_hooks[name]]
-                self.units[name].sharded_flat_param.register_hook(counted(change, here, name))
+                first, *others = self.units[name].optimized_params
+                first.register_hook(counted(change, here, name))
+                for param in others:
+                    param.register_hook(change)
                 self.reference.units[name].on_gradient.append(counted(change, there, name))
         params = {name: self.units[name].sharded_flat_param for name in trained}
         flats = {name: self.reference.units[name].flat for name in trained}
@@ -401,6 +417,8 @@ class Comparison:
         unit, module, attribute = self.rng.choice(places)
         placeholder = getattr(module, attribute)
         match REFUSED[which]:
+            case "data of a parameter" | "freezing a parameter" | "tying" if self.case.in_rows:
+                pass  # it is a parameter there
             case "data of a parameter":
                 with pytest.raises(RuntimeError, match="'data' cannot be set"):
                     placeholder.data = torch.zeros(placeholder.shape)

@@ -139,7 +139,9 @@ def lone_unit(
 def _collectives(unit: Unit) -> Iterator[None]:
     """Other ranks have the other chunks of the parameters, and gradients of 10 in all places."""
 
-    def all_gather(full: Tensor, chunk: Tensor, group: Group, *_: object) -> Callable[[], None]:
+    def all_gather(
+        full: Tensor, chunk: Tensor, group: Group, *_: object, **__: object
+    ) -> Callable[[], None]:
         group.called.append("all-gather")
         assert full.dtype is chunk.dtype, "a chunk is sent in the dtype that it is gathered in"
         full.fill_(torch.nan)
@@ -148,7 +150,7 @@ def _collectives(unit: Unit) -> Iterator[None]:
         return lambda: full.copy_(torch.cat(chunks))
 
     def reduce_scatter(
-        flat: Tensor, group: Group, scale: float, *_: object
+        flat: Tensor, group: Group, scale: float, *_: object, **__: object
     ) -> tuple[Tensor, Callable[[], None]]:
         group.called.append("reduce-scatter")
         own = flat.tensor_split(group.size())[group.rank()]

@@ -3,9 +3,10 @@
     make matrix                              # the table; README has it
     python -m tests.matrix transformer odd   # some models
 
-In CELLS, models x strategies x offload x precision x 1 to 4 ranks, and with two ranks x ways to
-initialize; what is not crossed takes turns, so that each meets all of the others. In SCHEDULES, two
-ranks and plain parameters, with every prefetch and every limit.
+In CELLS, models x strategies x offload x precision x 1 to 4 ranks x chunks and rows, and with two
+ranks and chunks x ways to initialize; what is not crossed takes turns, so that each meets all of
+the others. In SCHEDULES, two ranks and plain parameters, in both layouts, with every prefetch and
+every limit.
 """
 
 import itertools
@@ -15,6 +16,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import pytest
+
 from minifsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -23,7 +26,15 @@ from minifsdp import (
     SynchronizeAfterFree,
 )
 from tests.models import CASES
-from tests.parity import BF16, BF16_SUMMED_IN_FP32, FULL, INITS, check_parity, check_refused
+from tests.parity import (
+    BF16,
+    BF16_SUMMED_IN_FP32,
+    FULL,
+    INITS,
+    check_parity,
+    check_refused,
+    sharded,
+)
 from tests.ranks import RankFailure, run
 
 STRATEGIES = {s.name.lower().strip("_"): s for s in ShardingStrategy}
@@ -37,6 +48,7 @@ BACKWARD = {
 FORWARD = {"pre": ForwardPrefetch.FORWARD_PRE, "post": ForwardPrefetch.FORWARD_POST, "none": False}
 LIMITS = {"2": True, "1": 1, "none": False, "sync": SynchronizeAfterFree()}
 WORLDS = (1, 2, 3, 4)
+LAYOUTS = {"chunks": False, "rows": True}  # use_orig_params
 
 
 class Cell(NamedTuple):
@@ -51,24 +63,30 @@ class Cell(NamedTuple):
     backward: str
     forward: str
     limit: str
+    layout: str
 
 
 def _cells() -> Iterator[Cell]:
     schedules = itertools.cycle(itertools.product(BACKWARD, FORWARD, LIMITS))
     inits = itertools.cycle(INITS)
-    for model, strategy, offload, precision in itertools.product(
-        CASES, STRATEGIES, OFFLOAD, PRECISION
+    for layout, model, strategy, offload, precision in itertools.product(
+        LAYOUTS, CASES, STRATEGIES, OFFLOAD, PRECISION
     ):
         for world_size in WORLDS:
-            for init in INITS if world_size == 2 else [next(inits)]:
+            crossed = world_size == 2 and layout == "chunks"
+            for init in INITS if crossed else [next(inits)]:
                 settings = model, init, strategy, offload, precision, world_size
-                yield Cell(*settings, *next(schedules))
+                yield Cell(*settings, *next(schedules), layout)
 
 
 def _schedules() -> Iterator[Cell]:
-    for model, strategy, *rest in itertools.product(CASES, STRATEGIES, BACKWARD, FORWARD, LIMITS):
-        yield Cell(model, "before", strategy, "", "fp32", 2, *rest)
+    for layout, model, strategy, *rest in itertools.product(
+        LAYOUTS, CASES, STRATEGIES, BACKWARD, FORWARD, LIMITS
+    ):
+        yield Cell(model, "before", strategy, "", "fp32", 2, *rest, layout)
 
+
+WITHOUT_ROWS = ("odd",)  # has a 0-d parameter
 
 CELLS, SCHEDULES = list(_cells()), list(_schedules())
 
@@ -82,7 +100,12 @@ def check(cell: Cell) -> float | None:
         backward_prefetch=BACKWARD[cell.backward],
         forward_prefetch=FORWARD[cell.forward],
         limit_all_gathers=LIMITS[cell.limit],
+        use_orig_params=LAYOUTS[cell.layout],
     )
+    if cell.layout == "rows" and cell.model in WITHOUT_ROWS:
+        with pytest.raises(ValueError, match="has no dimension, so it has no rows"):
+            sharded(CASES[cell.model], **settings)
+        return None
     if cell.offload and cell.init == "after":
         check_refused(cell.model, **settings)
         return None
@@ -122,16 +145,15 @@ def main(models: list[str]) -> None:
     show("")
     groups: defaultdict[tuple[str, ...], dict[Cell, float | None]] = defaultdict(dict)
     for cell, result in found.items():
-        groups[cell.model, cell.init, cell.strategy, cell.offload][cell] = result
+        groups[cell.model, cell.init, cell.strategy, cell.offload, cell.layout][cell] = result
     print(f"{len(found)} cells, {failed} failures of up to 50 cells. In each: with 1 and 2 ranks,")
     print("and with 3 and 4, the largest difference from DDP; = equal in every bit; ! refused")
     print()
-    for offload in OFFLOAD:
-        print(
-            f"{offload or 'parameters on the device':26}" + "".join(f"{s:>20}" for s in STRATEGIES)
-        )
+    for layout, offload in itertools.product(LAYOUTS, OFFLOAD):
+        where = f"{layout}, {offload.strip('+') or 'on the device'}"
+        print(f"{where:26}" + "".join(f"{s:>20}" for s in STRATEGIES))
         for model, init in dict.fromkeys(key[:2] for key in groups):
-            row = [groups.get((model, init, strategy, offload), {}) for strategy in STRATEGIES]
+            row = [groups.get((model, init, s, offload, layout), {}) for s in STRATEGIES]
             print(f"{model:14} {init:11}" + "".join(f"{worst(cells):>20}" for cells in row))
         print()
     sys.exit(failed > 0)

@@ -13,7 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -334,6 +334,7 @@ class Case:
     after_hooks: str  # of AFTER_HOOKS, for all units
     refused_first: str  # of REFUSED_FIRST
     program: tuple[Op, ...]
+    in_rows: bool = False  # and not in chunks
 
 
 def build(case: Case) -> nn.Module:
@@ -387,7 +388,7 @@ def random_case(seed: int) -> Case:
     variants = DIFFERENT + 1 if _losses_may_differ(module, borders) and not freezes else DIFFERENT
     after_hooks = rng.choice(AFTER_HOOKS)
     fused = "step" in after_hooks
-    return Case(
+    case = Case(
         seed=seed,
         width=width,
         root=root,
@@ -408,6 +409,8 @@ def random_case(seed: int) -> Case:
         refused_first=rng.choice(REFUSED_FIRST),
         program=tuple(op for _ in range(3) for op in _random_step(rng, variants, freezes, fused)),
     )
+    divisible = all(param.dim() for param in module.parameters())  # what has no rows is refused
+    return replace(case, in_rows=divisible and not after_hooks and rng.random() < 0.7)
 
 
 def _random_part(rng: random.Random, depth: int, made: list[Part]) -> Part:
@@ -618,7 +621,9 @@ def describe(case: Case, world: int) -> str:
             if name in case.borders:
                 line += f"  <- {_in_words(case.borders[name], world)}"
         lines.append(line)
-    lines += [f"  {f.name} = {getattr(case, f.name)}" for f in fields(case)[5:-1]]
+    lines += [
+        f"  {f.name} = {getattr(case, f.name)}" for f in fields(case)[5:] if f.name != "program"
+    ]
     program = [f"{op.do} {op.number}" if op.number else op.do for op in case.program]
     return "\n".join([*lines, "  program: " + ", ".join(program)])
 

@@ -41,8 +41,9 @@ class PlainUnit:
         border: Border,
         groups: Groups,
         precision: MixedPrecision,
+        in_rows: bool,
     ) -> None:
-        self.params, self.groups = params, groups
+        self.params, self.groups, self.in_rows = params, groups, in_rows
         self.dtype = precision.param_dtype or torch.float32
         self.reduce_dtype = precision.reduce_dtype or self.dtype
         if border.island:
@@ -100,12 +101,12 @@ class PlainUnit:
 
     def mean(self, grad: Tensor | None) -> Tensor:
         """Over all ranks; None counts as zeros."""
-        numel, (shard, replicate) = self.flat.numel(), self.groups
+        shard, replicate = self.groups
         ranks = shard.size() if shard is not None else 1
-        size = -(-numel // ranks)
+        size, places = self.places(ranks)
         padded = self.flat.new_zeros(size * ranks, dtype=self.reduce_dtype)
         if grad is not None:
-            padded[:numel] = grad
+            padded[places] = grad.to(padded.dtype)
         chunks = [padded]
         if shard is not None:
             chunks = _means(padded, shard)
@@ -113,7 +114,21 @@ class PlainUnit:
             own = chunks[shard.rank() if shard is not None else 0]
             own = torch.cat(_means(own, replicate))
             chunks = _gather(own, shard) if shard is not None else [own]
-        return torch.cat(chunks)[:numel].to(self.grad_dtype)
+        return torch.cat(chunks)[places].to(self.grad_dtype)
+
+    def places(self, ranks: int) -> tuple[int, Tensor]:
+        """How many elements a rank has, and where each of the unit is if the ranks' parts are laid
+        end to end."""
+        numel = self.flat.numel()
+        if not self.in_rows:
+            return -(-numel // ranks), torch.arange(numel)
+        size, found = 0, []
+        for param in self.params:
+            rows, width = -(-len(param) // ranks), param[0].numel() if len(param) else 0
+            row, column = torch.arange(param.numel()) // max(width, 1), torch.arange(param.numel())
+            found.append((row // rows if rows else row, size + column % max(rows * width, 1)))
+            size += rows * width
+        return size, torch.cat([rank * size + place for rank, place in found])
 
     def add_to_gradient(self, grad: Tensor | float) -> None:
         if self.flat.grad is None:
@@ -156,6 +171,7 @@ class Reference:
         module: nn.Module,
         units: dict[str, tuple[Border, Groups]],
         precision: MixedPrecision,
+        in_rows: bool = False,
     ) -> None:
         self.module, self.precision, self.events = module, precision, set[str]()
         self._once = dict(module.named_parameters())
@@ -168,7 +184,7 @@ class Reference:
         self.units = {
             name: PlainUnit(
                 {param: owners[param] for param in names if names[param] == name},
-                border, groups, precision,
+                border, groups, precision, in_rows,
             )
             for name, (border, groups) in units.items()
         }  # fmt: skip

@@ -59,6 +59,9 @@ def mean_gradients(model: nn.Module, *losses: Tensor) -> dict[str, Tensor]:
 
 def gathered_gradients(model: FSDP) -> dict[str, Tensor]:
     """The gradients that minifsdp has left, put together and under their original names."""
+    if model.engine.units[0].mesh is not None:  # rows: DTensors, each with its gradient
+        named = model.named_parameters()
+        return {name: p.grad.full_tensor() for name, p in named if p.grad is not None}
     found = {}
     for unit in model.engine.units:
         grad = unit.sharded_flat_param.grad

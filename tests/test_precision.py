@@ -44,11 +44,11 @@ def sent():
     log = Counter()
 
     def noted(name, function):
-        def wrapper(tensor, *others):
+        def wrapper(tensor, *others, **blocks):
             # Moments are of another kind, and the halves of an all-reduce, which counts as one.
             if not isinstance(others[-1], Kind):
                 log[name, tensor.dtype] += 1
-            return function(tensor, *others)
+            return function(tensor, *others, **blocks)
 
         return replaced(function, wrapper)
 

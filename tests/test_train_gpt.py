@@ -95,6 +95,50 @@ def test_interrupting_it_ends_all_ranks(tmp_path):
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds ranks in Linux's /proc")
+def test_torchrun_starts_it_again_and_it_goes_on_from_its_checkpoint(tmp_path):
+    pytest.importorskip("numpy", reason="torch.distributed.checkpoint of several ranks needs it")
+    text = tmp_path / "text"
+    text.write_text("def f(x):\n    return x\n" * 50)
+    torchrun = [sys.executable, "-u", "-m", "torch.distributed.run", "--standalone",
+                "--nproc-per-node", "2", "--max-restarts", "2"]  # fmt: skip
+    arguments = ["--steps", "400", *TINY[2:], "--text", text]
+    saves = ["--checkpoint", tmp_path / "checkpoints", "--every", "20"]
+    process = subprocess.Popen(
+        [*map(str, [*torchrun, SCRIPT, *arguments, *saves])],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said = ""
+        for line in process.stdout:
+            said += line
+            if "step   50" in line:
+                rank = next(pid for pid in running(text) if pid != process.pid)
+                os.kill(rank, signal.SIGKILL)
+                break
+        said += communicate(process, 120)[0]
+        assert process.returncode == 0 and said.count("goes on after step") == 1, said
+        assert "losses      800 of 800 bit-equal" in said, said
+    finally:
+        for pid in running(text):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_other_ranks_go_on_from_a_checkpoint(tmp_path):
+    pytest.importorskip("numpy", reason="torch.distributed.checkpoint of several ranks needs it")
+    text = tmp_path / "text"
+    text.write_text("def f(x):\n    return x\n" * 50)
+    settings = [*TINY, "--text", text, "--checkpoint", tmp_path / "checkpoints", "--every", "1"]
+    assert "there is no checkpoint yet" in demo(*settings).stdout
+    (tmp_path / "checkpoints" / "step-000002").rename(tmp_path / "gone")
+    result = demo(*settings, "--ranks", "3")
+    assert result.returncode == 0, result.stderr
+    assert "goes on after step 1\n" in result.stdout
+    assert "2 ranks have made these steps; from here on, other data" in result.stdout
+
+
 def running(text):
     """Processes that have this text among their arguments."""
     found = []

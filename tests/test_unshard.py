@@ -179,10 +179,10 @@ def test_what_fails_leaves_nothing(what):
     step(model)
     calls = itertools.count()
 
-    def fails(*args):
+    def fails(*args, **blocks):
         if next(calls) == 2:  # there is a root around this one, which a limiter does not count
             raise MemoryError
-        return what(*args)
+        return what(*args, **blocks)
 
     with replaced(what, fails), pytest.raises(MemoryError):
         step(model)

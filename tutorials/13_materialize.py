@@ -77,7 +77,7 @@ def build(device: torch.device, **settings: Any) -> dict[str, float]:
 
     with device:
         module = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16)))
-    with patch("minifsdp.unit.shard", cut):
+    with patch("minifsdp.shard.shard", cut):
         _model = FSDP(module, auto_wrap_policy=LINEAR, **settings)
     assert round(held() - before, 2) == 4  # all chunks, and nothing else
     return max(moments, key=lambda parts: sum(parts.values()))

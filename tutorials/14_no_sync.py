@@ -14,8 +14,8 @@
 #
 # {{ minifsdp/reduce.py reduce_gradient }}
 #
-# (`shards is None` is NO_SHARD.) Look at `1 / shards.size()`. Each rank scales what it brings
-# *before* it is added. Why not divide the sum? Two gradients of 40,000 in fp16:
+# (`shards is None` is NO_SHARD; `comm_hook` is a user's.) Look at `1 / shards.size()`. Each rank
+# scales what it brings *before* it is added. Why not divide the sum? Two of 40,000, in fp16:
 
 # %% [hidden]
 import warnings

@@ -72,7 +72,7 @@ MISTAKES = {
     "no reduction": (comm.collectives.reduce_scatter, "add_(addend, alpha=scale)", "copy_(addend)"),
     "a sum of replicas, not a mean": (reduce._start_all_reduce_part, "1 / replicas.size()", "1.0"),
     "padding comes first": (shard.shard, "shard[:unpadded]", "shard[size - unpadded :]"),
-    "overwrites what is there": (reduce.store_gradient, "before.add_(grad)", "shard.grad = grad"),
+    "overwrites what is there": (reduce.store_gradient, "before.add_(grad)", "grad"),
     "computes too early": (unshard.wait_for_unshard, "unit.unshard_event.wait()", "pass"),
     "same data on every rank": (train, "+ dist.get_rank()", ""),
 }

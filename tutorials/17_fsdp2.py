@@ -4,7 +4,7 @@
 # # FSDP2: rows instead of chunks
 #
 # Weight decay should spare biases, so you sort parameters by name, and find one: `_flat_param`. So
-# it is in minifsdp, and in FSDP1 without `use_orig_params=True`, but not in FSDP2, `fully_shard`
+# it is in minifsdp and in FSDP1 without `use_orig_params=True`, but not in FSDP2, `fully_shard`
 # ([pytorch#114299](https://github.com/pytorch/pytorch/issues/114299)). Here are both:
 
 # %% [hidden]
@@ -61,7 +61,7 @@ def layout():
 
 def draw():
     ranks, rows = layout(), []
-    for way, title in enumerate(("one flat tensor: minifsdp, FSDP1", "each by its rows: FSDP2")):
+    for way, title in enumerate(("one flat tensor: chunks, FSDP1", "each by its rows: FSDP2")):
         rows.append((title, []))
         for rank, held in enumerate(ranks):
             values = []
@@ -83,7 +83,8 @@ def side_by_side() -> None:
         for name, param in model.named_parameters() if torch.distributed.get_rank() == 1 else ():
             here = param.to_local() if wrap is fsdp2 else param
             print(f"    {name:11} {tuple(param.shape)}, of which here {tuple(here.shape)}")
-    assert train(FSDP(block()), digits=9) == train(fsdp2(block()), digits=9)
+    chunks, rows = FSDP(block()), FSDP(block(), use_orig_params=True)
+    assert train(chunks, 9) == train(rows, 9) == train(fsdp2(block()), 9)
 
 
 # %% [markdown]
@@ -116,17 +117,19 @@ def one_frozen_bias() -> None:
         try:
             print("fully_shard:", *train(wrap(model)))
         except ValueError as refusal:
-            print("minifsdp:", refusal)
+            print("minifsdp, chunks:", refusal)
 
 
 # %% [markdown]
 # Much else works as always where parameters are parameters: decay by name, an optimizer that looks
 # at whole rows, `torch.nn.utils.clip_grad_norm_`. And a state dict of DTensors needs no gather.
+# minifsdp has rows, too: `use_orig_params=True` and `minifsdp.fully_shard` make them, page
+# [18](18_rows.md) says how.
 #
 # ## What it costs, and what it buys
 #
 # A collective wants one piece of memory. So rows are copied into a buffer and, when all have
-# arrived, out of it to where the parameters are. minifsdp gathers straight into the memory that
+# arrived, out of it to where the parameters are. minifsdp gathers chunks straight into the memory
 # layers compute with. But that copy is good for something. On page [09](09_limiter.md) tensors of
 # 16 MB, made on one stream and read on another, took 320 MiB, or the host had to wait. FSDP2 has no
 # limiter and does not call `record_stream`. Only the copy reads the buffer, and is soon over, so
@@ -175,11 +178,6 @@ def head() -> int:
 def answers() -> None:
     assert head() == [1000, 0]  # 1. rank 0 all of it, rank 1 nothing
     assert twenty_layers(copied=False).races()  # 2. gathers write over what is still being read
-
-
-# %% [markdown]
-# You can now read a step's timeline line by line, and say what breaks without each gather and wait.
-# The [README](../README.md)'s table has the source in order, and `make test` says what you break.
 
 
 # %% [hidden]

@@ -10,6 +10,7 @@ Everything that has to do with sharding is in `shard()`; the rest is an ordinary
 
 import argparse
 import copy
+import importlib.util
 import logging
 import os
 import signal
@@ -128,8 +129,8 @@ class Reference:
 
 def train(
     model: nn.Module, text: Tensor, args: argparse.Namespace, reference: Reference | None = None
-) -> list[Tensor]:
-    """Some steps of AdamW, on other data on each rank. Returns this rank's losses."""
+) -> Tensor:
+    """Some steps of AdamW, on other data on each rank. Returns this rank's losses, `[steps]`."""
     name = "fsdp" if reference is None else "ddp"
     trained = model if reference is None else reference.exact
     optimizer = torch.optim.AdamW(trained.parameters())  # after wrapping: it gets the shards
@@ -137,8 +138,22 @@ def train(
         optimizer, args.lr, total_steps=args.steps + 1, pct_start=0.1, cycle_momentum=False
     )
     sampler = torch.Generator().manual_seed(dist.get_rank())
-    losses, start, shown = [], time.perf_counter(), 0
-    for step in range(1, args.steps + 1):
+    losses = torch.zeros(args.steps, device=args.torch_device)
+    own = {"losses": losses, "sampler": sampler.get_state(), "random": torch.get_rng_state()}
+    done, checkpoints = 0, None
+    if args.checkpoint is not None and reference is None:
+        from checkpoints import Checkpoints
+
+        settings = {"steps": args.steps, "lr": args.lr, "text": len(text)}
+        checkpoints = Checkpoints(args.checkpoint, model, optimizer, schedule, settings)
+        done = checkpoints.resume(own)
+        sampler.set_state(own["sampler"])
+        torch.set_rng_state(own["random"])
+        say(f"{name:>4}  {f'goes on after step {done}' if done else 'there is no checkpoint yet'}")
+        if done and checkpoints.ranks != dist.get_world_size():
+            say(f"      {checkpoints.ranks} ranks have made these steps; from here on, other data")
+    start, shown = time.perf_counter(), done
+    for step in range(done + 1, args.steps + 1):
         at = torch.randint(len(text) - CONTEXT - 1, (BATCH,), generator=sampler)
         rows = torch.stack([text[i : i + CONTEXT + 1] for i in at.tolist()])
         rows = rows.to(args.torch_device, torch.long)
@@ -152,7 +167,10 @@ def train(
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())
+        losses[step - 1] = loss.detach()
+        if checkpoints is not None and (step % args.every == 0 or step == args.steps):
+            own |= {"sampler": sampler.get_state(), "random": torch.get_rng_state()}
+            checkpoints.save(step, own)
         if step == 1 or step % 50 == 0 or step == args.steps:
             mean = loss.detach().clone()
             dist.all_reduce(mean, dist.ReduceOp.SUM)
@@ -161,6 +179,8 @@ def train(
             mean /= dist.get_world_size()
             say(f"{name:>4}  step {step:4}  loss {mean:.4f}  {rate:7,.0f} tokens/s")
             start, shown = time.perf_counter(), step
+    if checkpoints is not None:
+        checkpoints.close()
     return losses
 
 
@@ -175,10 +195,10 @@ def sample(model: nn.Module, args: argparse.Namespace, start: str, length: int) 
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
-def compare(fsdp: FSDP, plain: GPT, losses: list[Tensor], reference: list[Tensor]) -> None:
+def compare(fsdp: FSDP, plain: GPT, losses: Tensor, reference: Tensor) -> None:
     """Print how equal the two runs are: losses of all ranks, and every parameter."""
-    same = sum(torch.equal(a, b) for a, b in zip(losses, reference, strict=True))
-    worst = max((a - b).abs().max() for a, b in zip(losses, reference, strict=True))
+    worst = (losses - reference).abs().max()
+    same = int((losses == reference).sum())
     counts = torch.tensor([same, len(losses)], device=worst.device)
     dist.all_reduce(counts)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
@@ -210,12 +230,21 @@ def read(path: str | None) -> bytes:
     return b"\n".join(file.read_bytes() for file in files)
 
 
+def join(backend: str) -> None:
+    """Make the group of all ranks. With `torchrun --max-restarts` each start has keys of its own in
+    torchrun's store; else the ranks would look for those of the start before (pytorch 2.13)."""
+    store, rank, ranks = next(iter(dist.rendezvous("env://")))
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"start {start}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+
+
 def main(args: argparse.Namespace) -> None:
     if args.torch_device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.ranks))
-    dist.init_process_group("nccl" if args.torch_device.type == "cuda" else "gloo")
+    join("nccl" if args.torch_device.type == "cuda" else "gloo")
     text = torch.frombuffer(bytearray(args.data), dtype=torch.uint8)
 
     torch.manual_seed(0)
@@ -274,6 +303,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=128, help=f"a multiple of {HEAD}")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="save there, and go on from what is there"
+    )
+    parser.add_argument("--every", type=int, default=100, help="steps from save to save")
+    parser.add_argument(
         "--text", metavar="PATH", help="a file to train on; default: Python's library"
     )
     args = parser.parse_args(argv)
@@ -300,7 +333,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         args.ranks = cuda if args.device == "cuda" else 2
     if args.device == "cuda" and not launched and args.ranks > cuda:
         parser.error(f"--ranks {args.ranks}: there are {cuda} GPUs, and each rank needs its own")
-    for name in ("steps", "ranks", "layers", "replicas"):
+    for name in ("steps", "ranks", "layers", "replicas", "every"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)}: has to be at least 1")
     if "HYBRID" in args.strategy.name and args.ranks % args.replicas:
@@ -310,6 +343,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.limit != "none" and not (args.limit.isdigit() and int(args.limit) >= 1):
         parser.error(f"--limit {args.limit}: has to be a number from 1, or none")
     args.limit = False if args.limit == "none" else int(args.limit)
+    if args.checkpoint is not None and importlib.util.find_spec("numpy") is None:
+        parser.error("--checkpoint: torch.distributed.checkpoint needs NumPy; pip install numpy")
     try:
         args.data = read(args.text)
     except OSError as error:

@@ -3,8 +3,16 @@
 full_params.py        read and set unsharded parameters
 unit_params.py        those of one unit, as ordinary parameters
 state_dict.py         save and load the model as if it were not sharded
+state_dict_type.py    whether state dicts have whole tensors or DTensors
+optim_state_dict.py   state dicts of optimizers
+state_dict_methods.py both, as methods
+as_dtensors.py        a model and its optimizers, in the form of a checkpoint
+unit_dtensors.py      the parameters of one unit in this form
+optimizer_dtensors.py the states of an optimizer in this form
+checkpoint_calls.py   what torch.distributed.checkpoint does with a state dict
 state_dict_calls.py   calls of state_dict() that an exception has ended
 clip_grad.py          clip by the norm of all gradients
 explain.py            the units of a model, in a table
+comm_hooks.py         other ways to average gradients over ranks
 grad_scaler.py        scale gradients in fp16, the same on all ranks
 """

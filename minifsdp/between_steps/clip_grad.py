@@ -10,21 +10,29 @@ for the total, as ``torch.nn.utils.clip_grad_norm_`` would do; flat_parameter.py
 what several ranks have alike must not count several times: of replicas, only those on the first
 rank of each replicate group count. Experts, which each rank has for itself, all count, so that all
 ranks find the same norm and scale the parameters that they share by the same factor.
+
+Gradients of ignored parameters (wrapping/ignored.py) are whole on each rank, and may differ: to
+average them is up to the user. What counts is the mean over the ranks of their p-th powers. If they
+are the same on all ranks, that is as in a plain model; if not, all ranks find the same norm still.
 """
 
 import math
+from collections.abc import Sequence
 from functools import reduce
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from minifsdp.comm.collectives import Group, add_up
 from minifsdp.no_sync import check_unreduced_grad
 from minifsdp.unit import Unit
 
 
-def clip_grad_norm(units: list[Unit], max_norm: float, norm_type: float) -> Tensor:
-    """Scale the gradients of ``units`` in place, so that their norm is at most ``max_norm``.
+def clip_grad_norm(
+    units: list[Unit], max_norm: float, norm_type: float, ignored: Sequence[nn.Parameter] = ()
+) -> Tensor:
+    """Scale all gradients in place, so that their norm is at most ``max_norm``.
 
     A unit's gradient is counted once: on each rank of its shard group, and on one rank of its
     replicate group. The sum goes over the groups of the unit that spans most ranks. The scale is
@@ -34,6 +42,7 @@ def clip_grad_norm(units: list[Unit], max_norm: float, norm_type: float) -> Tens
     Args:
         units: all units of a root. All ranks of their groups have to call this.
         norm_type: p; ``math.inf`` for the largest absolute value.
+        ignored: the parameters that are in no unit.
 
     Returns:
         The norm before clipping, ``[]``, the same on every rank, on the device of the first unit;
@@ -64,9 +73,17 @@ def clip_grad_norm(units: list[Unit], max_norm: float, norm_type: float) -> Tens
         if grad is not None and grad.numel() and counts:
             norm = torch.linalg.vector_norm(grad, norm_type, dtype=dtype).to(total.device)
             total = torch.maximum(total, norm) if largest else total + norm**norm_type
+    groups = max(map(_groups, units), key=lambda groups: math.prod(g.size() for g in groups))
+    ranks = math.prod(group.size() for group in groups)
+    grads = [param.grad for param in ignored if param.grad is not None]
+    for grad in grads:
+        values = grad.coalesce().values() if grad.is_sparse else grad  # of an embedding, say
+        norm = torch.linalg.vector_norm(values, norm_type, dtype=dtype)
+        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).to(total.device)
+        total = torch.maximum(total, norm) if largest else total + norm.pow(norm_type) / ranks
     if largest:
         total = total.masked_fill(total.isnan(), math.inf)  # MAX over ranks ignores NaN
-    for group in max(map(_groups, units), key=lambda groups: math.prod(g.size() for g in groups)):
+    for group in groups:
         add_up(total, group, largest)
     if not largest:
         total = total ** (1 / norm_type)
@@ -74,6 +91,8 @@ def clip_grad_norm(units: list[Unit], max_norm: float, norm_type: float) -> Tens
     for unit in units_with_params:
         if unit.sharded_flat_param.grad is not None:
             unit.sharded_flat_param.grad.mul_(scale.to(unit.sharded_flat_param.grad.device))
+    for grad in grads:
+        grad.mul_(scale.to(grad.device))
     return total
 
 

@@ -4,29 +4,30 @@ How a model is cut into units decides how much memory it needs and how much of i
 hidden (tutorials/06_unit.md). It is easily seen and rarely looked at::
 
     >>> minifsdp.explain(model)
-    unit   parameters   this rank   gathered  computed in  shared by
-    <root>      1,088     2.1 KiB    4.2 KiB  float32      2 ranks
-    1          33,472    65.4 KiB  130.8 KiB  float32      2 ranks
+    unit   parameters   this rank   gathered  computed in  cut in  shared by
+    <root>      1,088     2.1 KiB    4.2 KiB  float32      chunks  2 ranks
+    1          33,472    65.4 KiB  130.8 KiB  float32      chunks  2 ranks
     in all     34,560    67.5 KiB
 """
 
 from torch import nn
 
 from minifsdp.unit import Unit
-from minifsdp.wrapping.module_tree import unit_of
+from minifsdp.wrapping.module_tree import ignored_params, unit_of
 
-HEADS = ("unit", "parameters", "this rank", "gathered", "computed in", "shared by")
+HEADS = ("unit", "parameters", "this rank", "gathered", "computed in", "cut in", "shared by")
 MOST = 0.5
 """Of all parameters: a unit that has more of them than this is warned of."""
 
 
 def explain(model: nn.Module) -> None:
     """Print a line for each unit: how many parameters it has, the bytes of this rank's shard, those
-    that are allocated while it is gathered, the dtype to compute in, and the ranks that share it.
-    No rank waits for another one.
+    that are allocated while it is gathered, the dtype to compute in, whether it is cut in chunks
+    (shard.py) or in rows (rows.py), and the ranks that share it. A last line counts the parameters
+    that are in no unit because they are ignored (wrapping/ignored.py). No rank waits for another.
 
     Args:
-        model: a wrapper, or a module with wrappers inside.
+        model: a wrapper or what fully_shard was called on, or a module with such modules inside.
 
     Raises:
         ValueError: there is no FullyShardedDataParallel at or below ``model``.
@@ -44,7 +45,10 @@ def table(model: nn.Module) -> str:
         )
     total = sum(unit.numel for unit in units)
     held = sum(unit.padded_shard.nbytes for unit in units)
-    rows = [HEADS, *map(_row, units), ("in all", f"{total:,}", _bytes(held), "", "", "")]
+    rows = [HEADS, *map(_row, units), ("in all", f"{total:,}", _bytes(held), "", "", "", "")]
+    if ignored := ignored_params(model):
+        numel, held = sum(p.numel() for p in ignored), sum(p.nbytes for p in ignored)
+        rows.append(("ignored", f"{numel:,}", _bytes(held), "", "", "", "each rank by itself"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(_aligned, row, widths, range(len(row)))).rstrip() for row in rows]
     largest = max(units, key=lambda unit: unit.numel)
@@ -66,7 +70,8 @@ def _row(unit: Unit) -> tuple[str, ...]:
     return (
         unit.name or "<root>", f"{unit.numel:,}", _bytes(unit.padded_shard.nbytes),
         _bytes(gathered) if unit.shard_world_size > 1 or low or unit.offload_from else "as it is",
-        str(computed_in).removeprefix("torch."), sharers,
+        str(computed_in).removeprefix("torch."), "rows" if unit.mesh is not None else "chunks",
+        sharers,
     )  # fmt: skip
 
 

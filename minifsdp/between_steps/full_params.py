@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minifsdp.between_steps.unit_dtensors import UnitDTensors
 from minifsdp.between_steps.unit_params import SummonedParams
 from minifsdp.checks.rank_agreement import Moment
 from minifsdp.checks.same_model import remember_values
@@ -26,18 +27,20 @@ from minifsdp.comm.message_tags import Kind
 from minifsdp.hooks import Hooks
 from minifsdp.offload import HOST
 from minifsdp.support.fingerprint import fingerprint
+from minifsdp.support.param_views import show_divided_params
 from minifsdp.unit import Unit
 from minifsdp.unshard import wait_for_unshard
 
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of :meth:`FullyShardedDataParallel.summon_full_params`."""
+    """The arguments of :meth:`FullyShardedDataParallel.summon_full_params`, and one more."""
 
     writeback: bool = True
     rank0_only: bool = False
     offload_to_cpu: bool = False
     with_grads: bool = False
+    as_dtensors: bool = False  # of as_dtensors(): each rank's rows, in place of full parameters
 
 
 @contextmanager
@@ -89,13 +92,22 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[N
         engine.start(None)
     if engine.sharded:  # otherwise each rank has all parameters, and need not communicate
         engine.agreement.at(Moment.SUMMON_FULL_PARAMS_OF, engine.root)
+    for unit in units:
+        if hooks.summoned.get(unit, options.as_dtensors) is not options.as_dtensors:
+            raise RuntimeError(
+                f"the parameters of unit {unit.label} are out already, in another form: as full "
+                f"parameters (summon_full_params) or as DTensors (as_dtensors, or a state dict of "
+                f"type SHARDED_STATE_DICT). Leave that block first."
+            )
     units = [unit for unit in units if unit not in hooks.summoned]
-    shown = not options.rank0_only or all(_is_first(unit) for unit in units)
-    hooks.summoned.update(units)
-    summoned: list[SummonedParams] = []
+    # In the others a backward may follow that needs placeholders; see show_divided_params.
+    shown_before = [unit for unit in units if not unit.has_placeholders]
+    shown = not options.rank0_only or all(is_first(unit) for unit in units)
+    hooks.summoned.update(dict.fromkeys(units, options.as_dtensors))
+    summoned: list[SummonedParams | UnitDTensors] = []
     try:
         for unit in units:
-            params = _gather(hooks, unit, options, shown)
+            params = _summon(hooks, unit, options, shown)
             if shown:
                 params.register()
                 summoned.append(params)
@@ -104,22 +116,27 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[N
             for params in summoned:  # check all before any is written
                 params.check_shapes()
             for params in summoned:
-                if params.write_back():
+                if params.write_back() and isinstance(params, SummonedParams):
                     remember_values(params.unit, fingerprint([params.flat]))
                     engine.agreement.compare_values_again()
     finally:
         for params in summoned:
             params.unregister()
         for unit in units:
-            hooks.summoned.discard(unit)
+            hooks.summoned.pop(unit, None)
             engine.parameters.reshard(unit)
+        show_divided_params(shown_before)
         for unit in engine.units if not hooks.summoned else ():
             unit.choose_precision(engine.training)  # a backward may follow, of a forward before
 
 
-def _gather(hooks: Hooks, unit: Unit, options: Options, shown: bool) -> SummonedParams:
+def _summon(
+    hooks: Hooks, unit: Unit, options: Options, shown: bool
+) -> SummonedParams | UnitDTensors:
     # Gradients are disabled for the gathering only. The caller decides about those in the block.
     with torch.no_grad():
+        if options.as_dtensors:
+            return UnitDTensors(unit)
         hooks.engine.parameters.unshard(unit)
         wait_for_unshard(unit)
         grad = _unsharded_grad(unit) if options.with_grads else None
@@ -140,8 +157,8 @@ def _unsharded_grad(unit: Unit) -> Tensor | None:
     """All-gather the gradient of a unit.
 
     Returns:
-        ``[padded_numel]``, in the dtype of the shard and on the unit's device; None if there is no
-        gradient.
+        ``[padded_numel]``, in the dtype of the shard and on the unit's device; in rows, without
+        what is frozen. None if there is no gradient.
 
     Raises:
         RuntimeError: some of it has not been reduced.
@@ -154,14 +171,17 @@ def _unsharded_grad(unit: Unit) -> Tensor | None:
     grad = unit.sharded_flat_param.grad
     if grad is None or not unit.numel:
         return None
-    padded = torch.zeros(unit.padded_shard.shape, dtype=unit.padded_shard.dtype, device=unit.device)
+    numel, blocks = unit.layout.trained_numel, unit.layout.trained_blocks
+    size = numel // unit.shard_world_size
+    padded = torch.zeros(size, dtype=unit.padded_shard.dtype, device=unit.device)
     padded[: grad.numel()] = grad
     if unit.shard_group is None:
         return padded
-    unsharded = padded.new_empty(unit.padded_numel)
-    all_gather(unsharded, padded, unit.shard_group, unit.tag, unit.label, Kind.GRADIENT)()
+    unsharded = padded.new_empty(numel)
+    all_gather(unsharded, padded, unit.shard_group, unit.tag, unit.label, Kind.GRADIENT, blocks)()
     return unsharded
 
 
-def _is_first(unit: Unit) -> bool:
+def is_first(unit: Unit) -> bool:
+    """Whether this is the first of the ranks that share a unit."""
     return all(g is None or g.rank() == 0 for g in (unit.shard_group, unit.replicate_group))

@@ -16,26 +16,29 @@ So only units that are inside one another are unsharded at the same time, and
 writing to them does not change the model. (A plain module returns its own tensors, which the next
 step changes.)
 
-``torch.distributed.checkpoint.load({"model": model.state_dict()})`` changes the values in place,
-which is enough for a plain module. If a value has a method ``load_state_dict``, torch calls it
-afterwards. So the dict that is returned here has one, which loads the values into the model. If the
-dict itself is given to ``load``, torch assigns to its entries, one by one; the dict then loads all
-of them into the model after the last one.
+With ``StateDictType.SHARDED_STATE_DICT`` (state_dict_type.py) the parameters are DTensors instead,
+of which each rank has its rows (unit_dtensors.py), and nothing is gathered that does not have to
+be. torch's ``get_model_state_dict()`` gets these in any case. What is loaded may be of either kind.
 """
 
-import sys
 import weakref
-from collections import OrderedDict
 from contextlib import ExitStack
 from functools import partial
-from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor import DTensor
 
-from minifsdp.between_steps.full_params import Options, full_params
-from minifsdp.wrapping.attributes import ModuleWrapper
-from minifsdp.wrapping.module_tree import WRAPPER_PREFIX, clean, own_modules
+from minifsdp.between_steps.checkpoint_calls import ModelStateDict, WrapperRef, asked_by
+from minifsdp.between_steps.full_params import Options, full_params, is_first
+from minifsdp.between_steps.unit_dtensors import detached, divide_alike
+from minifsdp.wrapping.module_tree import (
+    WRAPPER_PREFIX,
+    clean,
+    join_names,
+    own_modules,
+)
 
 
 def register_hooks(wrapper: Any) -> None:
@@ -50,89 +53,38 @@ def register_hooks(wrapper: Any) -> None:
     module.register_load_state_dict_post_hook(partial(_after_load, ref))
 
 
-WrapperRef = weakref.ref[ModuleWrapper]
-
-
-class ModelStateDict(OrderedDict[str, Any]):
-    """What ``state_dict()`` of a wrapped model returns. It is saved and copied as an ordinary dict.
-
-    Attributes:
-        wrapper_ref: the model that it was made from.
-    """
-
-    wrapper_ref: "WrapperRef | None" = None
-    _metadata: Any = None
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value)
-        frame = sys._getframe(1)
-        if frame.f_globals.get("__name__") == _LOADER and frame.f_locals["keys"][-1] == key:
-            self._load()  # dcp.load(model.state_dict()): this was the last entry
-
-    def state_dict(self) -> "OrderedDict[str, Any]":
-        """The dict that torch.distributed.checkpoint saves, and writes into."""
-        return OrderedDict(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what torch.distributed.checkpoint has written into the model."""
-        self.update(state)
-        self._load()
-
-    def _load(self) -> None:
-        wrapper = self.wrapper_ref() if self.wrapper_ref is not None else None
-        if wrapper is not None:
-            wrapper.load_state_dict(self, strict=False)  # a program may have added entries
-
-    def __reduce__(self) -> Any:
-        return OrderedDict, (), {"_metadata": self._metadata}, None, iter(self.items())
-
-
-def refuse_full_options() -> None:
-    """Refuse the options of torch's set_model_state_dict() that would distribute unsharded values
-    to flat parameters, by their names.
-
-    Raises:
-        NotImplementedError: that function is among the callers, with such an option. All ranks
-            call it, so all of them raise this.
-    """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "") == _SETTER:
-        info: Any = frame.f_locals.get("info")
-        if frame.f_code.co_name == "_load_model_state_dict" and (
-            info.full_state_dict or info.broadcast_from_rank0
-        ):
-            raise NotImplementedError(
-                "minifsdp: set_model_state_dict() with full_state_dict=True or "
-                "broadcast_from_rank0=True is not there yet. Give the whole state dict to every "
-                "rank, without these options: model.load_state_dict(state_dict). Or load it on "
-                "rank 0 before wrapping, and wrap with sync_module_states=True."
-            )
-        frame = frame.f_back
-
-
-_LOADER = "torch.distributed.checkpoint.state_dict_loader"
-_SETTER = "torch.distributed.checkpoint.state_dict"
-
-
 # ----------------------------------------------- hooks of the wrapped module: unshard and reshard
 
 
 def _before_save(ref: WrapperRef, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    _unshard_unit(ref, module, writeback=False)
+    wrapper = _wrapper_of(module, ref)
+    if wrapper is not None:
+        kind = wrapper._state_dict_settings.state_dict_type
+        sharded = kind is StateDictType.SHARDED_STATE_DICT or asked_by("_get_model_state_dict")
+        _unshard_unit(wrapper, writeback=False, as_dtensors=bool(sharded))
 
 
 def _after_save(
     ref: WrapperRef, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
 ) -> None:
+    wrapper = _wrapper_of(module, ref)
+    config = wrapper._state_dict_settings.state_dict_config if wrapper is not None else None
+    to_cpu = config is not None and config.offload_to_cpu
     copies: dict[tuple[object, ...], Tensor] = {}  # a parameter with two names stays one tensor
     storages = _own_storages(module)
     for key in _names_below(state, prefix):
         value = state[key]
-        if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in storages:
-            place = (value.data_ptr(), value.shape, value.dtype)
-            copies.setdefault(place, value.detach().clone())
+        local = value._local_tensor if isinstance(value, DTensor) else value
+        if isinstance(local, Tensor) and local.untyped_storage().data_ptr() in storages:
+            place = (local.data_ptr(), value.shape, value.dtype)
+            if place not in copies:
+                copies[place] = detached(value, to_cpu)
             state[key] = copies[place]
-    _reshard_unit(ref, module)
+    if wrapper is not None:
+        _reshard_unit(wrapper)
+    if getattr(config, "rank0_only", False) and not is_first(wrapper._unit):
+        for key in _names_below(state, prefix):
+            del state[key]
 
 
 def _before_load(
@@ -146,32 +98,47 @@ def _before_load(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    _unshard_unit(ref, module, True, missing, unexpected, errors)
+    places = [
+        (prefix + join_names(name, attribute), own, attribute)
+        for name, own in own_modules(module).items()
+        for attribute in own._parameters
+    ]
+    sharded = any(isinstance(state.get(key), DTensor) for key, _, _ in places)
+    wrapper = _wrapper_of(module, ref)
+    if wrapper is not None:
+        _unshard_unit(wrapper, True, sharded, missing, unexpected, errors)
+    for key, own, attribute in places:
+        value, param = state.get(key), own._parameters.get(attribute)
+        if isinstance(value, Tensor) and isinstance(param, DTensor) and value.shape == param.shape:
+            state[key] = divide_alike(value, param)
 
 
 def _after_load(ref: WrapperRef, module: nn.Module, incompatible: object) -> None:
-    _reshard_unit(ref, module)
+    wrapper = _wrapper_of(module, ref)
+    if wrapper is not None:
+        _reshard_unit(wrapper)
 
 
-def _unshard_unit(
-    ref: WrapperRef, module: nn.Module, writeback: bool, *messages: list[str]
-) -> None:
+def _wrapper_of(module: nn.Module, ref: WrapperRef) -> Any:
+    """The wrapper of ``module``; None if that is gone, or ``module`` is a copy of the wrapped one,
+    which has the same hooks."""
     wrapper = ref()
-    if wrapper is None or wrapper.module is not module:
-        return  # the wrapper is gone, or ``module`` is a copy of the wrapped one
+    return None if wrapper is None or wrapper.module is not module else wrapper
+
+
+def _unshard_unit(wrapper: Any, writeback: bool, as_dtensors: bool, *messages: list[str]) -> None:
     unit, calls = wrapper._unit, wrapper._hooks.state_dict_calls
     calls.close_aborted(unit)
     with ExitStack() as stack:
         stack.callback(_clean_names, messages)
-        options = Options(writeback=writeback)
+        inside = wrapper._hooks.summoned.get(unit)  # of a block that shows them in this form
+        options = Options(writeback, as_dtensors=as_dtensors or bool(inside))
         stack.enter_context(full_params(wrapper._hooks, [unit], options))
         calls.held[unit] = stack.pop_all()
 
 
-def _reshard_unit(ref: WrapperRef, module: nn.Module) -> None:
-    wrapper = ref()
-    if wrapper is not None and wrapper.module is module:
-        wrapper._hooks.state_dict_calls.held.pop(wrapper._unit).close()
+def _reshard_unit(wrapper: Any) -> None:
+    wrapper._hooks.state_dict_calls.held.pop(wrapper._unit).close()
 
 
 def _clean_names(messages: tuple[list[str], ...]) -> None:
@@ -182,12 +149,13 @@ def _clean_names(messages: tuple[list[str], ...]) -> None:
 
 def _own_storages(module: nn.Module) -> set[int]:
     """The addresses of parameters and buffers of this unit, without those of nested units."""
-    return {
-        tensor.untyped_storage().data_ptr()
+    tensors = [
+        tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         for own in own_modules(module).values()
         for tensor in (*own._parameters.values(), *own._buffers.values())
         if tensor is not None
-    }
+    ]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 # -------------------------------------------------- hooks of the wrapper: names without its prefix

@@ -11,11 +11,12 @@ assign another parameter to the module's attribute. All of these changes are wri
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minifsdp.flatten import unflatten
+from minifsdp.comm.blocks import Blocks, by_rank
 from minifsdp.support.param_views import FLAT_PARAM, use_sharded_views
 from minifsdp.unit import Unit
 
@@ -39,21 +40,16 @@ class SummonedParams:
     def register(self) -> None:
         """Register the parameters in their modules, under their names."""
         self.version = self.flat._version
-        grads = self._grads()
         self.unit.uses_unsharded_views = True
         # Without this line parameters() would list each element twice.
         self.unit.module._parameters.pop(FLAT_PARAM, None)
-        for index, (info, view) in enumerate(
-            zip(self.unit.param_infos, self._views(), strict=True)
+        for info, view, grad, trained in zip(
+            self.unit.param_infos, self._views(), self._grads(), self.unit.trained, strict=True
         ):
-            param = nn.Parameter(
-                view.detach(), requires_grad=self.unit.sharded_flat_param.requires_grad
-            )
-            param.grad = None if grads is None else grads[index]
+            param = nn.Parameter(view.detach(), requires_grad=trained)
+            param.grad = grad
             for module, attribute in info.owners:
-                setattr(
-                    module, attribute, param
-                )  # not in _parameters: an RNN has a list of its own
+                setattr(module, attribute, param)  # not in _parameters: an RNN has its own list
 
     def unregister(self) -> None:
         """Put the placeholders back, also where the caller has assigned something else."""
@@ -82,32 +78,39 @@ class SummonedParams:
             Whether the caller has written to the parameters. Ranks on which callers have done the
             same return the same.
         """
-        unit, grads = self.unit, self._grads()
+        unit = self.unit
         changed = self.flat._version != self.version
-        for index, (info, view) in enumerate(zip(unit.param_infos, self._views(), strict=True)):
+        for info, view, grad in zip(unit.param_infos, self._views(), self._grads(), strict=True):
             for module, attribute in info.owners:
                 param = module._parameters[attribute]
                 assert param is not None
                 changed |= _copy_if_replaced(param.data, view)
-                if grads is not None:
-                    zero = grads[index].new_zeros(())
-                    _copy_if_replaced(zero if param.grad is None else param.grad, grads[index])
-        size = unit.padded_shard.numel()
-        own = slice(unit.shard_rank * size, (unit.shard_rank + 1) * size)
+                if grad is not None:
+                    zero = grad.new_zeros(())
+                    _copy_if_replaced(zero if param.grad is None else param.grad, grad)
+        own = self._own_blocks(self.flat, unit.layout.blocks)
         # Without this check the shard's version would change even if its values do not, and a
         # backward that is still to come would be refused.
-        if not torch.equal(self.flat[own], unit.padded_shard):
-            unit.padded_shard.copy_(self.flat[own])
-        if self.grad is not None and unit.sharded_flat_param.grad is not None:
-            unit.sharded_flat_param.grad.copy_(self.grad[own][: unit.sharded_flat_param.numel()])
+        if not torch.equal(own, unit.padded_shard):
+            unit.padded_shard.copy_(own)
+        shard = unit.sharded_flat_param
+        if self.grad is not None and shard.grad is not None:
+            own = self._own_blocks(self.grad, unit.layout.trained_blocks)
+            shard.grad.copy_(own[: shard.numel()])
         return changed
 
-    def _views(self) -> list[Tensor]:
-        return unflatten(self.flat, [info.shape for info in self.unit.param_infos])
+    def _own_blocks(self, flat: Tensor, blocks: Blocks | None) -> Tensor:
+        """This rank's part of what all ranks have."""
+        return torch.cat(by_rank(flat, blocks, self.unit.shard_world_size)[self.unit.shard_rank])
 
-    def _grads(self) -> list[Tensor] | None:
-        shapes = [info.shape for info in self.unit.param_infos]
-        return None if self.grad is None else unflatten(self.grad, shapes)
+    def _views(self) -> list[Tensor]:
+        return self.unit.layout.unflatten(self.flat)
+
+    def _grads(self) -> list[Any]:
+        """Views of the gradient, for each parameter; None for those that have none."""
+        if self.grad is None:
+            return [None] * len(self.unit.param_infos)
+        return self.unit.layout.unflatten(self.grad)
 
 
 def _copy_if_replaced(value: Tensor, view: Tensor) -> bool:

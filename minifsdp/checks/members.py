@@ -26,19 +26,30 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from minifsdp.support.flat_parameter import FlatParameter
+from minifsdp.support.divided_param import is_optimized
 from minifsdp.unit import Unit
-from minifsdp.wrapping.module_tree import WRAPPER_PREFIX, Modules, clean, unit_of
+from minifsdp.wrapping.module_tree import (
+    WRAPPER_PREFIX,
+    Modules,
+    clean,
+    ignore,
+    ignored_by,
+    is_ignored,
+    unit_of,
+)
 
 WRAPPED = WRAPPER_PREFIX.rstrip(".")
 _units: "WeakKeyDictionary[nn.Module, ref[Unit]]" = WeakKeyDictionary()
 
 
-def check_free(modules: Modules) -> None:
+def check_free(
+    modules: Modules, advice: str = "Wrap inner modules first, or let auto_wrap_policy do it."
+) -> None:
     """Refuse to make a unit of modules whose parameters another unit has.
 
     Args:
         modules: by name.
+        advice: a sentence for the end of the message.
 
     Raises:
         ValueError: naming the module and its unit.
@@ -47,8 +58,7 @@ def check_free(modules: Modules) -> None:
         if (unit := _unit_with(module)) is not None and _holds(module):
             raise ValueError(
                 f"module {name or '<root>'!r} ({type(module).__name__}) is in unit {unit.label} of "
-                f"a FullyShardedDataParallel already, which has sharded its parameters. Wrap inner "
-                f"modules first, or let auto_wrap_policy do it."
+                f"a FullyShardedDataParallel already, which has sharded its parameters. {advice}"
             )
 
 
@@ -103,6 +113,8 @@ class Part:
         unit = None if module is None else _unit_with(module)
         if module is None or unit is None or unit.uses_unsharded_views or unit.on_demand(unit):
             return ""
+        if unit.mesh is not None:
+            return ""  # in rows, they are DTensors now, which are listed and can be frozen
         inside = set(module.modules()) if recurse else {module}
         names = [s.name for s in unit.param_infos if any(owner in inside for owner, _ in s.owners)]
         return names and (
@@ -115,6 +127,7 @@ class Part:
 
 def check_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
     """Refuse ``module.name = param`` if the parameter is new, or replaces one that is sharded now.
+    What replaces one that is ignored is ignored, too.
 
     While the unit is gathered, a replacement is found at the end of the forward (param_views.py).
 
@@ -122,7 +135,11 @@ def check_parameter(module: nn.Module, name: str, param: nn.Parameter | None) ->
         RuntimeError: naming the unit and the parameter.
     """
     unit = _unit_with(module)
-    if unit is None or isinstance(param, FlatParameter):
+    if unit is None or is_optimized(param):
+        return
+    if is_ignored(before := module._parameters.get(name)):
+        if param is not None:
+            ignore(param, ignored_by(before))
         return
     owned = next((info.name for info in unit.param_infos if (module, name) in info.owners), None)
     new = owned is None and param is not None
@@ -144,8 +161,9 @@ def check_tree(root: nn.Module) -> None:
     Raises:
         RuntimeError: naming the first such module.
     """
+    ignored = {inner for m in root.modules() if is_ignored(m) for inner in m.modules()}
     for name, module in root.named_modules():
-        if _unit_with(module) is None and _holds(module):
+        if _unit_with(module) is None and _holds(module) and module not in ignored:
             raise RuntimeError(
                 f"{clean(name)!r} ({type(module).__name__}) has parameters that are in no unit. It "
                 f"was put into the model after wrapping, and every rank would train it alone. "
@@ -194,8 +212,8 @@ def _holds(module: nn.Module) -> bool:
     unit = _unit_with(module)
     if unit is not None and any(module is m for info in unit.param_infos for m, _ in info.owners):
         return True
-    params = module._parameters.values()
-    return any(p is not None for p in params)
+    params = () if is_ignored(module) else module._parameters.values()
+    return any(p is not None and not is_ignored(p) for p in params)
 
 
 register_module_module_registration_hook(check_part)

@@ -26,16 +26,22 @@ def check_root_and_idle(unit: Unit, root: Unit, idle: bool, method: str) -> None
         raise RuntimeError(f"{method} was called in a forward or backward; call it between.")
 
 
-def check_summoned(unit: Unit, units: Sequence[Unit]) -> None:
-    """Refuse to train inside of summon_full_params.
+def check_summoned(unit: Unit, units: Sequence[Unit], as_dtensors: bool) -> None:
+    """Refuse to train inside of summon_full_params, and to compute inside of as_dtensors.
 
     Args:
         unit: the one that was called.
         units: all of its root.
+        as_dtensors: whether DTensors are in the place of parameters.
 
     Raises:
-        RuntimeError: some of them are trained, and gradients are on.
+        RuntimeError: they are; or some units are trained, and gradients are on.
     """
+    if as_dtensors:
+        raise RuntimeError(
+            f"unit {unit.label} was called inside as_dtensors, which shows parameters in the form "
+            f"of checkpoints. Leave the block first."
+        )
     trained = any(one.sharded_flat_param.requires_grad for one in units)
     if trained and torch.is_grad_enabled():
         raise RuntimeError(

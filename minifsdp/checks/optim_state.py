@@ -37,11 +37,12 @@ MARK = "minifsdp"  # the key in a parameter group
 _ADVICE = (
     "A sharded optimizer's state_dict() is that of one rank: save each rank's to a file of its "
     "own, and load it on the same rank, into a model that is sharded alike over as many ranks. "
-    "(State dicts of the whole optimizer are not there yet.)"
+    "For all other uses there is FSDP.optim_state_dict(model, optimizer)."
 )
 _NOT_DISTRIBUTED = (
-    "torch.distributed.checkpoint cannot save or load the optimizer of a minifsdp model yet. It "
-    "would take one rank's chunks for those of all ranks. " + _ADVICE
+    "torch.distributed.checkpoint would take one rank's chunks of the optimizer's state for those "
+    "of all ranks. Call its functions inside of `with minifsdp.as_dtensors(model, optimizer):`, or "
+    "wrap the model with use_orig_params=True. " + _ADVICE
 )
 
 
@@ -126,12 +127,14 @@ def agree(wrong: str | None, groups: list[dict[str, Any]]) -> None:
 
 def refuse_distributed_checkpoints(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
     """Make ``state_dict()`` raise when torch.distributed.checkpoint calls it."""
-    sharded = any(is_sharded(param) for group in groups for param in group["params"])
-    if sharded and "_minifsdp_asked" not in optimizer.__dict__:
+    flat = any(isinstance(param, FlatParameter) for group in groups for param in group["params"])
+    if flat and "_minifsdp_asked" not in optimizer.__dict__:
         optimizer.__dict__["_minifsdp_asked"] = optimizer.register_state_dict_pre_hook(_check_asker)
 
 
 def _check_asker(optimizer: Optimizer) -> None:
+    if not any(isinstance(p, FlatParameter) for g in optimizer.param_groups for p in g["params"]):
+        return  # inside of as_dtensors it has DTensors
     # state_dict() is not told who calls it, so look for that in the stack.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -207,8 +207,8 @@ def _warn_of_groups(optimizer: Optimizer, groups: Groups) -> None:
         + f"number {full[0]} has the flat parameters of units {units}. Each of these is "
         f"all parameters of its unit laid end to end: it has one dimension, and no name such as "
         f"'bias' or 'norm'. If the groups are by name or by dimension (no weight decay for biases "
-        f"and norms, say), one group's settings now hold for all. Wrap in units of their own what "
-        f"should be treated differently, and make the groups of those units' parameters().",
+        f"and norms, say), one group's settings now hold for all. Wrap with use_orig_params=True, "
+        f"and groups are as in a plain model; or wrap in units of their own what should differ.",
         stacklevel=_caller(),
     )
 

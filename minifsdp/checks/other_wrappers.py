@@ -23,7 +23,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from minifsdp.checks.members import WRAPPED
-from minifsdp.wrapping.module_tree import clean, unit_of
+from minifsdp.support.divided_param import is_optimized
+from minifsdp.wrapping.module_tree import clean, is_ignored, unit_of
 
 AROUND = (DistributedDataParallel, DataParallel)
 FSDP_MARK = "_is_fsdp_managed_module"  # set by torch's FSDP and fully_shard
@@ -31,12 +32,15 @@ FSDP_MARK = "_is_fsdp_managed_module"  # set by torch's FSDP and fully_shard
 
 def check_inside(module: nn.Module) -> None:
     """Refuse to wrap a module that contains another wrapper, or what cannot be cut into chunks:
-    scripted modules, sparse tensors, gradients of sparse embeddings, distributed tensors.
+    scripted modules, sparse tensors, gradients of sparse embeddings, distributed tensors. In what
+    is ignored they may be.
 
     Raises:
         ValueError: naming the module or parameter.
     """
     for name, inner in module.named_modules():
+        if is_ignored(inner):
+            continue
         if isinstance(inner, torch.jit.ScriptModule):
             raise ValueError(
                 f"module {clean(name) or '<root>'!r} is compiled by torch.jit, which does not let "
@@ -56,12 +60,14 @@ def check_inside(module: nn.Module) -> None:
             )
         for attribute, param in inner._parameters.items():
             where = clean(f"{name}.{attribute}").lstrip(".")
+            if is_ignored(param):
+                continue
             if param is not None and param.layout is not torch.strided:
                 raise ValueError(
                     f"parameter {where!r} has the layout {param.layout}, so it cannot be a part "
                     f"of a flat tensor. FullyShardedDataParallel takes dense tensors."
                 )
-            if isinstance(param, DTensor):
+            if isinstance(param, DTensor) and not is_optimized(param):
                 raise ValueError(
                     f"parameter {where!r} is a DTensor, which "
                     f"is distributed already. FullyShardedDataParallel takes plain tensors."

@@ -94,8 +94,8 @@ class FlatName(str):
                     f"a program chooses parameters by name ({args[0]!r}), as is right for "
                     f"{meant[0]!r}. But that is a part of the flat parameter {str(self)!r} now, "
                     f"which is trained or frozen as a whole, and whose name says nothing of it. "
-                    f"Choose parameters before you wrap the model, and wrap in units of their own "
-                    f"what should be treated differently.",
+                    f"With use_orig_params=True each parameter keeps its name. Or choose before "
+                    f"you wrap the model, and wrap in units of their own what should differ.",
                     stacklevel=3,
                 )
         return answer

@@ -108,11 +108,15 @@ def _describe(unit: Unit, with_values: bool) -> UnitReport:
     dtypes = f"{dtype}, computed with as {precision.param_dtype or dtype}"
     trained = "trained" if unit.sharded_flat_param.requires_grad else "frozen"
     when = "freed" if unit.reshard_after_forward else "kept"
+    hook = "" if unit.comm_hook is None else f", reduced by {unit.comm_hook.__qualname__}"
     groups = [group for group in (unit.shard_group, unit.replicate_group) if group is not None]
+    targets = ("forward", unit.forward_targets), ("backward", unit.backward_targets)
+    lists = "".join(f", prefetches {[u.name for u in us]} in {at}" for at, us in targets if us)
     return UnitReport(
         f"unit {unit.label}",
         f" ({unit.numel} elements, {dtypes}, sharded over {unit.shard_world_size} and "
-        f"replicated over {copies} ranks, {trained}, {when} after forward, {precision})",
+        f"replicated over {copies} ranks, {trained}, {when} after forward, "
+        f"{precision}{lists}{hook})",
         [f"{info.name!r} {list(info.shape)}" for info in unit.param_infos],
         {str(dist.get_process_group_ranks(group)): group.group_name for group in groups},
         _current_values(unit) if with_values else Values(None, None, unit.shard_rank),

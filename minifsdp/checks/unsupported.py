@@ -4,10 +4,10 @@ Scripts that were written for ``torch.distributed.fsdp`` pass arguments, call me
 names that minifsdp does not have. To ignore an argument would be worse than an error, because the
 model would be sharded in another way than the user asked for::
 
-    FSDP(model, ignored_modules=[head])    NotImplementedError: ignored_modules=... is not there yet
-    FSDP(model, ignored_modules=None)      fine: it asks for nothing
-    from minifsdp import StateDictType     fine: it may be needed for an annotation only
-    StateDictType.FULL_STATE_DICT          NotThereYetError, so hasattr answers False
+    fully_shard(m, shard_placement_fn=f)     NotImplementedError: shard_placement_fn=...
+    fully_shard(m, shard_placement_fn=None)  fine: it asks for nothing
+    from minifsdp import OptimStateKeyType   fine: it may be needed for an annotation only
+    OptimStateKeyType.PARAM_NAME             NotThereYetError, so hasattr answers False
 
 All of this runs when a model is wrapped or a name is used, never in a step.
 """
@@ -16,15 +16,12 @@ from collections.abc import Callable, Sized
 from typing import Any, NoReturn
 
 METHODS = """
-    flatten_sharded_optim_state_dict full_optim_state_dict get_state_dict_type optim_state_dict
-    optim_state_dict_to_load register_comm_hook rekey_optim_state_dict
-    scatter_full_optim_state_dict set_state_dict_type shard_full_optim_state_dict
-    sharded_optim_state_dict state_dict_type
+    flatten_sharded_optim_state_dict full_optim_state_dict
+    rekey_optim_state_dict scatter_full_optim_state_dict shard_full_optim_state_dict
+    sharded_optim_state_dict
 """
 NAMES = """
-    FullOptimStateDictConfig FullStateDictConfig fully_shard LocalOptimStateDictConfig
-    LocalStateDictConfig OptimStateDictConfig OptimStateKeyType ShardedOptimStateDictConfig
-    ShardedStateDictConfig StateDictConfig StateDictSettings StateDictType
+    LocalOptimStateDictConfig LocalStateDictConfig OptimStateKeyType
 """
 
 
@@ -57,18 +54,22 @@ MISSING = {name: Missing(name, (), {"__module__": "minifsdp"}) for name in NAMES
 """The classes by name. Their names are those of ``torch.distributed.fsdp``."""
 
 
-def add_missing(wrapper: type) -> None:
-    """Give the class ``wrapper`` the METHODS, which raise NotImplementedError when called."""
-    for name in METHODS.split():
-        setattr(wrapper, name, _not_there(name))
+_INSTEAD = " FSDP.summon_full_params(model) gives access to whole parameters under their own names."
 
 
-def _not_there(name: str) -> Callable[..., NoReturn]:
+def add_missing(cls: type, names: str = METHODS, instead: str = _INSTEAD) -> None:
+    """Give a class methods of these names, which raise NotImplementedError when called.
+
+    Args:
+        instead: a sentence on what to use instead, for the end of the message.
+    """
+    for name in names.split():
+        setattr(cls, name, _not_there(name, instead))
+
+
+def _not_there(name: str, instead: str) -> Callable[..., NoReturn]:
     def method(*args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"minifsdp: {name} is not there yet. FSDP.summon_full_params(model) gives access to "
-            f"whole parameters under their own names."
-        )
+        raise NotImplementedError(f"minifsdp: {name} is not there yet.{instead}")
 
     return method
 

@@ -1,6 +1,8 @@
 """How ranks communicate.
 
 collectives.py      all-gather, reduce-scatter, all-reduce, broadcast
+blocks.py           where the blocks of each rank are in a tensor that all ranks have
+exchange.py         from one way to divide a tensor among ranks to another
 groups.py           which ranks shard and which replicate: a strategy is two groups and a bit
 message_tags.py     a number for each message, so that no message is taken for another one
 consensus.py        how ranks compare what they have, and come to the same result

@@ -39,6 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minifsdp.comm import deadlock_watch
+from minifsdp.comm.blocks import Blocks, by_rank, copy_apart, together
 from minifsdp.comm.message_tags import Kind, Message
 from minifsdp.streams import Finish
 
@@ -60,6 +61,7 @@ def all_gather(
     tag: int,
     label: str = "",
     kind: Kind = Kind.PARAMETERS,
+    blocks: Blocks | None = None,
 ) -> Finish:
     """Fill ``full`` with the chunks of all ranks, in rank order.
 
@@ -71,6 +73,8 @@ def all_gather(
             same time; message_tags.py makes a tag for each of them.
         label: the unit's, for errors.
         kind: what is gathered.
+        blocks: sizes of the pieces of ``chunk``, where these do not stay together in ``full``; see
+            blocks.py. None: they do. (In the exercises it is always None.)
 
     Raises:
         RuntimeError: (``finish`` does) another rank does not take part, has ended, or is in another
@@ -78,12 +82,22 @@ def all_gather(
     """
     message = Message(group, tag, kind, full.itemsize, label)
     if _native(full):
-        return _wait_for([_all_gather(full, chunk, group=group, async_op=True)], message)
-    parts, rank, tag = full.tensor_split(group.size()), group.rank(), message.tag
+        apart = blocks if blocks is not None and len(blocks) > 1 else None
+        gathered = full if apart is None else torch.empty_like(full)
+        arrive = _wait_for([_all_gather(gathered, chunk, group=group, async_op=True)], message)
+
+        def finish() -> None:
+            arrive()
+            if apart is not None:
+                copy_apart(gathered, full, apart, group.size())
+
+        return finish
+    parts, own, tag = by_rank(full, blocks, group.size()), by_rank(chunk, blocks, 1)[0], message.tag
     works = []
     for to, source in _turns(group):
-        works += _exchange(chunk, to, parts[source], source, group, tag)
-    parts[rank].copy_(chunk)  # while the other chunks travel
+        works += _exchange(own, to, parts[source], source, group, tag)
+    for part, block in zip(parts[group.rank()], own, strict=True):
+        part.copy_(block)  # while the other ranks' travel
     return _wait_for(works, message)
 
 
@@ -94,6 +108,7 @@ def reduce_scatter(
     tag: int,
     label: str = "",
     kind: Kind = Kind.REDUCTION,
+    blocks: Blocks | None = None,
 ) -> tuple[Tensor, Finish]:
     """Add up ``scale * flat`` over all ranks and keep this rank's chunk of the sum.
 
@@ -105,23 +120,24 @@ def reduce_scatter(
             ``finish`` has run.
         group: the ranks that take part.
         scale: ``1 / world_size`` for a mean.
-        tag, label, kind: as in :func:`all_gather`.
+        tag, label, kind, blocks: as in :func:`all_gather`.
 
     Returns:
         The sum, ``[n]``, of the dtype of ``flat``, valid once ``finish`` has run; and ``finish``.
     """
-    chunks = flat.tensor_split(group.size())
-    own = chunks[group.rank()]
     message = Message(group, tag, kind, flat.itemsize, label)
     if _native(flat):
-        total = flat.new_empty(own.shape)
-        flat.mul_(scale)
-        work = _reduce_scatter(total, flat, group=group, async_op=True)
+        total = flat.new_empty(flat.numel() // group.size())
+        sent = together(flat, blocks, group.size()).mul_(scale)  # the work keeps it alive
+        work = _reduce_scatter(total, sent, group=group, async_op=True)
         return total, _wait_for([work], message)
+    parts = by_rank(flat, blocks, group.size())
+    mine = parts[group.rank()]
+    own = mine[0] if len(mine) == 1 else torch.cat(mine)
     received, works, tag = [], [], message.tag
     for to, source in _turns(group):
-        received.append(flat.new_empty(own.shape))
-        works += _exchange(chunks[to], to, received[-1], source, group, tag)
+        received.append(torch.empty_like(own))
+        works += _exchange(parts[to], to, by_rank(received[-1], blocks, 1)[0], source, group, tag)
     # In gloo's ring the chunk of rank r is the sum of those of rank r-1, then r-2, ..., and its own
     # last. Addition of floats is not associative: in any other order the result would differ from
     # torch's in the last bit.
@@ -203,10 +219,12 @@ def _turns(group: Group) -> Iterator[tuple[int, int]]:
 
 
 def _exchange(
-    sent: Tensor, to: int, received: Tensor, source: int, group: Group, tag: int
+    sent: Sequence[Tensor], to: int, received: Sequence[Tensor], source: int, group: Group, tag: int
 ) -> list[dist.Work]:
     # This is what dist.isend and dist.irecv do after checks that take longer than a small message.
-    return [group.send([sent], to, tag), group.recv([received], source, tag)]
+    # Messages of one tag arrive in the order in which they were sent.
+    sends = [group.send([tensor], to, tag) for tensor in sent]
+    return sends + [group.recv([tensor], source, tag) for tensor in received]
 
 
 def _native(tensor: Tensor) -> bool:

@@ -151,6 +151,22 @@ def hosts_of(group: Group) -> list[str]:
     return gather_objects(socket.gethostname(), group, "the comparison of host names")
 
 
+@cache  # so that all units of the same ranks have the same one
+def mesh_of(placement: Placement, device_type: str) -> DeviceMesh:
+    """The ranks of a placement as a DeviceMesh, which DTensors need: of the ranks that shard, of
+    those that replicate, or of both with the dimensions (replicate, shard)."""
+    shard, replicate = placement.shard_group, placement.replicate_group
+    if shard is None or replicate is None:
+        group = shard or replicate
+        assert group is not None
+        return DeviceMesh.from_group(group, device_type)
+    row = dist.get_process_group_ranks(shard)
+    rows = gather_objects(row, replicate, "the grid of hybrid sharding")
+    return DeviceMesh.from_group(
+        [replicate, shard], device_type, mesh=sorted(rows), mesh_dim_names=("replicate", "shard")
+    )
+
+
 @cache
 def check_grid(shard: Group, replicate: Group) -> tuple[Group, Group]:
     """The same two groups, after comparing with the other ranks that they are those of a grid.

@@ -1,13 +1,14 @@
-"""The gradient hooks that users register on flat parameters.
+"""The gradient hooks that users register on flat parameters, or on the DTensors of units in rows.
 
-Torch calls such a hook when a gradient reaches the parameter. The sharded flat parameter, which
-users see, is in no graph, so torch would never call its hooks. They are called here instead, at the
+Torch calls such a hook when a gradient reaches the parameter. What users see, a shard, is in no
+graph, so torch would never call its hooks. They are called here instead, at the
 moments that DistributedDataParallel calls them at or, where that has no good moment, as in training
 without ranks::
 
     p.register_hook(f)                           f(gradient) -> another gradient, or None
-        before the reduction, with this rank's gradient of the whole unit, [numel]. What f does to
-        each element by itself (scale, clamp, nan_to_num) has the same result as with DDP.
+        before the reduction, with this rank's gradient of the whole unit, [numel]; in rows, of the
+        whole parameter. What f does to each element by itself (scale, clamp, nan_to_num) has the
+        same result as with DDP.
 
     p.register_post_accumulate_grad_hook(f)      f(p)
         at the end of the backward, when every ``p.grad`` is what an optimizer would find: this
@@ -17,14 +18,16 @@ without ranks::
 An optimizer in a hook saves no memory here: the gradients of all units are stored together.
 """
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minifsdp.unit import Unit
 
 
 def change_gradient(unit: Unit, grad: Tensor) -> Tensor:
-    """Let the hooks of a unit's flat parameter see and replace a gradient before it is reduced.
+    """Let the hooks of a unit's parameters see and replace a gradient before it is reduced.
 
     Args:
         grad: ``[padded_numel]``, of ``unit.unsharded.flat_param``; may be overwritten.
@@ -35,31 +38,44 @@ def change_gradient(unit: Unit, grad: Tensor) -> Tensor:
     Raises:
         RuntimeError: a hook raised one, or returned something of another shape.
     """
-    hooks = unit.sharded_flat_param._backward_hooks
-    if not hooks:
+    if not any(param._backward_hooks for param in unit.optimized_params):
         return grad
-    unpadded = grad[: unit.numel]  # padding belongs to no parameter, and a hook may count elements
+    # Padding belongs to no parameter, and a hook may count elements.
+    parts = [grad[: unit.numel]] if unit.mesh is None else unit.layout.unflatten(grad)
+    for param, part in zip(unit.optimized_params, parts, strict=True):
+        if part is not None and param._backward_hooks:
+            part.copy_(_changed(unit, param, part))
+    return grad
+
+
+def _changed(unit: Unit, param: nn.Parameter, grad: Tensor) -> Tensor:
+    """What the hooks of ``param`` make of its gradient on this rank."""
+    hooks: Any = param._backward_hooks
     for hook in list(hooks.values()):  # a copy: a hook may remove itself
         try:
             with torch.no_grad():
-                returned = hook(unpadded)
-            unpadded = unpadded if returned is None else returned.view(unit.numel)
+                returned = hook(grad)
+            grad = grad if returned is None else returned.view(grad.shape)
         except RuntimeError as error:
+            whole = "unit" if unit.mesh is None else "parameter"
             raise RuntimeError(
-                f"a hook that was registered on the flat parameter of unit {unit.label} failed: "
-                f"{error}\nIt is called with this rank's gradient of the whole unit, of "
-                f"{unit.numel} elements, before the reduction over ranks, and has to return one of "
-                f"that shape or None. (The parameter itself is a shard, of "
-                f"{unit.sharded_flat_param.numel()}. For what needs both, use "
-                f"register_post_accumulate_grad_hook.)"
+                f"a hook that was registered on a {'flat ' * (unit.mesh is None)}parameter of unit "
+                f"{unit.label} failed: {error}\nIt is called with this rank's gradient of the "
+                f"whole {whole}, of {grad.numel()} elements, before the reduction over ranks, and "
+                f"has to return one of the shape {list(grad.shape)} or None. (The parameter itself "
+                f"is a shard. For what needs both, use register_post_accumulate_grad_hook.)"
             ) from error
-    grad[: unit.numel] = unpadded
     return grad
 
 
 def after_gradient(unit: Unit) -> None:
-    """Call the hooks that wait for the complete gradient of a unit's flat parameter."""
-    param = unit.sharded_flat_param
+    """Call the hooks that wait for the complete gradient of a unit's parameters."""
+    for param in unit.optimized_params:
+        if param.requires_grad and param.grad is not None:  # in rows some may be frozen
+            _call_hooks(param)
+
+
+def _call_hooks(param: Any) -> None:
     with torch.no_grad():
         for hook in list((param._post_accumulate_grad_hooks or {}).values()):
             hook(param)

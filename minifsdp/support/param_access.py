@@ -47,16 +47,17 @@ class ParamInfo:
         """Show ``view`` to all owners as a parameter, which ``module.parameters()`` lists as well.
 
         Args:
-            view: of the parameter's shape.
+            view: of the parameter's shape; or the DTensor that an optimizer is to find.
             hidden: the owners have a placeholder now.
 
         Raises:
             RuntimeError: the placeholder was replaced by another parameter.
         """
         for module, name in self.owners:
+            found = module.__dict__.pop(name, None)  # Python would find it before the parameter
             if type(module).__setattr__ is not _SETATTR:
                 _assign(module, name, view)
-            found = module.__dict__.pop(name, None)  # Python would find it before the parameter
+                module.__dict__.pop(name, None)
             if hidden and found is None:
                 raise RuntimeError(
                     f"parameter {self.name!r} was replaced after wrapping. Its unit was made of "
@@ -66,14 +67,20 @@ class ParamInfo:
                 )
             module._parameters[name] = view  # type: ignore[assignment]  # not a leaf
 
-    def use_sharded_views(self, placeholder: "Placeholder") -> None:
-        """Show ``placeholder`` to all owners as an attribute that is no parameter."""
+    def use_sharded_views(
+        self, placeholder: "Placeholder", listed: nn.Parameter | None = None
+    ) -> None:
+        """Show ``placeholder`` to all owners as an attribute that is no parameter.
+
+        Args:
+            listed: what ``module.parameters()`` is to list all the same.
+        """
         for module, name in self.owners:
             if type(module).__setattr__ is not _SETATTR:
                 _assign(module, name, placeholder)
-            # The name stays, with None: it keeps its place in the order of the parameters, and
+            # The name stays, also with None: it keeps its place in the order of the parameters, and
             # torch refuses to assign what is no parameter to it.
-            module._parameters[name] = None
+            module._parameters[name] = listed
             module.__dict__[name] = placeholder
 
 

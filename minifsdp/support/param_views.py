@@ -8,11 +8,13 @@ unit's module has the sharded flat parameter, which an optimizer finds there::
     unsharded    linear.weight: view [3, 2]      parameters(): weight [3, 2], bias [2]
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from minifsdp.flatten import unflatten
+from minifsdp.support.divided_param import DividedParameter, mark
 from minifsdp.support.fingerprint import fingerprint
 from minifsdp.unit import Unit
 
@@ -31,29 +33,53 @@ def make_views(unit: Unit) -> None:
     # that evaluation. Views that were made without gradients would stop the gradient on its way to
     # the unsharded flat parameter.
     with torch.inference_mode(False):  # this switches gradients on, also inside of no_grad
-        unit.views = unflatten(unit.unsharded.flat_param, [info.shape for info in unit.param_infos])
+        unit.views = unit.layout.unflatten(unit.unsharded.flat_param, unit.unsharded.frozen)
 
 
 def use_unsharded_views(unit: Unit) -> None:
     """Let the modules compute with the views."""
     if len(unit.views) != len(unit.param_infos):
         make_views(unit)  # there are none in this precision: the last forward was in another one
-    hidden, unit.uses_unsharded_views = not unit.uses_unsharded_views, True
+    unit.uses_unsharded_views = True
     unit.module._parameters.pop(FLAT_PARAM, None)  # or parameters() would list its elements twice
-    for info, view in zip(unit.param_infos, unit.views, strict=True):
-        info.use_unsharded_views(view, hidden)
+    _show(unit, unit.views)
 
 
 def use_sharded_views(unit: Unit) -> None:
-    """Put placeholders where the views are, and let ``parameters()`` list the sharded flat
-    parameter. Does nothing if that is so already."""
+    """Put placeholders where the views are, and let ``parameters()`` list what the optimizer needs:
+    the sharded flat parameter or, of a unit in rows, the DTensors. Does nothing if that is so
+    already."""
     if not unit.uses_unsharded_views:
         return
-    unit.uses_unsharded_views = False
-    for info, placeholder in zip(unit.param_infos, unit.placeholders, strict=True):
-        info.use_sharded_views(placeholder)
-    if unit.param_infos:
+    unit.uses_unsharded_views, unit.has_placeholders = False, True
+    listed = unit.optimized_params if unit.mesh is not None else [None] * len(unit.param_infos)
+    for info, placeholder, param in zip(unit.param_infos, unit.placeholders, listed, strict=True):
+        info.use_sharded_views(placeholder, param)
+    if unit.param_infos and unit.mesh is None:
         unit.module._parameters[FLAT_PARAM] = unit.sharded_flat_param
+
+
+def hides_params(units: Sequence[Unit]) -> bool:
+    """Whether units in rows have placeholders, for a backward that is still to come."""
+    return any(unit.mesh is not None and unit.has_placeholders for unit in units)
+
+
+def show_divided_params(units: Sequence[Unit]) -> None:
+    """Let the modules of units in rows have their DTensors, in place of placeholders.
+
+    This is for the time between steps. From a forward to the end of its backward the placeholders
+    stay: what a checkpoint runs again may need a parameter of a unit that is sharded. A placeholder
+    can have it gathered; a DTensor would be computed with.
+    """
+    for unit in units:
+        if unit.mesh is not None and not unit.uses_unsharded_views and unit.has_placeholders:
+            _show(unit, unit.optimized_params)
+
+
+def _show(unit: Unit, tensors: Sequence[Tensor]) -> None:
+    hidden, unit.has_placeholders = unit.has_placeholders, False
+    for info, tensor in zip(unit.param_infos, tensors, strict=True):
+        info.use_unsharded_views(tensor, hidden)
 
 
 class Values(NamedTuple):
@@ -106,7 +132,10 @@ def check_untouched(unit: Unit, before: Values, failed: bool = False) -> None:
 
 
 def adopt(unit: Unit) -> None:
-    """Take over the parameter that ``module.to(...)`` has put in place of the flat parameter."""
+    """Take over the parameter that ``module.to(...)`` has put in place of the flat parameter, or
+    the DTensors that it has changed."""
+    if isinstance(unit.sharded_flat_param, DividedParameter):
+        mark(unit, unit.sharded_flat_param)
     found = unit.module._parameters.get(FLAT_PARAM)
     if found is not None and found is not unit.sharded_flat_param:
         unit.module._parameters[FLAT_PARAM] = unit.replace_shard(found)

@@ -15,12 +15,15 @@ from torch import nn
 
 from minifsdp.offload import HOST, host_copy
 from minifsdp.shard import unpadded_shard_numel
+from minifsdp.support.divided_param import divide_again, was_changed
 from minifsdp.support.param_views import adopt
 from minifsdp.unit import Unit
 
 
 def was_moved(unit: Unit) -> bool:
     """Whether the shard has other memory than it was given."""
+    if unit.mesh is not None:
+        return was_changed(unit)
     shard, given = unit.sharded_flat_param, unit.padded_shard
     # Compared by address: module.to() and `param.data = ...` put new memory under it.
     moved = shard.numel() > 0 and shard.data_ptr() != given.data_ptr()
@@ -35,18 +38,22 @@ def follow_changes(unit: Unit) -> None:
         RuntimeError: it was moved away from the host, where it should stay.
     """
     adopt(unit)  # it may have been moved through its module, not through the wrapper
-    shard = unit.sharded_flat_param
-    unpadded = unpadded_shard_numel(unit.numel, unit.shard_rank, unit.shard_world_size)
-    if shard.numel() != unpadded:
-        raise ValueError(
-            f"the flat parameter of unit {unit.label} has {shard.numel()} elements; this "
-            f"rank's chunk has {unpadded}. Assign a tensor of that size to its .data."
-        )
+    shard = unit.optimized_params[0]
     if unit.offload_from is not None and shard.device != HOST:
         raise RuntimeError(
             f"the parameters of unit {unit.label} were moved to {shard.device}, but with "
             f"CPUOffload they live on the CPU and are uploaded when they are needed. Do not "
             f"move the model after wrapping; it computes on {unit.offload_from} by itself."
+        )
+    if unit.mesh is not None:
+        if was_changed(unit):
+            divide_again(unit)
+        return
+    unpadded = unpadded_shard_numel(unit.numel, unit.shard_rank, unit.shard_world_size)
+    if shard.numel() != unpadded:
+        raise ValueError(
+            f"the flat parameter of unit {unit.label} has {shard.numel()} elements; this "
+            f"rank's chunk has {unpadded}. Assign a tensor of that size to its .data."
         )
     if was_moved(unit):
         with torch.inference_mode(False):  # this memory outlives the mode that a forward may run in

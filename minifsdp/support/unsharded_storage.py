@@ -29,7 +29,8 @@ class UnshardedFlatParam:
     """The shards of all ranks, in rank order, in one dtype.
 
     Attributes:
-        flat_param: ``[padded_numel]``, a leaf of the graph. The layers compute with views of it.
+        flat_param: ``[padded_numel]``, a leaf of the graph. The layers compute with views of it. In
+            a unit that is frozen in part it is the part that is not.
         data: the same memory with a version counter of its own. Collectives write here: through
             ``flat_param`` they would look to autograd like an in-place change of what the forward
             has saved.
@@ -37,12 +38,14 @@ class UnshardedFlatParam:
             which is the whole parameter (NO_SHARD).
         grad_accumulator: autograd's node that writes to ``flat_param.grad``; None if the unit is
             frozen.
+        frozen: the rest of the memory, if the unit is frozen in part (rows.py).
     """
 
     flat_param: Tensor
     data: Tensor
     needs_unshard: bool
     grad_accumulator: Node | None
+    frozen: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.storage = self.data.untyped_storage()
@@ -68,13 +71,17 @@ class UnshardedFlatParam:
         """
         if any(count > _ONE_REFERENCE for count in _reference_counts(views)):
             views.clear()  # so that the count of the storage below shows the references of others
-        ours = 3 + len(views)  # ``flat_param``, ``data``, ``storage``
+        # ``flat_param``, ``data``, ``storage``, and perhaps ``frozen``
+        ours = 3 + (self.frozen is not None) + len(views)
         if torch._C._storage_Use_Count(self.storage._cdata) <= ours:
             self.storage.resize_(0)
             return True
         with torch.inference_mode(False):
             memory = torch.empty_like(self.data)
-        self.flat_param.data, self.data.data = memory, memory
+        trained = self.flat_param.numel()
+        self.flat_param.data, self.data.data = memory[:trained], memory
+        if self.frozen is not None:
+            self.frozen.data = memory[trained:]
         self.storage = memory.untyped_storage()
         self.storage.resize_(0)
         return False
@@ -112,15 +119,23 @@ class UnshardedFlatParams:
         nodes = (made.grad_accumulator for made in self._made.values())
         return [node for node in nodes if node is not None]
 
-    def add(self, data: Tensor, requires_grad: bool, needs_unshard: bool) -> UnshardedFlatParam:
+    def add(
+        self, data: Tensor, requires_grad: bool, needs_unshard: bool, trained_numel: int
+    ) -> UnshardedFlatParam:
         """Make one and keep it. Inference mode has to be off: autograd refuses such tensors later.
 
         Args:
             data: ``[padded_numel]``, a new tensor or the shard itself, in the dtype to compute in.
+            trained_numel: how many of its elements, from the first on, can have a gradient.
         """
-        leaf = data.requires_grad_(requires_grad)
+        # ``.data`` makes a tensor of its own. As views they would hold one more reference to the
+        # memory, and release() would take it for somebody else's.
+        leaf, rest = data[:trained_numel].data, data[trained_numel:].data
+        leaf.requires_grad_(requires_grad)
+        frozen = rest if len(rest) else None
         node = when_complete(leaf, self._hook()) if requires_grad else None
-        self._made[leaf.dtype] = made = UnshardedFlatParam(leaf, leaf.data, needs_unshard, node)
+        made = UnshardedFlatParam(leaf, data.data, needs_unshard, node, frozen)
+        self._made[leaf.dtype] = made
         if needs_unshard:
             made.storage.resize_(0)
         return made

@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from minifsdp.checks.members import WRAPPED, check_part
 from minifsdp.checks.other_wrappers import FSDP_MARK, refuse_around
-from minifsdp.wrapping.module_tree import clean, unit_of
+from minifsdp.support.divided_param import is_optimized
+from minifsdp.wrapping.module_tree import clean, is_ignored, unit_of
+from minifsdp.wrapping.torch_attributes import TORCH_ATTRIBUTES
 
 KINDS = ("_parameters", "_buffers", "_modules")
 FALLBACK = {"engine": "_engine"}  # the wrapper's own, if the wrapped module has none of this name
@@ -54,6 +56,8 @@ class ModuleWrapper(nn.Module):
         except AttributeError as error:
             if name in FALLBACK:
                 return getattr(self, FALLBACK[name])
+            if name in TORCH_ATTRIBUTES and (unit := unit_of(self)) is not None:
+                return TORCH_ATTRIBUTES[name](unit)
             # Otherwise the message would be about the wrapped class only, or about a wrapper's.
             raise AttributeError(
                 f"{type(self).__name__} has no attribute {name!r}, and neither has the "
@@ -63,7 +67,7 @@ class ModuleWrapper(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # torch's FSDP sets its mark on all modules first. Refused here, no parameter has changed.
-        if name == FSDP_MARK or isinstance(value, DTensor):
+        if name == FSDP_MARK or (isinstance(value, DTensor) and not is_optimized(value)):
             refuse_around("torch's FSDP", self)
         if self._is_for_module(name):
             module = self._modules[WRAPPED]
@@ -136,13 +140,14 @@ class ModuleWrapper(nn.Module):
             "load_state_dict() of this one's."
         )
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """For torch.distributed.checkpoint: the values are parts of names that users do not see."""
+        return {"": WRAPPED}
+
     def extra_repr(self) -> str:
         """For ``print(model)``, which then shows where the units are."""
         unit = unit_of(self)
-        if unit is None:  # __init__ is still running
-            return ""
-        ranks = f"{unit.shard_world_size} rank{'s' * (unit.shard_world_size > 1)}"
-        return f"unit of {unit.numel:,} parameters, sharded over {ranks}"
+        return "" if unit is None else unit.describe()  # None while __init__ is running
 
     def _is_for_module(self, name: str) -> bool:
         """Whether a program that sets ``name`` means the wrapped module's attribute.
@@ -161,9 +166,10 @@ class ModuleWrapper(nn.Module):
         """Refuse to set a parameter, except inside summon_full_params (unit_params.py), where it
         may be exchanged for another one. Elsewhere the value would never be used."""
         unit, module = unit_of(self), self._modules[WRAPPED]
-        assert unit is not None
+        assert unit is not None and module is not None
         owned = any((module, name) in info.owners for info in unit.param_infos)
         new = isinstance(value, nn.Parameter) and not owned
+        new = new and not is_ignored(module._parameters.get(name))
         if new or (owned and unit not in self._hooks.summoned):
             raise RuntimeError(
                 f"{name!r} of {type(module).__name__}{self._where()} cannot be set or deleted "

@@ -17,16 +17,23 @@ from typing import Any
 
 from torch import nn
 
-from minifsdp.support.flat_parameter import FlatParameter
+from minifsdp.support.divided_param import is_optimized
 from minifsdp.support.param_access import ParamInfo
-from minifsdp.wrapping.module_tree import clean, join_names, own_modules, own_params, unit_of
+from minifsdp.wrapping.module_tree import (
+    clean,
+    is_ignored,
+    join_names,
+    own_modules,
+    own_params,
+    unit_of,
+)
 from minifsdp.wrapping.orig_params import unit_of_orig_param
 from minifsdp.wrapping.policies import Policy, has_forward
 
 
 def select(root: nn.Module, policy: Policy) -> dict[nn.Module, dict[str, Any]]:
-    """Ask ``policy`` which modules below ``root`` to wrap. It is not asked about wrappers and what
-    is below them.
+    """Ask ``policy`` which modules below ``root`` to wrap. It is not asked about wrappers, what is
+    ignored, and what is below them.
 
     Returns:
         The modules, inner ones before those around them, each with the arguments of its own that
@@ -63,13 +70,13 @@ def _select(
     seen: set[nn.Module],
 ) -> set[nn.Parameter]:
     """Select at and below ``module``; the parameters that are in no selected module."""
-    if module in seen or unit_of(module) is not None:
+    if module in seen or unit_of(module) is not None or is_ignored(module):
         return set()
     seen.add(module)
     params = _unsharded_params(module)
     if not policy(module=module, recurse=True, nonwrapped_numel=_numel(params)):
         return params
-    params = set(module.parameters(recurse=False))
+    params = _unsharded_params(module, recurse=False)
     for child in module.children():
         params |= _select(child, policy, selected, seen)
     answer = policy(module=module, recurse=False, nonwrapped_numel=_numel(params))
@@ -79,8 +86,9 @@ def _select(
     return set()
 
 
-def _unsharded_params(module: nn.Module) -> set[nn.Parameter]:
-    return {param for param in module.parameters() if not isinstance(param, FlatParameter)}
+def _unsharded_params(module: nn.Module, recurse: bool = True) -> set[nn.Parameter]:
+    params = module.parameters(recurse)
+    return {param for param in params if not is_optimized(param) and not is_ignored(param)}
 
 
 def _numel(params: set[nn.Parameter]) -> int:
@@ -98,7 +106,7 @@ def check_wrappable(module: nn.Module, name: str = "", to_wrap: Collection[nn.Mo
         ValueError: it is one.
     """
     if unit_of(module) is not None:
-        raise ValueError("the module is a FullyShardedDataParallel already. Wrap a module once.")
+        raise ValueError("the module is a unit of FSDP already. Wrap a module once.")
     param = None if has_forward(module) else next(_params_outside(module, "", to_wrap), None)
     if param is not None:
         what = f"module {name!r} ({type(module).__name__})" if name else type(module).__name__
@@ -115,7 +123,9 @@ def _params_outside(
     """The names of the parameters at and below ``module`` that are in no wrapper and in none of
     ``to_wrap``."""
     if unit_of(module) is None:
-        yield from (join_names(prefix, n) for n, p in module._parameters.items() if p is not None)
+        for name, param in module._parameters.items():
+            if param is not None and not is_ignored(param):
+                yield join_names(prefix, name)
         for name, child in module.named_children():
             if child not in to_wrap:
                 yield from _params_outside(child, join_names(prefix, name), to_wrap)
@@ -141,12 +151,12 @@ def _check_sharing(
     found: dict[nn.Parameter, tuple[str, str]],  # the name of its unit, and its own name
     unit_names: dict[nn.Module, str],  # the first name: a module in two places is one unit
 ) -> None:
-    if unit_of(module) is not None:
+    if unit_of(module) is not None or is_ignored(module):
         return  # wrapped by hand; make_param_infos() finds what it shares with others
     if module in to_wrap:
         unit = unit_names.setdefault(module, name)
     for attribute, param in module._parameters.items():
-        if param is not None:
+        if param is not None and not is_ignored(param):
             here = join_names(name, attribute)
             other_unit, there = found.setdefault(param, (unit, here))
             if other_unit != unit:

@@ -22,11 +22,12 @@ from minifsdp.checks.members import check_free, join
 from minifsdp.checks.optimizers import watch_optimizers
 from minifsdp.checks.same_model import remember_values
 from minifsdp.comm.consensus import groups_with_peers
+from minifsdp.comm.groups import mesh_of
 from minifsdp.precision import FULL_PRECISION
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.fingerprint import fingerprint
 from minifsdp.support.flat_parameter import watch_for_losses
-from minifsdp.support.param_views import use_sharded_views
+from minifsdp.support.param_views import show_divided_params, use_sharded_views
 from minifsdp.unit import Unit
 from minifsdp.wrapping.auto_wrap import (
     check_sharing,
@@ -109,10 +110,16 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
     buffers = Buffers(list(modules.values()), settings.precision.buffer_dtype)
     offload_from = device if settings.offload else None
     tag = next(_tags[groups[0].group_name])
+    mesh = None
+    if settings.use_orig_params:  # the given mesh, since a program may compare it with a DTensor's
+        its_groups = settings.placement, default_device(groups[0]).type
+        mesh = settings.device_mesh or mesh_of(*its_groups)
     unit = Unit(
-        module, param_infos, buffers, settings.placement, settings.precision, offload_from, tag
-    )
+        module, param_infos, buffers, settings.placement, settings.precision, offload_from, tag,
+        mesh,
+    )  # fmt: skip
     use_sharded_views(unit)
+    show_divided_params([unit])
     remember_values(unit, whole)
     set_unit(originals, unit)
     join(unit, modules)

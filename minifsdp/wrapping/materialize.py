@@ -27,7 +27,14 @@ from torch import Tensor, nn
 from minifsdp.comm.collectives import Group, broadcast
 from minifsdp.comm.consensus import consensus
 from minifsdp.support.tensor_attribute import TensorAttribute
-from minifsdp.wrapping.module_tree import Modules, join_names, own_modules, own_params, unit_of
+from minifsdp.wrapping.module_tree import (
+    Modules,
+    is_ignored,
+    join_names,
+    own_modules,
+    own_params,
+    unit_of,
+)
 
 Shared = dict[Tensor, list[TensorAttribute]]
 """Tensors, and where modules have them: a shared one is in several places."""
@@ -117,8 +124,8 @@ def _tie(shared: Shared) -> None:
 
 
 class _HiddenUnit(nn.Module):
-    """Stands where a unit inside is while the modules around it get their values. The unit is
-    sharded already, and a function that fills everything below a module would overwrite it."""
+    """Stands where a unit inside, or an ignored module, is while the modules around it get their
+    values. A function that fills everything below a module would overwrite it."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -130,7 +137,7 @@ class _HiddenUnit(nn.Module):
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"{name!r} of {self.label!r} cannot be seen while the modules around it get their "
-            f"values: it is a unit of its own and has its values already."
+            f"values: it is a unit of its own and has its values already, or it is ignored."
         )
 
 
@@ -140,7 +147,7 @@ def _hidden_units(modules: Modules) -> Iterator[None]:
         (module, name, child, _HiddenUnit(join_names(prefix, name)))
         for prefix, module in modules.items()
         for name, child in module._modules.items()
-        if child is not None and unit_of(child) is not None
+        if child is not None and (unit_of(child) is not None or is_ignored(child))
     ]
     for module, name, _, hidden in inside:
         module._modules[name] = hidden

@@ -5,13 +5,19 @@ get longer by one part at each wrapper, and users should never see that part::
 
     before wrapping    in the wrapper                   what users see
     0.weight           _fsdp_wrapped_module.0.weight    0.weight
+
+Modules and parameters that a wrapper was told to ignore (ignored.py) belong to no unit. They are
+marked in a table beside the model: an attribute would be copied and saved together with a module,
+and the copy would be ignored, too.
 """
 
 from typing import Any
+from weakref import ref
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from minifsdp.support.flat_parameter import FlatParameter
+from minifsdp.support.divided_param import is_optimized
 from minifsdp.support.tensor_attribute import TensorAttribute
 from minifsdp.unit import Unit
 
@@ -24,6 +30,40 @@ Modules = dict[str, nn.Module]
 def clean(name: str) -> str:
     """A fully qualified name as it was before wrapping."""
     return name.replace(WRAPPER_PREFIX, "")
+
+
+_ignored: Any = WeakIdKeyDictionary()  # a module or a parameter -> the module that was wrapped
+
+
+def ignore(item: nn.Module | nn.Parameter, wrapped: nn.Module | None) -> None:
+    """Mark a module or a parameter as ignored by the wrapper of ``wrapped``; None: not any more."""
+    if wrapped is None:
+        _ignored.pop(item, None)
+    else:
+        _ignored[item] = ref(wrapped)
+
+
+def ignored_by(item: nn.Module | Tensor | None) -> nn.Module | None:
+    """The module whose wrapper ignores ``item``; None if none does, or if that module is gone."""
+    found = None if item is None else _ignored.get(item)
+    return None if found is None else found()
+
+
+def is_ignored(item: nn.Module | Tensor | None) -> bool:
+    """Whether a module or a parameter is in no unit because a wrapper was told to ignore it."""
+    return ignored_by(item) is not None
+
+
+def ignored_params(root: nn.Module) -> list[nn.Parameter]:
+    """The parameters at and below ``root`` that are ignored, each once; also those that were put
+    into an ignored module later."""
+    found: dict[nn.Parameter, None] = {}
+    for module in root.modules():
+        below = own_modules(module).values() if is_ignored(module) else [module]
+        for param in (param for inner in below for param in inner._parameters.values()):
+            if param is not None and (is_ignored(module) or is_ignored(param)):
+                found[param] = None
+    return list(found)
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -51,7 +91,8 @@ def name_units(root: nn.Module) -> list[Any]:
 
 
 def own_modules(module: nn.Module) -> Modules:
-    """``module`` and the modules below it, without wrappers and what is below those."""
+    """``module`` and the modules below it, without wrappers, without what is ignored, and without
+    what is below those."""
     found: Modules = {}
     _own_modules(module, "", found, set())
     return found
@@ -61,13 +102,15 @@ def _own_modules(module: nn.Module, name: str, found: Modules, seen: set[nn.Modu
     found[name] = module
     seen.add(module)
     for attribute, child in module._modules.items():
+        if is_ignored(child):
+            continue
         if child is not None and child not in seen and unit_of(child) is None:
             _own_modules(child, join_names(name, attribute), found, seen)
 
 
 def own_params(modules: Modules, buffers: bool = False) -> dict[str, TensorAttribute]:
     """Where these modules have parameters, by name; a shared one is listed in each place. Sharded
-    flat parameters are left out: their values belong to another unit.
+    flat parameters are left out: their values belong to another unit. So are ignored ones.
 
     Args:
         buffers: list the buffers, too.
@@ -77,7 +120,7 @@ def own_params(modules: Modules, buffers: bool = False) -> dict[str, TensorAttri
         for prefix, module in modules.items()
         for tensors in (module._parameters, module._buffers if buffers else {})
         for name, tensor in tensors.items()
-        if tensor is not None and not isinstance(tensor, FlatParameter)
+        if tensor is not None and not is_optimized(tensor) and not is_ignored(tensor)
     }
 
 

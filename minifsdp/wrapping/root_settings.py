@@ -38,19 +38,20 @@ def make_limiter(limit: bool | int | Limiter) -> Limiter:
 
 
 def make_prefetcher(
-    backward: BackwardPrefetch | None, forward: bool | ForwardPrefetch | None
+    backward: BackwardPrefetch | None,
+    forward: bool | ForwardPrefetch | None,
+    kind: type[Prefetcher] = Prefetcher,
 ) -> Prefetcher:
     """The prefetcher for the arguments ``backward_prefetch`` and ``forward_prefetch``.
 
     Args:
         forward: True is FORWARD_PRE, False is no prefetching. None is FORWARD_PRE on a device whose
             host does not run ahead, and no prefetching elsewhere.
+        kind: the class to make one of.
 
     Raises:
         TypeError: an argument is something else.
     """
-    prefetcher = Prefetcher(
-        backward, ForwardPrefetch.FORWARD_PRE if forward is True else forward or None
-    )
+    prefetcher = kind(backward, ForwardPrefetch.FORWARD_PRE if forward is True else forward or None)
     prefetcher.forward_where_it_helps = forward is None
     return prefetcher

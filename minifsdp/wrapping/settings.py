@@ -44,6 +44,7 @@ class Settings:
     device_id: int | str | torch.device | None = None
     sync_module_states: bool = False
     device_mesh: Any = None
+    use_orig_params: bool = False
 
     def __post_init__(self) -> None:
         offload = _checked("cpu_offload", from_torch(self.cpu_offload), CPUOffload)

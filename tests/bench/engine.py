@@ -1,4 +1,4 @@
-"""minifsdp against torch's FSDP1 and DDP, on this machine: `make bench`.
+"""minifsdp against torch's FSDP1, FSDP2 and DDP, on this machine: `make bench`.
 
 Three questions, each with both contenders in one run and taking turns, so that a noisy machine
 disturbs both alike. Only the ratios mean anything.
@@ -27,6 +27,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchPolicy
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -74,17 +75,26 @@ def contenders() -> dict[str, Step]:
         torch.manual_seed(0)
         return GPT(layers=8, width=512, vocab=vocab)
 
-    def mini(strategy: ShardingStrategy) -> nn.Module:
-        return FSDP(gpt(), None, strategy, None, ModuleWrapPolicy({Block}), forward_prefetch=True)
+    def mini(strategy: ShardingStrategy, **settings: bool) -> nn.Module:
+        policy = ModuleWrapPolicy({Block})
+        return FSDP(gpt(), None, strategy, None, policy, forward_prefetch=True, **settings)
 
     def theirs(strategy: TorchStrategy) -> nn.Module:
         return TorchFSDP(gpt(), None, strategy, None, TorchPolicy({Block}), device_id=CPU)
+
+    def their_rows() -> nn.Module:
+        model = gpt()
+        for block in filter(lambda module: isinstance(module, Block), model.modules()):
+            fully_shard(block)
+        return fully_shard(model)
 
     models: dict[str, nn.Module] = {
         "minifsdp FULL_SHARD": mini(ShardingStrategy.FULL_SHARD),
         "torch FSDP1 FULL_SHARD": theirs(TorchStrategy.FULL_SHARD),
         "minifsdp SHARD_GRAD_OP": mini(ShardingStrategy.SHARD_GRAD_OP),
         "torch FSDP1 SHARD_GRAD_OP": theirs(TorchStrategy.SHARD_GRAD_OP),
+        "minifsdp rows": mini(ShardingStrategy.FULL_SHARD, use_orig_params=True),
+        "torch fully_shard": their_rows(),
         "minifsdp NO_SHARD": mini(ShardingStrategy.NO_SHARD),
         "torch DDP": DDP(gpt()),
     }
@@ -114,7 +124,8 @@ def bench_steps(rank: int, ranks: int, rounds: int, rendezvous: str) -> None:
             print(
                 f"  {name:26} {milliseconds:7.0f} ms  {sent[name] / rounds / 2**20:6.1f} MiB sent"
             )
-        for a, b in zip(list(steps)[::2], list(steps)[1::2], strict=True):
+        pairs = [*zip(list(steps)[::2], list(steps)[1::2], strict=True)]
+        for a, b in [*pairs, ("minifsdp rows", "minifsdp FULL_SHARD")]:
             ratios = [x / y for x, y in zip(times[a], times[b], strict=True)]
             print(
                 f"  {a} / {b}: time {statistics.median(ratios):.2f} "
@@ -131,8 +142,11 @@ def bench_host(rounds: int, units: int = 100) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    minifsdp.unshard.all_gather = lambda *_: lambda: None
-    minifsdp.reduce.reduce_scatter = lambda flat, *_: (flat[: len(flat) // 2].clone(), lambda: None)
+    minifsdp.unshard.all_gather = lambda *_, **__: lambda: None
+    minifsdp.reduce.reduce_scatter = lambda flat, *_, **__: (
+        flat[: len(flat) // 2].clone(),
+        lambda: None,
+    )
     for name in ("all_gather", "reduce_scatter_tensor", "reduce_scatter_single"):
         setattr(dist, name, lambda *_, **__: None)
 

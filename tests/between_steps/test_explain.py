@@ -28,9 +28,10 @@ def test_sizes_are_those_of_the_tensors():
     precision = MixedPrecision(torch.bfloat16)
     model = stack(mixed_precision=precision, cpu_offload=CPUOffload(True))
     unit = model.engine.units[1]
-    name, parameters, held, gathered, computed_in, _ = cells(model, "1")
+    name, parameters, held, gathered, computed_in, cut_in, _ = cells(model, "1")
     assert name == unit.name and int(parameters) == unit.numel
     assert held == f"{unit.padded_shard.nbytes} B" and computed_in == "bfloat16"
+    assert cut_in == "chunks" and cells(stack(use_orig_params=True), "1")[5] == "rows"
     model.engine.start(training=True)
     assert gathered == f"{unit.unsharded.nbytes} B" == f"{unit.padded_numel * 2} B"
     held = sum(unit.padded_shard.nbytes for unit in model.engine.units)

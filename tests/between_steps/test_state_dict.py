@@ -1,10 +1,10 @@
 """state_dict.py: what is saved is what a plain model would save, and the other way round."""
 
 import copy
-import io
+import gc
 import pickle
+import weakref
 from collections import OrderedDict
-from contextlib import contextmanager
 from itertools import combinations
 
 import pytest
@@ -191,6 +191,28 @@ def test_a_unit_by_itself():
 
 
 @on_ranks(2)
+def test_a_copy_of_the_wrapped_module_is_a_plain_one():
+    model = stack(1)
+    with FSDP.summon_full_params(model):
+        copied = copy.deepcopy(model.module[1].module)
+    nn.init.ones_(copied[0].weight)
+    with watch(model) as log:
+        assert copied.state_dict()["0.weight"].eq(1).all()
+        copied.load_state_dict(layers(1)[1].state_dict())
+    assert not log
+    assert_same(model.state_dict(), layers(1).state_dict())
+
+
+@on_ranks(2)
+def test_the_wrapped_module_does_not_keep_its_wrapper():
+    model = stack(1)
+    module, wrapper = model.module, weakref.ref(model)
+    del model
+    gc.collect()
+    assert wrapper() is None and isinstance(module, nn.Sequential)
+
+
+@on_ranks(2)
 def test_into_a_dict_that_others_have_written_to():
     model, plain, before = stack(1), layers(1), nn.Linear(2, 2)
     found, expected = OrderedDict(), OrderedDict()
@@ -371,78 +393,3 @@ def test_copying_and_pickling_say_what_to_do_instead():
     for attempt in (copy.deepcopy, copy.copy, pickle.dumps):
         with pytest.raises(TypeError, match=r"Save state_dict\(\)"):
             attempt(stack())
-
-
-# -------------------------------------------------------------------- torch.distributed.checkpoint
-
-
-@contextmanager
-def counted_gathers(model):
-    """A list with the number of all-gathers in the block."""
-    before, counts = model.engine.stats.all_gathers, []
-    yield counts
-    counts.append(model.engine.stats.all_gathers - before)
-
-
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
-@on_ranks(2)
-def test_what_a_distributed_checkpoint_writes_into_a_state_dict_reaches_the_model(
-    strategy, tmp_path
-):
-    """As with a plain module, whose state_dict() has its own tensors."""
-    import torch.distributed.checkpoint as dcp
-
-    model = stack(sharding_strategy=strategy)
-    saved = model.state_dict()
-    if dist.get_rank() == 0:  # ranks that save together need NumPy
-        dcp.save({"model": saved}, checkpoint_id=tmp_path, no_dist=True)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        dcp.save({**saved, "step": torch.tensor(3)}, checkpoint_id=tmp_path / "1", no_dist=True)
-    dist.barrier()
-    for how in ("a dict of dicts", "a module", "the dict itself"):
-        with torch.no_grad():
-            for param in model.parameters():
-                param.add_(1)
-        state = model.state_dict()
-        if how == "the dict itself":
-            state["step"] = torch.tensor(0)  # with something of the program's beside it
-            with counted_gathers(model) as gathers:
-                dcp.load(state, checkpoint_id=tmp_path / "1", no_dist=True)
-            assert state["step"] == 3
-            with counted_gathers(model) as of_one_load:
-                model.load_state_dict(saved)
-            assert gathers == of_one_load  # not one for each entry
-        else:
-            value = model if how == "a module" else state
-            dcp.load({"model": value}, checkpoint_id=tmp_path, no_dist=True)
-        for name, tensor in model.state_dict().items():
-            assert torch.equal(tensor, saved[name])
-
-
-@on_ranks(2)
-def test_to_anybody_else_it_is_a_dict_as_any_other():
-    state = stack().state_dict()
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    for other in (copy.deepcopy(state), torch.load(file, weights_only=True)):
-        assert type(other) is OrderedDict and list(other) == list(state)
-        assert other._metadata == state._metadata and len(state._metadata) > 1
-
-
-@pytest.mark.parametrize("inside", [False, True], ids=["root", "below another module"])
-@pytest.mark.parametrize("option", ["full_state_dict", "broadcast_from_rank0"])
-@on_ranks(2)
-def test_whole_values_are_not_dealt_out_to_flat_parameters(option, inside):
-    from torch.distributed.checkpoint import state_dict as dsd
-
-    model = nn.Sequential(stack()) if inside else stack()
-    state = dsd.get_model_state_dict(model)
-    options = dsd.StateDictOptions(**{"full_state_dict": True, option: True})
-    mine = state if option == "full_state_dict" or dist.get_rank() == 0 else {}
-    with pytest.raises(NotImplementedError, match=r"model\.load_state_dict"):
-        dsd.set_model_state_dict(model, mine, options=options)
-    dsd.set_model_state_dict(model, {name: value + 1 for name, value in state.items()})
-    for name, value in dsd.get_model_state_dict(model, options=options).items():
-        assert torch.equal(value, state[name] + 1)

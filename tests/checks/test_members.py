@@ -173,3 +173,27 @@ def test_in_a_forward_there_is_room_for_no_new_parameter_either():
     model = FSDP(nn.Sequential(Late(6, 6).to(device())))
     with pytest.raises(RuntimeError, match="parameter 'scale' of Late in unit <root> cannot be"):
         model(batch())
+
+
+@on_ranks(2)
+def test_a_sharded_parameter_is_not_replaced_and_stays_where_it_is():
+    model, plain = stack(1), layers(1)
+    part = model[1].module[0]
+    for replace in (
+        lambda: setattr(part, "weight", nn.Parameter(torch.ones(6, 6))),
+        lambda: part.register_parameter("weight", nn.Parameter(torch.ones(6, 6))),
+    ):
+        with pytest.raises(RuntimeError, match=r"'0.weight' of Linear in unit '1' cannot"):
+            replace()
+        assert part.weight.shape == (6, 6)
+        with pytest.raises(RuntimeError, match=r"'0.weight' of unit '1' is sharded now"):
+            part.weight + 1
+    assert torch.equal(step(model), plain(batch()).pow(2).sum())
+
+
+@on_ranks(2)
+def test_what_has_come_into_the_model_by_other_ways_is_found_before_the_first_step():
+    model = stack(1)
+    model.module._modules["more"] = nn.Sequential(nn.Tanh(), nn.Linear(6, 6))
+    with pytest.raises(RuntimeError, match=r"'more.1' \(Linear\) has .* that are in no unit"):
+        step(model)

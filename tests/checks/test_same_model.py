@@ -205,6 +205,14 @@ def test_values_that_all_ranks_set_after_wrapping_are_what_counts(strategy, then
     step(model)
 
 
+@on_ranks(2)
+def test_one_rank_may_be_the_only_one_to_change_its_chunk():
+    model = wrap(layers())
+    if dist.get_rank() == 1:
+        fill_chunks(model)
+    step(model)
+
+
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
 @on_ranks(2)
 def test_rank_0_s_values_need_no_seed(strategy):

@@ -112,7 +112,8 @@ def test_right(program):
 
 
 SETTINGS = {
-    "empty lists": {"ignored_modules": [], "ignored_states": ()},
+    "an empty list": {"ignored_modules": []},
+    "an empty set": {"ignored_states": set()},
     "torch's words": {
         "sharding_strategy": theirs.ShardingStrategy.SHARD_GRAD_OP,
         "backward_prefetch": theirs.BackwardPrefetch.BACKWARD_POST,
@@ -219,9 +220,8 @@ def a_weight_is_replaced(wrap):
     model.weight = nn.Parameter(torch.ones(6, 6))
 
 
-def a_sharded_checkpoint_is_asked_for(wrap):
-    wrap(Net())
-    return minifsdp.StateDictType.SHARDED_STATE_DICT
+def a_local_checkpoint_is_asked_for(wrap):
+    FSDP.set_state_dict_type(wrap(Net()), minifsdp.StateDictType.LOCAL_STATE_DICT)
 
 
 REFUSED = {
@@ -251,9 +251,9 @@ REFUSED = {
     "wrapped late": (a_part_is_wrapped_afterwards, ValueError, ["is in unit 'blocks.1'"], {}),
     "a weight": (a_weight_is_replaced, RuntimeError, ["'weight' of Linear", "summon_full"], {}),
     "checkpoints": (
-        a_sharded_checkpoint_is_asked_for,
+        a_local_checkpoint_is_asked_for,
         NotImplementedError,
-        ["minifsdp.StateDictType.SHARDED_STATE_DICT is not there yet"],
+        ["LOCAL_STATE_DICT", "is not there yet"],
         {},
     ),
     "a limit of None": (

@@ -2,7 +2,7 @@
 
 import torch
 
-from minifsdp.sim.models import Block
+from minifsdp.sim.models import T5, Block, Gpt
 
 
 def test_a_block_computes_what_a_transformer_should():
@@ -15,3 +15,9 @@ def test_a_block_computes_what_a_transformer_should():
     assert not torch.equal(free(x)[0, :-1], free(changed)[0, :-1])
     cross = Block(8, 2, 16, causal=True, cross=True)
     assert not torch.equal(cross(x, x), cross(x, changed))
+
+
+def test_a_language_model_has_one_matrix_for_what_it_reads_and_what_it_writes():
+    with torch.device("meta"):
+        models = Gpt(8, layers=1, heads=2), T5(8, layers=1, heads=2, hidden=16)
+    assert all(model.head.weight is model.tokens.weight for model in models)

@@ -130,6 +130,18 @@ def test_nor_with_mixed_precision(strategy, offload):
     assert not races(None, strategy, forward_prefetch=True, **settings)
 
 
+@pytest.mark.parametrize("precision", [None, BF16])
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("strategy", ShardingStrategy)
+def test_nor_in_rows(strategy, offload, precision):
+    settings = dict(cpu_offload=OFFLOADS[offload], mixed_precision=precision)
+    settings |= dict(use_orig_params=True, forward_prefetch=True)
+    assert not races(None, strategy, **settings)
+    wait = next(wait for wait in WAITS if "unshard_event.wait" in wait.text)
+    if strategy is ShardingStrategy.FULL_SHARD and not offload:
+        assert races(wait, strategy, **settings)  # so it is not blind
+
+
 MISSED = {
     "unshard.py wait_for_unshard: unit.unshard_event.wait()":
         r"addmm on compute uses memory of all-gather <root> .* and does not wait for "

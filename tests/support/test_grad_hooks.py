@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from minifsdp import ShardingStrategy
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 from tests.small import (
     assert_same_gradients,
     batch,
@@ -39,10 +39,11 @@ def test_a_tensor_hook_gets_this_ranks_gradient_of_the_whole_unit(strategy):
         torch.testing.assert_close(seen[unit.name], expected)  # and nothing of the padding
 
 
+@pytest.mark.parametrize("in_rows", [False, True])
 @every_strategy
 @on_ranks(2)
-def test_what_it_returns_is_reduced_and_the_next_one_gets_it(strategy):
-    model = stack(2, sharding_strategy=strategy)
+def test_what_it_returns_is_reduced_and_the_next_one_gets_it(strategy, in_rows):
+    model = stack(2, sharding_strategy=strategy, use_orig_params=in_rows)
     for param in model.parameters():
         param.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
         param.register_hook(lambda grad: grad * (4 if dist.get_rank() else 0))
@@ -144,6 +145,28 @@ def test_after_one_that_raises_every_gradient_is_there_and_the_next_step_is_righ
     model.zero_grad()
     step(model)
     assert_same_gradients(gathered_gradients(model), expected)
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@on_ranks(3)
+def test_in_rows_hooks_are_those_of_each_parameter(strategy):
+    model, plain = stack(1, 7, sharding_strategy=strategy, use_orig_params=True), layers(1, 7)
+    before, after = {}, {}
+    frozen = model.get_parameter("1.0.bias")
+    for name, param in model.named_parameters():
+        param.register_hook(lambda grad, name=name: before.__setitem__(name, grad.clone()))
+        hook = lambda param, name=name: after.__setitem__(name, param.grad.full_tensor())  # noqa: E731
+        param.register_post_accumulate_grad_hook(hook)
+    frozen.requires_grad_(False)
+    x = torch.randn(3, 7, generator=torch.Generator().manual_seed(dist.get_rank())).to(device())
+    model(x).pow(2).sum().backward()
+    plain(x).pow(2).sum().backward()
+    own = {name: param.grad.clone() for name, param in plain.named_parameters()}
+    mean = mean_gradients(plain, plain(x).pow(2).sum())
+    assert before.keys() == after.keys() == own.keys() - {"1.0.bias"}
+    for name in before:
+        torch.testing.assert_close(before[name], own[name])  # of its shape, without padding
+        torch.testing.assert_close(after[name], mean[name])
 
 
 @on_ranks(2)

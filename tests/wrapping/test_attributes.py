@@ -5,6 +5,9 @@ import inspect
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
@@ -52,6 +55,7 @@ CHANGES = {
     "a buffer": lambda block: setattr(block, "shift", torch.ones(6, device=device())),
     "a new buffer": lambda block: block.register_buffer("shift", torch.ones(6, device=device())),
     "a new module": lambda block: setattr(block, "extra", nn.Tanh()),
+    "a new module by name": lambda block: block.add_module("extra", nn.Tanh()),
     "a new function": lambda block: setattr(block, "extra", torch.tanh),
     "set and deleted": lambda block: (setattr(block, "extra", nn.Tanh()), delattr(block, "extra")),
     "the mode": lambda block: setattr(block, "training", False),
@@ -191,3 +195,22 @@ def test_a_wrapped_container_is_used_like_one():
     with pytest.raises(TypeError):
         len(layer)
     assert model(batch()).shape == (3, 6)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@on_ranks(2)
+def test_the_module_stays_the_same_when_checkpoints_are_put_around_it(rows):
+    """As scripts do after wrapping. Their state dicts have to be as before, too."""
+    model, plain = (stack(2, use_orig_params=rows) for _ in range(2))
+    modules = [model[1].module, model[2].module]
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    assert [model[1].module, model[2].module] == modules
+    assert type(model[1]._fsdp_wrapped_module) is not Block
+    for either in (model, plain):
+        assert step(either).isfinite()
+        torch.optim.SGD(either.parameters(), lr=0.1).step()
+    expected, found = plain.state_dict(), model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in found.items()})
+    assert not any(value.any() for value in model.state_dict().values())

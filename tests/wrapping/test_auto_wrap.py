@@ -288,7 +288,7 @@ def pair(second):
 REFUSED = {
     "ModuleList has no forward": lambda: nn.ModuleList([nn.Linear(2, 2)]),
     "ParameterDict has no forward": lambda: nn.ParameterDict({"a": nn.Parameter(torch.ones(2))}),
-    "FullyShardedDataParallel already": lambda: FSDP(nn.Linear(2, 2).to(device())),
+    "a unit of FSDP already": lambda: FSDP(nn.Linear(2, 2).to(device())),
     "torch.float64: 1.weight, 1.bias": lambda: pair(nn.Linear(2, 2).double()),
     "True: 0.weight, 0.bias; False: 1.weight": lambda: pair(nn.Linear(2, 2).requires_grad_(False)),
 }

@@ -66,11 +66,19 @@ def test_the_steps_come_in_the_order_that_keeps_memory_low():
 def test_the_originals_are_gone_at_once():
     linear = nn.Linear(64, 64).to(device())
     originals = [weakref.ref(param) for param in linear.parameters()]
+    left = []
+
+    def set_unit(*_):  # called when there is a unit, and before everything is done
+        left.extend(original() for original in originals)
+
     gc.disable()
     try:
-        with patch.object(gc, "get_objects", None):  # so nobody has to be looked for among them
+        with (
+            patch.object(gc, "get_objects", None),  # so nobody has to be looked for among them
+            patch.object(minifsdp.wrapping.build, "set_unit", set_unit),
+        ):
             build(linear)
-        assert [original() for original in originals] == [None, None]
+        assert left == [None, None]
     finally:
         gc.enable()
 
@@ -123,6 +131,27 @@ def test_units_of_a_group_have_different_tags_and_all_its_ranks_the_same():
     assert len(set(units)) == 4
     assert gather_objects(units, world) == [units] * 3
     assert len(before) == dist.get_rank()  # they are still there
+
+
+@on_ranks(1)
+def test_units_of_another_group_take_no_tags():
+    other = dist.new_group([0])
+    first = build(nn.Linear(2, 2)).tag
+    build(nn.Linear(2, 2), process_group=other)
+    assert build(nn.Linear(2, 2)).tag == first + 1
+
+
+@on_ranks(2)
+def test_what_a_param_init_fn_puts_in_place_is_a_part_of_the_unit():
+    def fill(module):
+        if isinstance(module, nn.Sequential):
+            module[0] = nn.Linear(2, 2).to(device())
+            for param in module[0].parameters():
+                nn.init.constant_(param, dist.get_rank())
+
+    module = on_meta(lambda: nn.Sequential(nn.Linear(2, 2)))
+    unit = build(module, param_init_fn=fill, sync_module_states=True)
+    assert not unit.padded_shard.any()  # rank 0's values
 
 
 @on_ranks(2)

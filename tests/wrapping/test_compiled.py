@@ -3,6 +3,7 @@
 import torch
 import torch._dynamo
 from torch import nn
+from torch._dynamo.utils import counters
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
@@ -11,6 +12,8 @@ from tests.small import Block, batch, gathered_gradients, layers, stack
 
 
 def counting():
+    torch._dynamo.reset()
+    counters.clear()
     graphs = []
 
     def backend(graph, inputs):
@@ -20,9 +23,15 @@ def counting():
     return graphs, backend
 
 
+def assert_engine_is_left_alone(graphs):
+    assert not any("minifsdp" in target for graph in graphs for target in graph)
+    # To switch itself off is the first that it would meet, and what it cannot compile.
+    reasons = " ".join(counters["graph_break"])
+    assert "FullyShardedDataParallel.forward" in reasons and "set_eval_frame" not in reasons
+
+
 @on_ranks(2)
 def test_a_compiled_wrapper_computes_the_same_and_its_modules_are_compiled():
-    torch._dynamo.reset()
     plain, (graphs, backend) = stack(3), counting()
     model = stack(3)
     compiled = torch.compile(model, backend=backend)
@@ -32,12 +41,11 @@ def test_a_compiled_wrapper_computes_the_same_and_its_modules_are_compiled():
     expected, found = gathered_gradients(plain), gathered_gradients(model)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert sum("linear" in str(graph) for graph in graphs) >= 1
-    assert not any("minifsdp" in target for graph in graphs for target in graph)
+    assert_engine_is_left_alone(graphs)
 
 
 @on_ranks(2)
 def test_what_surrounds_a_wrapper_is_compiled_too():
-    torch._dynamo.reset()
     graphs, backend = counting()
 
     class Around(nn.Module):
@@ -53,3 +61,4 @@ def test_what_surrounds_a_wrapper_is_compiled_too():
     assert torch.equal(compiled(batch()), model(batch()))
     targets = " ".join(target for graph in graphs for target in graph)
     assert "sin" in targets and "cos" in targets and "linear" in targets
+    assert_engine_is_left_alone(graphs)

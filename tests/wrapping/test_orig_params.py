@@ -9,6 +9,7 @@ from torch import nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
+from minifsdp.wrapping.orig_params import unit_of_orig_param
 from tests.ranks import device, on_ranks
 from tests.small import Block, layers, step
 
@@ -77,6 +78,14 @@ def test_nobody_is_looked_for_where_modules_share_a_parameter():
     model[0].weight = model[1].weight
     with patch.object(gc, "get_objects", None):
         FSDP(model)
+
+
+@on_ranks(1)
+def test_a_shared_one_is_known_by_its_first_name():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(device())
+    model[1].weight = held = model[0].weight
+    wrapped = FSDP(model)
+    assert unit_of_orig_param(held) == (wrapped._unit, "0.weight")
 
 
 @pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({Block})])

@@ -101,9 +101,11 @@ POLICIES = {
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_of_torchs_selects_what_ours_selects(name):
-    root = nn.Sequential(
-        nn.Linear(4, 4), nn.ModuleList([Block(nn.Linear(4, 4), nn.LayerNorm(4))]), Block(nn.ReLU())
-    )
+    containers = [
+        nn.ModuleList([Block(nn.Linear(4, 4), nn.LayerNorm(4))]),
+        nn.ParameterList([torch.ones(2)]),  # which nobody calls
+    ]
+    root = nn.Sequential(nn.Linear(4, 4), *containers, Block(nn.ReLU()))
     expected = select(root, POLICIES[name](minifsdp.wrapping.policies))
     assert expected and select(root, from_torch(POLICIES[name](their_wrap))) == expected
 

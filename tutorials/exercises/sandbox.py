@@ -27,6 +27,8 @@ import torch
 from tutorials.exercises.inside import Job, lead
 from tutorials.exercises.observe import Seen
 
+CHECKS = Path(__file__).parent / "checks"
+
 
 class Report(NamedTuple):
     """What came of a job: the observations of each rank, and why there are no more.
@@ -123,11 +125,11 @@ def _finish(run: _Running, status: int | None) -> Report:
 def _why(run: _Running, out: Path, status: int | None) -> str:
     """Why not all ranks have reported."""
     job, limit = run.job, f"was stopped after {run.seconds:.0f} s"
-    for rank in range(job.check.ranks):
+    stacks = [out / f"stack.{rank}" for rank in range(job.check.ranks)]
+    stacks = [stack.read_text(errors="replace") if stack.exists() else "" for stack in stacks]
+    for rank, stack in enumerate(stacks):
         who = f"rank {rank}" if job.check.ranks > 1 else "the program"
-        stack = out / f"stack.{rank}"
-        at = _line(stack.read_text(errors="replace"), job.folder) if stack.exists() else ""
-        if at:
+        if at := _line(stack, job.folder):
             return f"{who} {limit}, at {at}: is there a loop or a wait without an end?"
     for rank in range(job.check.ranks):
         code = out / f"code.{rank}"
@@ -135,7 +137,9 @@ def _why(run: _Running, out: Path, status: int | None) -> str:
             who = f"rank {rank}" if job.check.ranks > 1 else "the program"
             return f"{who} has ended before the check was over ({_exit(int(code.read_text()))})"
     if status is None:
-        return f"it {limit}, outside of your files: a rank waits for one that never comes"
+        at = [line for stack in stacks if (line := _line(stack, CHECKS))]
+        where = f" (the check stands at {at[0]})" if at else ""
+        return f"it {limit}, outside of your files{where}: a rank waits for one that never comes"
     return "it has ended before the check was over"
 
 
@@ -148,7 +152,7 @@ def _exit(code: int) -> str:
 
 
 def _line(stack: str, folder: Path | None) -> str:
-    """The innermost line of the student's files in a stack as faulthandler writes it."""
+    """The innermost line in files of ``folder`` in a stack as faulthandler writes it."""
     for file, line, function in re.findall(r'File "(.*?)", line (\d+) in (\S+)', stack):
         if folder is not None and Path(file).parent == folder:
             return f"{Path(file).name}:{line} in {function}"

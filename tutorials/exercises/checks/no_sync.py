@@ -24,6 +24,8 @@ def _kept(what: str, want: Any, got: Any) -> str | None:
         return "a zero_grad() clears this gradient, too, with set_to_none=True or False"
     if what.startswith("left") and got is None:
         return "it was dropped, though nobody has called zero_grad()"
+    if "float64" in what:
+        return "unit.unreduced_dtype, if it is not None, is the dtype to keep a gradient in"
     if what.startswith("left after two"):
         return "the second gradient is added to the first, and does not replace it"
     if what.startswith("shard.grad"):
@@ -90,6 +92,11 @@ def kept_and_added_up() -> Iterator[Any]:
         store_unreduced(unit, _grad())
         yield "shard.grad that was reduced before", shard.grad
         yield "left after two backwards beside a reduced one", _left(unit)
+    with lone_unit() as lone:
+        lone.unit.unreduced_dtype = torch.float64
+        for _ in range(2):
+            store_unreduced(lone.unit, _grad())
+            yield "left where float64 is the dtype to keep it in", _left(lone.unit)
 
 
 @check("no_sync.1", because=_kept)

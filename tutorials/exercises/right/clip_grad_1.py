@@ -1,16 +1,19 @@
 """Replicas are divided by their number; powers are added up by hand, over all ranks, in fp64."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from minifsdp.no_sync import check_unreduced_grad
 from minifsdp.unit import Unit
 
 
-def clip_grad_norm(units: list[Unit], max_norm: float, norm_type: float) -> Tensor:
+def clip_grad_norm(
+    units: list[Unit], max_norm: float, norm_type: float, ignored: Sequence[nn.Parameter] = ()
+) -> Tensor:
     if not norm_type > 0:
         raise ValueError("p has to be positive")
     for unit in units:
@@ -28,6 +31,12 @@ def clip_grad_norm(units: list[Unit], max_norm: float, norm_type: float) -> Tens
         else:
             copies = 1 if unit.replicate_group is None else unit.replicate_group.size()
             total = total + (values**norm_type).sum() / copies
+    grads = [param.grad for param in ignored if param.grad is not None]
+    for values in (grad.double().abs() for grad in grads):
+        if norm_type == math.inf:
+            total = torch.maximum(total, values.max())
+        else:
+            total = total + (values**norm_type).sum() / dist.get_world_size()
     if any(unit.shard_group is not None or unit.replicate_group is not None for unit in units):
         largest = norm_type == math.inf
         dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
@@ -37,4 +46,6 @@ def clip_grad_norm(units: list[Unit], max_norm: float, norm_type: float) -> Tens
         if unit.sharded_flat_param.grad is not None:
             scale = min(1.0, max_norm / (float(total) + 1e-6))
             unit.sharded_flat_param.grad *= scale
+    for grad in grads:
+        grad *= min(1.0, max_norm / (float(total) + 1e-6))
     return total.float()

@@ -1,7 +1,7 @@
 """Scales what it has received in a loop of its own, then adds; slower."""
 
 
-def reduce_scatter(flat, group, scale, tag, label="", kind=Kind.REDUCTION):
+def reduce_scatter(flat, group, scale, tag, label="", kind=Kind.REDUCTION, blocks=None):
     message = Message(group, tag, kind, flat.itemsize, label)
     chunks = list(flat.tensor_split(group.size()))
     rank, size = group.rank(), group.size()

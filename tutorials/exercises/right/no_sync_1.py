@@ -8,7 +8,8 @@ from minifsdp.unit import Unit, UnreducedGrad
 
 def store_unreduced(unit: Unit, grad: Tensor) -> None:
     param, before = unit.sharded_flat_param, unit.unreduced_grad
-    total = grad if before is None else before.grad + grad
+    dtype = unit.unreduced_dtype or grad.dtype
+    total = grad.to(dtype) if before is None else before.grad + grad
     if param.grad is None:
         param.grad = torch.zeros(param.shape, dtype=param.grad_dtype, device=param.device)
     if param.grad.numel() and param.grad[0] == 0:

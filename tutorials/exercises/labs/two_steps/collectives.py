@@ -18,6 +18,7 @@ order of the chunks, and of memory that is still being sent.
 
 from torch import Tensor
 
+from minifsdp.comm.blocks import Blocks
 from minifsdp.comm.collectives import Group
 from minifsdp.comm.collectives import all_gather as in_one_step
 from minifsdp.comm.message_tags import Kind
@@ -31,6 +32,8 @@ def all_gather(
     tag: int,
     label: str = "",
     kind: Kind = Kind.PARAMETERS,
+    blocks: Blocks | None = None,
 ) -> Finish:
-    """Start to fill ``full`` with the chunks of all ranks; returns what waits for it."""
-    return in_one_step(full, chunk, group, tag, label, kind)
+    """Start to fill ``full`` with the chunks of all ranks; returns what waits for it. ``blocks``
+    is not None in units that are divided in rows; those may be gathered in one step."""
+    return in_one_step(full, chunk, group, tag, label, kind, blocks)

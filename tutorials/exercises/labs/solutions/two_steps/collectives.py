@@ -10,6 +10,7 @@ from functools import cache
 import torch.distributed as dist
 from torch import Tensor
 
+from minifsdp.comm.blocks import Blocks
 from minifsdp.comm.collectives import Group
 from minifsdp.comm.collectives import all_gather as in_one_step
 from minifsdp.comm.message_tags import Kind
@@ -38,11 +39,13 @@ def all_gather(
     tag: int,
     label: str = "",
     kind: Kind = Kind.PARAMETERS,
+    blocks: Blocks | None = None,
 ) -> Finish:
     """Fill ``full`` with the chunks of all ranks, in rank order."""
-    grid = rows_and_columns(group) if kind is Kind.PARAMETERS else None
+    is_chunks = kind is Kind.PARAMETERS and blocks is None
+    grid = rows_and_columns(group) if is_chunks else None
     if grid is None:
-        return in_one_step(full, chunk, group, tag, label, kind)
+        return in_one_step(full, chunk, group, tag, label, kind, blocks)
     row, column = grid
     received = chunk.new_empty(column.size() * chunk.numel())  # a chunk of each node
     finish = in_one_step(received, chunk, column, tag, label, kind)

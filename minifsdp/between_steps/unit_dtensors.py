@@ -1,0 +1,202 @@
+"""One unit's parameters between steps as DTensors, whichever way the unit is divided.
+
+This is the form that PyTorch has for checkpoints: each tensor under its own name, divided along its
+first dimension. torch.distributed.checkpoint saves the part of each rank, and loads it into as many
+ranks as there are then. A unit in rows has these DTensors already. Of one in chunks each rank sends
+to the others what belongs to their rows, and gets what belongs to its own; and back::
+
+    chunks    rank 0: a a b b c          rank 1: c x y z
+    rows      rank 0: a a b b | x y      rank 1: c c | z
+
+The same is done to the tensors of an optimizer's state, each of which is laid as the unit's shard
+(optimizer_dtensors.py). So a rank holds no more than it has to keep.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from minifsdp.comm.exchange import Pieces, exchange
+from minifsdp.comm.groups import Placement, mesh_of
+from minifsdp.rows import block_numel, local_shape
+from minifsdp.support.divided_param import dtensor, like
+from minifsdp.support.param_views import FLAT_PARAM, use_sharded_views
+from minifsdp.unit import Unit
+
+
+def chunk_to_dtensors(unit: Unit, chunk: Tensor) -> list[DTensor]:
+    """Divide in rows what is laid as the chunks of a unit. All its ranks take part.
+
+    Args:
+        chunk: ``[n]``, of any dtype: this rank's, as long as its ``unit.sharded_flat_param``.
+
+    Returns:
+        For each parameter of the unit a DTensor of its shape, with memory of its own where
+        ``chunk`` is. What has no dimension has no rows, and is whole on each rank.
+    """
+    rows = _exchange(unit, [chunk.detach()], _chunks(unit), _rows(unit))
+    mesh = mesh_of(Placement(unit.shard_group, unit.replicate_group, True), unit.device.type)
+    found = []
+    for info, local in zip(unit.param_infos, rows, strict=True):
+        shape = info.shape
+        if shape:
+            shape = local_shape(shape, unit.shard_rank, unit.shard_world_size)
+        found.append(dtensor(unit, mesh, info.shape, local.view(shape)))
+    return found
+
+
+def dtensors_to_chunk(unit: Unit, dtensors: list[DTensor]) -> Tensor:
+    """Go back: this rank's chunk ``[n]`` of what is divided as :func:`chunk_to_dtensors` does."""
+    rows = _rows(unit, everywhere=False)
+    own = [tensor._local_tensor.reshape(-1) for tensor in dtensors]
+    own = [t[: len(piece)] for t, piece in zip(own, rows[unit.shard_rank], strict=True)]
+    (chunk,) = _exchange(unit, own, rows, _chunks(unit))
+    return chunk
+
+
+def _exchange(
+    unit: Unit, own: list[Tensor], have: Sequence[Pieces], want: Sequence[Pieces]
+) -> list[Tensor]:
+    # With offload the shards are on the host, where NCCL cannot send from.
+    sent = [tensor.to(unit.device) for tensor in own]
+    label = f"the exchange of a tensor of unit {unit.label} for a checkpoint"
+    found = exchange(sent, have, want, unit.shard_group, label)
+    return [tensor.to(own[0].device) for tensor in found]
+
+
+def _chunks(unit: Unit) -> list[Pieces]:
+    """Of each rank, the part of the flat parameter that is its chunk."""
+    size = unit.padded_numel // unit.shard_world_size
+    starts = [min(rank * size, unit.numel) for rank in range(unit.shard_world_size + 1)]
+    return [[range(*both)] for both in pairwise(starts)]
+
+
+def _rows(unit: Unit, everywhere: bool = True) -> list[Pieces]:
+    """Of each rank, the parts of the flat parameter that are its rows, for each parameter.
+
+    Args:
+        everywhere: what has no rows is on each rank; else on the first one only.
+    """
+    found: list[list[range]] = [[] for _ in range(unit.shard_world_size)]
+    start = 0
+    for info in unit.param_infos:
+        for rank, pieces in enumerate(found):
+            first, last = 0, int(everywhere or rank == 0)
+            if info.shape:
+                block = block_numel(info.shape, unit.shard_world_size)
+                first = min(rank * block, info.shape.numel())
+                last = min(first + block, info.shape.numel())
+            pieces.append(range(start + first, start + last))
+        start += info.shape.numel()
+    return [*found]
+
+
+class UnitDTensors:
+    """The parameters of one unit as DTensors, while they are summoned (full_params.py).
+
+    Attributes:
+        params: one for each of ``unit.param_infos``. In rows these are what the optimizer has. Of
+            a unit in chunks they are copies.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.params: list[Any] = unit.optimized_params
+        if unit.mesh is None:
+            made = chunk_to_dtensors(unit, unit.sharded_flat_param) if unit.numel else []
+            self.params = [nn.Parameter(d, requires_grad=unit.trained[0]) for d in made]
+
+    def register(self) -> None:
+        """Register them in the modules, under their names."""
+        self.unit.uses_unsharded_views = True  # for use_sharded_views, which puts them away again
+        self.unit.module._parameters.pop(FLAT_PARAM, None)
+        for info, param in zip(self.unit.param_infos, self.params, strict=True):
+            for module, attribute in info.owners:
+                setattr(module, attribute, param)
+
+    def unregister(self) -> None:
+        """Put back what the modules had."""
+        use_sharded_views(self.unit)
+
+    def check_shapes(self) -> None:
+        """Check that all can be written back.
+
+        Raises:
+            ValueError: one was removed, or replaced by what is not divided in the same way.
+        """
+        for info, param in zip(self.unit.param_infos, self.params, strict=True):
+            for module, attribute in info.owners:
+                found: Any = module._parameters.get(attribute)
+                if not divided_alike(found, param):
+                    raise ValueError(
+                        f"parameter {info.name!r} of unit {self.unit.label} was replaced inside "
+                        f"as_dtensors by {_in_words(found)}; it has to stay {_in_words(param)}."
+                    )
+
+    def write_back(self) -> bool:
+        """Copy the values to the unit's shard.
+
+        Returns:
+            Whether they differ from those before. Of a unit in rows they are always the same ones.
+        """
+        for info, param in zip(self.unit.param_infos, self.params, strict=True):
+            for module, attribute in info.owners:
+                found: Any = module._parameters[attribute]
+                if found is not param:  # load_state_dict(assign=True) has put it there
+                    param._local_tensor.copy_(found._local_tensor)
+        if self.unit.mesh is None and self.params:
+            chunk = dtensors_to_chunk(self.unit, self.params)
+            own = self.unit.padded_shard[: chunk.numel()]
+            if not torch.equal(chunk, own):  # or a backward that is still to come would be refused
+                own.copy_(chunk)
+                return True
+        return False
+
+
+def divided_alike(found: Any, param: DTensor) -> bool:
+    """Whether ``found`` is a DTensor of the same shape, of which each rank has the same part."""
+    return isinstance(found, DTensor) and (
+        (found.shape, found.placements, found.device_mesh)
+        == (param.shape, param.placements, param.device_mesh)
+    )
+
+
+def divide_alike(value: Tensor, param: DTensor) -> DTensor:
+    """``value``, whole or divided in any way, as a DTensor that is divided as ``param`` is.
+
+    Args:
+        value: of the shape of ``param``. If it is a DTensor that is divided in another way, its
+            ranks gather it.
+    """
+    if divided_alike(value, param):
+        return value  # type: ignore[return-value]
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    whole = whole.detach().to(param._local_tensor.device)
+    shape, offset = compute_local_shape_and_global_offset(
+        param.shape, param.device_mesh, param.placements
+    )
+    if shape:
+        whole = whole[offset[0] : offset[0] + shape[0]]
+    return like(param, whole)
+
+
+def detached(value: Tensor, to_cpu: bool) -> Tensor:
+    """A copy without a graph, of which a DTensor has this rank's part.
+
+    Args:
+        to_cpu: in the host's memory.
+    """
+    local = (value._local_tensor if isinstance(value, DTensor) else value).detach()
+    copy = local.to("cpu" if to_cpu else local.device, copy=True)
+    return like(value, copy) if isinstance(value, DTensor) else copy
+
+
+def _in_words(param: Any) -> str:
+    if not isinstance(param, DTensor):
+        return "nothing" if param is None else f"a {type(param).__name__} of {list(param.shape)}"
+    return f"a DTensor of {list(param.shape)} with {param.placements} on {param.device_mesh}"

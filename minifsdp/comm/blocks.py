@@ -1,0 +1,64 @@
+"""Where the blocks of each rank are in a tensor that all ranks have.
+
+A tensor of which each rank sends or keeps a part is made of *blocks*. There is a list of sizes, and
+for each size a block of every rank, one after the other::
+
+    blocks = [n]       0 0 0 1 1 1 2 2 2              one block for each rank: a chunk
+    blocks = [2, 1]    0 0 1 1 2 2 | 0 1 2            each rank's block of two parameters
+
+What one rank has is contiguous in its own shard (``0 0 0``), and not in the second tensor. gloo's
+messages go from each block to its place. NCCL's collectives need one piece of memory for each rank,
+so the blocks are copied together before a collective, or apart after it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Blocks = Sequence[int]
+"""Elements of one rank's block, for each of the parts that a tensor is made of."""
+
+
+def by_rank(flat: Tensor, blocks: Blocks | None, world_size: int) -> list[list[Tensor]]:
+    """Views of the blocks, a list for each rank.
+
+    Args:
+        flat: ``[world_size * sum(blocks)]``.
+        blocks: None is one block for each rank; then ``flat`` may have any number of elements, and
+            the first ranks have one more where they cannot have the same.
+        world_size: 1 if ``flat`` is what one rank has.
+    """
+    if blocks is None:
+        return [[chunk] for chunk in flat.tensor_split(world_size)]
+    parts = [matrix.unbind() for matrix in _matrices(flat, blocks, world_size)]
+    return [list(of_one_rank) for of_one_rank in zip(*parts, strict=True)]
+
+
+def together(flat: Tensor, blocks: Blocks | None, world_size: int) -> Tensor:
+    """A copy of ``flat`` in which the blocks of each rank are contiguous; ``flat`` itself where
+    they are already.
+
+    Args:
+        flat: ``[world_size * sum(blocks)]``.
+    """
+    if blocks is None or len(blocks) == 1:
+        return flat
+    return torch.cat(_matrices(flat, blocks, world_size), dim=1).view(-1)
+
+
+def copy_apart(gathered: Tensor, flat: Tensor, blocks: Blocks, world_size: int) -> None:
+    """Copy what :func:`together` returns back to the places where its blocks were.
+
+    Args:
+        gathered: ``[world_size * sum(blocks)]``, the blocks of rank 0, then of rank 1, ...
+        flat: of the same shape; written.
+    """
+    out = _matrices(flat, blocks, world_size)
+    torch.split_with_sizes_copy(gathered.view(world_size, -1), list(blocks), dim=1, out=out)
+
+
+def _matrices(flat: Tensor, blocks: Blocks, world_size: int) -> list[Tensor]:
+    """Each part of ``flat`` as ``[world_size, block]``."""
+    parts = torch.split(flat, [block * world_size for block in blocks])
+    return [part.view(world_size, block) for part, block in zip(parts, blocks, strict=True)]

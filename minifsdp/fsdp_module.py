@@ -1,0 +1,249 @@
+"""``fully_shard``: the same units without a wrapper, as PyTorch's FSDP2 makes them.
+
+``FullyShardedDataParallel(module)`` is a new module around the old one. ``fully_shard(module)``
+makes the module itself the unit. Its parameters become DTensors in place, its names stay, and its
+class becomes a subclass that gathers the unit when the module is called::
+
+    for block in model.blocks:
+        fully_shard(block)         # block.__class__: Block -> FSDPBlock(FSDPModule, Block)
+    fully_shard(model)             # the root has what is left
+    optimizer = torch.optim.AdamW(model.parameters())      # DTensors, under their own names
+
+All else is what the wrapper does, with units in rows (rows.py).
+
+Source: ``torch.distributed.fsdp.fully_shard`` (pytorch 2.13), whose names and arguments these are.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import cache
+from types import MethodType
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from minifsdp.api import BackwardPrefetch
+from minifsdp.between_steps.full_params import Options, full_params
+from minifsdp.checks.misplaced_calls import check_root_and_idle
+from minifsdp.checks.other_wrappers import check_inside
+from minifsdp.checks.unsupported import add_missing, refuse
+from minifsdp.engine import Engine
+from minifsdp.fully_sharded import make_root
+from minifsdp.prefetch_lists import ListedPrefetcher, units_to_prefetch
+from minifsdp.support.pytree import map_tensors
+from minifsdp.wrapping.auto_wrap import check_wrappable
+from minifsdp.wrapping.build import build_unit
+from minifsdp.wrapping.compiled import compiled, uncompiled
+from minifsdp.wrapping.fsdp2_settings import fsdp2_settings
+from minifsdp.wrapping.ignored import ignoring, params_only
+from minifsdp.wrapping.root_settings import make_limiter, make_prefetcher
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Any = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # it is frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Any:
+    """Make a unit of the parameters of ``module`` that no unit inside has. Inner modules first.
+
+    Args:
+        module: is changed in place.
+        mesh: of one dimension: the ranks to shard over, all of them if None; or of two, (replicate,
+            shard), for hybrid sharding.
+        reshard_after_forward: whether to free the parameters between forward and backward. None is
+            True. The root keeps them in any case, since its backward comes next. A number of ranks,
+            which share them then, may be all (True) or 1 (False).
+        mp_policy: the dtypes to compute and to reduce in, and of the outputs.
+        offload_policy: ``CPUOffloadPolicy()`` for shards in the host's memory (offload.py), always
+            pinned where the device is a GPU.
+        ignored_params: parameters that stay as they are; see wrapping/ignored.py. Their gradients
+            are not reduced.
+
+    ``shard_placement_fn``, ``dp_mesh_dims``, other numbers for ``reshard_after_forward`` and a list
+    of modules are not there yet, and refused.
+
+    Returns:
+        ``module``, which is an :class:`FSDPModule` now.
+
+    Raises:
+        ValueError: parameters that cannot share a unit, or that two units would share; a parameter
+            without a dimension; a module that is sharded already, or that has no forward; a mesh of
+            more than two dimensions; a number of ranks that does not divide those of the mesh.
+        TypeError: ignored things that are no parameters.
+        RuntimeError: there is no process group, or an optimizer was built before.
+        NotImplementedError: an argument that minifsdp does not have yet.
+    """
+    refuse(
+        module=module if isinstance(module, (list, tuple)) else None,
+        shard_placement_fn=shard_placement_fn, dp_mesh_dims=dp_mesh_dims,
+    )  # fmt: skip
+    with ignoring(module, ignored_states=params_only(ignored_params)):
+        check_wrappable(module)
+        check_inside(module)
+        settings = fsdp2_settings(mesh, reshard_after_forward, mp_policy, offload_policy)
+        unit = build_unit(module, settings)
+        unit.unreduced_dtype = mp_policy.reduce_dtype
+    module.__dict__.update(_unit=unit, _output_dtype=mp_policy.output_dtype)
+    cls: Any = type(module)
+    module.__class__ = _subclass(cls)
+    prefetcher = make_prefetcher(BackwardPrefetch.BACKWARD_PRE, None, ListedPrefetcher)
+    make_root(module, prefetcher, make_limiter(True))
+    return module
+
+
+class FSDPModule:
+    """What the class of a module that was given to :func:`fully_shard` has more than before."""
+
+    _unit: Any
+    _hooks: Any
+    _output_dtype: Any
+    _by_hand: ExitStack | None = None  # what reshards after unshard()
+
+    @uncompiled
+    def __call__(self, callback: Any, *args: Any, **kwargs: Any) -> Any:
+        """The module's call, with its parameters gathered for as long as it runs."""
+        return self._gathered(super().__call__, callback, args, kwargs)  # type: ignore[misc]
+
+    def _gathered(self, function: Any, callback: Any, args: Any, kwargs: Any) -> Any:
+        if self._hooks.summoned:
+            for module in self.modules():  # type: ignore[attr-defined]
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        called = function if callback is None else compiled(function, callback)
+        if any(call.unit is self._unit for call in self._hooks.calls):
+            return called(*args, **kwargs)  # a registered method that calls its own module
+        training = self.training  # type: ignore[attr-defined]
+        output = self._hooks.forward(self._unit, called, training, args, kwargs)
+        if self._output_dtype is None:
+            return output
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(self._output_dtype) if tensor.is_floating_point() else tensor
+
+        return map_tensors(cast, output)
+
+    def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
+        """Gather the module's unit between steps: its attributes are whole parameters until
+        :meth:`reshard`, or until the model runs. Changes of them are lost. Every rank calls it.
+
+        Args:
+            async_op: return a handle with a ``wait()``. The gather is complete in either case.
+        """
+        if self._by_hand is None:
+            by_hand, options = ExitStack(), Options(writeback=False)
+            by_hand.enter_context(full_params(self._hooks, [self._unit], options))
+            self._by_hand = by_hand  # last: it may be refused, in a forward for example
+        return UnshardHandle() if async_op else None
+
+    def reshard(self) -> None:
+        """Free what :meth:`unshard` has gathered."""
+        by_hand, self._by_hand = self._by_hand, None
+        if by_hand is not None:
+            by_hand.close()
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether backwards reduce gradients from now on, or leave them on this rank; no_sync.py.
+
+        Raises:
+            RuntimeError: this is not the root, which decides for all units.
+            NotImplementedError: without ``recurse``.
+        """
+        refuse(recurse=None if recurse else "False")
+        engine = self._engine
+        check_root_and_idle(self._unit, engine.root, self._hooks.idle, "set_requires_gradient_sync")
+        engine.synchronizes = requires_gradient_sync
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Nothing: each backward ends with all its gradients where the optimizer finds them."""
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """As the argument of :func:`fully_shard`, from the next forward on. Same on all ranks.
+
+        Raises:
+            ValueError: it is not True or False.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward={reshard_after_forward!r}: it is a bool here")
+        for module in self.modules() if recurse else [self]:  # type: ignore[attr-defined]
+            if isinstance(module, FSDPModule):
+                module._unit.reshard_after_forward = reshard_after_forward
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gather the units of ``modules`` when this one's forward begins; see prefetch_lists.py.
+        Same on all ranks. An empty list: choose from the recorded order, as without a list.
+
+        Raises:
+            ValueError: one of them was not given to :func:`fully_shard`.
+        """
+        self._unit.forward_targets = units_to_prefetch(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """The same when this one's backward begins."""
+        self._unit.backward_targets = units_to_prefetch(modules)
+
+    def extra_repr(self) -> str:
+        """For ``print(model)``, which then shows where the units are."""
+        own = super().extra_repr()  # type: ignore[misc]
+        return ", ".join(filter(None, [own, self._unit.describe()]))
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a module that fully_shard has changed cannot be copied or pickled: it is one part of "
+            "something that is spread over processes. Save state_dict(), or build a second model."
+        )
+
+    @property
+    def _engine(self) -> Engine:
+        engine: Engine = self._hooks.engine
+        return engine
+
+
+class UnshardHandle:
+    """What ``unshard(async_op=True)`` returns."""
+
+    def wait(self) -> None:
+        """Nothing: the gather is complete."""
+
+
+@cache  # of one class, the same: type(block) is type(other_block) stays true
+def _subclass(cls: Any) -> type:
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let ``module.method_name(...)`` gather the module's unit, as a call of the module does.
+
+    Nothing, if ``module`` was not given to :func:`fully_shard`, as in torch.
+
+    Raises:
+        AttributeError: the module has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name)
+
+    def gathered(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
+        return self._gathered(method, None, args, kwargs)
+
+    module.__dict__[method_name] = MethodType(gathered, module)
+
+
+_NOT_THERE = """
+    set_all_reduce_hook set_allocate_memory_from_process_group_for_comm set_custom_all_gather
+    set_custom_reduce_scatter set_force_sum_reduction_for_comms set_gradient_divide_factor
+    set_post_optim_event
+    set_reduce_scatter_divide_factor set_reduce_scatter_max_input_buffers
+    set_reduce_scatter_unused_params set_requires_all_reduce set_reshard_after_backward
+    set_separate_reduce_scatter_group set_symm_mem_for_comm set_unshard_in_backward reset_iter_state
+"""
+add_missing(FSDPModule, _NOT_THERE, "")

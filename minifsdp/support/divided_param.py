@@ -1,0 +1,250 @@
+"""The parameters that an optimizer sees of a unit in rows, and the flat parameter behind them.
+
+With chunks the optimizer sees one flat parameter. With rows it sees a ``DTensor`` for each original
+parameter. Both are the same memory, this rank's shard::
+
+    sharded_flat_param   [n]       a a b b x y          what the engine gathers, reduces and checks
+    weight               [2, 2]    a a b b              DTensor [3, 2], Shard(0)
+    bias                 [2]               x y          DTensor [3], Shard(0)
+
+The engine knows only the first, which is a :class:`DividedParameter`: its ``grad``, its
+``requires_grad`` and its version are those of the DTensors. So ``zero_grad()`` on some of them,
+``weight.requires_grad_(False)`` and an optimizer's step are seen by the engine, and the gradient
+that it stores is found in each ``weight.grad``.
+"""
+
+from functools import cache
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from minifsdp.offload import host_copy
+from minifsdp.rows import Rows
+from minifsdp.support.flat_parameter import FlatParameter
+
+
+class DividedParameter(FlatParameter):
+    """This rank's shard of a unit, ``[n]``, of which users see DTensors.
+
+    Attributes:
+        params: one for each parameter of the unit, in the order of ``unit.param_infos``. Their
+            local tensors are views of the unit's padded shard.
+        local_tensors: these views.
+    """
+
+    params: list[Any]  # of DTensor, each an nn.Parameter
+    local_tensors: list[Tensor]
+
+    @property
+    def grad(self) -> Tensor | None:
+        """``[n]``: the gradients of the DTensors. A part that ``zero_grad()`` has cleared is zero;
+        None if all are."""
+        flat: Tensor | None = _GRAD.__get__(self)
+        unit = self.unit()
+        with_place = unit.layout.order[: len(unit.layout.trained_blocks)]
+        if all(self.params[number].grad is None for number in with_place):
+            _GRAD.__set__(self, None)
+            return None
+        if flat is None:
+            flat = torch.zeros_like(self, dtype=self.grad_dtype, requires_grad=False)
+            _GRAD.__set__(self, flat)
+        places = unit.layout.local_tensors(flat, unit.shard_rank)
+        for param, place in zip(self.params, places, strict=True):
+            grad = param.grad
+            if place is None:
+                continue  # frozen when the unit was divided; it may have one from before that
+            if grad is None:
+                place.zero_()
+            elif grad._local_tensor.data_ptr() != place.data_ptr():  # a program has assigned it
+                place.copy_(grad._local_tensor)
+                param.grad = like(param, place)
+        return flat
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _GRAD.__set__(self, value)
+        unit, places = self.unit(), [None] * len(self.params)
+        if value is not None:
+            places = unit.layout.local_tensors(value, unit.shard_rank)
+        for param, place in zip(self.params, places, strict=True):
+            if place is not None:
+                param.grad = like(param, place)
+            elif value is None:
+                param.grad = None
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def hide_grad(self) -> None:
+        """Let each DTensor have its gradient for itself, to be laid end to end anew."""
+        _GRAD.__set__(self, None)
+        for param in self.params:
+            if param.grad is not None:
+                param.grad = like(param, param.grad._local_tensor.clone())
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether any of the DTensors does."""
+        return any(param.requires_grad for param in self.params)
+
+    @property
+    def _version(self) -> int:  # type: ignore[override]
+        """Larger after each change in place: of the shard, through a DTensor, by an optimizer."""
+        # That of a local tensor, which views of one shard have in common, counts to_local().
+        version: int = _VERSION.__get__(self) + self.local_tensors[0]._version
+        return version + sum(int(param._version) for param in self.params)
+
+
+def divided_parameter(unit: Any, trained: list[bool]) -> DividedParameter:
+    """Make the DTensors of a unit that is divided in rows, and the flat parameter behind them.
+
+    Args:
+        unit: referred to weakly, or an optimizer would keep the whole unit alive.
+        trained: whether each parameter has a gradient.
+    """
+    flat = DividedParameter(unit.padded_shard[: unit.layout.optimized_numel(unit.shard_rank)])
+    flat.unit, flat.params = ref(unit), []
+    local = unit.layout.local_tensors(unit.padded_shard, unit.shard_rank)
+    for info, tensor, requires_grad in zip(unit.param_infos, local, trained, strict=True):
+        param: Any = nn.Parameter(dtensor(unit, unit.mesh, info.shape, tensor), requires_grad)
+        flat.params.append(param)
+    if unit.grad_dtype is not None:
+        flat.grad_dtype = unit.grad_dtype
+    mark(unit, flat)
+    _show(unit, flat)
+    _watch_steps()
+    return flat
+
+
+@cache
+def _watch_steps() -> None:
+    """Count each step of an optimizer, of all of them until the process ends, as a change of the
+    units that it steps. The foreach and fused kernels count no version of a DTensor, so without
+    this a step between a forward and its backward would go unnoticed."""
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: Optimizer, *_: object) -> None:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    for unit in {unit_of_param(param) for param in params}:
+        if unit is not None and unit.mesh is not None:
+            increment_version(unit.sharded_flat_param)
+
+
+def mark(unit: Any, flat: DividedParameter) -> None:
+    """Write to each DTensor whose it is. ``module.to()`` swaps all that a DTensor has, its
+    attributes too, for what another one has."""
+    for param in flat.params:
+        if unit_of_param(param) is not unit:
+            param.minifsdp_unit = ref(unit)
+            if unit.grad_dtype is not None and param.grad is None:
+                param.grad_dtype = unit.grad_dtype
+
+
+def _show(unit: Any, flat: DividedParameter) -> None:
+    """Let the DTensors be views of ``unit.padded_shard``."""
+    flat.local_tensors = unit.layout.local_tensors(unit.padded_shard, unit.shard_rank)
+    for param, tensor in zip(flat.params, flat.local_tensors, strict=True):
+        # Assigned, because nn.Parameter(DTensor(...)) makes a view with a version of its own.
+        param._local_tensor = tensor
+
+
+def was_changed(unit: Any) -> bool:
+    """Whether a program has moved or cast the DTensors, or frozen one or begun to train one.
+
+    torch ignores an assignment to the ``data`` of a DTensor, so that changes nothing (2.13)."""
+    flat = unit.sharded_flat_param
+    return (flat.requires_grad and unit.trained != unit.layout.trained) or any(
+        param._local_tensor is not tensor
+        for param, tensor in zip(flat.params, flat.local_tensors, strict=True)
+    )
+
+
+def divide_again(unit: Any) -> None:
+    """Take over such a change. The unit is sharded.
+
+    Raises:
+        ValueError: a DTensor has data of another shape.
+        RuntimeError: one was frozen or thawed while gradients of no_sync wait to be reduced, which
+            are laid as the unit was.
+    """
+    flat, layout = unit.sharded_flat_param, unit.layout
+    if unit.unreduced_grad is not None and unit.trained != layout.trained:
+        raise RuntimeError(
+            f"a parameter of unit {unit.label} was frozen or thawed while gradients from no_sync() "
+            f"wait to be reduced. Run the last backward outside of no_sync() before that, or drop "
+            f"these gradients with zero_grad()."
+        )
+    given = [param._local_tensor.detach() for param in flat.params]
+    for info, tensor, before in zip(unit.param_infos, given, flat.local_tensors, strict=True):
+        if tensor.shape != before.shape:
+            raise ValueError(
+                f"parameter {info.name!r} of unit {unit.label} was given data of which this rank "
+                f"has {list(tensor.shape)}; it has to have {list(before.shape)}."
+            )
+    flat.hide_grad()  # laid as the unit was until now
+    unit.layout = Rows(layout.param_shapes, unit.trained, layout.world_size)
+    padded = given[0].new_zeros(unit.padded_shard.numel())
+    for place, tensor in zip(
+        unit.layout.local_tensors(padded, unit.shard_rank), given, strict=True
+    ):
+        place.copy_(tensor)
+    unit.padded_shard = host_copy(padded, unit.offload_from)
+    flat.data = unit.padded_shard[: unit.layout.optimized_numel(unit.shard_rank)]
+    _show(unit, flat)
+    unit.unsharded_by_dtype.forget()
+
+
+def unit_of_param(param: object) -> Any:
+    """The unit that a DTensor or a sharded flat parameter is of; None for another tensor."""
+    if isinstance(param, FlatParameter):
+        return param.unit()
+    unit = getattr(param, "minifsdp_unit", None)
+    return None if unit is None else unit()
+
+
+def is_optimized(param: object) -> bool:
+    """Whether a tensor is what an optimizer sees of a unit: a flat parameter, or a DTensor of
+    ours."""
+    return isinstance(param, FlatParameter) or hasattr(param, "minifsdp_unit")
+
+
+def dtensor(unit: Any, mesh: DeviceMesh, shape: torch.Size, local: Tensor) -> DTensor:
+    """A DTensor that is divided in rows among the ranks of a unit.
+
+    Args:
+        mesh: of these ranks; its dimensions are those of comm.groups.mesh_of.
+        shape: of the whole. One without a dimension has no rows, and is whole on each rank.
+        local: what this rank has of it.
+    """
+    groups = [group for group in (unit.replicate_group, unit.shard_group) if group is not None]
+    rows = [group is unit.shard_group and len(shape) > 0 for group in groups]
+    placements = tuple(Shard(0) if divided else Replicate() for divided in rows)
+    stride = torch.empty(shape, device="meta").stride()
+    return _dtensor(local, DTensorSpec(mesh, placements, TensorMeta(shape, stride, local.dtype)))
+
+
+def like(param: DTensor, local: Tensor) -> DTensor:
+    """A DTensor of which ``local`` is this rank's part, distributed as ``param`` is."""
+    spec = param._spec
+    if local.dtype is not param.dtype:
+        meta = TensorMeta(spec.shape, spec.stride, local.dtype)
+        spec = DTensorSpec(spec.mesh, spec.placements, meta)
+    return _dtensor(local, spec)
+
+
+def _dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
+    # DTensor.from_local() does the same after checks that take longer, for each gradient.
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+_GRAD: Any = Tensor.grad  # the descriptors that the properties here hide
+_VERSION: Any = Tensor._version

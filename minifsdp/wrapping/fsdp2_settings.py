@@ -1,0 +1,81 @@
+"""The arguments of ``fully_shard``, in the words of ``FullyShardedDataParallel``.
+
+::
+
+    fully_shard(module, mesh=mesh, ...)          Settings(device_mesh=mesh, ...)
+    reshard_after_forward=True, 1-D mesh         FULL_SHARD
+    reshard_after_forward=False, 1-D mesh        SHARD_GRAD_OP
+    the same with (replicate, shard)             HYBRID_SHARD, _HYBRID_SHARD_ZERO2
+    MixedPrecisionPolicy(bf16, fp32)             MixedPrecision(bf16, fp32)
+    CPUOffloadPolicy()                           CPUOffload(True)
+
+A number for ``reshard_after_forward`` is that of the ranks to share the parameters between forward
+and backward. All ranks that share the unit are True, and one rank is False: it has all of them.
+
+Source: ``torch.distributed.fsdp.fully_shard`` (pytorch 2.13), ``_get_post_forward_mesh_info``.
+"""
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from minifsdp.api import CPUOffload, MixedPrecision, ShardingStrategy
+from minifsdp.checks.unsupported import refuse
+from minifsdp.wrapping.settings import Settings
+
+_STRATEGIES = {  # by whether to reshard after forward, and by the dimensions of the mesh
+    (True, 1): ShardingStrategy.FULL_SHARD,
+    (False, 1): ShardingStrategy.SHARD_GRAD_OP,
+    (True, 2): ShardingStrategy.HYBRID_SHARD,
+    (False, 2): ShardingStrategy._HYBRID_SHARD_ZERO2,
+}
+
+
+def fsdp2_settings(
+    mesh: DeviceMesh | None,
+    reshard_after_forward: bool | int | None,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+) -> Settings:
+    """The settings of one unit.
+
+    Raises:
+        ValueError: ``reshard_after_forward`` is a number that does not divide the ranks; or as
+            :class:`Settings` does.
+        NotImplementedError: it is another one than all ranks and 1.
+    """
+    reshards = reshards_after_forward(reshard_after_forward, mesh)
+    casts = mp_policy.cast_forward_inputs and mp_policy.param_dtype is not None
+    dimensions = 2 if mesh is not None and mesh.ndim > 1 else 1
+    return Settings(
+        sharding_strategy=_STRATEGIES[reshards, dimensions],
+        cpu_offload=CPUOffload(isinstance(offload_policy, CPUOffloadPolicy)),
+        mixed_precision=MixedPrecision(
+            mp_policy.param_dtype, mp_policy.reduce_dtype,
+            cast_forward_inputs=casts, cast_root_forward_inputs=casts,
+        ),
+        device_mesh=mesh,
+        use_orig_params=True,
+    )  # fmt: skip
+
+
+def reshards_after_forward(given: bool | int | None, mesh: DeviceMesh | None) -> bool:
+    """Whether to free the parameters between forward and backward.
+
+    Args:
+        given: None is True. A number is as in the table above.
+        mesh: whose last dimension are the ranks that share the unit; None: all ranks.
+
+    Raises:
+        ValueError, NotImplementedError: as :func:`fsdp2_settings` does.
+    """
+    if given is None or isinstance(given, bool):
+        return given is not False
+    ranks = dist.get_world_size() if mesh is None else mesh.size(mesh.ndim - 1)
+    if not isinstance(given, int) or given < 1 or ranks % given:
+        raise ValueError(
+            f"reshard_after_forward={given!r}: expected True, False or a number that divides the "
+            f"{ranks} ranks that share the unit."
+        )
+    refuse(reshard_after_forward=None if given in (1, ranks) else given)
+    return given != 1 or ranks == 1

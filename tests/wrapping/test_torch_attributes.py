@@ -1,0 +1,89 @@
+"""torch_attributes.py: what scripts read of a wrapper, compared with torch's own."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as theirs
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import minifsdp
+from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.wrapping.torch_attributes import TORCH_ATTRIBUTES
+from tests.ranks import device, on_ranks
+from tests.small import Block, layers, stack, step
+
+SETTINGS = {
+    "default": lambda fsdp: {},
+    "kept": lambda fsdp: {"sharding_strategy": fsdp.ShardingStrategy.SHARD_GRAD_OP},
+    "low": lambda fsdp: {"mixed_precision": fsdp.MixedPrecision(torch.bfloat16, torch.float32)},
+    "offload": lambda fsdp: {"cpu_offload": fsdp.CPUOffload(offload_params=True)},
+    "hybrid": lambda fsdp: {
+        "sharding_strategy": fsdp.ShardingStrategy.HYBRID_SHARD,
+        "device_mesh": init_device_mesh(device().type, (2, 2)),
+    },
+    "hybrid, kept": lambda fsdp: {
+        "sharding_strategy": fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2,
+        "device_mesh": init_device_mesh(device().type, (2, 2)),
+    },
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@on_ranks(4)
+def test_they_answer_as_torchs_do(setting):
+    ours = stack(1, 8, **SETTINGS[setting](minifsdp))
+    model = theirs.FullyShardedDataParallel(
+        layers(1, 8),
+        device_id=device(),
+        auto_wrap_policy=theirs.wrap.ModuleWrapPolicy({Block}),
+        **SETTINGS[setting](theirs),
+    )
+    for mine, expected in ((ours, model), (ours[1], model[1])):
+        assert mine.compute_device == expected.compute_device
+        assert mine.rank == expected.rank and mine.world_size == expected.world_size
+        ranks = dist.get_process_group_ranks
+        assert ranks(mine.process_group) == ranks(expected.process_group)
+        assert mine.sharding_strategy.name == expected.sharding_strategy.name
+        assert mine.cpu_offload.offload_params == expected.cpu_offload.offload_params
+        for dtype in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+            found = getattr(mine.mixed_precision, dtype)
+            assert found == getattr(expected.mixed_precision, dtype)
+        assert [p.shape for p in mine.params] == [p.shape for p in expected.params]
+        assert mine.params[0] is next(iter(mine.parameters()))
+
+
+@on_ranks(2)
+def test_a_model_that_is_whole_has_the_ranks_that_it_averages_over():
+    model = stack(1, sharding_strategy=ShardingStrategy.NO_SHARD)
+    assert model.sharding_strategy is ShardingStrategy.NO_SHARD
+    assert model.world_size == 2 and model.rank == dist.get_rank()
+
+
+@on_ranks(2)
+def test_in_rows_the_params_are_those_that_the_optimizer_steps():
+    model = stack(1, use_orig_params=True)
+    assert [id(p) for p in model.params + model[1].params] == [id(p) for p in model.parameters()]
+    step(model)
+    assert all(p.grad is not None for p in model.params)
+
+
+@on_ranks(1)
+def test_a_unit_without_parameters_has_no_params():
+    model = FSDP(nn.Sequential(nn.Tanh(), Block(nn.Linear(2, 2))).to(device()),
+                 auto_wrap_policy=minifsdp.ModuleWrapPolicy({Block}))  # fmt: skip
+    assert model.params == [] and len(model[1].params) == 1
+    assert not model._has_params and model._flat_param is None
+    assert model[1]._has_params and model[1]._flat_param is model[1].params[0]
+
+
+@on_ranks(1)
+def test_the_modules_own_attributes_come_first():
+    model = nn.Linear(2, 2).to(device())
+    model.rank, model.params = 8, {"of": "LoRA"}
+    model = FSDP(model, cpu_offload=CPUOffload(), mixed_precision=MixedPrecision())
+    assert model.rank == 8 and model.params == {"of": "LoRA"} and model.world_size == 1
+    del model.params
+    assert isinstance(model.params[0], minifsdp.FlatParameter)
+    assert not TORCH_ATTRIBUTES.keys() & vars(model).keys()
