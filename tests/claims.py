@@ -72,7 +72,7 @@ def two_streams() -> Row:
 def ablation() -> Row:
     base = (
         "--model gpt-30b --nodes 64 --gpu a100-40 --network 3200 --batch 2 --seq 512 "
-        "--recompute yes --limit "
+        "--recompute full --limit "
     )
     off, on = run(base + "none"), run(base + "2")
     reserved, step = (off[k] / on[k] for k in ("peak reserved", "step"))

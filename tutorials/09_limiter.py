@@ -64,7 +64,7 @@ def twenty_tensors(made_on: str, line_of_2022: bool) -> None:
 # `compute`. Here are 24 layers, 1.3 billion parameters, on 32 GPUs.
 
 # %%
-RUN = "--model gpt-1.3b --nodes 4 --batch 4 --seq 512 --recompute yes --limit "
+RUN = "--model gpt-1.3b --nodes 4 --batch 4 --seq 512 --recompute full --limit "
 
 
 @cache

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from minifsdp.sim.costs import nbytes
 from minifsdp.support.pytree import tensors_in
 
 
@@ -48,6 +47,14 @@ class Call:
         return not (asynchronous and self.name in ("copy_", "_to_copy"))
 
 
+def nbytes(tensor: Tensor) -> int:
+    """That a kernel reads or writes of it. What is expanded is read once."""
+    numel = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        numel *= size if stride else 1
+    return numel * tensor.itemsize if tensor.numel() else 0
+
+
 def accesses(operation: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
     """Tensors that an operator reads, and those that it writes to, by its schema."""
     read: list[Tensor] = []
@@ -66,8 +73,3 @@ def accesses(operation: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list
             elif argument.alias_info.is_write:
                 written += tensors
     return read, written
-
-
-def gives_views(operation: Any) -> bool:
-    """Whether all that it returns is memory of its arguments."""
-    return all(value.alias_info is not None for value in operation._schema.returns)

@@ -15,7 +15,9 @@ idle, an event is a time, and waiting is taking the larger of two numbers.
 The host is ahead of the streams, but not without end: a stream holds 1,024 launches that have not
 started, and the next one blocks the host until the first of them has.
 
-Not modelled: kernels on two streams slowing each other down.
+Kernels are slower beside a collective, which occupies some of the multiprocessors and of the
+memory's bandwidth. One that is launched later is slowed where the two overlap. If it was launched
+before the collective, its times have been told already; what it loses comes behind it.
 """
 
 from collections import deque
@@ -32,6 +34,7 @@ class Lane:
 
     idle_at: float = 0.0
     starts: "deque[float]" = field(default_factory=deque)
+    kernels: "deque[tuple[float, float]]" = field(default_factory=deque)  # not known to be over
 
 
 class Clock:
@@ -39,12 +42,14 @@ class Clock:
 
     Args:
         queue: launches that a stream holds.
+        beside_collectives: speed of a kernel while a collective runs; alone it is 1.
     """
 
-    def __init__(self, queue: int = LAUNCH_QUEUE) -> None:
+    def __init__(self, queue: int = LAUNCH_QUEUE, beside_collectives: float = 1.0) -> None:
         self.now = 0.0
         self.lanes: dict[str, Lane] = {}
-        self._queue = queue
+        self._queue, self._speed = queue, beside_collectives
+        self._collectives: deque[tuple[float, float]] = deque()
 
     def lane(self, stream: str) -> Lane:
         """A stream by its name; made when it is first used."""
@@ -54,18 +59,49 @@ class Clock:
         """The host is busy."""
         self.now += seconds
 
-    def launch(self, stream: str, seconds: float) -> tuple[float, float]:
+    def launch(self, stream: str, seconds: float, collective: bool = False) -> tuple[float, float]:
         """Tell a stream to be busy for so long. Returns when it starts and ends; both are at or
-        after ``now``. The host blocks while the stream's queue is full."""
+        after ``now``. The host blocks while the stream's queue is full.
+
+        Args:
+            seconds: if nothing runs beside it.
+            collective: it slows kernels, and is not slowed itself.
+        """
         lane = self.lane(stream)
         while lane.starts and lane.starts[0] <= self.now:
             lane.starts.popleft()
         if len(lane.starts) >= self._queue:
             self.block(lane.starts.popleft())
         start = max(self.now, lane.idle_at)
-        lane.idle_at = start + seconds
+        lane.idle_at = start + seconds if collective else self._end(start, seconds)
         lane.starts.append(start)
+        if collective:
+            self._slow_others(start, lane.idle_at)
+            self._collectives.append((start, lane.idle_at))
+        else:
+            lane.kernels.append((start, lane.idle_at))
         return start, lane.idle_at
+
+    def _end(self, start: float, seconds: float) -> float:
+        """Of a kernel, beside the collectives that are known."""
+        while self._collectives and self._collectives[0][1] <= self.now:
+            self._collectives.popleft()
+        time, left = start, seconds
+        for begin, end in self._collectives:
+            if end > time and begin < time + left:
+                left -= max(begin - time, 0.0)
+                time = max(begin, time)
+                done = min(left, (end - time) * self._speed)
+                time, left = time + done / self._speed, left - done
+        return time + left
+
+    def _slow_others(self, begin: float, end: float) -> None:
+        """A collective will run: all lanes are later by what their kernels lose beside it."""
+        for lane in self.lanes.values():
+            while lane.kernels and lane.kernels[0][1] <= self.now:
+                lane.kernels.popleft()
+            beside = sum(max(min(end, e) - max(begin, b), 0.0) for b, e in lane.kernels)
+            lane.idle_at += beside * (1 / self._speed - 1)
 
     def wait(self, stream: str, time: float) -> None:
         """What is launched on ``stream`` from now on starts at ``time`` or later."""

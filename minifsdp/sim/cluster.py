@@ -30,8 +30,10 @@ import torch.testing._internal.distributed.fake_pg
 import minifsdp.comm.collectives
 import minifsdp.comm.groups
 import minifsdp.offload
-from minifsdp.sim.costs import Cluster, preset
+from minifsdp.sim.attention import attention
+from minifsdp.sim.costs import Cluster
 from minifsdp.sim.device import VirtualGpu
+from minifsdp.sim.gpus import preset
 from minifsdp.sim.streams import make_streams
 from minifsdp.sim.tape import Mistarget
 from minifsdp.streams import BACKENDS
@@ -50,7 +52,7 @@ def cluster(
     """Inside, new tensors are on a virtual GPU, and minifsdp trains there.
 
     Args:
-        gpu: one of :data:`minifsdp.sim.costs.GPUS`.
+        gpu: one of :data:`minifsdp.sim.gpus.GPUS`.
         kind: ``"meta"``: tensors have no values, and models may have any size. ``"cpu"``: they are
             real, for models that look at them.
         constants: others of :class:`minifsdp.sim.costs.Cluster`.
@@ -88,6 +90,7 @@ def cluster(
 
 
 def _replacements(gpu: VirtualGpu) -> Iterator[Any]:
+    yield attention(gpu.cluster.gpu.hopper)
     yield patch.dict(BACKENDS, {gpu.kind: partial(make_streams, gpu)})
     # Rank to rank, as on a CPU, would be another traffic than a GPU's.
     yield patch.object(minifsdp.comm.collectives, "NATIVE", True)

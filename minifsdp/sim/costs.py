@@ -1,8 +1,10 @@
-"""What things take: the only place with numbers about hardware.
+"""What things take: kernels, collectives, copies, the host.
 
-**Operators** by the roofline: a kernel takes as long as its arithmetic, or as long as its bytes,
-whichever is longer, and never less than a few microseconds. The arithmetic is counted by torch's
-own flop counter (matrix products, convolutions, attention); for all else bytes decide.
+**Kernels** by the roofline: one takes as long as its arithmetic, or as long as its bytes, whichever
+is longer, and never less than a few microseconds. How fast arithmetic goes depends on its kind and
+shape. A product is cut into tiles of 128 x 128 results, shared out among the multiprocessors in
+waves; the last wave may leave many idle, and each tile takes time to begin and to end. Beside a
+collective a kernel is slower: NCCL computes and copies on some of the same multiprocessors.
 
 **Collectives** by alpha and beta: each step of a ring has a latency (alpha) and moves a chunk at a
 bandwidth (1 / beta). Of ``n`` ranks each sends ``n - 1`` chunks; an all-reduce does so twice. For
@@ -12,45 +14,23 @@ leave a node (as in NCCL's own estimate, ``src/graph/tuning.cc``).
 
 **The host** by constants: so much for each kernel, so much for each of the engine's moments.
 
-Sources: data sheets of NVIDIA's A100 (40 and 80 GB), H100 and H200 SXM (dense rates); Williams et
-al., "Roofline", CACM 2009; NCCL's performance notes (``doc/PERFORMANCE.md`` of nccl-tests) for the
-rings. What a real kernel reaches of a data sheet (``efficiency``), and the host's constants, are
-round numbers, the same for every model: nothing is fitted to a result.
+Sources: Williams et al., "Roofline", CACM 2009; NVIDIA, "Matrix Multiplication Background User's
+Guide" (tiles and waves); NCCL's performance notes (``doc/PERFORMANCE.md`` of nccl-tests) for the
+rings. Figures of GPUs are in gpus.py. What is a choice here was made on one half of the published
+runs in README.md, and is judged by the other half.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from math import ceil
 
-import torch
-from torch import Tensor
-from torch.utils.flop_counter import flop_registry
+from minifsdp.sim.gpus import GB, GiB, Gpu
+from minifsdp.sim.kernels import ATTENTION_BACKWARD, PASS, PRODUCT, Kernel
 
-GB, TERA, MICRO = 1e9, 1e12, 1e-6
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One kind of GPU."""
-
-    name: str
-    memory: int  # bytes that a process may reserve
-    bandwidth: float  # of its memory, bytes / s
-    flops: float  # of matrix products in 16 bits, per second
-    flops_fp32: float  # and in 32, with TF32 as torch has it by default: off
-    links: float  # to the other GPUs of its node, bytes / s in one direction
-    pcie: float = 25 * GB  # to the host's memory, bytes / s in one direction
-
-
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("a100-40", 40 * 1024**3, 1555 * GB, 312 * TERA, 19.5 * TERA, 300 * GB),
-        Gpu("a100-80", 80 * 1024**3, 2039 * GB, 312 * TERA, 19.5 * TERA, 300 * GB),
-        Gpu("h100", 80 * 1024**3, 3350 * GB, 989 * TERA, 67 * TERA, 450 * GB, 50 * GB),
-        Gpu("h200", 141 * 10**9, 4800 * GB, 989 * TERA, 67 * TERA, 450 * GB, 50 * GB),
-    )
-}
+MICRO = 1e-6
+TILE = 128
+"""Rows and columns of a tile of a product."""
+TILE_OVERHEAD = 128
+"""What a tile takes to begin and to end, in steps along the inner size."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +43,10 @@ class Cluster:
     network: float = 50 * GB  # of a node, bytes / s in one direction; 400 Gbit/s
     alpha_node: float = 3 * MICRO  # a step of a ring within a node
     alpha_network: float = 12 * MICRO  # one that leaves it
-    efficiency: float = 0.6  # of matrix products, against the data sheet
-    efficiency_bytes: float = 0.8  # of memory and links
+    links_reached: float = 0.8  # of what links and network could do
+    beside_collectives: float = 0.9  # speed of a kernel while a collective runs
+    host_memory: float = 200 * GB  # a node's, bytes / s, shared by its GPUs' processes
+    taken: int = int(1.5 * GiB)  # of a GPU's memory, by CUDA, cuBLAS and NCCL
     kernel: float = 2 * MICRO  # the shortest
     launch: float = 6 * MICRO  # the host, for each kernel
     moment: float = 40 * MICRO  # the host, for each piece of work that the engine submits
@@ -76,17 +58,34 @@ class Cluster:
     def world_size(self) -> int:
         return self.nodes * self.gpus_per_node
 
-    def kernel_seconds(self, flops: float, moved: int, low: bool) -> float:
-        """An operator.
+    @property
+    def capacity(self) -> int:
+        """Bytes that PyTorch can reserve."""
+        return max(self.gpu.memory - self.taken, 0)
 
-        Args:
-            flops: additions and multiplications.
-            moved: bytes read and written.
-            low: it computes in 16 bits.
-        """
-        rate = self.gpu.flops if low else self.gpu.flops_fp32
-        arithmetic = flops / (rate * self.efficiency)
-        return max(arithmetic, moved / (self.gpu.bandwidth * self.efficiency_bytes), self.kernel)
+    def kernel_seconds(self, kernel: Kernel) -> float:
+        """A kernel that has the GPU to itself."""
+        passes = kernel.moved / (self.gpu.bandwidth * self.gpu.passes)
+        if kernel.kind == PASS:
+            return max(passes, self.kernel)
+        flops = self.gpu.flops if kernel.low else self.gpu.flops_fp32
+        return max(kernel.done / (flops * self._share(kernel)), passes, self.kernel)
+
+    def _share(self, kernel: Kernel) -> float:
+        """Of the data sheet's flops, those that arithmetic of this kind and shape reaches."""
+        products, rows, columns, inner = kernel.shape
+        if kernel.kind == PRODUCT:
+            tiles = products * ceil(rows / TILE) * ceil(columns / TILE)
+            used = products * rows * columns / (tiles * TILE**2)
+            waves = tiles / self.gpu.multiprocessors
+            if waves < 1:  # then each product is also cut along its inner size
+                waves *= max(min(int(1 / waves), inner // (2 * TILE_OVERHEAD)), 1)
+            filled = waves / ceil(waves)
+            return self.gpu.products * used * filled * inner / (inner + TILE_OVERHEAD)
+        heads = 1.0 if inner >= 128 else 0.85  # with small ones the exponentials take their time
+        begun = columns / (columns + 256)  # a row of tiles begins and ends, too
+        backward = 0.85 if kernel.kind == ATTENTION_BACKWARD else 1.0
+        return self.gpu.attention * heads * begun * backward
 
     def ring_seconds(self, sent: float, ranks: list[int], rounds: int = 1) -> float:
         """A collective over ``ranks``: each sends ``sent`` bytes in a round."""
@@ -105,38 +104,12 @@ class Cluster:
             bandwidth = min(bandwidth, self.network / max(rings, 1))
         # A piece goes once around the ring: over the network once for each node, else within them.
         latency = crossings * self.alpha_network + (steps - crossings) * self.alpha_node
-        return rounds * (latency + sent / (bandwidth * self.efficiency_bytes))
+        return rounds * (latency + sent / (bandwidth * self.links_reached))
 
     def copy_seconds(self, moved: int) -> float:
-        """A copy from or to the host's memory."""
-        return max(moved / (self.gpu.pcie * self.efficiency_bytes), self.kernel)
+        """A copy between the GPU and the host's memory."""
+        return max(moved / (self.gpu.pcie * self.links_reached), self.kernel)
 
-
-def preset(name: str) -> Gpu:
-    """A GPU by its name.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
-    if name not in GPUS:
-        raise ValueError(f"gpu={name!r} is not known. There are: {', '.join(GPUS)}.")
-    return GPUS[name]
-
-
-def count_flops(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-    """Of one operator, by torch's counter; 0 where it does not count."""
-    formula: Callable[..., int] | None = flop_registry.get(operation.overloadpacket)
-    return float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
-
-
-def nbytes(tensor: Tensor) -> int:
-    """That a kernel reads or writes of it. What is expanded is read once."""
-    numel = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        numel *= size if stride else 1
-    return numel * tensor.itemsize if tensor.numel() else 0
-
-
-def is_low(tensors: list[Tensor]) -> bool:
-    """Whether a kernel computes in 16 bits."""
-    return any(t.dtype in (torch.bfloat16, torch.float16) for t in tensors)
+    def host_seconds(self, moved: int) -> float:
+        """Work of the host in its own memory, while the other processes of the node do the same."""
+        return max(moved * self.gpus_per_node / self.host_memory, self.kernel)

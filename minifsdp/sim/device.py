@@ -24,13 +24,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minifsdp.sim.allocator import Allocator
-from minifsdp.sim.calls import Call, accesses, gives_views
+from minifsdp.sim.calls import Call, accesses, nbytes
 from minifsdp.sim.clock import Clock
-from minifsdp.sim.costs import Cluster, count_flops, is_low, nbytes
+from minifsdp.sim.costs import Cluster
+from minifsdp.sim.kernels import kernel_of
 from minifsdp.sim.races import Race, find_races
 from minifsdp.sim.report import report
 from minifsdp.sim.storages import Storages
-from minifsdp.sim.tape import COMPUTE, HOST, Buffer, Entry, Note, Op, Use, Wait, caller
+from minifsdp.sim.tape import COMPUTE, HOST, Buffer, Entry, Note, Op, Phase, Use, Wait, caller
 from minifsdp.sim.timeline import svg
 from minifsdp.sim.trace import chrome_trace, memory_snapshot
 from minifsdp.support.pytree import tensors_in
@@ -51,9 +52,9 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, cluster: Cluster, kind: str = "meta") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.cluster, self.kind = cluster, kind
-        self.clock = Clock(cluster.launch_queue)
+        self.clock = Clock(cluster.launch_queue, cluster.beside_collectives)
         self.allocator = Allocator(
-            self.clock, cluster.gpu.memory, cluster.cuda_malloc, cluster.cuda_free
+            self.clock, cluster.capacity, cluster.cuda_malloc, cluster.cuda_free
         )
         self.tape: list[Entry] = []
         self.storages = Storages(self.allocator, self.tape, kind)
@@ -62,6 +63,11 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def step(self) -> None:
         """A training step ends here: reports are of the last one."""
         self.tape.append(Note(max(self.clock.now, self.clock.idle_at())))
+
+    def phase(self, name: str) -> None:
+        """What follows is the forward, the backward or the optimizer, for reports and pictures."""
+        now = self.clock.now
+        self.tape.append(Phase(name, now, max(now, self.clock.lane(COMPUTE).idle_at)))
 
     def report(self) -> dict[str, Any]:
         """Figures of the last step; see report.py. And how often the allocator has asked for memory
@@ -136,7 +142,7 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if operation is ITEM:
             if not all(self.in_host_memory(tensor) for tensor in read):
                 self.synchronize()
-        elif made or written or not gives_views(operation):
+        elif made or written:  # else all that it returns are views
             self._charge(Call(operation, args, kwargs, read, written, made, result))
         return result
 
@@ -165,15 +171,16 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         flops, sent = 0.0, 0.0
         crosses = any(self.in_host_memory(tensor) for tensor in call.used)
+        collective = call.operation.namespace == "c10d"
         if by_host:
-            seconds = self.cluster.copy_seconds(call.moved)
-        elif call.operation.namespace == "c10d":
+            seconds = self.cluster.host_seconds(call.moved)
+        elif collective:
             seconds, sent = self._collective(call)
         elif crosses:
             seconds = self.cluster.copy_seconds(call.moved // 2)  # read here, written there
         else:
-            flops = count_flops(call.operation, call.args, call.kwargs, call.result)
-            seconds = self.cluster.kernel_seconds(flops, call.moved, is_low(call.used))
+            kernel = kernel_of(call)
+            flops, seconds = kernel.flops, self.cluster.kernel_seconds(kernel)
         if by_host:
             stream, launched = HOST, self.clock.now
             self.clock.work(seconds)
@@ -181,7 +188,7 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             self.clock.work(self.cluster.launch)
             stream, launched = self._current, self.clock.now
-            start, end = self.clock.launch(stream, seconds)
+            start, end = self.clock.launch(stream, seconds, collective)
         reads = [self.buffer(tensor) for tensor in call.read]
         writes = [self.buffer(tensor) for tensor in (*call.written, *call.made)]
         self.tape.append(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,10 @@ class Job:
 class Attention(nn.Module):
     """Multi-head attention; to ``memory`` if that is given, else to itself."""
 
-    def __init__(self, width: int, heads: int, causal: bool) -> None:
+    def __init__(self, width: int, heads: int, causal: bool, bias: bool = True) -> None:
         super().__init__()
-        self.q, self.kv = nn.Linear(width, width), nn.Linear(width, 2 * width)
-        self.out, self.heads, self.causal = nn.Linear(width, width), heads, causal
+        self.q, self.kv = nn.Linear(width, width, bias), nn.Linear(width, 2 * width, bias)
+        self.out, self.heads, self.causal = nn.Linear(width, width, bias), heads, causal
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
         def split(y: Tensor) -> Tensor:
@@ -51,13 +52,18 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """A layer of a transformer; with ``cross``, one of a decoder that looks at an encoder."""
 
-    def __init__(self, width: int, heads: int, hidden: int, causal: bool, cross: bool) -> None:
+    def __init__(
+        self, width: int, heads: int, hidden: int, causal: bool, cross: bool, bias: bool = True
+    ) -> None:
         super().__init__()
-        self.norm, self.attention = nn.LayerNorm(width), Attention(width, heads, causal)
+        self.norm, self.attention = nn.LayerNorm(width), Attention(width, heads, causal, bias)
         self.cross_norm = nn.LayerNorm(width) if cross else None
         self.cross = Attention(width, heads, False) if cross else None
         self.mlp = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width)
+            nn.LayerNorm(width),
+            nn.Linear(width, hidden, bias),
+            nn.GELU(),
+            nn.Linear(hidden, width, bias),
         )
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
@@ -71,26 +77,112 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """A decoder; or, with ``causal=False``, an encoder as RoBERTa is.
 
-    Tokens ``[batch, length]`` in, logits ``[batch, length, vocabulary]`` out.
+    Tokens ``[batch, length]`` in; logits ``[batch, length, vocabulary]`` out, or, with the tokens
+    that they should say, the loss.
     """
 
     def __init__(
-        self, width: int, layers: int, heads: int, vocabulary: int = 50304, causal: bool = True
+        self,
+        width: int,
+        layers: int,
+        heads: int,
+        vocabulary: int = 50304,
+        causal: bool = True,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(8192, width)
         self.blocks = nn.ModuleList(
-            Block(width, heads, 4 * width, causal, False) for _ in range(layers)
+            Block(width, heads, 4 * width, causal, False, bias) for _ in range(layers)
         )
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
+        self.chunks = 1
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(self.norm(x))
+        return logits_or_loss(self.head, self.norm(x), targets, self.chunks)
+
+
+class LlamaBlock(nn.Module):
+    """A layer of Llama: RMSNorm, rotated queries and keys, SwiGLU, fewer keys than queries."""
+
+    def __init__(self, width: int, heads: int, keys: int, hidden: int) -> None:
+        super().__init__()
+        size = width // heads
+        self.norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q = nn.Linear(width, width, bias=False)
+        self.k, self.v = (nn.Linear(width, keys * size, bias=False) for _ in range(2))
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down, self.size = nn.Linear(hidden, width, bias=False), size
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (part(y).view(*y.shape[:2], -1, self.size) for part in (self.q, self.k, self.v))
+        q, k, v = (part.transpose(1, 2) for part in (rotated(q, angles), rotated(k, angles), v))
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        y = self.mlp_norm(x)
+        out: Tensor = x + self.down(functional.silu(self.gate(y)) * self.up(y))
+        return out
+
+
+def rotated(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotary position embedding, as Meta's Llama has it: neighbours are a complex number.
+
+    Args:
+        x: ``[batch, length, heads, size]``.
+        angles: ``[length, 1, size / 2]``, complex.
+    """
+    pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * angles).flatten(-2).type_as(x)
+
+
+class Llama(nn.Module):
+    """Llama 2 and 3. Tokens and targets as in :class:`Gpt`."""
+
+    def __init__(
+        self, width: int, layers: int, heads: int, keys: int, hidden: int, vocabulary: int
+    ) -> None:
+        super().__init__()
+        self.tokens, self.size = nn.Embedding(vocabulary, width), width // heads
+        self.blocks = nn.ModuleList(LlamaBlock(width, heads, keys, hidden) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.chunks = 1
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.tokens(tokens)
+        angles = torch.zeros(tokens.shape[1], 1, self.size // 2, dtype=torch.complex64)
+        for block in self.blocks:
+            x = block(x, angles)
+        return logits_or_loss(self.head, self.norm(x), targets, self.chunks)
+
+
+def logits_or_loss(head: nn.Module, x: Tensor, targets: Tensor | None, chunks: int) -> Tensor:
+    """What a language model gives: logits, or with ``targets`` their mean cross-entropy.
+
+    Args:
+        x: the last layer's, ``[batch, length, width]``.
+        chunks: with more than one, logits are there for one chunk of the tokens at a time, and are
+            computed again in the backward. They are often the largest tensors of a step: fp32, and
+            a whole vocabulary for each token. Source: torchtune's ``CEWithChunkedOutputLoss``; Hsu
+            et al., "Liger Kernel", arXiv:2410.10989.
+    """
+    if targets is None:
+        logits: Tensor = head(x)
         return logits
+
+    def summed(x: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(head(x).float(), targets, reduction="sum")
+
+    parts = list(zip(x.flatten(0, 1).chunk(chunks), targets.flatten().chunk(chunks), strict=True))
+    if chunks == 1:
+        return summed(*parts[0]) / targets.numel()
+    losses = [checkpoint(summed, *part, use_reentrant=False) for part in parts]
+    return torch.stack(losses).sum() / targets.numel()
 
 
 class T5(nn.Module):
@@ -107,16 +199,16 @@ class T5(nn.Module):
         self.decoder = nn.ModuleList(Block(width, heads, hidden, True, True) for _ in range(layers))
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
+        self.chunks = 1
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         memory = self.tokens(tokens)
         for block in self.encoder:
             memory = block(memory)
         x = self.tokens(tokens)
         for block in self.decoder:
             x = block(x, memory)
-        logits: Tensor = self.head(x)
-        return logits
+        return logits_or_loss(self.head, x, targets, self.chunks)
 
 
 class Vit(nn.Module):
@@ -141,7 +233,8 @@ class Vit(nn.Module):
 def next_token(model: nn.Module, batch: int, length: int) -> Tensor:
     """Cross-entropy of a language model on ``batch`` texts of ``length`` tokens."""
     tokens = torch.zeros(batch, length, dtype=torch.long)
-    return functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+    loss: Tensor = model(tokens, tokens)
+    return loss
 
 
 def classes(model: nn.Module, batch: int, length: int) -> Tensor:

@@ -23,7 +23,7 @@ from minifsdp.sim.run import (
 
 LEAN = {
     "offload": "yes",
-    "recompute": "yes",
+    "recompute": "full",
     "precision": "bf16",
     "strategy": "full_shard",
     "unit": "part",
@@ -34,7 +34,7 @@ LEAN = {
 """The least memory. What saves most, and costs most, comes first: it is given up first."""
 VALUES: dict[str, tuple[str, ...]] = {
     "offload": YES,
-    "recompute": YES,
+    "recompute": ("none", "selective", "full"),
     "precision": tuple(PRECISION),
     "strategy": tuple(STRATEGIES),
     "unit": UNITS,

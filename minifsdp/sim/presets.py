@@ -7,11 +7,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minifsdp.sim.models import T5, Block, Gpt, Job, Vit, classes, next_token
+from minifsdp.sim.models import (
+    T5,
+    Block,
+    Gpt,
+    Job,
+    Llama,
+    LlamaBlock,
+    Vit,
+    classes,
+    next_token,
+)
 
 
 def _gpt(width: int, layers: int, heads: int) -> Job:
     return Job(lambda: Gpt(width, layers, heads), (Block,), next_token)
+
+
+def _mpt(width: int, layers: int, heads: int) -> Job:
+    return Job(lambda: Gpt(width, layers, heads, 50368, bias=False), (Block,), next_token)
+
+
+def _llama(width: int, layers: int, heads: int, keys: int, hidden: int, vocabulary: int) -> Job:
+    return Job(
+        lambda: Llama(width, layers, heads, keys, hidden, vocabulary), (LlamaBlock,), next_token
+    )
 
 
 MODELS: dict[str, Job] = {
@@ -20,6 +40,17 @@ MODELS: dict[str, Job] = {
     "gpt-7b": _gpt(4096, 32, 32),
     "gpt-13b": _gpt(5120, 40, 40),
     "gpt-30b": _gpt(7168, 48, 56),  # OPT's, arXiv:2205.01068, table 1
+    "mpt-1b": _mpt(2048, 24, 16),  # MosaicML's, github.com/mosaicml/llm-foundry
+    "mpt-3b": _mpt(2560, 32, 20),
+    "mpt-7b": _mpt(4096, 32, 32),
+    "mpt-13b": _mpt(5120, 40, 40),
+    "mpt-30b": _mpt(7168, 48, 56),
+    "mpt-70b": _mpt(8192, 80, 64),
+    "llama2-7b": _llama(4096, 32, 32, 32, 11008, 32000),  # arXiv:2307.09288
+    "llama2-13b": _llama(5120, 40, 40, 40, 13824, 32000),
+    "llama2-70b": _llama(8192, 80, 64, 8, 28672, 32000),
+    "llama3-8b": _llama(4096, 32, 32, 8, 14336, 128256),  # arXiv:2407.21783
+    "llama3-70b": _llama(8192, 80, 64, 8, 28672, 128256),
     "t5-500m": Job(lambda: T5(1024, 16, 16, 4096), (Block,), next_token),
     # RoBERTa's sizes (arXiv:1907.11692), with so many layers that it is 1 GB in fp32
     "roberta-1gb": Job(lambda: Gpt(1024, 16, 16, 50265, False), (Block,), next_token),

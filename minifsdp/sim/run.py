@@ -5,11 +5,9 @@ The settings are named as on the command line; see :func:`add_settings`.
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from minifsdp import (
     BackwardPrefetch,
@@ -20,11 +18,13 @@ from minifsdp import (
     ShardingStrategy,
 )
 from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.sim.attention import BACKENDS, only
 from minifsdp.sim.cluster import cluster
-from minifsdp.sim.costs import GB, GPUS
 from minifsdp.sim.device import VirtualGpu
+from minifsdp.sim.gpus import GB, GPUS, GiB, preset
 from minifsdp.sim.models import Job
 from minifsdp.sim.presets import MODELS, find
+from minifsdp.sim.recompute import recompute
 
 STRATEGIES = {
     "full_shard": ShardingStrategy.FULL_SHARD,
@@ -50,6 +50,7 @@ PRECISION = {
 }
 UNITS = ("model", "block", "part")
 YES = ("no", "yes")
+CHUNKS = 8
 
 
 def add_settings(p: argparse.ArgumentParser) -> None:
@@ -73,7 +74,18 @@ def add_settings(p: argparse.ArgumentParser) -> None:
     p.add_argument("--forward", default="none", choices=FORWARD, help="prefetch")
     p.add_argument("--unit", default="block", choices=UNITS, help="what is gathered at once")
     p.add_argument("--offload", default="no", choices=YES, help="parameters on the host")
-    p.add_argument("--recompute", default="no", choices=YES, help="activation checkpointing")
+    p.add_argument(
+        "--recompute",
+        default="none",
+        help="activation checkpointing: none, full, selective, or a share of the blocks: 1/2",
+    )
+    p.add_argument("--attention", default="auto", choices=["auto", *BACKENDS], help="its kernel")
+    p.add_argument(
+        "--loss", default="whole", choices=["whole", "chunked"], help="logits: all, or 1/8"
+    )
+    p.add_argument(
+        "--memory", type=float, help="of a GPU, for PyTorch, GiB (default: what is left)"
+    )
 
 
 def simulate(
@@ -98,15 +110,24 @@ def simulate(
             raise ValueError(f"--{name} is at least 1, not {getattr(options, name)}")
     if options.network <= 0:
         raise ValueError(f"--network is more than 0 Gbit/s, not {options.network:g}")
+    if options.memory is not None and options.memory <= 0:
+        raise ValueError(f"--memory is more than 0 GiB, not {options.memory:g}")
     job = find(options.model, options.config)
     progress("building the model")
     with torch.device("meta"):  # not yet on the GPU, which gets unit by unit, and keeps chunks
         module = job.build()
-    for block in module.modules() if options.recompute == "yes" else ():
-        if isinstance(block, job.blocks):
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    recompute(
+        [part for part in module.modules() if isinstance(part, job.blocks)], options.recompute
+    )
+    if options.loss == "chunked":
+        if not hasattr(module, "chunks"):
+            raise ValueError(f"model {options.model!r} has no chunked loss: --loss whole")
+        module.chunks = CHUNKS  # type: ignore[assignment]
     around = {"network": options.network * GB / 8, **constants}
-    with cluster(options.gpu, options.nodes, options.gpus, **around) as gpu:
+    if options.memory is not None:
+        around["taken"] = preset(options.gpu).memory - int(options.memory * GiB)
+    virtual = cluster(options.gpu, options.nodes, options.gpus, **around)
+    with virtual as gpu, only(options.attention):
         model = FSDP(
             module,
             auto_wrap_policy=_units(job, options.unit, module),
@@ -120,19 +141,22 @@ def simulate(
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         for step in range(steps):
             progress(f"step {step + 1} of {steps}")
+            gpu.phase("forward")
             try:
                 loss = job.loss(model, options.batch, options.seq)
             except (NotImplementedError, RuntimeError) as error:
+                if "attention kernels" in str(error):
+                    raise ValueError(f"--attention {options.attention}: {error}") from error
                 if isinstance(error, torch.OutOfMemoryError) or "meta" not in str(error):
                     raise
                 raise ValueError(
                     f"model {options.model!r} cannot run on tensors without values: "
                     f"{str(error).splitlines()[0]}"
                 ) from error
+            gpu.phase("backward")
             loss.backward()  # type: ignore[no-untyped-call]
-            with torch.device(
-                "cpu"
-            ):  # where Adam counts its steps; torch 2.11 does not insist on it
+            gpu.phase("optimizer")
+            with torch.device("cpu"):  # where Adam counts steps; torch 2.11 does not insist on it
                 optimizer.step()
             optimizer.zero_grad()
             loss.item()

@@ -101,7 +101,16 @@ class Note:
     time: float
 
 
-Entry = Op | Mark | Wait | Use | Memory | Mistarget | Note
+@dataclass(eq=False)
+class Phase:
+    """Forward, backward or optimizer begins."""
+
+    name: str
+    launched: float  # by the host
+    time: float  # on the compute stream
+
+
+Entry = Op | Mark | Wait | Use | Memory | Mistarget | Note | Phase
 
 
 def caller() -> str:

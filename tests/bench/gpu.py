@@ -27,7 +27,8 @@ import minifsdp.comm.collectives
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
 from minifsdp.sim.__main__ import parser
-from minifsdp.sim.costs import GPUS, Cluster, preset
+from minifsdp.sim.costs import Cluster
+from minifsdp.sim.gpus import GPUS, preset
 from minifsdp.sim.presets import find
 from minifsdp.sim.run import PRECISION, limit_of, simulate
 
@@ -51,7 +52,7 @@ def name_of(device: str, memory: int) -> str:
     for name in sorted(GPUS, key=lambda name: abs(GPUS[name].memory - memory)):
         if name.split("-")[0] in device.lower():
             return name
-    raise ValueError(f"no preset in minifsdp/sim/costs.py is a {device!r}. Add one, then compare.")
+    raise ValueError(f"no preset in minifsdp/sim/gpus.py is a {device!r}. Add one, then compare.")
 
 
 class Sleeping:

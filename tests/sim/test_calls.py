@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minifsdp.sim.calls import Call, accesses, gives_views
+from minifsdp.sim.calls import Call, accesses, nbytes
 
 aten = torch.ops.aten
 A, B, C = (torch.empty(size) for size in (4, 4, 4))
@@ -26,9 +26,11 @@ def test_reads_and_writes_are_those_of_the_schema(operation, args, kwargs, read,
     ]
 
 
-def test_views_are_no_memory_of_their_own():
-    assert gives_views(aten.view.default) and gives_views(aten.split.Tensor)
-    assert not gives_views(aten.add.Tensor)
+def test_bytes_are_those_that_are_there():
+    a = torch.empty(2, 3)
+    assert nbytes(a) == 24 and nbytes(a.bfloat16()) == 12
+    assert nbytes(torch.empty(1, 3).expand(100, 3)) == 12
+    assert nbytes(torch.empty(0, 3)) == 0
 
 
 def call(operation, *args, **kwargs) -> Call:

@@ -13,7 +13,7 @@ from minifsdp.sim.__main__ import main
 from minifsdp.sim.plan import VALUES, better, why
 
 SMALL = ["plan", "--model", "tests.sim.test_main:small", "--nodes", "2", "--batch", "64"]
-FIXED = ["--precision", "bf16", "--unit", "block", "--recompute", "no", "--offload", "no"]
+FIXED = ["--precision", "bf16", "--unit", "block", "--recompute", "none", "--offload", "no"]
 
 
 def figures(step=1.0, reserved=1 << 30, fits=True, **more):

@@ -44,7 +44,7 @@ def test_recomputing_takes_time_and_saves_memory():
     assert yes["peak allocated"] < 0.8 * no["peak allocated"]
 
 
-YES_NO = ("no", "yes")
+YES_NO = ("none", "full")
 
 
 def test_what_does_not_fit_has_no_figures():

@@ -1,0 +1,57 @@
+"""What GPUs can do, and how much of it kernels reach: figures of others, each with its source."""
+
+from dataclasses import dataclass
+
+GB, TERA, GiB = 1e9, 1e12, 1024**3
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU. The first figures are of its data sheet; the shares are measured."""
+
+    name: str
+    memory: int  # bytes in all, as CUDA reports them
+    bandwidth: float  # of its memory, bytes / s
+    flops: float  # of matrix products in 16 bits, per second
+    flops_fp32: float  # and in 32, with TF32 as torch has it by default: off
+    links: float  # to the other GPUs of its node, bytes / s in one direction
+    pcie: float  # to the host's memory, bytes / s in one direction
+    multiprocessors: int
+    products: float  # share of `flops` that large products reach
+    attention: float  # share of `flops` that fused attention reaches with heads of 128
+    passes: float = 0.85  # share of `bandwidth` that all other kernels reach
+    hopper: bool = False
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu(
+            "a100-40", int(39.39 * GiB), 1555 * GB, 312 * TERA, 19.5 * TERA, 300 * GB, 25 * GB,
+            multiprocessors=108, products=0.80, attention=0.60,
+        ),
+        Gpu(
+            "a100-80", int(79.15 * GiB), 2039 * GB, 312 * TERA, 19.5 * TERA, 300 * GB, 25 * GB,
+            multiprocessors=108, products=0.80, attention=0.60,
+        ),
+        Gpu(
+            "h100", int(79.10 * GiB), 3350 * GB, 989 * TERA, 67 * TERA, 450 * GB, 50 * GB,
+            multiprocessors=132, products=0.70, attention=0.38, hopper=True,
+        ),
+        Gpu(
+            "h200", int(139.81 * GiB), 4800 * GB, 989 * TERA, 67 * TERA, 450 * GB, 50 * GB,
+            multiprocessors=132, products=0.70, attention=0.38, hopper=True,
+        ),
+    )
+}  # fmt: skip
+
+
+def preset(name: str) -> Gpu:
+    """A GPU by its name.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name not in GPUS:
+        raise ValueError(f"gpu={name!r} is not known. There are: {', '.join(GPUS)}.")
+    return GPUS[name]

@@ -1,0 +1,81 @@
+"""What an operator asks of a GPU: a matrix product, attention, or a pass over its tensors.
+
+Kernels of these kinds reach very different shares of what a GPU could do, so costs.py has to know
+which one it is, and the shape of a product: on a GPU it is cut into tiles, which are shared out
+among the multiprocessors.
+
+Additions and multiplications are counted as those count who publish them: attention in full, though
+a causal one does half of it (PaLM, arXiv:2204.02311, appendix B); ``done`` is what the kernel does.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from minifsdp.sim.calls import Call
+
+PRODUCT, ATTENTION, ATTENTION_BACKWARD, PASS = "product", "attention", "attention backward", "pass"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One operator, as work.
+
+    Attributes:
+        kind: one of the four above.
+        moved: bytes read and written.
+        low: it computes in 16 bits.
+        flops: as they are counted for publication.
+        done: of these, what the kernel really does.
+        shape: of a product, ``(products, rows, columns, inner size)``; of attention,
+            ``(batch x heads, queries, keys, head size)``.
+    """
+
+    kind: str
+    moved: int
+    low: bool
+    flops: float = 0.0
+    done: float = 0.0
+    shape: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+
+def kernel_of(call: Call) -> Kernel:
+    """The work that a call is."""
+    low = any(t.dtype in (torch.bfloat16, torch.float16) for t in call.used)
+    if "attention" in call.name and "math" not in call.name:
+        return _attention(call, low)
+    formula: Callable[..., int] | None = flop_registry.get(call.operation.overloadpacket)
+    if formula is None:
+        return Kernel(PASS, call.moved, low)
+    flops = float(formula(*call.args, **call.kwargs, out_val=call.result))
+    return Kernel(PRODUCT, call.moved, low, flops, flops, _product(call, flops))
+
+
+def _attention(call: Call, low: bool) -> Kernel:
+    backward = call.name.endswith("_backward")
+    given = dict(zip((a.name for a in call.operation._schema.arguments), call.args, strict=False))
+    given |= call.kwargs
+    q, k = given["query"], given["key"]
+    *batch, queries, width = q.shape
+    heads, keys = torch.Size(batch).numel(), k.shape[-2]
+    product = 2.0 * heads * queries * keys * width
+    # Two products forward, four backward. The backward's fifth, the scores once more, is not
+    # counted, as nothing is that is computed again.
+    flops, done = (4 * product, 5 * product) if backward else (2 * product, 2 * product)
+    if given.get("is_causal"):
+        done /= 2
+    kind = ATTENTION_BACKWARD if backward else ATTENTION
+    return Kernel(kind, call.moved, low, flops, done, (heads, queries, keys, width))
+
+
+def _product(call: Call, flops: float) -> tuple[int, int, int, int]:
+    factors: list[Any] = [t for t in call.read if t.dim() in (2, 3)][-2:]
+    if "mm" not in call.name or len(factors) < 2:
+        # A convolution is a product of unfolded pictures; its shape hardly matters.
+        side = max(round((flops / 2) ** (1 / 3)), 1)
+        return 1, side, side, side
+    (*batch, rows, inner), columns = factors[0].shape, factors[1].shape[-1]
+    return torch.Size(batch).numel(), rows, columns, inner
