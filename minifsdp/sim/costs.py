@@ -44,8 +44,8 @@ class Cluster:
     alpha_node: float = 3 * MICRO  # a step of a ring within a node
     alpha_network: float = 12 * MICRO  # one that leaves it
     links_reached: float = 0.8  # of what links and network could do
-    beside_collectives: float = 0.9  # speed of a kernel while a collective runs
-    host_memory: float = 200 * GB  # a node's, bytes / s, shared by its GPUs' processes
+    beside_collectives: float = 0.84  # speed of a kernel while a collective runs
+    host_memory: float = 300 * GB  # a node's, bytes / s, shared by its GPUs' processes
     taken: int = int(1.5 * GiB)  # of a GPU's memory, by CUDA, cuBLAS and NCCL
     kernel: float = 2 * MICRO  # the shortest
     launch: float = 6 * MICRO  # the host, for each kernel

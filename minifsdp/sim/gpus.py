@@ -19,7 +19,7 @@ class Gpu:
     multiprocessors: int
     products: float  # share of `flops` that large products reach
     attention: float  # share of `flops` that fused attention reaches with heads of 128
-    passes: float = 0.85  # share of `bandwidth` that all other kernels reach
+    passes: float  # share of `bandwidth` that all other kernels reach
     hopper: bool = False
 
 
@@ -27,20 +27,24 @@ GPUS = {
     gpu.name: gpu
     for gpu in (
         Gpu(
-            "a100-40", int(39.39 * GiB), 1555 * GB, 312 * TERA, 19.5 * TERA, 300 * GB, 25 * GB,
-            multiprocessors=108, products=0.80, attention=0.60,
+            "a100-40", int(39.39 * GiB), 1555 * GB, 312 * TERA, 19.5 * TERA, 300 * GB, 31.5 * GB,
+            multiprocessors=108, products=0.70, attention=0.65, passes=0.83,
         ),
         Gpu(
-            "a100-80", int(79.15 * GiB), 2039 * GB, 312 * TERA, 19.5 * TERA, 300 * GB, 25 * GB,
-            multiprocessors=108, products=0.80, attention=0.60,
+            "a100-80", int(79.15 * GiB), 2039 * GB, 312 * TERA, 19.5 * TERA, 300 * GB, 31.5 * GB,
+            multiprocessors=108, products=0.70, attention=0.65, passes=0.83,
         ),
         Gpu(
-            "h100", int(79.10 * GiB), 3350 * GB, 989 * TERA, 67 * TERA, 450 * GB, 50 * GB,
-            multiprocessors=132, products=0.70, attention=0.38, hopper=True,
+            "h100", int(79.10 * GiB), 3350 * GB, 989 * TERA, 67 * TERA, 450 * GB, 63 * GB,
+            multiprocessors=132, products=0.53, attention=0.36, passes=0.88, hopper=True,
+        ),
+        Gpu(  # with HBM2e and 500 W, as in torchtitan's reports
+            "h100-96", int(95.0 * GiB), 2400 * GB, 989 * TERA, 67 * TERA, 450 * GB, 63 * GB,
+            multiprocessors=132, products=0.53, attention=0.36, passes=0.88, hopper=True,
         ),
         Gpu(
-            "h200", int(139.81 * GiB), 4800 * GB, 989 * TERA, 67 * TERA, 450 * GB, 50 * GB,
-            multiprocessors=132, products=0.70, attention=0.38, hopper=True,
+            "h200", int(139.81 * GiB), 4800 * GB, 989 * TERA, 67 * TERA, 450 * GB, 63 * GB,
+            multiprocessors=132, products=0.53, attention=0.36, passes=0.86, hopper=True,
         ),
     )
 }  # fmt: skip

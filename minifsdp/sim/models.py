@@ -6,6 +6,7 @@ is what a plain PyTorch program would do.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +32,10 @@ class Job:
 class Attention(nn.Module):
     """Multi-head attention; to ``memory`` if that is given, else to itself."""
 
-    def __init__(self, width: int, heads: int, causal: bool, bias: bool = True) -> None:
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
-        self.q, self.kv = nn.Linear(width, width, bias), nn.Linear(width, 2 * width, bias)
-        self.out, self.heads, self.causal = nn.Linear(width, width, bias), heads, causal
+        self.q, self.kv = nn.Linear(width, width), nn.Linear(width, 2 * width)
+        self.out, self.heads, self.causal = nn.Linear(width, width), heads, causal
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
         def split(y: Tensor) -> Tensor:
@@ -52,18 +53,13 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """A layer of a transformer; with ``cross``, one of a decoder that looks at an encoder."""
 
-    def __init__(
-        self, width: int, heads: int, hidden: int, causal: bool, cross: bool, bias: bool = True
-    ) -> None:
+    def __init__(self, width: int, heads: int, hidden: int, causal: bool, cross: bool) -> None:
         super().__init__()
-        self.norm, self.attention = nn.LayerNorm(width), Attention(width, heads, causal, bias)
+        self.norm, self.attention = nn.LayerNorm(width), Attention(width, heads, causal)
         self.cross_norm = nn.LayerNorm(width) if cross else None
         self.cross = Attention(width, heads, False) if cross else None
         self.mlp = nn.Sequential(
-            nn.LayerNorm(width),
-            nn.Linear(width, hidden, bias),
-            nn.GELU(),
-            nn.Linear(hidden, width, bias),
+            nn.LayerNorm(width), nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width)
         )
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
@@ -82,28 +78,35 @@ class Gpt(nn.Module):
     """
 
     def __init__(
-        self,
-        width: int,
-        layers: int,
-        heads: int,
-        vocabulary: int = 50304,
-        causal: bool = True,
-        bias: bool = True,
+        self, width: int, layers: int, heads: int, vocabulary: int = 50304, causal: bool = True
     ) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(8192, width)
         self.blocks = nn.ModuleList(
-            Block(width, heads, 4 * width, causal, False, bias) for _ in range(layers)
+            Block(width, heads, 4 * width, causal, False) for _ in range(layers)
         )
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
-        self.chunks = 1
+        self.loss = "whole"
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        return logits_or_loss(self.head, self.norm(x), targets, self.chunks)
+        return logits_or_loss(self.head, self.norm(x), targets, self.loss)
+
+
+class RmsNorm(nn.Module):
+    """As Llama's own code has it: in fp32, then back, then times the weight."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)
+        return y.type_as(x) * self.weight
 
 
 class LlamaBlock(nn.Module):
@@ -112,7 +115,7 @@ class LlamaBlock(nn.Module):
     def __init__(self, width: int, heads: int, keys: int, hidden: int) -> None:
         super().__init__()
         size = width // heads
-        self.norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.norm, self.mlp_norm = RmsNorm(width), RmsNorm(width)
         self.q = nn.Linear(width, width, bias=False)
         self.k, self.v = (nn.Linear(width, keys * size, bias=False) for _ in range(2))
         self.out = nn.Linear(width, width, bias=False)
@@ -150,26 +153,30 @@ class Llama(nn.Module):
         super().__init__()
         self.tokens, self.size = nn.Embedding(vocabulary, width), width // heads
         self.blocks = nn.ModuleList(LlamaBlock(width, heads, keys, hidden) for _ in range(layers))
-        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
-        self.chunks = 1
+        self.norm, self.head = RmsNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.loss = "whole"
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.tokens(tokens)
         angles = torch.zeros(tokens.shape[1], 1, self.size // 2, dtype=torch.complex64)
         for block in self.blocks:
             x = block(x, angles)
-        return logits_or_loss(self.head, self.norm(x), targets, self.chunks)
+        return logits_or_loss(self.head, self.norm(x), targets, self.loss)
 
 
-def logits_or_loss(head: nn.Module, x: Tensor, targets: Tensor | None, chunks: int) -> Tensor:
+CHUNKS = 8
+
+
+def logits_or_loss(head: nn.Module, x: Tensor, targets: Tensor | None, how: str) -> Tensor:
     """What a language model gives: logits, or with ``targets`` their mean cross-entropy.
+
+    Logits are often the largest tensors of a step: a whole vocabulary for each token.
 
     Args:
         x: the last layer's, ``[batch, length, width]``.
-        chunks: with more than one, logits are there for one chunk of the tokens at a time, and are
-            computed again in the backward. They are often the largest tensors of a step: fp32, and
-            a whole vocabulary for each token. Source: torchtune's ``CEWithChunkedOutputLoss``; Hsu
-            et al., "Liger Kernel", arXiv:2410.10989.
+        how: ``"whole"``: all logits, in fp32, and their gradient beside them. ``"fused"``: in the
+            precision of the model, and the gradient in their place. ``"chunked"``: those of an
+            eighth of the tokens at a time, which are computed again in the backward.
     """
     if targets is None:
         logits: Tensor = head(x)
@@ -178,11 +185,40 @@ def logits_or_loss(head: nn.Module, x: Tensor, targets: Tensor | None, chunks: i
     def summed(x: Tensor, targets: Tensor) -> Tensor:
         return functional.cross_entropy(head(x).float(), targets, reduction="sum")
 
-    parts = list(zip(x.flatten(0, 1).chunk(chunks), targets.flatten().chunk(chunks), strict=True))
-    if chunks == 1:
-        return summed(*parts[0]) / targets.numel()
-    losses = [checkpoint(summed, *part, use_reentrant=False) for part in parts]
-    return torch.stack(losses).sum() / targets.numel()
+    x, targets = x.flatten(0, 1), targets.flatten()
+    if how == "fused":
+        total: Tensor = FusedCrossEntropy.apply(head(x), targets)  # type: ignore[no-untyped-call]
+    elif how == "chunked":
+        parts = zip(x.chunk(CHUNKS), targets.chunk(CHUNKS), strict=True)
+        total = torch.stack(
+            [checkpoint(summed, *part, use_reentrant=False) for part in parts]
+        ).sum()
+    else:
+        total = summed(x, targets)
+    return total / targets.numel()
+
+
+class FusedCrossEntropy(torch.autograd.Function):
+    """The sum over all tokens; the gradient is computed with it and overwrites the logits.
+
+    Source: Hsu et al., "Liger Kernel", arXiv:2410.10989; before it flash-attn (``CrossEntropyLoss``).
+    On a GPU it is one kernel forward, here three.
+    """
+
+    @staticmethod
+    def forward(context: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        probabilities = torch.softmax(logits, -1, out=logits)
+        chosen = targets[:, None]
+        loss = -probabilities.gather(1, chosen).float().log().sum()
+        context.save_for_backward(
+            probabilities.scatter_add_(1, chosen, -torch.ones_like(chosen, dtype=logits.dtype))
+        )
+        return loss
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (logits_grad,) = context.saved_tensors
+        return logits_grad.mul_(grad), None
 
 
 class T5(nn.Module):
@@ -199,7 +235,7 @@ class T5(nn.Module):
         self.decoder = nn.ModuleList(Block(width, heads, hidden, True, True) for _ in range(layers))
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
-        self.chunks = 1
+        self.loss = "whole"
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         memory = self.tokens(tokens)
@@ -208,7 +244,7 @@ class T5(nn.Module):
         x = self.tokens(tokens)
         for block in self.decoder:
             x = block(x, memory)
-        return logits_or_loss(self.head, x, targets, self.chunks)
+        return logits_or_loss(self.head, x, targets, self.loss)
 
 
 class Vit(nn.Module):

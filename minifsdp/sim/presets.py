@@ -25,7 +25,7 @@ def _gpt(width: int, layers: int, heads: int) -> Job:
 
 
 def _mpt(width: int, layers: int, heads: int) -> Job:
-    return Job(lambda: Gpt(width, layers, heads, 50368, bias=False), (Block,), next_token)
+    return Job(lambda: Gpt(width, layers, heads, 50368), (Block,), next_token)
 
 
 def _llama(width: int, layers: int, heads: int, keys: int, hidden: int, vocabulary: int) -> Job:
@@ -40,7 +40,11 @@ MODELS: dict[str, Job] = {
     "gpt-7b": _gpt(4096, 32, 32),
     "gpt-13b": _gpt(5120, 40, 40),
     "gpt-30b": _gpt(7168, 48, 56),  # OPT's, arXiv:2205.01068, table 1
-    "mpt-1b": _mpt(2048, 24, 16),  # MosaicML's, github.com/mosaicml/llm-foundry
+    "gpt-175b": _gpt(12288, 96, 96),
+    "mpt-125m": _mpt(768, 12, 12),  # MosaicML's, github.com/mosaicml/llm-foundry
+    "mpt-350m": _mpt(1024, 24, 16),
+    "mpt-760m": _mpt(1536, 24, 12),
+    "mpt-1b": _mpt(2048, 24, 16),
     "mpt-3b": _mpt(2560, 32, 20),
     "mpt-7b": _mpt(4096, 32, 32),
     "mpt-13b": _mpt(5120, 40, 40),
@@ -48,6 +52,7 @@ MODELS: dict[str, Job] = {
     "mpt-70b": _mpt(8192, 80, 64),
     "llama2-7b": _llama(4096, 32, 32, 32, 11008, 32000),  # arXiv:2307.09288
     "llama2-13b": _llama(5120, 40, 40, 40, 13824, 32000),
+    "llama2-34b": _llama(8192, 48, 64, 8, 22016, 32000),  # IBM's, fms-fsdp
     "llama2-70b": _llama(8192, 80, 64, 8, 28672, 32000),
     "llama3-8b": _llama(4096, 32, 32, 8, 14336, 128256),  # arXiv:2407.21783
     "llama3-70b": _llama(8192, 80, 64, 8, 28672, 128256),

@@ -50,7 +50,6 @@ PRECISION = {
 }
 UNITS = ("model", "block", "part")
 YES = ("no", "yes")
-CHUNKS = 8
 
 
 def add_settings(p: argparse.ArgumentParser) -> None:
@@ -81,7 +80,7 @@ def add_settings(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--attention", default="auto", choices=["auto", *BACKENDS], help="its kernel")
     p.add_argument(
-        "--loss", default="whole", choices=["whole", "chunked"], help="logits: all, or 1/8"
+        "--loss", default="whole", choices=["whole", "fused", "chunked"], help="memory of logits"
     )
     p.add_argument(
         "--memory", type=float, help="of a GPU, for PyTorch, GiB (default: what is left)"
@@ -119,10 +118,10 @@ def simulate(
     recompute(
         [part for part in module.modules() if isinstance(part, job.blocks)], options.recompute
     )
-    if options.loss == "chunked":
-        if not hasattr(module, "chunks"):
-            raise ValueError(f"model {options.model!r} has no chunked loss: --loss whole")
-        module.chunks = CHUNKS  # type: ignore[assignment]
+    if options.loss != "whole":
+        if not hasattr(module, "loss"):
+            raise ValueError(f"model {options.model!r} has its own loss: --loss whole")
+        module.loss = options.loss
     around = {"network": options.network * GB / 8, **constants}
     if options.memory is not None:
         around["taken"] = preset(options.gpu).memory - int(options.memory * GiB)

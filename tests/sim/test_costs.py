@@ -82,9 +82,9 @@ def test_between_nodes_the_network_is_what_counts_and_rings_share_it():
 
 
 def test_the_host_has_a_bandwidth_of_its_own_which_all_processes_of_a_node_share():
-    assert IDEAL.copy_seconds(int(25 * GB)) == 1.0
-    assert IDEAL.host_seconds(int(25 * GB)) == 1.0  # 200 GB/s, of which each of eight has 25
-    assert replace(IDEAL, gpus_per_node=1).host_seconds(int(25 * GB)) == 1 / 8
+    assert IDEAL.copy_seconds(int(31.5 * GB)) == 1.0
+    assert IDEAL.host_seconds(int(37.5 * GB)) == 1.0  # 300 GB/s, of which each of eight has 37.5
+    assert replace(IDEAL, gpus_per_node=1).host_seconds(int(37.5 * GB)) == 1 / 8
 
 
 def test_cuda_takes_memory_before_pytorch_does():

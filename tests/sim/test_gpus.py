@@ -16,6 +16,8 @@ def test_a_gpu_that_is_not_known_is_refused_with_those_that_are():
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
 def test_a_newer_gpu_is_not_slower(gpu):
     assert gpu.bandwidth >= A100.bandwidth and gpu.flops >= A100.flops
+    named = {"a100-40": 40, "a100-80": 80, "h100": 80, "h100-96": 96, "h200": 141}[gpu.name]
+    assert 0.98 * named < gpu.memory / 1024**3 < named or named == 141
     assert gpu.memory >= A100.memory and gpu.links >= A100.links
     assert gpu.flops * gpu.products >= A100.flops * A100.products
     assert gpu.flops * gpu.attention >= A100.flops * A100.attention

@@ -50,8 +50,10 @@ class FakeModel(nn.Module):
 SIZES = {
     "gpt-125m": 125e6, "gpt-1.3b": 1.3e9, "gpt-7b": 7e9, "gpt-13b": 13e9, "gpt-30b": 30e9,
     "t5-500m": 500e6, "roberta-1gb": 250e6, "vit-h": 632e6,
-    "mpt-1b": 1.3e9, "mpt-3b": 2.7e9, "mpt-7b": 6.7e9, "mpt-13b": 13e9, "mpt-30b": 30e9,
-    "mpt-70b": 64.9e9, "llama2-7b": 6.74e9, "llama2-13b": 13.02e9, "llama2-70b": 68.98e9,
+    "gpt-175b": 175e9, "mpt-125m": 125e6, "mpt-350m": 356e6, "mpt-760m": 760e6, "mpt-1b": 1.3e9,
+    "mpt-3b": 2.7e9, "mpt-7b": 6.7e9, "mpt-13b": 13e9, "mpt-30b": 30e9,
+    "mpt-70b": 64.9e9, "llama2-7b": 6.74e9, "llama2-13b": 13.02e9, "llama2-34b": 33.74e9,
+    "llama2-70b": 68.98e9,
     "llama3-8b": 8.03e9, "llama3-70b": 70.55e9,
 }  # fmt: skip
 

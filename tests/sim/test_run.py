@@ -47,6 +47,22 @@ def test_recomputing_takes_time_and_saves_memory():
 YES_NO = ("none", "full")
 
 
+def test_logits_need_less_memory_fused_and_least_in_chunks():
+    gpt = "--model gpt-125m --batch 8 --recompute full --loss"
+    runs = {how: measure(options(f"{gpt} {how}"))[0] for how in ("whole", "fused", "chunked")}
+    whole, fused, chunked = (runs[how]["peak allocated"] for how in runs)
+    assert fused < 0.75 * whole and chunked < fused
+    with pytest.raises(ValueError, match="has its own loss: --loss whole"):
+        measure(options("--model vit-h --loss fused"))
+
+
+def test_pytorch_may_be_given_less_memory():
+    figures, _ = measure(options(f"{SMALL} --memory 0.01"))
+    assert not figures["fits"] and "capacity of 10.24 MiB" in figures["why"]
+    with pytest.raises(ValueError, match="--memory is more than 0 GiB, not -1"):
+        measure(options(f"{SMALL} --memory -1"))
+
+
 def test_what_does_not_fit_has_no_figures():
     figures, gpu = measure(options("--model gpt-13b --gpus 1"))
     assert not figures["fits"] and gpu is None

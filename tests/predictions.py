@@ -1,0 +1,217 @@
+"""Published training runs, and what the virtual GPU says of them: `make predictions`.
+
+Each run of tests/predictions.toml is one call of ``python -m minifsdp.sim``. Its tokens per second
+and GPU (or TFLOPS, or memory, whatever was published) stand beside the prediction, in tables in
+minifsdp/sim/README.md and README.md. Nothing is tuned to a run: constants of GPUs (sim/gpus.py)
+were chosen by one half of the runs, and the errors that count are those of the other half.
+"""
+
+import re
+import statistics
+import sys
+import warnings
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minifsdp.sim.gpus import GPUS
+from minifsdp.sim.run import simulate
+from minifsdp.sim.tape import Note, Phase
+from tests.claims import parser, table
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # type: ignore[no-redef, import-not-found]
+
+ROOT = Path(__file__).parents[1]
+SIM_README, README = ROOT / "minifsdp" / "sim" / "README.md", ROOT / "README.md"
+PUBLISHED = tomllib.loads((ROOT / "tests" / "predictions.toml").read_text())
+GiB = 1024**3
+FIRST = 6  # rows of the table in README.md
+
+
+@dataclass(frozen=True)
+class Run:
+    """One that was published, as in the file."""
+
+    source: str
+    used: str  # "fit" or "held out"
+    options: str  # of `python -m minifsdp.sim`
+    quote: str
+    micro_batches: int = 1
+    tokens: float | None = None  # per second and GPU
+    tflops: float | None = None  # per GPU, recomputed ones included
+    reserved: float | None = None  # GiB
+    allocated: float | None = None
+
+    @property
+    def gpu(self) -> str:
+        return re.findall(r"--gpu (\S+)", self.options)[0]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of a run; nothing but ``why`` where it is said not to fit."""
+
+    tokens: float = 0.0
+    tflops: float = 0.0
+    reserved: float = 0.0
+    allocated: float = 0.0
+    why: str = ""
+
+
+RUNS = [Run(**run) for run in PUBLISHED["run"]]
+
+
+def predict(run: Run) -> Prediction:
+    """What the virtual GPU says."""
+    options = parser().parse_args(run.options.split())
+    try:
+        gpu = simulate(options, steps=2)
+    except torch.OutOfMemoryError as error:
+        return Prediction(why=str(error))
+    figures = gpu.report()
+    (begin,) = [e.time for e in gpu.tape if isinstance(e, Phase) and e.name == "optimizer"][-1:]
+    (end,) = [e.time for e in gpu.tape if isinstance(e, Note)][-1:]
+    # One micro-batch was simulated. Each has a forward and a backward, all together an optimizer.
+    optimizer = end - begin
+    whole = run.micro_batches * (figures["step"] - optimizer) + optimizer
+    return Prediction(
+        tokens=run.micro_batches * options.batch * options.seq / whole,
+        tflops=figures["flops"] / figures["step"] / 1e12,
+        reserved=figures["peak reserved"] / GiB,
+        allocated=figures["peak allocated"] / GiB,
+    )
+
+
+def ratio(run: Run, found: Prediction) -> float | None:
+    """Predicted to published speed; None if it is said not to fit."""
+    if found.why:
+        return None
+    return found.tokens / run.tokens if run.tokens else found.tflops / run.tflops  # type: ignore[operator]
+
+
+def memory_ratio(run: Run, found: Prediction) -> float | None:
+    """Predicted to published peak memory; None where nothing was published."""
+    if found.why or not (run.reserved or run.allocated):
+        return None
+    if run.reserved:
+        return found.reserved / run.reserved
+    return found.allocated / run.allocated  # type: ignore[operator]
+
+
+def error(ratio: float) -> float:
+    """By how much the larger one is larger."""
+    return max(ratio, 1 / ratio) - 1
+
+
+def summary(found: list[tuple[Run, Prediction]]) -> str:
+    """Errors by GPU, for each half of the runs, as a table."""
+    lines = []
+    for used in ("fit", "held out"):
+        for gpu in (*GPUS, "all"):
+            mine = [(r, p) for r, p in found if r.used == used and gpu in (r.gpu, "all")]
+            ratios = [x for r, p in mine if (x := ratio(r, p)) is not None]
+            if not ratios:
+                continue
+            errors = sorted(map(error, ratios))
+            lines.append(
+                (
+                    used,
+                    gpu,
+                    f"{len(ratios)} of {len(mine)}",
+                    f"{statistics.median(ratios):.2f}",
+                    f"{statistics.median(errors):.0%}",
+                    f"{quantile(errors, 3 / 4):.0%}",
+                    f"{errors[-1]:.0%}",
+                    f"{sum(e <= 0.15 for e in errors)} of {len(mine)}",
+                )
+            )
+    head = ("runs", "GPU", "said to fit", "median ratio", "median error", "3 of 4 within", "worst")
+    return table((*head, "within 15 %"), lines)
+
+
+def quantile(ordered: list[float], share: float) -> float:
+    """The smallest of these figures that such a share of them does not exceed."""
+    return ordered[ceil(len(ordered) * share) - 1]
+
+
+def rows(found: Iterable[tuple[Run, Prediction]]) -> str:
+    """A line for each run."""
+    lines = []
+    for run, prediction in found:
+        published = f"{run.tokens:,.0f} tokens/s" if run.tokens else f"{run.tflops:,.0f} TFLOPS"
+        speed = prediction.tokens if run.tokens else prediction.tflops
+        times = ratio(run, prediction)
+        memory = memory_ratio(run, prediction)
+        lines.append(
+            (
+                f"{run.source}, {run.used}",
+                f"`{run.options}`" + f", {run.micro_batches} times" * (run.micro_batches > 1),
+                published,
+                "does not fit" if times is None else f"{speed:,.0f}",
+                "" if times is None else f"{times:.2f}",
+                "" if memory is None else f"{_memory(run, prediction)}, {memory:.2f} x",
+            )
+        )
+    head = ("source", "run", "published, per GPU", "predicted", "ratio")
+    return table((*head, "peak memory: published, predicted"), lines)
+
+
+def _memory(run: Run, found: Prediction) -> str:
+    if run.reserved:
+        return f"{run.reserved:.1f}, {found.reserved:.1f} GiB reserved"
+    return f"{run.allocated:.1f}, {found.allocated:.1f} GiB allocated"
+
+
+def sources() -> str:
+    """Where the runs are from, and what they do not say."""
+    return "\n".join(
+        f"- [{source['name']}]({source['link']}). Assumed: {source['assumed']}."
+        for source in PUBLISHED["source"]
+    )
+
+
+def with_tables(text: str, **tables: str) -> str:
+    """A README in which ``make predictions`` writes, with these tables."""
+    for name, new in tables.items():
+        between = rf"(<!-- make predictions writes: {name} -->\n)(.*?)(<!-- end -->)"
+        (found,) = re.findall(between, text, re.DOTALL)
+        text = text.replace("".join(found), f"{found[0]}{new}\n{found[2]}")
+    return text
+
+
+def predicted(runs: list[Run]) -> list[tuple[Run, Prediction]]:
+    """All of them, on all cores."""
+    with ProcessPoolExecutor() as pool:
+        return list(zip(runs, pool.map(_alone, runs), strict=True))
+
+
+def _alone(run: Run) -> Prediction:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    return predict(run)
+
+
+def first(found: list[tuple[Run, Prediction]]) -> list[tuple[Run, Prediction]]:
+    """Of the runs that were held out, one of each source and a few more."""
+    held: dict[Any, tuple[Run, Prediction]] = {}
+    for run, prediction in found:
+        if run.used == "held out":
+            held.setdefault((run.source, run.gpu), (run, prediction))
+    return list(held.values())
+
+
+if __name__ == "__main__":
+    every = predicted(RUNS)
+    tables = {"summary": summary(every), "rows": rows(every), "sources": sources()}
+    SIM_README.write_text(with_tables(SIM_README.read_text(), **tables))
+    brief = rows(first(every))
+    README.write_text(with_tables(README.read_text(), predictions=brief))
+    print(tables["summary"])
