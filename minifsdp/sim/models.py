@@ -201,7 +201,7 @@ def logits_or_loss(head: nn.Module, x: Tensor, targets: Tensor | None, how: str)
 class FusedCrossEntropy(torch.autograd.Function):
     """The sum over all tokens; the gradient is computed with it and overwrites the logits.
 
-    Source: Hsu et al., "Liger Kernel", arXiv:2410.10989; before it flash-attn (``CrossEntropyLoss``).
+    Source: Hsu et al., "Liger Kernel", arXiv:2410.10989, and flash-attn's before it.
     On a GPU it is one kernel forward, here three.
     """
 
