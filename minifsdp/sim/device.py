@@ -182,8 +182,9 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.clock.work(self.cluster.launch)
             stream, launched = self._current, self.clock.now
             start, end = self.clock.launch(stream, seconds)
-        reads = [self.buffer(tensor) for tensor in call.read]
-        writes = [self.buffer(tensor) for tensor in (*call.written, *call.made)]
+        # A tensor without elements may be in memory that was freed, and is not read.
+        reads = [self.buffer(tensor) for tensor in call.read if tensor.numel()]
+        writes = [self.buffer(t) for t in (*call.written, *call.made) if t.numel()]
         self.tape.append(
             Op(call.name, self._label, stream, launched, start, end, reads, writes, flops, sent)
         )
