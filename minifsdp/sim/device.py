@@ -23,12 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from minifsdp.sim.alloc_conf import parse
 from minifsdp.sim.allocator import Allocator
 from minifsdp.sim.calls import Call, accesses, gives_views
 from minifsdp.sim.clock import Clock
 from minifsdp.sim.costs import Cluster, count_flops, is_low, nbytes
 from minifsdp.sim.races import Race, find_races
 from minifsdp.sim.report import report
+from minifsdp.sim.results import Results
 from minifsdp.sim.storages import Storages
 from minifsdp.sim.tape import COMPUTE, HOST, Buffer, Entry, Note, Op, Use, Wait, caller
 from minifsdp.sim.timeline import svg
@@ -53,10 +55,15 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.cluster, self.kind = cluster, kind
         self.clock = Clock(cluster.launch_queue)
         self.allocator = Allocator(
-            self.clock, cluster.gpu.memory, cluster.cuda_malloc, cluster.cuda_free
+            self.clock,
+            cluster.gpu.memory,
+            cluster.cuda_malloc,
+            cluster.cuda_free,
+            parse(cluster.alloc),
         )
         self.tape: list[Entry] = []
         self.storages = Storages(self.allocator, self.tape, kind)
+        self._results = Results()
         self._current, self._label, self._running = COMPUTE, "", ""
 
     def step(self) -> None:
@@ -151,6 +158,7 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             target = kwargs.get("device")
             if target is not None and torch.device(target).type == "cpu":
                 return torch.empty_like(args[0], device="cpu", dtype=kwargs.get("dtype"))
+            return self._results.of(operation, args, kwargs)
         return operation(*args, **kwargs)
 
     def _charge(self, call: Call) -> None:

@@ -66,6 +66,7 @@ def add_settings(p: argparse.ArgumentParser) -> None:
     p.add_argument("--network", type=float, default=400, help="of a node, Gbit/s (default: 400)")
     p.add_argument("--batch", type=int, default=8, help="samples on each GPU (default: 8)")
     p.add_argument("--seq", type=int, default=1024, help="tokens in each (default: 1024)")
+    p.add_argument("--alloc", default="", help="as PYTORCH_CUDA_ALLOC_CONF: alloc_conf.py")
     p.add_argument("--strategy", default="full_shard", choices=STRATEGIES)
     p.add_argument("--precision", default="bf16", choices=PRECISION)
     p.add_argument("--limit", default="2", help="units alive at once, or none (default: 2)")
@@ -105,7 +106,7 @@ def simulate(
     for block in module.modules() if options.recompute == "yes" else ():
         if isinstance(block, job.blocks):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    around = {"network": options.network * GB / 8, **constants}
+    around = {"network": options.network * GB / 8, "alloc": options.alloc, **constants}
     with cluster(options.gpu, options.nodes, options.gpus, **around) as gpu:
         model = FSDP(
             module,
