@@ -150,7 +150,9 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run(
         self, operation: Any, args: Any, kwargs: Any, read: list[Tensor], written: list[Tensor]
     ) -> Any:
-        if self.kind == "meta" and any(tensor.is_meta for tensor in read):
+        if self.kind != "meta":
+            return operation(*args, **kwargs)
+        if any(tensor.is_meta for tensor in read):
             if operation is ITEM:
                 return 1.0  # there is no value; whoever asks gets one to go on with
             if any(tensor.device.type == "cpu" for tensor in written):
@@ -158,8 +160,7 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             target = kwargs.get("device")
             if target is not None and torch.device(target).type == "cpu":
                 return torch.empty_like(args[0], device="cpu", dtype=kwargs.get("dtype"))
-            return self._results.of(operation, args, kwargs)
-        return operation(*args, **kwargs)
+        return self._results.of(operation, args, kwargs)
 
     def _charge(self, call: Call) -> None:
         """Time for an operator, memory for what it made."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minifsdp.sim.results import Results
+from minifsdp.sim.results import LARGE, Results
 from minifsdp.support.pytree import tensors_in
 
 aten = torch.ops.aten
@@ -77,3 +77,19 @@ def test_what_changes_or_shares_its_memory_is_not_remembered():
     for _ in range(2):
         assert results.of(aten.add.Tensor, (torch.ones(2), torch.ones(2)), {}).tolist() == [2, 2]
     assert not results._known
+
+
+def test_what_the_host_has_much_of_is_not_computed():
+    results, x = Results(), torch.ones(LARGE // 4)
+    assert results.of(aten.add_.Tensor, (x, x), {}) is x
+    assert results.of(aten._foreach_add_.Scalar, ([x, torch.ones(1)], 1), {}) is None
+    assert x[0] == 1
+    (root,) = results.of(aten._foreach_sqrt.default, ([x],), {})
+    assert root.shape == x.shape and root.device == x.device and root is not x
+    assert results.of(aten.sum.default, (x,), {}) == 1  # whatever it would be
+    view = results.of(aten.view.default, (x, [2, -1]), {})
+    assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
+    to_the_device = results.of(aten._to_copy.default, (x,), {"device": torch.device("meta")})
+    assert to_the_device.is_meta and to_the_device.shape == x.shape
+    steps = torch.ones(())
+    assert results.of(aten.add_.Tensor, (steps, 1), {}) == 2
