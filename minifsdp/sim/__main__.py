@@ -38,6 +38,12 @@ def parser() -> Parser:
     p.add_argument("--svg", metavar="FILE", help="draw the step")
     p.add_argument("--trace", metavar="FILE", help="for ui.perfetto.dev")
     p.add_argument("--snapshot", metavar="FILE", help="for pytorch.org/memory_viz")
+    p.add_argument(
+        "--races",
+        action="store_true",
+        help="print waits that are missing (races.py), or that there are none; "
+        "the exit status does not change",
+    )
     p.add_argument("--json", action="store_true", help="print figures only")
     return p
 
@@ -72,7 +78,10 @@ def run(options: argparse.Namespace) -> int:
         def tell(what: str, value: str = value) -> None:
             progress(f"{name} {value}: {what}" if value else what)
 
-        runs.append((value, *measure(its, progress=tell)))
+        figures, gpu = measure(its, progress=tell)
+        if options.races and gpu is not None:
+            figures["races"] = [str(race) for race in gpu.races()]
+        runs.append((value, figures, gpu))
     progress("")
     if options.json:
         print(json.dumps([{name or "run": value, **figures} for value, figures, _ in runs]))
@@ -84,6 +93,9 @@ def run(options: argparse.Namespace) -> int:
             print(text(gpu.tape), end="\n\n")
         for key, words in in_words(figures).items():
             print(f"{key:28} {words:>14}" if key != "why" else words)
+    for value, figures, _ in [] if options.json else runs:
+        for race in figures.get("races", []) or ["no races"] * ("races" in figures):
+            print(f"{name} {value}: {race}" if value else race)
     _write_files(options, {f"{name} {value}".strip(): gpu for value, _, gpu in runs if gpu})
     return 0 if any(figures["fits"] for _, figures, _ in runs) else 1
 
@@ -102,7 +114,7 @@ def in_words(figures: dict[str, Any]) -> dict[str, str]:
             words[name] = f"{value / 2**20:,.0f} MiB"
         elif name == "flops":
             words[name] = f"{value / 1e12:,.2f} T"
-        else:
+        elif name != "races":  # which are sentences
             words[name] = f"{value * 1e3:,.1f} ms" if isinstance(value, float) else str(value)
     return words
 

@@ -16,6 +16,8 @@ class Block:
     next: "Block | None" = None
     users: set[str] = field(default_factory=set)  # other streams
     events: int = 0  # that have to be passed before it is free
+    mapped: bool = True  # the device's memory is behind these addresses; see segments.py
+    searches: int = 0  # in its pool, when it was freed
 
     @property
     def key(self) -> tuple[int, int]:
@@ -25,6 +27,7 @@ class Block:
     def cut(self, size: int) -> "Block":
         """Keep so many bytes; the rest is a block of its own, and is returned."""
         rest = Block(self.address + size, self.size - size, self.stream, self.small)
+        rest.mapped = self.mapped
         rest.previous, rest.next = self, self.next
         if self.next is not None:
             self.next.previous = rest

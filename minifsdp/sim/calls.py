@@ -5,6 +5,7 @@ views of arguments.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -57,19 +58,23 @@ def nbytes(tensor: Tensor) -> int:
 
 def accesses(operation: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
     """Tensors that an operator reads, and those that it writes to, by its schema."""
-    read: list[Tensor] = []
-    written: list[Tensor] = []
-    names = (argument.name for argument in operation._schema.arguments)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    for argument in operation._schema.arguments:
-        value = given.get(argument.name)
-        if isinstance(value, (Tensor, list, tuple)):
-            tensors = list(tensors_in(value))
-            if operation.namespace == "c10d":
-                reads = argument.name.startswith("input")
-                (read if reads else written).extend(tensors)
-            elif argument.alias_info is None:
-                read += tensors
-            elif argument.alias_info.is_write:
-                written += tensors
-    return read, written
+    found: dict[str, list[Tensor]] = {"read": [], "written": []}
+    for place, (name, how) in enumerate(_arguments(operation)):
+        value = args[place] if place < len(args) else kwargs.get(name)
+        if how and isinstance(value, (Tensor, list, tuple)):
+            found[how].extend(tensors_in(value))
+    return found["read"], found["written"]
+
+
+@cache  # a step calls a few dozen operators ten thousand times
+def _arguments(operation: Any) -> list[tuple[str, str]]:
+    """The names of its arguments, and what is done with each: "" for what becomes a view."""
+
+    def how(argument: Any) -> str:
+        if operation.namespace == "c10d":
+            return "read" if argument.name.startswith("input") else "written"
+        if argument.alias_info is None:
+            return "read"
+        return "written" if argument.alias_info.is_write else ""
+
+    return [(argument.name, how(argument)) for argument in operation._schema.arguments]

@@ -53,6 +53,7 @@ class Cluster:
     launch_queue: int = 1024
     cuda_malloc: float = 300 * MICRO
     cuda_free: float = 300 * MICRO
+    alloc: str = ""  # as PYTORCH_CUDA_ALLOC_CONF; see alloc_conf.py
 
     @property
     def world_size(self) -> int:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from minifsdp.sim.alloc_conf import parse
 from minifsdp.sim.allocator import Allocator
 from minifsdp.sim.calls import Call, accesses, nbytes
 from minifsdp.sim.clock import Clock
@@ -30,6 +31,7 @@ from minifsdp.sim.costs import Cluster
 from minifsdp.sim.kernels import kernel_of
 from minifsdp.sim.races import Race, find_races
 from minifsdp.sim.report import report
+from minifsdp.sim.results import Results
 from minifsdp.sim.storages import Storages
 from minifsdp.sim.tape import COMPUTE, HOST, Buffer, Entry, Note, Op, Phase, Use, Wait, caller
 from minifsdp.sim.timeline import svg
@@ -54,10 +56,15 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.cluster, self.kind = cluster, kind
         self.clock = Clock(cluster.launch_queue, cluster.beside_collectives)
         self.allocator = Allocator(
-            self.clock, cluster.capacity, cluster.cuda_malloc, cluster.cuda_free
+            self.clock,
+            cluster.capacity,
+            cluster.cuda_malloc,
+            cluster.cuda_free,
+            parse(cluster.alloc),
         )
         self.tape: list[Entry] = []
         self.storages = Storages(self.allocator, self.tape, kind)
+        self._results = Results()
         self._current, self._label, self._running = COMPUTE, "", ""
 
     def step(self) -> None:
@@ -149,7 +156,9 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run(
         self, operation: Any, args: Any, kwargs: Any, read: list[Tensor], written: list[Tensor]
     ) -> Any:
-        if self.kind == "meta" and any(tensor.is_meta for tensor in read):
+        if self.kind != "meta":
+            return operation(*args, **kwargs)
+        if any(tensor.is_meta for tensor in read):
             if operation is ITEM:
                 return 1.0  # there is no value; whoever asks gets one to go on with
             if any(tensor.device.type == "cpu" for tensor in written):
@@ -157,7 +166,7 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             target = kwargs.get("device")
             if target is not None and torch.device(target).type == "cpu":
                 return torch.empty_like(args[0], device="cpu", dtype=kwargs.get("dtype"))
-        return operation(*args, **kwargs)
+        return self._results.of(operation, args, kwargs)
 
     def _charge(self, call: Call) -> None:
         """Time for an operator, memory for what it made."""
@@ -189,8 +198,9 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.clock.work(self.cluster.launch)
             stream, launched = self._current, self.clock.now
             start, end = self.clock.launch(stream, seconds, collective)
-        reads = [self.buffer(tensor) for tensor in call.read]
-        writes = [self.buffer(tensor) for tensor in (*call.written, *call.made)]
+        # A tensor without elements may be in memory that was freed, and is not read.
+        reads = [self.buffer(tensor) for tensor in call.read if tensor.numel()]
+        writes = [self.buffer(t) for t in (*call.written, *call.made) if t.numel()]
         self.tape.append(
             Op(call.name, self._label, stream, launched, start, end, reads, writes, flops, sent)
         )

@@ -1,9 +1,11 @@
 """Which settings: the fastest that fit, and why the others lose.
 
-There are thousands of combinations, and each run takes a second. So this begins with the settings
-that need the least memory and changes one at a time: for each setting in turn every value is tried
-and the fastest that fits is kept, until a whole round has changed nothing. That finds settings that
-no single change makes better; a pair of changes might.
+There are thousands of combinations, and each run takes a second. So this begins with the usual
+settings, or if they do not fit with those that need the least memory, and changes one at a time:
+for each setting in turn every value is tried and the fastest that fits is kept, until a whole round
+has changed nothing. Then settings that make no difference are made the usual ones again. With those
+another change may pay, so that it goes on from there, until that changes nothing, too. That finds
+settings that no single change makes better; a pair of changes might.
 """
 
 import argparse
@@ -62,31 +64,59 @@ class Search:
         self._fixed, self._usual, self._progress = fixed, usual, progress
         self._known: dict[tuple[str, ...], dict[str, Any]] = {}
 
-    def figures(self, settings: Settings) -> dict[str, Any]:
-        """Of one run; each is made once."""
-        key = tuple(settings.values())
+    def figures(self, settings: Settings, **more: Any) -> dict[str, Any]:
+        """Of one run, perhaps with ``more`` options; each is made once."""
+        key = (*settings.values(), *map(str, more.values()))
         if key not in self._known:
-            options = argparse.Namespace(**{**vars(self._fixed), **settings})
+            options = argparse.Namespace(**{**vars(self._fixed), **settings, **more})
             self._progress(f"run {len(self._known) + 1}: {' '.join(key)}")
             self._known[key], _ = measure(options, steps=2)
         return self._known[key]
 
     def best(self) -> Settings:
         """That no single change makes better."""
-        best: Settings = {name: LEAN[name] for name in self._usual}
+        best = dict(self._usual)
+        if not self.figures(best)["fits"]:
+            best = {name: LEAN[name] for name in self._usual}
         seen: list[Settings] = []
         while best not in seen:  # "better" forgives small differences, so it may go in a circle
+            seen.append(best)
+            best = self._as_usual(self._no_worse(best))
+        return best
+
+    def _no_worse(self, best: Settings) -> Settings:
+        """Changed, one setting at a time, until nothing is better."""
+        seen: list[Settings] = []
+        while best not in seen:
             seen.append(best)
             for name in self._usual:
                 for value in VALUES[name]:
                     other = {**best, name: value}
                     if better(self.figures(other), self.figures(best)):
                         best = other
-        for name, value in self._usual.items():  # where it makes no difference
+        return best
+
+    def _as_usual(self, best: Settings) -> Settings:
+        """With the usual value where it makes no difference."""
+        for name, value in self._usual.items():
             usual = {**best, name: value}
             if not better(self.figures(best), self.figures(usual)):
                 best = usual
         return best
+
+    def largest_batch(self, settings: Settings) -> int:
+        """Samples on each GPU that fit, at least the given number, which does."""
+        fits = int(self._fixed.batch)
+        too_many = 2 * fits
+        while self.figures(settings, batch=too_many)["fits"]:
+            fits, too_many = too_many, 2 * too_many
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if self.figures(settings, batch=middle)["fits"]:
+                fits = middle
+            else:
+                too_many = middle
+        return fits
 
 
 def better(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -134,8 +164,11 @@ def plan(parser: argparse.ArgumentParser, arguments: Sequence[str], progress: Pr
     print(f"{_words(chosen)}\n")
     print(
         f"step {best['step'] * 1e3:,.1f} ms, {best['peak reserved'] / 2**20:,.0f} MiB reserved, "
-        f"bound by {best['binds']}\n"
+        f"bound by {best['binds']}"
     )
+    batch = search.largest_batch(chosen)
+    progress("")
+    print(f"the largest batch that fits with these settings: {batch}\n")
     for name in free:
         for value in VALUES[name]:
             if value != chosen[name]:

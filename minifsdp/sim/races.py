@@ -1,13 +1,19 @@
 """Races: waits that are missing, found from the tape.
 
 On a GPU a missing wait gives wrong numbers on some days. Here it is found every time, because what
-counts is not when things happened but what they *must* have waited for. Two operations on the same
-memory, one of which writes, have to be ordered by waits; and memory may be given out again only
-when all who were known to use it are done. If not, it is a race, however the times fell out.
+counts is not when things happened but what they *must* have waited for. There are four ways:
 
-Each stream, and the host, has a clock that counts its operations, and knows how far it has seen the
-others': an event carries what its stream has seen to whoever waits for it. What is launched has
-seen all that the host has seen; the host sees nothing but what it waits for.
+- Two operations on the same memory, one of which writes, have to be ordered by waits.
+- Memory may be given out again only when all who used it are done: those that the stream of its
+  pool has waited for, or that the allocator was told of by ``record_stream``.
+- Given out, it is at once for the stream of its pool alone. What that stream did with it before may
+  still run, and another stream that writes to it first has to have waited for that.
+- Memory that was freed is used by nobody: not even by who still has a tensor that was in it.
+
+If not, it is a race, however the times fell out. Each stream, and the host, has a clock that counts
+its operations, and knows how far it has seen the others': an event carries what its stream has seen
+to whoever waits for it. What is launched has seen all that the host has seen; the host sees nothing
+but what it waits for.
 
 Source: Lamport, "Time, Clocks, and the Ordering of Events", CACM 1978. torch's CUDA sanitizer
 (``torch.cuda._sanitizer``) does the same on a GPU, for kernels, but not for memory that is reused.
@@ -19,13 +25,14 @@ from typing import NamedTuple
 from minifsdp.sim.tape import HOST, STREAMS, Buffer, Entry, Mark, Memory, Op, Use, Wait
 
 Clocks = dict[str, int]
+Numbered = tuple[Op, int]  # on its stream
 
 
 class Race(NamedTuple):
     """Two operations on the same memory that nothing orders. ``second`` is None where the memory
-    itself is given out again."""
+    itself is given out again, ``first`` where it has been freed and not been given out again."""
 
-    first: Op
+    first: Op | None
     second: Op | None
     buffer: Buffer
 
@@ -38,39 +45,55 @@ class Race(NamedTuple):
         )
         if self.second is None:
             return f"{what} is given out again while {_said(self.first)} may still use it"
-        return f"{_said(self.second)} uses {what} and does not wait for {_said(self.first)}"
+        if self.first is None:
+            return f"{_said(self.second)} uses {what} that has been freed"
+        what = f"{_said(self.second)} uses {what} and does not wait for {_said(self.first)}"
+        ours = self.buffer in (*self.first.reads, *self.first.writes)
+        return what if ours else f"{what}, which may still use what was there before"
 
 
-def _said(op: Op) -> str:
+def _said(op: Op | None) -> str:
+    assert op is not None
     return f"{op.name}{f' of {op.label}' if op.label else ''} on {op.stream}"
 
 
 @dataclass
 class _Accesses:
-    """The last ones of one buffer, each with its number on its stream."""
+    """The last ones of one buffer."""
 
-    writer: tuple[Op, int] | None = None
-    readers: dict[str, tuple[Op, int]] = field(default_factory=dict)
-    users: set[str] = field(default_factory=set)  # streams that the allocator knows of
+    writer: Numbered | None = None
+    readers: dict[str, Numbered] = field(default_factory=dict)
+    users: set[str] = field(default_factory=set)  # other streams that the allocator knows of
 
-    def unseen(self, seen: Clocks, readers: bool) -> list[Op]:
+    def unseen(self, seen: Clocks, readers: bool) -> list[Numbered]:
         last = [
             *([self.writer] if self.writer else []),
             *(self.readers.values() if readers else []),
         ]
-        return [op for op, number in last if number > seen[op.stream]]
+        return [(op, number) for op, number in last if number > seen.get(op.stream, 0)]
+
+
+@dataclass
+class _Pool:
+    """What was freed of a stream's memory: any of it may be given out next; which one is chance."""
+
+    # Since the last allocation, with what the allocator itself waits for.
+    freed: list[tuple[Buffer, _Accesses, Clocks]] = field(default_factory=list)
+    # Since the beginning: the last operations of each stream with any of it.
+    used: dict[str, Numbered] = field(default_factory=dict)
 
 
 def find_races(tape: list[Entry]) -> list[Race]:
     """All races on a tape, in its order; of those that look alike the first."""
     names = (HOST, *STREAMS)
     seen: dict[str, Clocks] = {name: dict.fromkeys(names, 0) for name in names}
+    pools = {name: _Pool() for name in names}
     marks: dict[Mark, Clocks] = {}
     accesses: dict[Buffer, _Accesses] = {}
-    freed: dict[str, list[tuple[Buffer, _Accesses, Clocks]]] = {name: [] for name in names}
+    gone: set[Buffer] = set()
     races: dict[str, Race] = {}
 
-    def found(first: Op, second: Op | None, buffer: Buffer) -> None:
+    def found(first: Op | None, second: Op | None, buffer: Buffer) -> None:
         race = Race(first, second, buffer)
         races.setdefault(str(race), race)
 
@@ -80,8 +103,10 @@ def find_races(tape: list[Entry]) -> list[Race]:
             _merge(mine, seen[HOST])
             mine[entry.stream] += 1
             for buffer in (*entry.reads, *entry.writes):
+                if buffer in gone:
+                    found(None, entry, buffer)
                 known = accesses.setdefault(buffer, _Accesses())
-                for other in known.unseen(mine, readers=buffer in entry.writes):
+                for other, _ in known.unseen(mine, readers=buffer in entry.writes):
                     found(other, entry, buffer)
             for buffer in entry.reads:
                 accesses[buffer].readers[entry.stream] = entry, mine[entry.stream]
@@ -94,25 +119,29 @@ def find_races(tape: list[Entry]) -> list[Race]:
             for clocks in [marks[entry.mark]] if entry.mark is not None else list(seen.values()):
                 _merge(seen[entry.waiter], clocks)
         elif isinstance(entry, Use):
-            accesses.setdefault(entry.buffer, _Accesses()).users.add(entry.stream)
+            if entry.stream != entry.buffer.owner:
+                accesses.setdefault(entry.buffer, _Accesses()).users.add(entry.stream)
+        elif isinstance(entry, Memory) and entry.freed:
+            known, waits = accesses.pop(entry.buffer, _Accesses()), Clocks()
+            for stream in known.users:
+                _merge(waits, seen[stream])
+            pools[entry.buffer.owner].freed.append((entry.buffer, known, waits))
+            gone.add(entry.buffer)
         elif isinstance(entry, Memory):
-            owner = entry.buffer.owner
-            if entry.freed:
-                known = accesses.pop(entry.buffer, _Accesses())
-                safe = dict(seen[owner])
-                for stream in known.users:  # the allocator waits for those
-                    _merge(safe, seen[stream])
-                freed[owner].append((entry.buffer, known, safe))
-            else:
-                # Any of them may be the one that is given out now; which one is chance.
-                for buffer, known, safe in freed[owner]:
-                    _merge(safe, seen[owner])
-                    for other in known.unseen(safe, readers=True):
-                        found(other, None, buffer)
-                freed[owner].clear()
+            pool, safe = pools[entry.buffer.owner], dict(seen[entry.buffer.owner])
+            _merge(safe, seen[HOST])
+            for buffer, known, waits in pool.freed:
+                for op, number in known.unseen(waits, readers=True):
+                    if number > safe[op.stream]:
+                        found(op, None, buffer)
+                    elif number > pool.used.get(op.stream, (op, 0))[1]:
+                        pool.used[op.stream] = op, number
+            pool.freed.clear()
+            # As if they had read it: who writes to it first has to have seen them.
+            accesses[entry.buffer] = _Accesses(readers=dict(pool.used))
     return list(races.values())
 
 
 def _merge(clocks: Clocks, others: Clocks) -> None:
     for name, number in others.items():
-        clocks[name] = max(clocks[name], number)
+        clocks[name] = max(clocks.get(name, 0), number)

@@ -66,6 +66,7 @@ def add_settings(p: argparse.ArgumentParser) -> None:
     p.add_argument("--network", type=float, default=400, help="of a node, Gbit/s (default: 400)")
     p.add_argument("--batch", type=int, default=8, help="samples on each GPU (default: 8)")
     p.add_argument("--seq", type=int, default=1024, help="tokens in each (default: 1024)")
+    p.add_argument("--alloc", default="", help="as PYTORCH_CUDA_ALLOC_CONF: alloc_conf.py")
     p.add_argument("--strategy", default="full_shard", choices=STRATEGIES)
     p.add_argument("--precision", default="bf16", choices=PRECISION)
     p.add_argument("--limit", default="2", help="units alive at once, or none (default: 2)")
@@ -122,7 +123,7 @@ def simulate(
         if not hasattr(module, "loss"):
             raise ValueError(f"model {options.model!r} has its own loss: --loss whole")
         module.loss = options.loss
-    around = {"network": options.network * GB / 8, **constants}
+    around = {"network": options.network * GB / 8, "alloc": options.alloc, **constants}
     if options.memory is not None:
         around["taken"] = preset(options.gpu).memory - int(options.memory * GiB)
     virtual = cluster(options.gpu, options.nodes, options.gpus, **around)

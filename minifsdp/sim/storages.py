@@ -39,9 +39,11 @@ class Storages:
 
     def replace(self, storage: torch.UntypedStorage, owner: str, label: str) -> None:
         """Give a storage new memory, of the size that it has now: from the pool of a stream, or the
-        host's."""
+        host's. One that has shrunk to nothing is still known by the memory that it had: whoever
+        reads a tensor there reads that, and is found (races.py)."""
+        had = None
         if storage._cdata in self._buffers:
-            self._forget(storage._cdata)
+            had = self._forget(storage._cdata)
         else:
             weakref.finalize(storage, self._forget, storage._cdata)
         if storage.device.type != self._kind:
@@ -51,6 +53,8 @@ class Storages:
         if size and owner != HOST:
             block = self._allocator.malloc(size, owner, label)
         buffer = Buffer(label, owner, size)
+        if had is not None and not size and owner != HOST:
+            buffer = had
         self._buffers[storage._cdata] = buffer, block
         if block is not None:
             self._note(buffer, freed=False)
@@ -62,11 +66,12 @@ class Storages:
             self._allocator.record_stream(block, stream)
         return buffer
 
-    def _forget(self, address: int) -> None:
+    def _forget(self, address: int) -> Buffer | None:
         buffer, block = self._buffers.pop(address, (None, None))
         if buffer is not None and block is not None:
             self._allocator.free(block)
             self._note(buffer, freed=True)
+        return buffer
 
     def _note(self, buffer: Buffer, freed: bool) -> None:
         a = self._allocator

@@ -50,7 +50,11 @@ def chrome_trace(tape: list[Entry], name: str = "rank 0") -> dict[str, Any]:
 def memory_snapshot(allocator: Allocator) -> dict[str, Any]:
     """What the allocator holds now and what it has done, as an object for :func:`pickle.dump`."""
     return {
-        "segments": [_segment(first) for first in allocator.segments.values()],
+        "segments": [
+            _segment(blocks, allocator.expandable)
+            for first in allocator.segments.values()
+            for blocks in _ranges(first)
+        ],
         "device_traces": [
             [
                 {
@@ -67,12 +71,21 @@ def memory_snapshot(allocator: Allocator) -> dict[str, Any]:
     }
 
 
-def _segment(first: Block) -> dict[str, Any]:
-    blocks: list[Block] = []
+def _ranges(first: Block) -> list[list[Block]]:
+    """The blocks of a segment; of an expandable one those that follow each other and are mapped."""
+    ranges: list[list[Block]] = [[]]
     block: Block | None = first
     while block is not None:
-        blocks.append(block)
+        if block.mapped:
+            ranges[-1].append(block)
+        elif ranges[-1]:
+            ranges.append([])
         block = block.next
+    return [blocks for blocks in ranges if blocks]
+
+
+def _segment(blocks: list[Block], expandable: bool) -> dict[str, Any]:
+    first = blocks[0]
     state = {id(b): _state(b) for b in blocks}
     allocated = sum(b.size for b in blocks if b.allocated)
     return {
@@ -82,7 +95,7 @@ def _segment(first: Block) -> dict[str, Any]:
         "stream": _number(first.stream),
         "segment_type": "small" if first.small else "large",
         "segment_pool_id": (0, 0),
-        "is_expandable": False,
+        "is_expandable": expandable,
         "allocated_size": allocated,
         "active_size": sum(b.size for b in blocks if state[id(b)] != "inactive"),
         "requested_size": allocated,

@@ -5,9 +5,11 @@ import random
 import pytest
 import torch
 
+from minifsdp.sim.alloc_conf import parse
 from minifsdp.sim.allocator import Allocator, MiB
 from minifsdp.sim.clock import Clock
 from tests.claims import toy
+from tests.sim.plain_allocator import FullError, PlainAllocator
 
 
 def make(capacity: int = 1024 * MiB) -> Allocator:
@@ -121,13 +123,120 @@ def test_whatever_happens_blocks_fill_their_segments_and_never_overlap():
         block, address = first, first.address
         while block is not None:
             assert block.address == address and block.size > 0
-            assert (block.address in memory._blocks) <= (not block.allocated)
+            assert (block.address in memory._free.by_address) <= (not block.allocated)
             if block.next is not None:
                 assert block.next.previous is block
-                both_free = {block.address, block.next.address} <= memory._blocks.keys()
+                both_free = {block.address, block.next.address} <= memory._free.by_address.keys()
                 assert not both_free
             address, total, block = address + block.size, total + block.size, block.next
     assert total == memory.reserved.now
+
+
+CONFS = {
+    "": {},
+    "expandable_segments:True": {"expandable": True},
+    "max_split_size_mb:20": {"max_split": 20 * MiB},
+    "max_split_size_mb:64": {"max_split": 64 * MiB},
+    "garbage_collection_threshold:0.6": {"gc": 0.6},
+    "max_split_size_mb:32,garbage_collection_threshold:0.3": {"max_split": 32 * MiB, "gc": 0.3},
+    "max_split_size_mb:32,expandable_segments:True": {"max_split": 32 * MiB, "expandable": True},
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("capacity", [200 * MiB, 333 * MiB, 4096 * MiB])
+@pytest.mark.parametrize("conf", CONFS)
+def test_it_does_what_another_port_does(conf, capacity, seed):
+    """Random operations, of which many find the memory full."""
+    rng = random.Random(f"{conf} {capacity} {seed}")
+    memory = Allocator(Clock(), capacity, conf=parse(conf))
+    other = PlainAllocator(capacity, **CONFS[conf])
+    live, full = [], 0
+    sizes = (100, 5000, 600_000, MiB, 2 * MiB, 9 * MiB, 15 * MiB, 30 * MiB, 70 * MiB)
+    for _ in range(1500):
+        if live and rng.random() < 0.45:
+            block, theirs = live.pop(rng.randrange(len(live)))
+            memory.clock.launch("reduce", 1.0)
+            memory.free(block)
+            other.free(*theirs)
+        elif rng.random() < 0.05:  # the host waits, and the next allocation sees it
+            memory.clock.block(memory.clock.idle_at())
+            other.synchronize()
+        else:
+            size, stream = rng.randint(1, rng.choice(sizes)), rng.choice(("compute", "unshard"))
+            try:
+                theirs = other.malloc(size, stream)
+            except FullError:
+                full += 1
+                with pytest.raises(torch.OutOfMemoryError):
+                    memory.malloc(size, stream)
+            else:
+                live.append((memory.malloc(size, stream), theirs))
+                assert live[-1][0].size == theirs[1].size
+                if rng.random() < 0.2:
+                    memory.record_stream(live[-1][0], "reduce")
+                    theirs[1].users.add("reduce")
+        ours = memory.allocated.now, memory.reserved.now
+        assert ours == (other.level("used"), other.reserved)
+        assert (memory.mallocs, memory.frees, memory.retries) == (
+            other.mallocs,
+            other.frees,
+            other.retries,
+        )
+    assert bool(full) == (capacity < 1024 * MiB) == bool(other.retries)
+
+
+def test_an_expandable_segment_grows_where_others_are_too_small():
+    def fill(conf):
+        memory = Allocator(Clock(), 1024 * MiB, conf=parse(conf))
+        for size in (30, 40, 50):  # each a little larger than what was freed before
+            blocks = [memory.malloc(size * MiB, "compute") for _ in range(4)]
+            for block in blocks:
+                memory.free(block)
+        return memory.reserved.now // MiB
+
+    assert fill("") == 480
+    assert fill("expandable_segments:True") == 200
+
+
+def test_pages_that_are_free_are_unmapped_between_blocks_that_are_not():
+    memory = Allocator(Clock(), 200 * MiB, 0.0, 0.0, parse("expandable_segments:True"))
+    blocks = [memory.malloc(40 * MiB, "compute") for _ in range(4)]
+    memory.free(blocks[1])
+    memory.clock.launch("compute", 1.0)
+    memory.malloc(75 * MiB, "unshard")
+    assert memory.clock.now == 1.0  # it waited for the stream
+    assert (memory.retries, memory.frees, memory.reserved.now) == (1, 1, 200 * MiB)
+    memory.free(blocks[2])
+    memory.malloc(38 * MiB, "compute")
+    assert memory.reserved.now == 200 * MiB and memory.retries == 1
+    with pytest.raises(torch.OutOfMemoryError):
+        memory.malloc(60 * MiB, "compute")
+
+
+def test_what_is_too_large_to_cut_is_kept_for_what_is_nearly_as_large():
+    memory = Allocator(Clock(), 1024 * MiB, conf=parse("max_split_size_mb:100"))
+    large = memory.malloc(200 * MiB, "compute")
+    memory.free(large)
+    assert memory.malloc(50 * MiB, "compute").address != large.address
+    assert memory.malloc(150 * MiB, "compute").address != large.address
+    assert memory.malloc(181 * MiB, "compute").address == large.address
+    assert memory.allocated.now == 400 * MiB  # not cut
+
+
+def test_garbage_is_what_has_not_been_used_for_long():
+    memory = Allocator(Clock(), 1024 * MiB, conf=parse("garbage_collection_threshold:0.7"))
+    old = memory.malloc(200 * MiB, "compute")
+    young = memory.malloc(300 * MiB, "compute")
+    memory.free(old)
+    for _ in range(5):
+        memory.free(memory.malloc(12 * MiB, "unshard"))
+    memory.free(young)
+    memory.malloc(310 * MiB, "compute")  # 512 are reserved: less than 0.7 of all
+    assert memory.frees == 0 and memory.reserved.now == 822 * MiB
+    memory.malloc(320 * MiB, "compute")
+    assert memory.frees == 1 and old.address not in memory.segments
+    assert young.address in memory.segments and memory.retries == 0
 
 
 @pytest.mark.parametrize("count", [1, 5, 20])

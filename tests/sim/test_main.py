@@ -11,6 +11,7 @@ from torch import nn
 
 from minifsdp.sim.__main__ import main
 from minifsdp.sim.models import Job
+from minifsdp.sim.streams import VirtualStream
 from tests.sim.test_cluster import Block
 
 SMALL = ["--model", "tests.sim.test_main:small", "--nodes", "2", "--batch", "64"]
@@ -47,6 +48,18 @@ def test_a_sweep_is_a_row_for_each_value(sweep, capsys):
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split()[0] == name
     assert [row.split()[0] for row in rows] == values.split(",")
+
+
+def test_races_are_printed_if_asked_for(capsys, monkeypatch):
+    assert main([*SMALL, "--races", "--sweep", "limit=none,1"]) == 0
+    assert capsys.readouterr().out.endswith("limit none: no races\nlimit 1: no races\n")
+    monkeypatch.setattr(VirtualStream, "record_stream", lambda self, tensor: None)
+    assert main([*SMALL, "--races"]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert "is given out again while" in last
+    assert main([*SMALL, "--races", "--json"]) == 0
+    (figures,) = json.loads(capsys.readouterr().out)
+    assert last in figures["races"]
 
 
 def test_files_are_written(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import random
 import re
 from contextlib import redirect_stdout
 from unittest.mock import patch
@@ -11,6 +12,7 @@ import pytest
 from minifsdp.sim import plan as module
 from minifsdp.sim.__main__ import main
 from minifsdp.sim.plan import VALUES, better, why
+from minifsdp.sim.run import add_settings
 
 SMALL = ["plan", "--model", "tests.sim.test_main:small", "--nodes", "2", "--batch", "64"]
 FIXED = ["--precision", "bf16", "--unit", "block", "--recompute", "none", "--offload", "no"]
@@ -63,7 +65,7 @@ def search():
 
 
 def test_every_value_of_every_free_setting_is_told_and_none_is_better(search):
-    best, _, step, _, *others = search[0].splitlines()
+    best, _, step, largest, _, *others = search[0].splitlines()
     free = {name: VALUES[name] for name in ("strategy", "limit", "backward", "forward")}
     chosen = dict(zip((w[2:] for w in best.split()[::2]), best.split()[1::2], strict=True))
     assert chosen.keys() == free.keys()
@@ -72,6 +74,7 @@ def test_every_value_of_every_free_setting_is_told_and_none_is_better(search):
         (f"--{name}", v) for name, values in free.items() for v in values if v != chosen[name]
     }
     assert re.match(r"step [\d.]+ ms, [\d,]+ MiB reserved, bound by \w+", step)
+    assert re.fullmatch(r"the largest batch that fits with these settings: \d+", largest)
     slower = [float(f) for f in re.findall(r"([\d.]+) x the time", "".join(others))]
     assert slower and min(slower) >= 1.0
 
@@ -84,6 +87,81 @@ def test_a_search_that_goes_in_a_circle_ends(monkeypatch):
     monkeypatch.setattr(module, "measure", lambda options, steps: (by_limit[options.limit], None))
     search = module.Search(argparse.Namespace(), {"limit": "2"}, lambda text: None)
     assert search.best()["limit"] in by_limit
+
+
+SOME = [
+    [],
+    ["--offload", "no"],
+    ["--unit", "block", "--recompute", "no"],
+    ["--precision", "bf16", "--strategy", "full_shard", "--offload", "no"],
+    ["--limit", "2", "--backward", "pre"],
+]
+
+
+def made_up(seed):
+    """Step times and memory with interactions between settings; some do not fit."""
+
+    def measure(options, steps):
+        rng = random.Random(f"{seed} {sorted(vars(options).items())}")
+        of_some = random.Random(f"{seed} {options.unit} {options.strategy} {options.offload}")
+        step = of_some.choice((1.0, 2.0, 3.0)) * rng.choice((1.0, 1.0, 1.1, 1.3))
+        return figures(step, of_some.choice((1, 2, 3)) << 30, rng.random() < 0.8), None
+
+    return measure
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("fixed", SOME, ids=" ".join)
+def test_no_single_change_makes_it_better(fixed, seed, monkeypatch):
+    monkeypatch.setattr(module, "measure", made_up(seed))
+    search, usual = a_search(fixed)
+    chosen = search.best()
+    if not search.figures(chosen)["fits"]:  # nothing that is one change away from what is lean does
+        return
+    for name in usual:
+        for value in VALUES[name]:
+            other = search.figures({**chosen, name: value})
+            assert not better(other, search.figures(chosen)), (name, value)
+            if value == usual[name]:  # and what is unusual is there for a reason
+                assert value == chosen[name] or better(search.figures(chosen), other)
+
+
+def a_search(fixed):
+    """Of what is not fixed; and the usual values of that."""
+    p = argparse.ArgumentParser()
+    add_settings(p)
+    usual = {name: p.get_default(name) for name in VALUES if f"--{name}" not in fixed}
+    return module.Search(p.parse_args(fixed), usual, lambda text: None), usual
+
+
+def test_what_is_reset_to_the_usual_is_searched_again(monkeypatch):
+    """As with gpt-1.3b: without prefetches one large unit is fastest, and with it prefetches make
+    no difference. With the usual prefetches small units are faster still."""
+    times = {"model": 1.0, "part": 1.2, "block": 1.1}
+
+    def measure(options, steps):
+        prefetches = options.unit == "block" and options.backward == "pre"
+        step = 0.9 if prefetches else times[options.unit]
+        return figures(step, fits=options.recompute == "yes"), None
+
+    monkeypatch.setattr(module, "measure", measure)
+    fixed = ["--strategy", "full_shard", "--precision", "bf16", "--limit", "2", "--forward", "none"]
+    search, _ = a_search([*fixed, "--offload", "no"])
+    assert search.best() == {"recompute": "yes", "unit": "block", "backward": "pre"}
+
+
+@pytest.mark.parametrize("given, fits", [(1, 1), (1, 2), (3, 3), (8, 100), (2, 7)])
+def test_the_largest_batch_that_fits(given, fits, monkeypatch):
+    made = []
+
+    def measure(options, steps):
+        made.append(options.batch)
+        return figures(fits=options.batch <= fits), None
+
+    monkeypatch.setattr(module, "measure", measure)
+    search, usual = a_search(["--batch", str(given)])
+    assert search.largest_batch(usual) == fits
+    assert len(made) == len(set(made)) < 12
 
 
 def test_what_makes_no_difference_stays_as_it_usually_is(capsys):

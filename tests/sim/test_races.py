@@ -10,12 +10,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 
 import minifsdp
 from minifsdp import BackwardPrefetch, CPUOffload, ForwardPrefetch, MixedPrecision, ShardingStrategy
+from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.sim import cluster
+from minifsdp.sim.allocator import MiB
 from minifsdp.sim.races import Race
-from minifsdp.sim.streams import VirtualEvent, VirtualStream
+from minifsdp.sim.streams import VirtualEvent, VirtualStream, make_streams
 from minifsdp.sim.tape import Buffer, Op
 from tests.small import batch, stack, step
 
@@ -200,6 +203,135 @@ def test_each_wait_that_is_left_out_is_told_by_name(wait):
 
 def test_there_are_no_other_waits():
     assert set(map(str, WAITS)) == set(MISSED)
+
+
+def use_again(before=lambda gpu, x: None, between=lambda gpu: None, by="unshard"):
+    """The races of a program that uses memory of the compute stream's pool on the compute stream,
+    frees it, gets memory of that pool once more, and writes to it first on another stream."""
+    with cluster() as gpu:
+        x = torch.ones(4 * MiB)
+        before(gpu, x)
+        del x
+        y = torch.empty(4 * MiB)
+        between(gpu)
+        with gpu.on(by):
+            y.zero_()
+        # What comes now does not make it better.
+        streams = gpu_streams(gpu)
+        streams.unshard.wait_event(streams.compute.record_event())
+    return list(map(str, gpu.races()))
+
+
+def gpu_streams(gpu):
+    return make_streams(gpu, torch.device("meta"))
+
+
+def test_who_uses_memory_of_another_streams_pool_first_waits_for_what_that_did_with_it():
+    (race,) = use_again()
+    assert race == (
+        "zero_ on unshard uses the result of empty (16,777,216 bytes from the compute stream) and "
+        "does not wait for ones on compute, which may still use what was there before"
+    )
+    assert not use_again(by="compute")  # which does one thing after the other
+
+    def waits(gpu):
+        streams = gpu_streams(gpu)
+        streams.unshard.wait_event(streams.compute.record_event())
+
+    assert not use_again(between=waits)
+    assert not use_again(between=lambda gpu: gpu_streams(gpu).compute.record_event().synchronize())
+    assert not use_again(between=lambda gpu: gpu.synchronize())
+
+
+def test_it_need_not_wait_for_what_the_allocator_has_waited_for():
+    def reads(gpu, x):
+        streams = gpu_streams(gpu)
+        streams.reduce.wait_event(streams.compute.record_event())
+        with gpu.on("reduce"):
+            x.sum()
+
+    def is_recorded(gpu, x):
+        reads(gpu, x)
+        gpu.record_stream(x, "reduce")
+
+    assert not use_again(is_recorded)
+    assert len(use_again(lambda gpu, x: gpu.record_stream(x, "reduce"))) == 1  # it had not waited
+    # The allocator does not wait for the stream that the memory belongs to.
+    assert len(use_again(lambda gpu, x: gpu.record_stream(x, "compute"))) == 1
+    # What is given out too early is told once.
+    (race,) = use_again(reads, by="compute")
+    assert "is given out again while sum on reduce may still use it" in race
+
+
+def test_memory_that_was_never_used_before_need_not_be_waited_for():
+    with cluster() as gpu:
+        x, y = torch.ones(4 * MiB), torch.empty(4 * MiB)
+        with gpu.on("unshard"):
+            y.zero_()
+        del x
+    assert not gpu.races()
+
+
+def test_what_was_used_long_ago_has_to_be_waited_for_as_well():
+    """Any block of the pool may be the one that is given out."""
+    with cluster() as gpu:
+        x = torch.ones(4 * MiB)
+        del x
+        both = torch.empty(4 * MiB), torch.empty(MiB)
+        with gpu.on("unshard"):
+            both[1].zero_()
+    (race,) = gpu.races()
+    assert "zero_ on unshard" in str(race) and "ones on compute, which may" in str(race)
+
+
+def test_memory_that_was_freed_is_not_used():
+    with cluster() as gpu:
+        x = torch.ones(4 * MiB)
+        x.untyped_storage().resize_(0)
+        x.view(2, -1), x[:0].sum()  # no memory is read
+        assert not gpu.races()
+        x.sum()
+        x.untyped_storage().resize_(16 * MiB)
+        x.zero_()
+    (race,) = gpu.races()
+    assert str(race) == (
+        "sum on compute uses the result of ones (16,777,216 bytes from the compute stream) that "
+        "has been freed"
+    )
+
+
+def test_a_layer_does_not_compute_with_a_unit_that_was_resharded():
+    with cluster(nodes=2, gpus_per_node=2) as gpu:
+        model = FSDP(nn.Sequential(nn.LayerNorm(6)))
+
+        def free(*_):
+            model.engine.units[0].unsharded.storage.resize_(0)
+
+        model.module[0].register_forward_pre_hook(free)
+        model(torch.zeros(3, 6))
+    (race,) = gpu.races()
+    assert str(race) == (
+        "native_layer_norm on compute uses memory of all-gather <root> (48 bytes from the unshard "
+        "stream) that has been freed"
+    )
+
+
+def test_after_a_synchronization_memory_may_be_given_out_again():
+    def use(synchronizes):
+        with cluster() as gpu:
+            with gpu.on("unshard"):
+                x = torch.empty(4 * MiB)
+            x.zero_()
+            del x
+            if synchronizes:
+                gpu.synchronize()
+            with gpu.on("unshard"):
+                torch.zeros(4 * MiB)
+        return gpu.races()
+
+    assert not use(synchronizes=True)
+    (race,) = use(synchronizes=False)
+    assert "is given out again while zero_ on compute may still use it" in str(race)
 
 
 @pytest.mark.parametrize(

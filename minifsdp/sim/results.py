@@ -1,0 +1,95 @@
+"""What operators return, remembered.
+
+A training step calls the same operators on tensors of the same shapes again and again, and tensors
+on ``meta`` are nothing but shapes. To ask torch for the shape of a result is most of what a run
+takes. So it is asked once, and from then on new tensors like those are made. torch's own
+``FakeTensorMode`` has such a cache, for the same reason.
+
+Large tensors in the host's memory, with offload, do have values, which nobody looks at: gigabytes
+of parameters and of an optimizer's state. These are not computed either. Small ones are: Adam
+counts its steps in them.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from minifsdp.support.pytree import tensors_in
+
+LARGE = 2**20  # bytes
+
+
+class Results:
+    """Of operators on ``meta`` that do nothing but make new tensors, by what they are given."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[type, list[tuple[Any, ...]]]] = {}
+
+    def of(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        """What ``operation(*args, **kwargs)`` returns."""
+        if _is_large_on_the_host(args, kwargs):
+            return self._on_the_host(operation, args, kwargs)
+        key = operation, _described(args), _described(tuple(kwargs.items()))
+        if key in self._known:
+            kind, shapes = self._known[key]
+            made = [
+                torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+                for shape, stride, dtype in shapes
+            ]
+            return made[0] if kind is Tensor else kind(made)
+        result = operation(*args, **kwargs)
+        made = [result] if type(result) is Tensor else result
+        if not operation._schema.is_mutable and _all_new(made, [*tensors_in((args, kwargs))]):
+            self._known[key] = type(result), [(t.shape, t.stride(), t.dtype) for t in made]
+        return result
+
+    def _on_the_host(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        """New memory, which nobody writes to; or what was there, as it is."""
+        schema = operation._schema
+        if any(value.alias_info is not None for value in schema.returns):  # a view, or in place
+            return args[0] if schema.is_mutable else operation(*args, **kwargs)
+        if schema.is_mutable:  # a list, in place
+            return None
+
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": "meta"}
+        result = self.of(operation, *tree_map_only(Tensor, _on_meta, (args, kwargs)))
+        return tree_map_only(Tensor, _like_in_host_memory, result)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _like_in_host_memory(tensor: Tensor) -> Tensor:
+    new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return new if new.nbytes >= LARGE else new.fill_(1)  # may be looked at
+
+
+def _is_large_on_the_host(args: Any, kwargs: Any) -> bool:
+    """Whether an operator is about the host's memory alone, and about much of it."""
+    tensors = [*tensors_in((args, kwargs))]
+    here = all(tensor.device.type == "cpu" for tensor in tensors)
+    stays = torch.device(kwargs.get("device") or "cpu").type == "cpu"
+    return here and stays and any(tensor.nbytes >= LARGE for tensor in tensors)
+
+
+def _described(value: Any) -> Hashable:
+    """All of an argument that a result depends on. Of a tensor its values are not: it has none."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_described, value))
+    return type(value), value if isinstance(value, Hashable) else object()  # like no other
+
+
+def _all_new(made: Any, given: list[Tensor]) -> bool:
+    """Whether these are tensors on ``meta``, each with memory of its own."""
+    if type(made) not in (tuple, list) or not all(type(tensor) is Tensor for tensor in made):
+        return False
+    memory = {tensor.untyped_storage()._cdata for tensor in (*given, *made)}
+    theirs = {tensor.untyped_storage()._cdata for tensor in given}
+    return len(memory - theirs) == len(made) and all(tensor.is_meta for tensor in made)
