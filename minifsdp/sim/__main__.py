@@ -21,6 +21,7 @@ from minifsdp.sim.plan import plan
 from minifsdp.sim.run import add_settings, measure
 from minifsdp.sim.spans import text
 from minifsdp.sim.timeline import svg
+from minifsdp.sim.words import in_words, page
 
 
 class Parser(argparse.ArgumentParser):
@@ -82,8 +83,7 @@ def run(options: argparse.Namespace) -> int:
         (_, figures, gpu) = runs[0]
         if gpu is not None:
             print(text(gpu.tape), end="\n\n")
-        for key, words in in_words(figures).items():
-            print(f"{key:28} {words:>14}" if key != "why" else words)
+        print(page(figures))
     _write_files(options, {f"{name} {value}".strip(): gpu for value, _, gpu in runs if gpu})
     return 0 if any(figures["fits"] for _, figures, _ in runs) else 1
 
@@ -92,19 +92,6 @@ def progress(what: str) -> None:
     """Over the last such line, if somebody is looking; nothing wipes it."""
     if sys.stderr.isatty():
         print(f"\r{what}{' ...' * bool(what)}\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def in_words(figures: dict[str, Any]) -> dict[str, str]:
-    """Milliseconds and mebibytes."""
-    words = {}
-    for name, value in figures.items():
-        if name in ("peak allocated", "peak active", "peak reserved", "bytes sent"):
-            words[name] = f"{value / 2**20:,.0f} MiB"
-        elif name == "flops":
-            words[name] = f"{value / 1e12:,.2f} T"
-        else:
-            words[name] = f"{value * 1e3:,.1f} ms" if isinstance(value, float) else str(value)
-    return words
 
 
 def _write_files(options: argparse.Namespace, gpus: dict[str, VirtualGpu]) -> None:
@@ -123,7 +110,8 @@ def _write_files(options: argparse.Namespace, gpus: dict[str, VirtualGpu]) -> No
 
 
 def _table(name: str, rows: list[tuple[str, dict[str, Any]]]) -> None:
-    columns = ("step", "exposed communication", "idle", "peak allocated", "peak reserved", "binds")
+    columns = ("step", "MFU", "exposed communication", "idle", "peak allocated", "peak reserved")
+    columns += ("binds",)
     print(f"{name:>12} " + "".join(f"{column:>23}" for column in columns))
     for value, figures in rows:
         words = in_words(figures)

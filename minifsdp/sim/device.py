@@ -13,7 +13,7 @@ is seen here is what the engine does, and not what somebody believes that it doe
 
 import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from minifsdp.sim.calls import Call, accesses, nbytes
 from minifsdp.sim.clock import Clock
 from minifsdp.sim.costs import Cluster
 from minifsdp.sim.kernels import kernel_of
+from minifsdp.sim.memory_report import peak_report
 from minifsdp.sim.races import Race, find_races
 from minifsdp.sim.report import report
 from minifsdp.sim.storages import Storages
@@ -69,11 +70,16 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         now = self.clock.now
         self.tape.append(Phase(name, now, max(now, self.clock.lane(COMPUTE).idle_at)))
 
+    def tag(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
+        """Say what tensors are, for reports: "parameters", "gradients" or "optimizer"."""
+        self.storages.tag(kind, tensors)
+
     def report(self) -> dict[str, Any]:
-        """Figures of the last step; see report.py. And how often the allocator has asked for memory
-        since the beginning, and had to wait and give back before it got any."""
+        """Figures of the last step; see report.py and memory_report.py. And how often the allocator
+        has asked for memory since the beginning, and had to wait and give back before it got any.
+        """
         counts = {"cudaMallocs": self.allocator.mallocs, "retries": self.allocator.retries}
-        return {**report(self.tape), **counts}
+        return {**report(self.tape), **peak_report(self.tape), **counts}
 
     def races(self) -> list[Race]:
         """Waits that are missing; see races.py."""

@@ -29,7 +29,7 @@ def spans(entries: list[Entry]) -> list[Span]:
             name = LIMITER if entry.by_limiter else STALL
             found.append(Span(HOST, entry.launched, entry.until, name, -1))
         elif isinstance(entry, Op) and entry.stream != HOST:
-            unit = _unit(entry)
+            unit = unit_of(entry)
             last = open_.get(entry.stream)
             if not unit and last is not None:
                 unit = last.name  # between two uses of a unit's parameters it is still its turn
@@ -43,7 +43,7 @@ def spans(entries: list[Entry]) -> list[Span]:
     return [*found, *open_.values()]
 
 
-def _unit(op: Op) -> str:
+def unit_of(op: Op) -> str:
     """Whose work it is: what the engine says, or else whose parameters are read."""
     labels = [op.label, *(buffer.label for buffer in op.reads)]
     return next((label.split(" ", 1)[1] for label in labels if " " in label), "").strip("'")

@@ -5,6 +5,7 @@ device's memory, or of the host's. It gets another one when it is resized.
 """
 
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -61,6 +62,14 @@ class Storages:
         if block is not None:
             self._allocator.record_stream(block, stream)
         return buffer
+
+    def tag(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
+        """Note what the memory of these tensors is, from its allocation on. What has never been
+        seen, or is None, is left out."""
+        for tensor in tensors:
+            local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, what this rank has
+            if local is not None and self.knows(local):
+                self._buffers[local.untyped_storage()._cdata][0].kind = kind
 
     def _forget(self, address: int) -> None:
         buffer, block = self._buffers.pop(address, (None, None))
