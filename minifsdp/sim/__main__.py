@@ -110,8 +110,8 @@ def _write_files(options: argparse.Namespace, gpus: dict[str, VirtualGpu]) -> No
 
 
 def _table(name: str, rows: list[tuple[str, dict[str, Any]]]) -> None:
-    columns = ("step", "MFU", "exposed communication", "idle", "peak allocated", "peak reserved")
-    columns += ("binds",)
+    columns = ["step", "MFU", "exposed communication", "idle", "peak allocated", "peak reserved"]
+    columns.append("binds")
     print(f"{name:>12} " + "".join(f"{column:>23}" for column in columns))
     for value, figures in rows:
         words = in_words(figures)

@@ -136,7 +136,8 @@ class _Run:
         return f"{seconds * 1e3:,.1f} of {self._step * 1e3:,.1f} ms"
 
     def _room(self, more: float) -> bool:
-        return more < FULL * (self._cluster.capacity - self._figures["peak reserved"])
+        reserved: int = self._figures["peak reserved"]
+        return more < FULL * (self._cluster.capacity - reserved)
 
 
 _HYBRID = {"full_shard": "hybrid_shard", "shard_grad_op": "hybrid_shard_zero2"}

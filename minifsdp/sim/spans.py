@@ -3,9 +3,10 @@
 from typing import NamedTuple
 
 from minifsdp.sim.report import last_step
-from minifsdp.sim.tape import HOST, STREAMS, Entry, Op, Wait
+from minifsdp.sim.tape import COMPUTE, HOST, STREAMS, Entry, Op, Phase, Wait
 
 LIMITER, STALL = "limiter", "host waits"
+OPTIMIZER, LOSS = "optimizer", "loss"
 
 
 class Span(NamedTuple):
@@ -14,7 +15,7 @@ class Span(NamedTuple):
     lane: str
     start: float
     end: float
-    name: str  # of the unit, or who makes the host wait
+    name: str  # of the unit, "loss", "optimizer", or who makes the host wait
     number: int  # of the unit, in the order of their first gather; -1: none
 
 
@@ -22,18 +23,21 @@ def spans(entries: list[Entry]) -> list[Span]:
     """What there is to draw: work on the streams, together where it is the same unit's and without
     a gap, and the host's waits."""
     numbers: dict[str, int] = {}
+    turn = ""  # of whom it is where no unit says so
     found: list[Span] = []
     open_: dict[str, Span] = {}
     for entry in entries:
         if isinstance(entry, Wait) and entry.waiter == HOST and entry.until > entry.launched:
             name = LIMITER if entry.by_limiter else STALL
             found.append(Span(HOST, entry.launched, entry.until, name, -1))
+        elif isinstance(entry, Phase):
+            turn = {"backward": LOSS, "optimizer": OPTIMIZER}.get(entry.name, "")
         elif isinstance(entry, Op) and entry.stream != HOST:
-            unit = unit_of(entry)
-            last = open_.get(entry.stream)
-            if not unit and last is not None:
-                unit = last.name  # between two uses of a unit's parameters it is still its turn
+            unit, last = unit_of(entry), open_.get(entry.stream)
             number = numbers.setdefault(unit, len(numbers)) if unit else -1
+            if entry.stream == COMPUTE:
+                turn = unit or turn  # between two uses of its parameters it is still a unit's turn
+                unit, number = turn, numbers.get(turn, -1)
             if last is not None and last.name == unit and entry.start - last.end < 2e-5:
                 open_[entry.stream] = last._replace(end=entry.end)
                 continue
