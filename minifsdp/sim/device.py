@@ -95,7 +95,13 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def snapshot(self, path: str | Path) -> None:
         """Write the memory and its history for torch's viewer; see trace.py."""
-        Path(path).write_bytes(pickle.dumps(memory_snapshot(self.allocator)))
+        history = memory_snapshot(self.allocator, self.storages.frames or {})
+        Path(path).write_bytes(pickle.dumps(history))
+
+    def record_memory_history(self) -> None:
+        """From now on note which lines of Python ask for memory, for :meth:`snapshot`. Takes time;
+        as ``torch.cuda.memory._record_memory_history()``."""
+        self.storages.frames = {}
 
     def synchronize(self) -> None:
         """As ``torch.cuda.synchronize()``."""

@@ -132,6 +132,8 @@ def simulate(
         around["taken"] = preset(options.gpu).memory - int(options.memory * GiB)
     virtual = cluster(options.gpu, options.nodes, options.gpus, **around)
     with virtual as gpu, only(options.attention):
+        if getattr(options, "snapshot", None):
+            gpu.record_memory_history()
         model = FSDP(
             module,
             auto_wrap_policy=_units(job, options.unit, module),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minifsdp.sim.allocator import Allocator
 from minifsdp.sim.blocks import Block
+from minifsdp.sim.frames import Frame, frames
 from minifsdp.sim.tape import HOST, Buffer, Entry, Memory
 
 
@@ -25,6 +26,7 @@ class Storages:
 
     def __init__(self, allocator: Allocator, tape: list[Entry], kind: str) -> None:
         self._allocator, self._tape, self._kind = allocator, tape, kind
+        self.frames: dict[int, list[Frame]] | None = None  # of allocations, by place in the log
         self._buffers: dict[int, tuple[Buffer, Block | None]] = {}  # by the address of a storage
 
     def knows(self, tensor: Tensor) -> bool:
@@ -51,6 +53,8 @@ class Storages:
         self._buffers[storage._cdata] = Buffer(label, owner, 0), None  # should there be no room
         if size and owner != HOST:
             block = self._allocator.malloc(size, owner, label)
+            if self.frames is not None:
+                self.frames[len(self._allocator.log) - 1] = frames()
         buffer = Buffer(label, owner, size)
         self._buffers[storage._cdata] = buffer, block
         if block is not None:

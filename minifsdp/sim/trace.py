@@ -10,6 +10,7 @@ from typing import Any
 
 from minifsdp.sim.allocator import Allocator
 from minifsdp.sim.blocks import Block
+from minifsdp.sim.frames import Frame
 from minifsdp.sim.tape import HOST, STREAMS, Entry, Mark, Memory, Op, Wait
 
 
@@ -47,10 +48,21 @@ def chrome_trace(tape: list[Entry], name: str = "rank 0") -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def memory_snapshot(allocator: Allocator) -> dict[str, Any]:
-    """What the allocator holds now and what it has done, as an object for :func:`pickle.dump`."""
+def memory_snapshot(allocator: Allocator, frames: dict[int, list[Frame]]) -> dict[str, Any]:
+    """What the allocator holds now and what it has done, as an object for :func:`pickle.dump`.
+
+    Args:
+        frames: who asked for an allocation, by its place in the allocator's log.
+    """
+    stacks: list[list[Frame]] = []
+    at: dict[int, list[Frame]] = {}  # the last one at each address
+    for place, (action, address, *_, label) in enumerate(allocator.log):
+        what = [{"name": label, "filename": "", "line": 0}] if label else []
+        stacks.append(what + frames.get(place, []))
+        if action == "alloc":
+            at[address] = stacks[-1]
     return {
-        "segments": [_segment(first) for first in allocator.segments.values()],
+        "segments": [_segment(first, at) for first in allocator.segments.values()],
         "device_traces": [
             [
                 {
@@ -59,15 +71,17 @@ def memory_snapshot(allocator: Allocator) -> dict[str, Any]:
                     "size": size,
                     "stream": _number(stream),
                     "time_us": int(time * 1e6),
-                    "frames": [{"name": label, "filename": "", "line": 0}] if label else [],
+                    "frames": stack,
                 }
-                for action, address, size, stream, time, label in allocator.log
+                for (action, address, size, stream, time, _), stack in zip(
+                    allocator.log, stacks, strict=True
+                )
             ]
         ],
     }
 
 
-def _segment(first: Block) -> dict[str, Any]:
+def _segment(first: Block, frames: dict[int, list[Frame]]) -> dict[str, Any]:
     blocks: list[Block] = []
     block: Block | None = first
     while block is not None:
@@ -93,7 +107,7 @@ def _segment(first: Block) -> dict[str, Any]:
                 "size": b.size,
                 "requested_size": b.size,
                 "state": state[id(b)],
-                "frames": [],
+                "frames": [] if state[id(b)] == "inactive" else frames[b.address],
             }
             for b in blocks
         ],
