@@ -30,9 +30,10 @@ class Advice(NamedTuple):
     saves: float = 0.0  # share of a sample's time, estimated
 
     def __str__(self) -> str:
+        words = self.why[:1].upper() + self.why[1:]
         if not self.name:
-            return self.why
-        return f"{self.why}: --{self.name} {self.value}, for about {self.saves:.0%} less time"
+            return words
+        return f"{words}: --{self.name} {self.value}, for about {self.saves:.0%} less time"
 
 
 def advice(gpu: VirtualGpu, figures: dict[str, Any], options: argparse.Namespace) -> Advice:

@@ -27,6 +27,7 @@ from minifsdp.sim.allocator import Allocator
 from minifsdp.sim.calls import Call, accesses, nbytes
 from minifsdp.sim.clock import Clock
 from minifsdp.sim.costs import Cluster
+from minifsdp.sim.html import html
 from minifsdp.sim.kernels import kernel_of
 from minifsdp.sim.memory_report import peak_report
 from minifsdp.sim.races import Race, find_races
@@ -88,6 +89,12 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def timeline(self, path: str | Path, title: str = "") -> None:
         """Draw the last step, as an SVG; see timeline.py."""
         Path(path).write_text(svg({title: self.tape}))
+
+    def html(
+        self, path: str | Path, title: str = "", figures: dict[str, Any] | None = None
+    ) -> None:
+        """Write the last step as a page to look around in; see html.py."""
+        Path(path).write_text(html(self.tape, figures or self.report(), title))
 
     def trace(self, path: str | Path) -> None:
         """Write everything since the beginning for Perfetto; see trace.py."""

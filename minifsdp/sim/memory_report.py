@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from minifsdp.sim.report import last_step
-from minifsdp.sim.spans import unit_of
-from minifsdp.sim.tape import COMPUTE, Buffer, Entry, Memory, Op, Phase
+from minifsdp.sim.spans import turns
+from minifsdp.sim.tape import Buffer, Entry, Memory, Op, Phase
 
 TAGS = ("parameters", "gradients", "optimizer")
 GATHERED, UNREDUCED = "gathered parameters", "unsharded gradients"
@@ -114,19 +114,11 @@ def peak_report(tape: list[Entry]) -> dict[str, Any]:
 
 def _moment(entries: list[Entry], then: Memory) -> str:
     """Where the host was: "backward, mm of blocks.3", or "backward, all-gather 'blocks.2'"."""
-    phase = unit = ""
-    for entry in entries[: entries.index(then)]:
-        if isinstance(entry, Phase):
-            phase, unit = entry.name, ""
-        elif isinstance(entry, Op) and entry.stream == COMPUTE:
-            unit = unit_of(entry) or unit
-    what = then.buffer.label
-    # Its operator comes after its memory, and says whose parameters it reads.
-    after = entries[entries.index(then) :]
-    op = next((e for e in after if isinstance(e, Op) and then.buffer in e.writes), None)
-    unit = (unit_of(op) if op is not None else "") or unit
-    if phase == "backward":
-        unit = unit or "the loss"  # which is before all units
-    if unit and " " not in what:
+    here = entries.index(then)
+    phase = next((e.name for e in reversed(entries[:here]) if isinstance(e, Phase)), "")
+    # Its operator comes after its memory.
+    turn = (unit for op, unit in turns(entries) if then.buffer in op.writes)
+    what, unit = then.buffer.label, next(turn, "")
+    if unit not in ("", phase) and " " not in what:
         what += f" of {unit}"
     return f"{phase}, {what}" if phase else what

@@ -47,10 +47,10 @@ def test_where_nothing_helps_it_says_so():
     figures, gpu = measure(options(words))
     assert gpu is not None
     assert not advice(gpu, figures, options(words)).name
-    assert figures["advice"].startswith("it computes 9")
+    assert figures["advice"].startswith("It computes 9")
 
 
 def test_it_is_a_sentence_with_a_setting():
     assert str(Advice("it waits", "limit", "2", 0.25)) == (
-        "it waits: --limit 2, for about 25% less time"
+        "It waits: --limit 2, for about 25% less time"
     )

@@ -64,7 +64,7 @@ def test_what_ended_before_the_step_is_not_there():
     [
         ("mm", "a", "b", "backward, mm of b"),
         ("gelu", "a", "", "backward, gelu of a"),
-        ("add", "", "", "backward, add of the loss"),
+        ("add", "", "", "backward, add of loss"),
         ("all-gather 'c'", "a", "", "backward, all-gather 'c'"),
     ],
 )
