@@ -2,7 +2,7 @@
 
     python -m minifsdp.sim --model t5-500m --nodes 2 --gpus 8 --gpu a100-40 --batch 16 --seq 128
     python -m minifsdp.sim --model gpt-1.3b --sweep limit=none,1,2,3
-    python -m minifsdp.sim --model gpt-1.3b --batch 4 --svg step.svg --trace step.json
+    python -m minifsdp.sim --model gpt-1.3b --batch 4 --svg step.svg --html step.html
     python -m minifsdp.sim plan --model gpt-7b --nodes 2 --gpu a100-80 --batch 2
 
 It says whether it fits, how fast it is and what binds; ``plan`` (plan.py), which settings to use.
@@ -21,6 +21,7 @@ from minifsdp.sim.plan import plan
 from minifsdp.sim.run import add_settings, measure
 from minifsdp.sim.spans import text
 from minifsdp.sim.timeline import svg
+from minifsdp.sim.words import in_words, page
 
 
 class Parser(argparse.ArgumentParser):
@@ -36,6 +37,7 @@ def parser() -> Parser:
     add_settings(p)
     p.add_argument("--sweep", metavar="NAME=A,B,...", help="a row for each value of a setting")
     p.add_argument("--svg", metavar="FILE", help="draw the step")
+    p.add_argument("--html", metavar="FILE", help="the step, to look around in with a browser")
     p.add_argument("--trace", metavar="FILE", help="for ui.perfetto.dev")
     p.add_argument("--snapshot", metavar="FILE", help="for pytorch.org/memory_viz")
     p.add_argument(
@@ -91,12 +93,15 @@ def run(options: argparse.Namespace) -> int:
         (_, figures, gpu) = runs[0]
         if gpu is not None:
             print(text(gpu.tape), end="\n\n")
-        for key, words in in_words(figures).items():
-            print(f"{key:28} {words:>14}" if key != "why" else words)
+        print(page(figures))
     for value, figures, _ in [] if options.json else runs:
         for race in figures.get("races", []) or ["no races"] * ("races" in figures):
             print(f"{name} {value}: {race}" if value else race)
-    _write_files(options, {f"{name} {value}".strip(): gpu for value, _, gpu in runs if gpu})
+    what = f"{options.model}, {options.nodes} x {options.gpus} {options.gpu}"
+    titles = (f"{what}, {name} {value}".removesuffix(",  ") for value, *_ in runs)
+    fitting = [(title, f, gpu) for title, (_, f, gpu) in zip(titles, runs, strict=True) if gpu]
+    if fitting:
+        _write_files(options, fitting)
     return 0 if any(figures["fits"] for _, figures, _ in runs) else 1
 
 
@@ -106,28 +111,15 @@ def progress(what: str) -> None:
         print(f"\r{what}{' ...' * bool(what)}\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def in_words(figures: dict[str, Any]) -> dict[str, str]:
-    """Milliseconds and mebibytes."""
-    words = {}
-    for name, value in figures.items():
-        if name in ("peak allocated", "peak active", "peak reserved", "bytes sent"):
-            words[name] = f"{value / 2**20:,.0f} MiB"
-        elif name == "flops":
-            words[name] = f"{value / 1e12:,.2f} T"
-        elif name != "races":  # which are sentences
-            words[name] = f"{value * 1e3:,.1f} ms" if isinstance(value, float) else str(value)
-    return words
-
-
-def _write_files(options: argparse.Namespace, gpus: dict[str, VirtualGpu]) -> None:
-    """A picture of all runs that fit, and the last one's trace and snapshot."""
-    if not gpus:
-        return
-    (*_, gpu) = gpus.values()
+def _write_files(
+    options: argparse.Namespace, runs: list[tuple[str, dict[str, Any], VirtualGpu]]
+) -> None:
+    """A picture of all runs that fit, and the last one's page, trace and snapshot."""
+    title, figures, gpu = runs[-1]
     if options.svg:
-        what = f"{options.model}, {options.nodes} x {options.gpus} {options.gpu}"
-        steps = {f"{what}, {which}".removesuffix(", "): its.tape for which, its in gpus.items()}
-        Path(options.svg).write_text(svg(steps))
+        Path(options.svg).write_text(svg({title: its.tape for title, _, its in runs}))
+    if options.html:
+        gpu.html(options.html, title, figures)
     if options.trace:
         gpu.trace(options.trace)
     if options.snapshot:
@@ -135,7 +127,8 @@ def _write_files(options: argparse.Namespace, gpus: dict[str, VirtualGpu]) -> No
 
 
 def _table(name: str, rows: list[tuple[str, dict[str, Any]]]) -> None:
-    columns = ("step", "exposed communication", "idle", "peak allocated", "peak reserved", "binds")
+    columns = ["step", "MFU", "exposed communication", "idle", "peak allocated", "peak reserved"]
+    columns.append("binds")
     print(f"{name:>12} " + "".join(f"{column:>23}" for column in columns))
     for value, figures in rows:
         words = in_words(figures)

@@ -13,7 +13,7 @@ is seen here is what the engine does, and not what somebody believes that it doe
 
 import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ from minifsdp.sim.allocator import Allocator
 from minifsdp.sim.calls import Call, accesses, nbytes
 from minifsdp.sim.clock import Clock
 from minifsdp.sim.costs import Cluster
+from minifsdp.sim.html import html
 from minifsdp.sim.kernels import kernel_of
+from minifsdp.sim.memory_report import peak_report
 from minifsdp.sim.races import Race, find_races
 from minifsdp.sim.report import report
 from minifsdp.sim.results import Results
@@ -76,11 +78,16 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         now = self.clock.now
         self.tape.append(Phase(name, now, max(now, self.clock.lane(COMPUTE).idle_at)))
 
+    def tag(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
+        """Say what tensors are, for reports: "parameters", "gradients" or "optimizer"."""
+        self.storages.tag(kind, tensors)
+
     def report(self) -> dict[str, Any]:
-        """Figures of the last step; see report.py. And how often the allocator has asked for memory
-        since the beginning, and had to wait and give back before it got any."""
+        """Figures of the last step; see report.py and memory_report.py. And how often the allocator
+        has asked for memory since the beginning, and had to wait and give back before it got any.
+        """
         counts = {"cudaMallocs": self.allocator.mallocs, "retries": self.allocator.retries}
-        return {**report(self.tape), **counts}
+        return {**report(self.tape), **peak_report(self.tape), **counts}
 
     def races(self) -> list[Race]:
         """Waits that are missing; see races.py."""
@@ -90,13 +97,25 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Draw the last step, as an SVG; see timeline.py."""
         Path(path).write_text(svg({title: self.tape}))
 
+    def html(
+        self, path: str | Path, title: str = "", figures: dict[str, Any] | None = None
+    ) -> None:
+        """Write the last step as a page to look around in; see html.py."""
+        Path(path).write_text(html(self.tape, figures or self.report(), title))
+
     def trace(self, path: str | Path) -> None:
         """Write everything since the beginning for Perfetto; see trace.py."""
         Path(path).write_text(json.dumps(chrome_trace(self.tape)))
 
     def snapshot(self, path: str | Path) -> None:
         """Write the memory and its history for torch's viewer; see trace.py."""
-        Path(path).write_bytes(pickle.dumps(memory_snapshot(self.allocator)))
+        history = memory_snapshot(self.allocator, self.storages.frames or {})
+        Path(path).write_bytes(pickle.dumps(history))
+
+    def record_memory_history(self) -> None:
+        """From now on note which lines of Python ask for memory, for :meth:`snapshot`. Takes time;
+        as ``torch.cuda.memory._record_memory_history()``."""
+        self.storages.frames = {}
 
     def synchronize(self) -> None:
         """As ``torch.cuda.synchronize()``."""

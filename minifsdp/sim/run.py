@@ -18,6 +18,7 @@ from minifsdp import (
     ShardingStrategy,
 )
 from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.sim.advice import advice
 from minifsdp.sim.attention import BACKENDS, only
 from minifsdp.sim.cluster import cluster
 from minifsdp.sim.device import VirtualGpu
@@ -25,6 +26,8 @@ from minifsdp.sim.gpus import GB, GPUS, GiB, preset
 from minifsdp.sim.models import Job
 from minifsdp.sim.presets import MODELS, find
 from minifsdp.sim.recompute import recompute
+from minifsdp.sim.throughput import model_flops, throughput
+from minifsdp.support.pytree import tensors_in
 
 STRATEGIES = {
     "full_shard": ShardingStrategy.FULL_SHARD,
@@ -83,6 +86,7 @@ def add_settings(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--loss", default="whole", choices=["whole", "fused", "chunked"], help="memory of logits"
     )
+    p.add_argument("--price", type=float, help="of a GPU, dollars an hour")
     p.add_argument(
         "--memory", type=float, help="of a GPU, for PyTorch, GiB (default: what is left)"
     )
@@ -128,6 +132,8 @@ def simulate(
         around["taken"] = preset(options.gpu).memory - int(options.memory * GiB)
     virtual = cluster(options.gpu, options.nodes, options.gpus, **around)
     with virtual as gpu, only(options.attention):
+        if getattr(options, "snapshot", None):
+            gpu.record_memory_history()
         model = FSDP(
             module,
             auto_wrap_policy=_units(job, options.unit, module),
@@ -156,8 +162,11 @@ def simulate(
             gpu.phase("backward")
             loss.backward()  # type: ignore[no-untyped-call]
             gpu.phase("optimizer")
+            gpu.tag("parameters", model.parameters())
+            gpu.tag("gradients", (param.grad for param in model.parameters()))
             with torch.device("cpu"):  # where Adam counts steps; torch 2.11 does not insist on it
                 optimizer.step()
+            gpu.tag("optimizer", tensors_in(optimizer.state))
             optimizer.zero_grad()
             loss.item()
             gpu.step()
@@ -199,7 +208,10 @@ def measure(
     except torch.OutOfMemoryError as error:
         return {"fits": False, "why": str(error)}, None
     figures = gpu.report()
-    return {"fits": True, **figures, "binds": binds(figures)}, gpu
+    peak = gpu.cluster.gpu.flops if PRECISION[options.precision] else gpu.cluster.gpu.flops_fp32
+    work = model_flops(gpu.tape), peak, options.batch, options.seq, options.price
+    figures |= throughput(figures, *work) | {"binds": binds(figures)}
+    return {"fits": True, **figures, "advice": str(advice(gpu, figures, options))}, gpu
 
 
 def binds(figures: dict[str, Any]) -> str:

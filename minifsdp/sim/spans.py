@@ -1,11 +1,13 @@
 """Who was busy when: what there is to draw of a tape, and a drawing of it for a terminal."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from minifsdp.sim.report import last_step
-from minifsdp.sim.tape import HOST, STREAMS, Entry, Op, Wait
+from minifsdp.sim.tape import COMPUTE, HOST, STREAMS, Entry, Op, Phase, Wait
 
 LIMITER, STALL = "limiter", "host waits"
+OPTIMIZER, LOSS = "optimizer", "loss"
 
 
 class Span(NamedTuple):
@@ -14,14 +16,14 @@ class Span(NamedTuple):
     lane: str
     start: float
     end: float
-    name: str  # of the unit, or who makes the host wait
+    name: str  # of the unit, "loss", "optimizer", or who makes the host wait
     number: int  # of the unit, in the order of their first gather; -1: none
 
 
 def spans(entries: list[Entry]) -> list[Span]:
     """What there is to draw: work on the streams, together where it is the same unit's and without
     a gap, and the host's waits."""
-    numbers: dict[str, int] = {}
+    whose, numbers = dict(turns(entries)), dict[str, int]()
     found: list[Span] = []
     open_: dict[str, Span] = {}
     for entry in entries:
@@ -29,11 +31,10 @@ def spans(entries: list[Entry]) -> list[Span]:
             name = LIMITER if entry.by_limiter else STALL
             found.append(Span(HOST, entry.launched, entry.until, name, -1))
         elif isinstance(entry, Op) and entry.stream != HOST:
-            unit = _unit(entry)
-            last = open_.get(entry.stream)
-            if not unit and last is not None:
-                unit = last.name  # between two uses of a unit's parameters it is still its turn
-            number = numbers.setdefault(unit, len(numbers)) if unit else -1
+            unit, last = whose[entry], open_.get(entry.stream)
+            if unit not in ("", LOSS, OPTIMIZER):
+                numbers.setdefault(unit, len(numbers))
+            number = numbers.get(unit, -1)
             if last is not None and last.name == unit and entry.start - last.end < 2e-5:
                 open_[entry.stream] = last._replace(end=entry.end)
                 continue
@@ -43,8 +44,22 @@ def spans(entries: list[Entry]) -> list[Span]:
     return [*found, *open_.values()]
 
 
+def turns(entries: list[Entry]) -> Iterator[tuple[Op, str]]:
+    """Each piece of work, and whose it is: a unit's, the loss's or the optimizer's; "": nobody
+    knows. Between two uses of a unit's parameters it is still its turn."""
+    turn = ""
+    for entry in entries:
+        if isinstance(entry, Phase):
+            turn = {"backward": LOSS, "optimizer": OPTIMIZER}.get(entry.name, "")
+        elif isinstance(entry, Op):
+            unit = _unit(entry)
+            if entry.stream == COMPUTE:
+                unit = turn = unit or turn
+            yield entry, unit
+
+
 def _unit(op: Op) -> str:
-    """Whose work it is: what the engine says, or else whose parameters are read."""
+    """What the engine says, or else whose parameters are read."""
     labels = [op.label, *(buffer.label for buffer in op.reads)]
     return next((label.split(" ", 1)[1] for label in labels if " " in label), "").strip("'")
 

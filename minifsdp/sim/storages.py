@@ -5,12 +5,14 @@ device's memory, or of the host's. It gets another one when it is resized.
 """
 
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from minifsdp.sim.allocator import Allocator
 from minifsdp.sim.blocks import Block
+from minifsdp.sim.frames import Frame, frames
 from minifsdp.sim.tape import HOST, Buffer, Entry, Memory
 
 
@@ -24,6 +26,7 @@ class Storages:
 
     def __init__(self, allocator: Allocator, tape: list[Entry], kind: str) -> None:
         self._allocator, self._tape, self._kind = allocator, tape, kind
+        self.frames: dict[int, list[Frame]] | None = None  # of allocations, by place in the log
         self._buffers: dict[int, tuple[Buffer, Block | None]] = {}  # by the address of a storage
 
     def knows(self, tensor: Tensor) -> bool:
@@ -52,6 +55,8 @@ class Storages:
         self._buffers[storage._cdata] = Buffer(label, owner, 0), None  # should there be no room
         if size and owner != HOST:
             block = self._allocator.malloc(size, owner, label)
+            if self.frames is not None:
+                self.frames[len(self._allocator.log) - 1] = frames()
         buffer = Buffer(label, owner, size)
         if had is not None and not size and owner != HOST:
             buffer = had
@@ -65,6 +70,14 @@ class Storages:
         if block is not None:
             self._allocator.record_stream(block, stream)
         return buffer
+
+    def tag(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
+        """Note what the memory of these tensors is, from its allocation on. What has never been
+        seen, or is None, is left out."""
+        for tensor in tensors:
+            local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, what this rank has
+            if local is not None and self.knows(local):
+                self._buffers[local.untyped_storage()._cdata][0].kind = kind
 
     def _forget(self, address: int) -> Buffer | None:
         buffer, block = self._buffers.pop(address, (None, None))

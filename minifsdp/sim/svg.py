@@ -34,7 +34,7 @@ class Drawing:
             f'<rect x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="{height:g}" '
             f'class="{kind}">{title}</rect>'
         )
-        if words and width > 7 * len(words) + 4:
+        if words and width > room(words):
             self.text(round(x + width / 2, 1), y + height / 2 + 3.5, words, "unit")
         self.reach(y + height)
 
@@ -48,7 +48,7 @@ class Drawing:
         for kind, words in names.items():
             self.box(left, top, 10, 10, kind)
             self.text(left + 14, top + 9, words, "legend")
-            left += 30 + 6 * len(words)
+            left += 27 + 6 * len(words)
 
     def reach(self, y: float) -> None:
         """Make the sheet at least this long; a path does not do it by itself."""
@@ -72,16 +72,25 @@ class Drawing:
         Path(path).write_text(str(self))
 
 
+def room(words: str) -> float:
+    """That words take in a box, in pixels."""
+    return 7 * len(words) + 3
+
+
 _STYLE = """<style>
 text { font: 11px system-ui, sans-serif; fill: #57606a; }
 .title { font-size: 13px; font-weight: 600; }
 .lane { text-anchor: end; } .tick, .unit, .middle { text-anchor: middle; }
 .unit { font-size: 10px; fill: #fff; }
 .line { stroke: #8c959f; stroke-opacity: .4; fill: none; }
+.grid { stroke: #8c959f; stroke-opacity: .25; fill: none; }
+.border { stroke: #57606a; stroke-dasharray: 3 3; fill: none; }
 .blue { fill: #1f6feb; } .lightblue { fill: #4184e4; }
 .purple { fill: #8250df; } .lightpurple { fill: #986ee2; }
-.orange { fill: #e16f24; } .amber { fill: #bf8700; fill-opacity: .6; } .red { fill: #cf222e; }
+.orange { fill: #e16f24; } .amber { fill: #d4a72c; } .red { fill: #cf222e; }
+.teal { fill: #1b7c83; }
 .green { fill: #2da44e; } .lightgreen { fill: #2da44e; fill-opacity: .45; }
 .gray { fill: #8c959f; fill-opacity: .55; } .lightgray { fill: #8c959f; fill-opacity: .35; }
-@media (prefers-color-scheme: dark) { text { fill: #adbac7; } .unit { fill: #fff; } }
+@media (prefers-color-scheme: dark) { text { fill: #adbac7; } .unit { fill: #fff; }
+  .border { stroke: #adbac7; } }
 </style>"""

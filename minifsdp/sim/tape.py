@@ -21,6 +21,7 @@ class Buffer:
     label: str  # what was going on when it was allocated
     owner: str  # the stream it is from, or the host
     nbytes: int
+    kind: str = ""  # what it is, where VirtualGpu.tag has said so
 
 
 @dataclass(eq=False)

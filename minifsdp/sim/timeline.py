@@ -2,22 +2,26 @@ r"""Pictures of a step: who was busy when, and what memory it took.
 
 ::
 
+             forward         | backward        | optimizer
     host     launches; where it has to wait it is marked, and so is who made it wait
     compute  |0 |1 |2 |3 |3 |2 |1 |0 |         by unit: forward, then backward
     unshard  |0|1|2|3|  |2|1|0|                all-gathers
     reduce                |3 |2 |1 |0 |        reduce-scatters
-    memory   ___/---\___                       reserved, active, allocated, on the same axis
+             0 ms     5 ms     10 ms
+    8 GiB    ___/---\___                       reserved, active, allocated, on the same axis
+
+Work and phases are where the device is; memory is where the host is, which may be ahead of it.
 """
 
 import math
 from collections.abc import Iterator
 
 from minifsdp.sim.report import last_step
-from minifsdp.sim.spans import LIMITER, STALL, Span, spans
-from minifsdp.sim.svg import WIDTH, Drawing
-from minifsdp.sim.tape import COMPUTE, HOST, STREAMS, Entry, Memory
+from minifsdp.sim.spans import LIMITER, OPTIMIZER, Span, spans
+from minifsdp.sim.svg import WIDTH, Drawing, room
+from minifsdp.sim.tape import COMPUTE, HOST, STREAMS, Entry, Memory, Phase
 
-LEFT, RIGHT, LANE, PLOT = 66, 12, 26, 96
+LEFT, RIGHT, LANE, STRIP, AXIS, PLOT = 66, 12, 26, 18, 24, 96
 MEMORY = {"reserved": "lightgray", "active": "lightgreen", "allocated": "green"}
 
 
@@ -32,7 +36,7 @@ def svg(steps: dict[str, list[Entry]]) -> str:
     for title, (tape, start, end) in shown.items():
         panel = _Panel(drawing, tape, (start, end), seconds, most)
         panel.draw(title)
-        names |= panel.waits
+        names |= panel.names
     drawing.legend(LEFT, names | {colour: name for name, colour in MEMORY.items()})
     return str(drawing)
 
@@ -52,26 +56,56 @@ class _Panel:
         self._spans = [s for s in spans(tape) if s.end > self._start < self._end > s.start]
         self._lanes = [HOST, *(s for s in STREAMS if any(span.lane == s for span in self._spans))]
         self._scale, self._most = (WIDTH - LEFT - RIGHT) / seconds, most
-        self._top = drawing.bottom + 30
-        self._floor = self._top + LANE * len(self._lanes) + 24 + PLOT
-        self.waits = {
+        self._phases = [entry for entry in tape if isinstance(entry, Phase)]
+        self._title = drawing.bottom + 18
+        self._top = self._title + 12 + STRIP * bool(self._phases)
+        reserved = max((m.reserved for m in _levels(tape)), default=0)
+        plot = max(PLOT * reserved / most, 16)
+        self._axis = self._top + LANE * len(self._lanes)
+        self._reserved, self._floor = reserved, self._axis + AXIS + plot
+        kinds = {_kind(span): span for span in self._spans}
+        self.names = {
             kind: words
-            for name, kind, words in (
-                (LIMITER, "orange", "host waits for the limiter"),
-                (STALL, "amber", "host waits"),
+            for kind, words in (
+                ("teal", "optimizer"),
+                ("orange", "host waits for the limiter"),
+                ("amber", "host waits"),
             )
-            if any(span.name == name for span in self._spans if span.lane == HOST)
+            if kind in kinds
         }
 
     def draw(self, title: str) -> None:
-        self._drawing.text(LEFT, self._top - 12, title, "title")
+        self._drawing.text(LEFT, self._title, title, "title")
+        self._times()
         for row, lane in enumerate(self._lanes):
             self._lane(lane, self._top + row * LANE)
+        self._sizes()
         self._memory()
+        self._strip()
+
+    def _strip(self) -> None:
+        """Where each phase begins, and its name: behind that, or before if it is too far right."""
+        for phase in self._phases:
+            x, y = round(self._x(phase.time), 1), self._top - STRIP
+            self._drawing.path(f"M{x:g} {y:g}V{self._axis:g}", "border")
+            fits = x + 6 * len(phase.name) < WIDTH - 4
+            self._drawing.text(x + (4 if fits else -4), y + 11, phase.name, "" if fits else "lane")
+
+    def _times(self) -> None:
+        """The axis of time, with lines up through the lanes."""
         for at in _ticks(self._end - self._start):
             x = round(self._x(self._start + at), 1)
+            self._drawing.path(f"M{x:g} {self._top:g}V{self._axis + 4:g}", "grid")
             if x < WIDTH - 20:  # else there is no room for the words
-                self._drawing.text(x, self._floor - PLOT - 10, f"{at * 1e3:g} ms", "tick")
+                self._drawing.text(x, self._axis + 16, f"{at * 1e3:g} ms", "tick")
+
+    def _sizes(self) -> None:
+        """The axis of memory."""
+        step = 2.0 ** math.ceil(math.log2(self._most / 4))
+        for count in range(int(self._reserved / step) + 1):
+            y = round(self._floor - PLOT * count * step / self._most, 1)
+            self._drawing.text(LEFT - 8, y + 4, _human(count * step), "lane")
+            self._drawing.path(f"M{LEFT - 4:g} {y:g}H{LEFT}", "line")
 
     def _x(self, time: float) -> float:
         return LEFT + (min(max(time, self._start), self._end) - self._start) * self._scale
@@ -87,6 +121,8 @@ class _Panel:
                 left = self._x(span.start)
                 width = max(self._x(span.end) - left, 0.6)
                 words = span.name if lane != HOST else ""
+                if width <= room(words):
+                    words = words.rpartition(".")[2]  # of blocks.3 the 3
                 tip = f"{span.name or lane}: {(span.end - span.start) * 1e3:.3g} ms"
                 self._drawing.box(left, y + 3, width, LANE - 7, _kind(span), words, tip)
 
@@ -107,9 +143,8 @@ class _Panel:
             if path:
                 path += f"H{right:.1f}V{floor:g}H{min(columns):g}Z"
                 self._drawing.path(path, colour)
-        peak = max((m.reserved for memory in columns.values() for m in memory), default=0)
-        y = floor - PLOT * peak / self._most
-        self._drawing.text(LEFT + 4, round(y + 12, 1), f"{_human(peak)} reserved")
+        top = floor - PLOT * self._reserved / self._most
+        self._drawing.text(LEFT + 4, round(top + 12, 1), f"{_human(self._reserved)} reserved")
         self._drawing.path(f"M{LEFT} {floor:g}H{right:.1f}", "line")
         self._drawing.reach(floor + 12)
 
@@ -117,6 +152,8 @@ class _Panel:
 def _kind(span: Span) -> str:
     if span.lane == HOST:
         return "orange" if span.name == LIMITER else "amber"
+    if span.name == OPTIMIZER:
+        return "teal"
     colour = "blue" if span.lane == COMPUTE else "purple"
     return f"light{colour}" if span.number % 2 else colour  # neighbours can be told apart
 
@@ -134,5 +171,5 @@ def _ticks(seconds: float) -> Iterator[float]:
 def _human(size: float) -> str:
     for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
         if size >= unit:
-            return f"{size / unit:.{int(size < 10 * unit)}f} {name}"
-    return f"{size:.0f} B"
+            return f"{size / unit:.{int(size < 10 * unit and size % unit > 0)}f} {name}"
+    return f"{size:.0f} B" if size else "0"

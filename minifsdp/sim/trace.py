@@ -10,6 +10,7 @@ from typing import Any
 
 from minifsdp.sim.allocator import Allocator
 from minifsdp.sim.blocks import Block
+from minifsdp.sim.frames import Frame
 from minifsdp.sim.tape import HOST, STREAMS, Entry, Mark, Memory, Op, Wait
 
 
@@ -47,11 +48,22 @@ def chrome_trace(tape: list[Entry], name: str = "rank 0") -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def memory_snapshot(allocator: Allocator) -> dict[str, Any]:
-    """What the allocator holds now and what it has done, as an object for :func:`pickle.dump`."""
+def memory_snapshot(allocator: Allocator, frames: dict[int, list[Frame]]) -> dict[str, Any]:
+    """What the allocator holds now and what it has done, as an object for :func:`pickle.dump`.
+
+    Args:
+        frames: who asked for an allocation, by its place in the allocator's log.
+    """
+    stacks: list[list[Frame]] = []
+    at: dict[int, list[Frame]] = {}  # the last one at each address
+    for place, (action, address, *_, label) in enumerate(allocator.log):
+        what = [{"name": label, "filename": "", "line": 0}] if label else []
+        stacks.append(what + frames.get(place, []))
+        if action == "alloc":
+            at[address] = stacks[-1]
     return {
         "segments": [
-            _segment(blocks, allocator.expandable)
+            _segment(blocks, allocator.expandable, at)
             for first in allocator.segments.values()
             for blocks in _ranges(first)
         ],
@@ -63,9 +75,11 @@ def memory_snapshot(allocator: Allocator) -> dict[str, Any]:
                     "size": size,
                     "stream": _number(stream),
                     "time_us": int(time * 1e6),
-                    "frames": [{"name": label, "filename": "", "line": 0}] if label else [],
+                    "frames": stack,
                 }
-                for action, address, size, stream, time, label in allocator.log
+                for (action, address, size, stream, time, _), stack in zip(
+                    allocator.log, stacks, strict=True
+                )
             ]
         ],
     }
@@ -84,7 +98,9 @@ def _ranges(first: Block) -> list[list[Block]]:
     return [blocks for blocks in ranges if blocks]
 
 
-def _segment(blocks: list[Block], expandable: bool) -> dict[str, Any]:
+def _segment(
+    blocks: list[Block], expandable: bool, frames: dict[int, list[Frame]]
+) -> dict[str, Any]:
     first = blocks[0]
     state = {id(b): _state(b) for b in blocks}
     allocated = sum(b.size for b in blocks if b.allocated)
@@ -106,7 +122,7 @@ def _segment(blocks: list[Block], expandable: bool) -> dict[str, Any]:
                 "size": b.size,
                 "requested_size": b.size,
                 "state": state[id(b)],
-                "frames": [],
+                "frames": [] if state[id(b)] == "inactive" else frames[b.address],
             }
             for b in blocks
         ],

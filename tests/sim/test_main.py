@@ -30,6 +30,9 @@ def test_a_run_says_whether_it_fits_how_fast_it_is_and_what_binds(capsys):
     out = capsys.readouterr().out
     for line in ("  compute ", "  unshard ", "fits  ", "step  ", "peak reserved  ", "binds  "):
         assert line in out
+    assert "MFU  " in out and "  parameters  " in out and "dollars" not in out
+    assert main([*SMALL, "--price", "2"]) == 0
+    assert "dollars per billion tokens  " in capsys.readouterr().out
 
 
 def test_figures_only(capsys):
@@ -63,7 +66,7 @@ def test_races_are_printed_if_asked_for(capsys, monkeypatch):
 
 
 def test_files_are_written(tmp_path, capsys):
-    files = {kind: str(tmp_path / kind) for kind in ("svg", "trace", "snapshot")}
+    files = {kind: str(tmp_path / kind) for kind in ("svg", "html", "trace", "snapshot")}
     main([*SMALL, *(word for kind, path in files.items() for word in (f"--{kind}", path))])
     capsys.readouterr()
     assert {path.name for path in tmp_path.iterdir()} == set(files)

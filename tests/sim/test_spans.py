@@ -1,7 +1,7 @@
 """sim/spans.py: who was busy when."""
 
 from minifsdp.sim.spans import spans, text
-from minifsdp.sim.tape import Buffer, Mark, Memory, Note, Op, Wait
+from minifsdp.sim.tape import Buffer, Mark, Memory, Note, Op, Phase, Wait
 
 GATHERED = {name: Buffer(f"all-gather '{name}'", "unshard", 100) for name in ("a", "b")}
 OTHER = Buffer("", "compute", 100)
@@ -41,6 +41,20 @@ def test_work_of_one_unit_is_one_span():
 def test_a_gap_parts_what_is_the_same_units():
     found = spans([op("reduce", 0.0, 1.0, "reduce 'a'"), op("reduce", 2.0, 3.0, "reduce 'a'")])
     assert [(s.start, s.end) for s in found] == [(0.0, 1.0), (2.0, 3.0)]
+
+
+def test_where_no_unit_says_whose_work_it_is_the_phase_does():
+    b = (GATHERED["b"],)
+    steps = [
+        ("forward", [op("compute", 0, 1), op("compute", 2, 3, reads=b), op("compute", 4, 5)]),
+        ("backward", [op("compute", 6, 7), op("compute", 8, 9, reads=b), op("compute", 10, 11)]),
+        ("optimizer", [op("compute", 12, 13), op("compute", 14, 15)]),
+        ("forward", [op("compute", 16, 17)]),
+    ]
+    tape = [e for name, ops in steps for e in (Phase(name, ops[0].start, ops[0].start), *ops)]
+    names = ["", "b", "b", "loss", "b", "b", "optimizer", "optimizer", ""]
+    assert [span.name for span in spans(tape)] == names
+    assert {s.name: s.number for s in spans(tape)} == {"": -1, "b": 0, "loss": -1, "optimizer": -1}
 
 
 def test_as_text_it_is_a_row_for_each_lane():

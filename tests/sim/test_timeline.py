@@ -7,10 +7,10 @@ import pytest
 
 from minifsdp.sim.spans import text
 from minifsdp.sim.svg import WIDTH
-from minifsdp.sim.tape import Memory, Note
+from minifsdp.sim.tape import Buffer, Memory, Note, Phase
 from minifsdp.sim.timeline import _ticks, svg
 from tests.sim.test_cluster import train
-from tests.sim.test_spans import OTHER, STEP
+from tests.sim.test_spans import GATHERED, OTHER, STEP, op
 
 
 def shapes(picture: str) -> dict[str, list[ElementTree.Element]]:
@@ -63,6 +63,56 @@ def test_a_peak_is_drawn_however_short():
     heights = [float(y) for y in re.findall(r"V([\d.]+)", path.get("d"))]
     floor, top = max(heights), min(float(y) for y in re.findall(r"[ V]([\d.]+)", path.get("d")))
     assert (floor - heights[0]) * 10 == pytest.approx(floor - top, abs=1)
+
+
+PHASES = [
+    Phase("forward", -1.0, 0.0),
+    *STEP[:3],
+    Phase("backward", 1.0, 4.0),
+    op("compute", 4.0, 5.0),
+    op("compute", 5.0, 6.0, reads=(GATHERED["b"],)),
+    Phase("optimizer", 2.0, 7.9),
+    op("compute", 7.9, 8.0),
+    Note(8.0),
+]
+
+
+def test_forward_backward_and_optimizer_are_marked():
+    found = shapes(svg({"": PHASES}))
+    left, scale = 66, (WIDTH - 66 - 12) / 8
+    borders = [float(path.get("d")[1:].split(" ")[0]) for path in found["border"]]
+    assert borders == pytest.approx([left, left + 4 * scale, left + 7.9 * scale], abs=0.1)
+    words = {e.text: e for kind in ("", "lane") for e in found[kind]}
+    assert float(words["backward"].get("x")) == pytest.approx(borders[1] + 4)
+    assert float(words["optimizer"].get("x")) == pytest.approx(borders[2] - 4)  # it ends there
+    (box, _) = found["teal"]  # and in the legend
+    assert float(box.get("width")) == pytest.approx(0.1 * scale, abs=0.1)
+    assert "loss" in {e.text for e in found["unit"]}
+
+
+def test_a_step_with_less_memory_takes_less_room():
+    small = [*STEP[:3], Memory(OTHER, False, 2.0, 5, 10, 20), Note(4.0)]
+    ys = [float(title.get("y")) for title in shapes(svg({"a": small, "b": STEP}))["title"]]
+    other = [float(title.get("y")) for title in shapes(svg({"a": STEP, "b": STEP}))["title"]]
+    assert ys[1] - ys[0] == pytest.approx(other[1] - other[0] - 96 / 2 - 26)  # no reduce lane
+
+
+def test_both_axes_have_round_figures():
+    memory = [Memory(OTHER, False, 2.0, 5, 10, int(9.7 * 2**30))]
+    found = shapes(svg({"": [*STEP[:3], *memory, Note(8.0)]}))
+    assert [e.text for e in found["lane"]][-3:] == ["0", "4 GiB", "8 GiB"]
+    ys = [float(e.get("y")) for e in found["lane"]][-3:]
+    assert 0 < ys[0] - ys[1] == pytest.approx(ys[1] - ys[2], abs=0.2)
+    assert [e.text for e in found["tick"]][:3] == ["0 ms", "1000 ms", "2000 ms"]
+
+
+def test_of_a_units_name_there_is_as_much_as_fits():
+    full, end = "model.blocks.17", Note(8.0)
+    layer = Buffer(f"all-gather '{full}'", "unshard", 1)
+    wide = [op("compute", 0.0, 4.0, reads=(layer,)), end]
+    narrow = [op("compute", 0.0, 0.3, reads=(layer,)), end]
+    assert [e.text for e in shapes(svg({"": wide}))["unit"]] == [full]
+    assert [e.text for e in shapes(svg({"": narrow}))["unit"]] == ["17"]
 
 
 def test_what_is_not_there_is_not_in_the_legend():

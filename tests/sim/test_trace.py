@@ -12,7 +12,7 @@ from tests.sim.test_cluster import train
 
 @pytest.fixture(scope="module")
 def gpu():
-    virtual, model = train(batch=4096, blocks=4)
+    virtual, model = train(batch=4096, blocks=4, record=True)
     yield virtual
     del model  # alive till now, and its memory with it
 
