@@ -14,31 +14,36 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from minifsdp.sim.device import VirtualGpu
-from minifsdp.sim.plan import plan
-from minifsdp.sim.run import add_settings, measure
-from minifsdp.sim.spans import text
-from minifsdp.sim.timeline import svg
+from minifsdp.sim.options import Parser, add_settings, check, grid
+from minifsdp.sim.values import check_files
 
+if TYPE_CHECKING:
+    from minifsdp.sim.device import VirtualGpu
 
-class Parser(argparse.ArgumentParser):
-    """Refuses in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
+FILES = {
+    "svg": "draw the step",
+    "trace": "for ui.perfetto.dev",
+    "snapshot": "for pytorch.org/memory_viz",
+}
+"""What can be written, by option."""
 
 
 def parser() -> Parser:
     """The settings of a run, and what to do with it."""
     p = Parser(prog="python -m minifsdp.sim", description="A training step on a virtual cluster.")
     add_settings(p)
-    p.add_argument("--sweep", metavar="NAME=A,B,...", help="a row for each value of a setting")
-    p.add_argument("--svg", metavar="FILE", help="draw the step")
-    p.add_argument("--trace", metavar="FILE", help="for ui.perfetto.dev")
-    p.add_argument("--snapshot", metavar="FILE", help="for pytorch.org/memory_viz")
-    p.add_argument("--json", action="store_true", help="print figures only")
+    p.add_argument(
+        "--sweep",
+        metavar="NAME=A,B,...",
+        action="append",
+        default=[],
+        help="a row for each value of a setting; with several, for each combination",
+    )
+    for name, what in FILES.items():
+        p.add_argument(f"--{name}", metavar="FILE", help=what)
+    p.add_argument("--json", action="store_true", help="print settings and figures only")
     return p
 
 
@@ -46,46 +51,74 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0; 1 where nothing fits; 2 where an option makes no sense."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if given[:1] == ["plan"]:
-            p = Parser(prog="python -m minifsdp.sim plan", description=plan.__doc__)
-            return plan(p, given[1:], progress)
-        return run(parser().parse_args(given))
-    except ValueError as error:
+        return search(given[1:]) if given[:1] == ["plan"] else run(given)
+    except (ValueError, OSError) as error:
         progress("")
         print(f"minifsdp.sim: {error}", file=sys.stderr)
         return 2
 
 
-def run(options: argparse.Namespace) -> int:
-    """One run, or one for each value of a sweep."""
-    name, _, values = (options.sweep or "").partition("=")
-    if options.sweep and (not values or name not in vars(options)):
-        raise ValueError(
-            f"--sweep is NAME=A,B,... with the name of an option, not {options.sweep!r}"
-        )
+# torch is imported in these two, when all options are known to make sense.
+
+
+def search(given: list[str]) -> int:
+    """``plan``: which settings are the best ones."""
+    p = Parser(prog="python -m minifsdp.sim plan", description="Search for the best settings.")
+    add_settings(p)
+    check(p.parse_args(given))
+    from minifsdp.sim.plan import plan
+
+    return plan(p, given, progress)
+
+
+def run(given: list[str]) -> int:
+    """One run, or one for each combination of the values that are swept."""
+    p = parser()
+    options = p.parse_args(given)
+    check_files({name: getattr(options, name) for name in FILES})
+    rows = grid(p, options, options.sweep)
+    from minifsdp.sim.presets import find
+    from minifsdp.sim.run import measure
+
+    asked = dict.fromkeys((its.model, its.config, its.input, its.seq) for _, its in rows)
+    for note in dict.fromkeys(find(*which).note for which in asked):  # all, before the first runs
+        if note:
+            print(f"minifsdp.sim: {note}", file=sys.stderr)
     runs = []
-    for value in values.split(",") if options.sweep else [""]:
-        its = argparse.Namespace(**vars(options))
-        if value:  # as if it had been written there
-            setattr(its, name, getattr(parser().parse_args([f"--{name}", value]), name))
+    for chosen, its in rows:
+        name = _name(chosen)
 
-        def tell(what: str, value: str = value) -> None:
-            progress(f"{name} {value}: {what}" if value else what)
+        def tell(what: str, name: str = name) -> None:
+            progress(f"{name}: {what}" if name else what)
 
-        runs.append((value, *measure(its, progress=tell)))
+        runs.append((chosen, its, *measure(its, progress=tell)))
     progress("")
     if options.json:
-        print(json.dumps([{name or "run": value, **figures} for value, figures, _ in runs]))
+        print(json.dumps([{**c, "settings": _settings(its), **f} for c, its, f, _ in runs]))
     elif options.sweep:
-        _table(name, [(value, figures) for value, figures, _ in runs])
+        _table([(chosen, figures) for chosen, _, figures, _ in runs])
     else:
-        (_, figures, gpu) = runs[0]
-        if gpu is not None:
-            print(text(gpu.tape), end="\n\n")
-        for key, words in in_words(figures).items():
-            print(f"{key:28} {words:>14}" if key != "why" else words)
-    _write_files(options, {f"{name} {value}".strip(): gpu for value, _, gpu in runs if gpu})
-    return 0 if any(figures["fits"] for _, figures, _ in runs) else 1
+        _show(*runs[0][2:])
+    _write_files(options, {_name(chosen): gpu for chosen, _, _, gpu in runs if gpu})
+    return 0 if any(figures["fits"] for _, _, figures, _ in runs) else 1
+
+
+def _name(chosen: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in chosen.items())
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    others = {*FILES, "sweep", "json"}
+    return {name: value for name, value in vars(options).items() if name not in others}
+
+
+def _show(figures: dict[str, Any], gpu: "VirtualGpu | None") -> None:
+    from minifsdp.sim.spans import text
+
+    if gpu is not None:
+        print(text(gpu.tape), end="\n\n")
+    for key, words in in_words(figures).items():
+        print(f"{key:28} {words:>14}" if key != "why" else words)
 
 
 def progress(what: str) -> None:
@@ -107,12 +140,14 @@ def in_words(figures: dict[str, Any]) -> dict[str, str]:
     return words
 
 
-def _write_files(options: argparse.Namespace, gpus: dict[str, VirtualGpu]) -> None:
+def _write_files(options: argparse.Namespace, gpus: "dict[str, VirtualGpu]") -> None:
     """A picture of all runs that fit, and the last one's trace and snapshot."""
     if not gpus:
         return
     (*_, gpu) = gpus.values()
     if options.svg:
+        from minifsdp.sim.timeline import svg
+
         what = f"{options.model}, {options.nodes} x {options.gpus} {options.gpu}"
         steps = {f"{what}, {which}".removesuffix(", "): its.tape for which, its in gpus.items()}
         Path(options.svg).write_text(svg(steps))
@@ -122,13 +157,20 @@ def _write_files(options: argparse.Namespace, gpus: dict[str, VirtualGpu]) -> No
         gpu.snapshot(options.snapshot)
 
 
-def _table(name: str, rows: list[tuple[str, dict[str, Any]]]) -> None:
+def _table(rows: list[tuple[dict[str, str], dict[str, Any]]]) -> None:
     columns = ("step", "exposed communication", "idle", "peak allocated", "peak reserved", "binds")
-    print(f"{name:>12} " + "".join(f"{column:>23}" for column in columns))
-    for value, figures in rows:
+    names = list(rows[0][0])
+    widths = [max(12, len(n), *(len(chosen[n]) for chosen, _ in rows)) for n in names]
+
+    def line(values: list[str], shown: Sequence[str]) -> None:
+        left = " ".join(f"{v:>{width}}" for v, width in zip(values, widths, strict=True))
+        print(f"{left} " + "".join(f"{word:>23}" for word in shown))
+
+    line(names, columns)
+    for chosen, figures in rows:
         words = in_words(figures)
         shown = [words[column] for column in columns] if figures["fits"] else ["does not fit"]
-        print(f"{value:>12} " + "".join(f"{word:>23}" for word in shown))
+        line(list(chosen.values()), shown)
 
 
 if __name__ == "__main__":
