@@ -77,13 +77,9 @@ def run(given: list[str]) -> int:
     options = p.parse_args(given)
     check_files({name: getattr(options, name) for name in FILES})
     rows = grid(p, options, options.sweep)
-    from minifsdp.sim.presets import find
     from minifsdp.sim.run import measure
 
-    asked = dict.fromkeys((its.model, its.config, its.input, its.seq) for _, its in rows)
-    for note in dict.fromkeys(find(*which).note for which in asked):  # all, before the first runs
-        if note:
-            print(f"minifsdp.sim: {note}", file=sys.stderr)
+    _try_models([its for _, its in rows])
     runs = []
     for chosen, its in rows:
         name = _name(chosen)
@@ -101,6 +97,20 @@ def run(given: list[str]) -> int:
         _show(*runs[0][2:])
     _write_files(options, {_name(chosen): gpu for chosen, _, _, gpu in runs if gpu})
     return 0 if any(figures["fits"] for _, _, figures, _ in runs) else 1
+
+
+def _try_models(rows: list[argparse.Namespace]) -> None:
+    """Find all models, and run those once that are not presets: before the first long run."""
+    from minifsdp.sim.plain import tried
+    from minifsdp.sim.presets import MODELS, find
+
+    asked = dict.fromkeys((its.model, its.config, its.input, its.seq) for its in rows)
+    for model, config, shape, length in asked:
+        job = find(model, config, shape)
+        if model not in MODELS and not config:
+            tried(job, model, shape, length)
+        if job.note:
+            print(f"minifsdp.sim: {job.note}", file=sys.stderr)
 
 
 def _name(chosen: dict[str, str]) -> str:

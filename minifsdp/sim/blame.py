@@ -10,9 +10,10 @@ import torch
 
 import minifsdp
 
+MINIFSDP = os.path.dirname(minifsdp.__file__)
 LIBRARIES = (
+    MINIFSDP,
     os.path.dirname(torch.__file__),
-    os.path.dirname(minifsdp.__file__),
     sysconfig.get_path("stdlib"),
     "<frozen",
 )
@@ -35,12 +36,11 @@ def blaming(model: str, doing: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
+        if "attention kernels" in str(error):  # of attention.py
+            raise ValueError(f"--attention: {error}") from error
         what = f"model {model!r} fails in {doing}"
-        if isinstance(error, (NotImplementedError, RuntimeError)):
-            if "attention kernels" in str(error):
-                what = "--attention"
-            elif "meta" in str(error):
-                what = f"model {model!r} cannot run on tensors without values"
+        if isinstance(error, (NotImplementedError, RuntimeError)) and "meta" in str(error):
+            what = f"model {model!r} cannot run on tensors without values"
         raise ValueError(f"{what}: {said(error)}") from error
 
 
@@ -52,12 +52,13 @@ def said(error: Exception) -> str:
 
 def place(error: Exception) -> str:
     """``file:line``: the innermost that is not in torch, minifsdp or Python itself; if all are,
-    the innermost."""
+    the innermost of minifsdp."""
     if isinstance(error, SyntaxError) and error.filename:  # that line has not been run
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not _is_library(frame.filename)]
-    innermost = (own or frames)[-1]
+    ours = [frame for frame in frames if frame.filename.startswith(MINIFSDP)]
+    innermost = (own or ours or frames)[-1]
     return f"{innermost.filename}:{innermost.lineno}"
 
 

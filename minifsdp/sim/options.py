@@ -6,15 +6,14 @@ together in :func:`check`. No torch in here: help and refusals come at once.
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn
 
 from minifsdp.sim.gpus import GPUS, GiB
 from minifsdp.sim.sizes import SIZES
-from minifsdp.sim.values import limit, number, one_of, recompute, shape, whole
+from minifsdp.sim.values import limit, meant, number, one_of, recompute, shape, whole
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 PRECISION = ("fp32", "bf16", "bf16-fp32")
@@ -25,6 +24,7 @@ ATTENTION = ("auto", "flash", "cudnn", "efficient", "math")
 OPTIMIZERS = ("sgd", "adam", "adamw", "adamw-8bit", "adamw-bf16")
 YES = ("no", "yes")
 MOST_GPUS = 131_072
+NOTHING_CLOSE = "; --help shows what is"
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,18 +37,13 @@ class Parser(argparse.ArgumentParser):
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             option = unknown[0].partition("=")[0]
-            kind = "option" if option.startswith("-") else "argument"
-            self.error(f"there is no {kind} {option}{meant(option, self._option_string_actions)}")
+            names = list(self._option_string_actions) if option.startswith("-") else ["plan"]
+            close = "; it comes first" if option == "plan" else meant(option, names)
+            self.error(f"{option} is not known here{close or NOTHING_CLOSE}")
         return found
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
-
-
-def meant(given: str, names: Iterable[str]) -> str:
-    """Which name somebody may have meant, as the end of a message."""
-    (*close,) = get_close_matches(given, list(names), 1, 0.6)
-    return f"; did you mean {close[0]}?" if close else "; --help shows all"
 
 
 def add_settings(p: argparse.ArgumentParser) -> None:
@@ -106,9 +101,10 @@ def check(options: argparse.Namespace) -> None:
         ValueError: says what to do.
     """
     if ":" not in options.model and options.model not in SIZES:
+        close = meant(options.model, list(SIZES))
         raise ValueError(
-            f"--model: {options.model!r} is not known{meant(options.model, SIZES)} A model of your "
-            f"own is module:callable"
+            f"--model: {options.model!r} is not known{close or NOTHING_CLOSE} (One of your own is "
+            f"module:callable)"
         )
     if options.nodes * options.gpus > MOST_GPUS:
         raise ValueError(
@@ -169,7 +165,9 @@ def grid(parser: Parser, options: argparse.Namespace, sweeps: Sequence[str]) -> 
         if not values:
             raise ValueError(f"--sweep is NAME=A,B,... with the name of a setting, not {sweep!r}")
         if name not in names:
-            raise ValueError(f"--sweep: there is no setting {name!r}{meant(name, names)}")
+            raise ValueError(
+                f"--sweep: there is no setting {name!r}{meant(name, names) or NOTHING_CLOSE}"
+            )
         if name in axes:
             raise ValueError(f"--sweep {name} is there twice; write all values behind one")
         axes[name] = values.split(",")

@@ -14,21 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from minifsdp.sim.blame import said
+from minifsdp.sim.blame import blaming
 from minifsdp.sim.models import Job
 from minifsdp.support.pytree import tensors_in
 
 
-def job_of(name: str, build: Callable[[], nn.Module], shape: str, length: int) -> Job:
-    """How to train what ``build`` makes. It is made once here, and tried, without values.
+def job_of(name: str, build: Callable[[], nn.Module], shape: str) -> Job:
+    """How to train what ``build`` makes. It is made once here, without values.
 
     Args:
         name: the user's, for messages.
         shape: of one sample, as ``3x224x224``; empty for tokens.
-        length: how many tokens to try it with.
-
-    Raises:
-        ValueError: it cannot be run with such an input.
     """
 
     def made() -> nn.Module:
@@ -46,21 +42,27 @@ def job_of(name: str, build: Callable[[], nn.Module], shape: str, length: int) -
 
     with torch.device("meta"):
         module = made()
-        try:
-            trained = loss(module, 2, length).requires_grad
-        except Exception as error:
-            given = f"samples of shape {shape}" if shape else f"{length} tokens"
-            raise ValueError(
-                f"model {name!r} does not run on {given}: {said(error)}. What one sample is can be "
-                f"said: --input 3x224x224, or --seq for tokens"
-            ) from error
-    if not trained:
-        raise ValueError(f"model {name!r}: nothing that its forward returns has a gradient")
     block, count = repeated(module)
     note = f"model {name!r}: the model is one unit, since no class is repeated in it"
     if block is not None:
         note = f"model {name!r}: units are the {count} modules of class {block.__name__}"
     return Job(made, (block,) if block else (), loss, note)
+
+
+def tried(job: Job, name: str, shape: str, length: int) -> None:
+    """Run a model's forward once, on two samples without values, before it is run for long.
+
+    Raises:
+        ValueError: it fails.
+    """
+    with torch.device("meta"):
+        with blaming(name, "its constructor"):
+            module = job.build()
+        guessed = f" on {length} tokens (for other inputs: --input 3x224x224)"
+        with blaming(name, "its forward" + guessed * bool(job.note and not shape)):
+            trained = job.loss(module, 2, length).requires_grad
+    if not trained:
+        raise ValueError(f"model {name!r}: its loss has no gradient")
 
 
 def _sum(output: object) -> Tensor:

@@ -44,17 +44,16 @@ FAMILIES: dict[str, Callable[..., Job]] = {
 MODELS = {name: FAMILIES[family](*sizes) for name, (family, sizes) in SIZES.items()}
 
 
-def find(name: str, config: str = "", shape: str = "", length: int = 1024) -> Job:
+def find(name: str, config: str = "", shape: str = "") -> Job:
     """A preset; ``module:callable`` of the user's own, which returns a :class:`Job` or a plain
     ``nn.Module`` (plain.py); or ``hf:CLASS``, a class of transformers with a JSON file as its
     configuration.
 
     Args:
-        shape: of a plain module's input.
-        length: how many tokens to try one with that has none.
+        shape: of one sample, for a plain module that does not take tokens: ``"3x224x224"``.
 
     Raises:
-        ValueError: there is no such thing, or it cannot be run.
+        ValueError: there is no such thing, or it cannot be made.
     """
     if name in MODELS:
         return MODELS[name]
@@ -79,12 +78,12 @@ def find(name: str, config: str = "", shape: str = "", length: int = 1024) -> Jo
         raise
     build = getattr(there, attribute, None)
     if not callable(build):
-        there_are = "no callable" if build is None else f"a {type(build).__name__} and no callable"
-        raise ValueError(f"model {name!r}: {module} has {there_are} of this name")
+        what = "nothing" if build is None else f"{type(build).__name__}, no callable,"
+        raise ValueError(f"model {name!r}: {module} has {what} of the name {attribute!r}")
     with torch.device("meta"), blaming(name, f"{attribute}()"):
         found = build()
     if isinstance(found, nn.Module):
-        return job_of(name, build, shape, length)
+        return job_of(name, build, shape)
     if not isinstance(found, Job):
         raise ValueError(
             f"model {name!r}: {attribute}() returned a {type(found).__name__}, neither an "

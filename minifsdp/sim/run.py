@@ -11,14 +11,6 @@ from typing import Any
 
 import torch
 
-from minifsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    CustomPolicy,
-    ForwardPrefetch,
-    MixedPrecision,
-    ShardingStrategy,
-)
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.sim.attention import only
 from minifsdp.sim.blame import blaming
@@ -31,29 +23,8 @@ from minifsdp.sim.optimizers import OPTIMIZERS
 from minifsdp.sim.options import check
 from minifsdp.sim.presets import find
 from minifsdp.sim.recompute import recompute
+from minifsdp.sim.wrapped import wrapped
 
-STRATEGIES = {
-    "full_shard": ShardingStrategy.FULL_SHARD,
-    "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
-    "no_shard": ShardingStrategy.NO_SHARD,
-    "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
-    "hybrid_shard_zero2": ShardingStrategy._HYBRID_SHARD_ZERO2,
-}
-BACKWARD = {
-    "pre": BackwardPrefetch.BACKWARD_PRE,
-    "post": BackwardPrefetch.BACKWARD_POST,
-    "none": None,
-}
-FORWARD: dict[str, bool | ForwardPrefetch] = {
-    "none": False,
-    "pre": ForwardPrefetch.FORWARD_PRE,
-    "post": ForwardPrefetch.FORWARD_POST,
-}
-PRECISION = {
-    "fp32": None,
-    "bf16": MixedPrecision(torch.bfloat16),
-    "bf16-fp32": MixedPrecision(torch.bfloat16, torch.float32),
-}
 CHUNKS = 8
 
 
@@ -76,7 +47,7 @@ def simulate(
         torch.OutOfMemoryError: it does not fit.
     """
     check(options)
-    job = find(options.model, options.config, options.input, options.seq)
+    job = find(options.model, options.config, options.input)
     progress("building the model")
     with torch.device("meta"), blaming(options.model, "its constructor"):
         # not yet on the GPU, which gets unit by unit, and keeps chunks
@@ -90,23 +61,12 @@ def simulate(
     gpu_and_around = _cluster_of(options, constants)
     with gpu_and_around as gpu, only(options.attention):
         with blaming(options.model, "being wrapped"):
-            model = FSDP(
-                module,
-                auto_wrap_policy=_units(job, options.unit, module),
-                sharding_strategy=STRATEGIES[options.strategy],
-                mixed_precision=PRECISION[options.precision],
-                limit_all_gathers=limit_of(options.limit),
-                backward_prefetch=BACKWARD[options.backward],
-                forward_prefetch=FORWARD[options.forward],
-                cpu_offload=CPUOffload(options.offload == "yes"),
-            )
+            model = wrapped(module, job.blocks, options)
         optimizer = OPTIMIZERS[options.optimizer](model.parameters())
         steps = options.steps if steps is None else steps
         for step in range(steps):
             progress(f"step {step + 1} of {steps}")
-            with blaming(options.model, "its step"):
-                _train(job, model, optimizer, gpu, options)
-            gpu.step()
+            _train(job, model, optimizer, gpu, options)
     return gpu
 
 
@@ -119,22 +79,24 @@ def _train(
 ) -> None:
     """One step of the optimizer, of one batch or several."""
     for micro in range(options.accumulate):
-        last = micro == options.accumulate - 1
-        waits = options.no_sync == "yes" and not last
+        waits = options.no_sync == "yes" and micro < options.accumulate - 1
         with model.no_sync() if waits else nullcontext():
             gpu.phase("forward")
-            loss = job.loss(model, options.batch, options.seq)
+            with blaming(options.model, "its forward"):
+                loss = job.loss(model, options.batch, options.seq)
             if options.accumulate > 1:
                 loss = loss / options.accumulate
             gpu.phase("backward")
-            loss.backward()  # type: ignore[no-untyped-call]
+            with blaming(options.model, "its backward"):
+                loss.backward()  # type: ignore[no-untyped-call]
     gpu.phase("optimizer")
     if options.clip == "yes":
-        model.clip_grad_norm_(1.0)  # the norm itself makes no difference to what is done
+        model.clip_grad_norm_(1.0)  # which norm makes no difference to what is done
     with torch.device("cpu"):  # where Adam counts steps; torch 2.11 does not insist on it
         optimizer.step()
     optimizer.zero_grad()
     loss.item()
+    gpu.step()
 
 
 def _cluster_of(
@@ -151,25 +113,6 @@ def _cluster_of(
     if options.memory is not None:
         around["taken"] = gpu.memory - int(options.memory * GiB)
     return cluster(gpu, options.nodes, options.gpus, **{**around, **constants})
-
-
-def _units(job: Job, unit: str, module: torch.nn.Module) -> CustomPolicy | None:
-    """The blocks; or also the large parts inside of them; or nothing but the whole model."""
-    if unit == "model":
-        return None
-    chosen = {block for block in module.modules() if isinstance(block, job.blocks)}
-    if unit == "part":
-        for block in list(chosen):
-            whole = sum(p.numel() for p in block.parameters())
-            for part in block.children():
-                if sum(p.numel() for p in part.parameters()) > whole / 5:
-                    chosen.add(part)
-    return CustomPolicy(lambda inner: inner in chosen)
-
-
-def limit_of(given: str) -> bool | int:
-    """What ``--limit`` means."""
-    return False if given == "none" else int(given)
 
 
 def measure(

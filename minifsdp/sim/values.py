@@ -5,11 +5,20 @@ Each is a function for argparse, which shows the message with the option's name 
 
 import math
 from argparse import ArgumentTypeError
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from fractions import Fraction
 from pathlib import Path
 from reprlib import repr as shortened
+
+RECOMPUTE = "none, full, selective, or a share of the blocks, as 1/2"
+
+
+def meant(given: str, names: Sequence[str]) -> str:
+    """The name that may have been meant, as the end of a message; nothing, if none is like it."""
+    longer = [name for name in names if given and name.startswith(given.lower())]
+    close = longer or get_close_matches(given.lower(), names, 1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def one_of(*names: str) -> Callable[[str], str]:
@@ -17,9 +26,7 @@ def one_of(*names: str) -> Callable[[str], str]:
 
     def kind(given: str) -> str:
         if given not in names:
-            close = get_close_matches(given.lower(), names, 1, 0.5)
-            end = f"; did you mean {close[0]}?" if close else ""
-            raise _refused(f"one of {', '.join(names)}", given, end)
+            raise _refused(f"one of {', '.join(names)}", given, meant(given, names))
         return given
 
     return kind
@@ -49,7 +56,7 @@ def number(least: float, most: float) -> Callable[[str], float]:
         except ValueError:
             value = math.nan
         if not least <= value <= most:  # as it is of nan
-            raise _refused(f"a number from {least:g} to {most:,g}", given)
+            raise _refused(f"a number from {least:g} to {most:,.0f}", given)
         return value
 
     return kind
@@ -75,7 +82,7 @@ def recompute(given: str) -> str:
     try:
         share_of(given)
     except ValueError as error:
-        raise ArgumentTypeError(str(error).removeprefix("--recompute is ")) from error
+        raise _refused(RECOMPUTE, given) from error
     return given
 
 
@@ -92,15 +99,12 @@ def share_of(how: str) -> Fraction:
     except (ValueError, ZeroDivisionError):
         share = Fraction(-1)
     if not 0 <= share <= 1:
-        raise ValueError(
-            f"--recompute is none, full, selective, or a share of the blocks, as 1/2, not "
-            f"{shortened(how)}"
-        )
+        raise ValueError(f"--recompute is {RECOMPUTE}, not {shortened(how)}")
     return share
 
 
 def _refused(expected: str, given: str, end: str = "") -> ArgumentTypeError:
-    return ArgumentTypeError(f"{expected}, not {shortened(given)}{end}")
+    return ArgumentTypeError(f"expected {expected}, got {shortened(given)}{end}")
 
 
 def check_files(paths: dict[str, str | None]) -> None:
@@ -118,7 +122,9 @@ def check_files(paths: dict[str, str | None]) -> None:
     ):
         try:
             problem = _problem(path)
-        except (OSError, ValueError) as error:  # a name that is no name
+        except OSError as error:
+            problem = str(error.strerror).lower()
+        except ValueError as error:  # a name that no file can have
             problem = str(error)
         if problem:
             raise ValueError(f"--{option}: cannot write {str(path)!r}: {problem}")
