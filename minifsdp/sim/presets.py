@@ -86,7 +86,7 @@ def find(name: str, config: str = "", shape: str = "") -> Job:
         return job_of(name, build, shape)
     if not isinstance(found, Job):
         raise ValueError(
-            f"model {name!r}: {attribute}() returned a {type(found).__name__}, neither an "
+            f"model {name!r}: {attribute}() returned {type(found).__name__}, neither an "
             f"nn.Module nor a minifsdp.sim.models.Job(build, blocks, loss)."
         )
     if shape:

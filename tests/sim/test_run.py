@@ -6,7 +6,9 @@ from torch import nn
 
 from minifsdp.sim.__main__ import parser
 from minifsdp.sim.models import Job
+from minifsdp.sim.report import last_step
 from minifsdp.sim.run import binds, measure, simulate
+from minifsdp.sim.tape import Note, Op
 
 SMALL = "--model tests.sim.test_main:small --nodes 2 --batch 64 "
 
@@ -81,3 +83,41 @@ def test_one_hears_what_it_does():
 def test_other_constants():
     slow = simulate(options(SMALL), launch=1e-3).report()
     assert slow["idle"] > 0.5 * slow["step"] and binds(slow) == "host"
+
+
+@pytest.mark.parametrize(
+    "faster, slower",
+    [
+        ("--launch 0", "--launch 50"),
+        ("--products 0.9 --launch 0", "--products 0.2 --launch 0"),
+        ("--latency 1", "--latency 900"),
+        ("--network 400", "--network 10"),
+        ("--clip no", "--clip yes"),
+        ("--optimizer sgd", "--optimizer adamw"),
+    ],
+)
+def test_constants_that_are_options(faster, slower):
+    fast, slow = (simulate(options(f"{SMALL} --batch 1024 {w}")).report() for w in (faster, slower))
+    assert slow["step"] > fast["step"]
+
+
+def test_as_many_steps_as_are_asked_for():
+    def ends(gpu):
+        return sum(isinstance(entry, Note) for entry in gpu.tape)
+
+    assert [ends(simulate(options(f"{SMALL} --steps {n}"))) for n in (1, 4)] == [1, 4]
+    assert ends(simulate(options(f"{SMALL} --steps 4"), steps=2)) == 2
+
+
+def test_batches_that_are_accumulated_are_reduced_each_or_all_at_once():
+    def figures(words):
+        gpu = simulate(options(f"{SMALL} {words}"))
+        entries, _, _ = last_step(gpu.tape)
+        names = [op.name for op in entries if isinstance(op, Op)]
+        return gpu.report()["flops"], names.count("_reduce_scatter_base_")
+
+    (flops, once), each, together = map(
+        figures, ("", "--accumulate 3", "--accumulate 3 --no-sync yes")
+    )
+    assert each == (3 * flops, 3 * once)
+    assert together == (3 * flops, once)
