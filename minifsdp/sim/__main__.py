@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minifsdp.sim.options import Parser, add_settings, check, grid
+from minifsdp.sim.conflicts import check
+from minifsdp.sim.options import Parser, add_settings, grid
 from minifsdp.sim.values import check_files
 
 if TYPE_CHECKING:

@@ -1,19 +1,18 @@
 """What the command line takes, and what it says to somebody who has mistyped.
 
 Every value is looked at before anything runs: each by itself where it is parsed (values.py), and
-together in :func:`check`. No torch in here: help and refusals come at once.
+together (conflicts.py). No torch in here: help and refusals come at once.
 """
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any, NoReturn
 
-from minifsdp.sim.gpus import GPUS, GiB
+from minifsdp.sim.conflicts import check
+from minifsdp.sim.gpus import GPUS
 from minifsdp.sim.sizes import SIZES
-from minifsdp.sim.values import limit, meant, number, one_of, recompute, shape, whole
+from minifsdp.sim.values import NOTHING_CLOSE, limit, meant, number, one_of, recompute, shape, whole
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 PRECISION = ("fp32", "bf16", "bf16-fp32")
@@ -21,10 +20,9 @@ BACKWARD = ("pre", "post", "none")
 FORWARD = ("none", "pre", "post")
 UNITS = ("model", "block", "part")
 ATTENTION = ("auto", "flash", "cudnn", "efficient", "math")
+ENGINES = ("minifsdp", "fsdp1", "fsdp2")
 OPTIMIZERS = ("sgd", "adam", "adamw", "adamw-8bit", "adamw-bf16")
 YES = ("no", "yes")
-MOST_GPUS = 131_072
-NOTHING_CLOSE = "; --help shows what is"
 
 
 class Parser(argparse.ArgumentParser):
@@ -69,6 +67,7 @@ def add_settings(p: argparse.ArgumentParser) -> None:
     add("--steps", 3, "steps; figures are of the last", whole(1000))
     add("--accumulate", 1, "batches in a step", whole(1000))
     _choice(add, "--no-sync", YES, "reduce after the last of them only")
+    _choice(add, "--engine", ENGINES, "whose way to gather ahead (history.py)")
     _choice(add, "--strategy", STRATEGIES, "what is sharded, and until when")
     _choice(add, "--precision", PRECISION, "of computation, and of reductions", "bf16")
     add("--limit", "2", "units alive at once, or none", limit)
@@ -92,53 +91,6 @@ def _choice(
     add: Callable[..., None], name: str, names: Sequence[str], what: str, default: str = ""
 ) -> None:
     add(name, default or names[0], f"{what}: {', '.join(names)}", one_of(*names))
-
-
-def check(options: argparse.Namespace) -> None:
-    """Refuse what is right by itself and wrong together.
-
-    Raises:
-        ValueError: says what to do.
-    """
-    if ":" not in options.model and options.model not in SIZES:
-        close = meant(options.model, list(SIZES))
-        raise ValueError(
-            f"--model: {options.model!r} is not known{close or NOTHING_CLOSE} (One of your own is "
-            f"module:callable)"
-        )
-    if options.nodes * options.gpus > MOST_GPUS:
-        raise ValueError(
-            f"--nodes {options.nodes} with --gpus {options.gpus} each are more than {MOST_GPUS:,} "
-            f"GPUs; take fewer nodes"
-        )
-    has = GPUS[options.gpu].memory / GiB
-    if options.memory is not None and options.memory > has:
-        raise ValueError(
-            f"--memory {options.memory:g}: {options.gpu} has {has:.1f} GiB; take less, or another "
-            f"--gpu"
-        )
-    if options.model.startswith("hf:"):
-        check_config(options.config)
-    elif options.config:
-        raise ValueError("--config is for a model of transformers, as --model hf:LlamaForCausalLM")
-    if options.input and (options.model in SIZES or options.model.startswith("hf:")):
-        raise ValueError(
-            f"--input is for a model of your own (module:callable); {options.model} takes --seq"
-        )
-
-
-def check_config(path: str) -> None:
-    """A JSON file with an object in it."""
-    if not path:
-        raise ValueError("an hf: model needs --config FILE, its configuration as JSON")
-    try:
-        found = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise ValueError(f"--config: cannot read {path!r}: {error.strerror}") from error
-    except ValueError as error:  # no JSON, or no text
-        raise ValueError(f"--config: {path!r} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"--config: {path!r} has a {type(found).__name__}, not an object {{...}}")
 
 
 Row = tuple[dict[str, str], argparse.Namespace]

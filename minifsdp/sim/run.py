@@ -15,12 +15,12 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.sim.attention import only
 from minifsdp.sim.blame import blaming
 from minifsdp.sim.cluster import cluster
+from minifsdp.sim.conflicts import check
 from minifsdp.sim.costs import MICRO
 from minifsdp.sim.device import VirtualGpu
 from minifsdp.sim.gpus import GB, GiB, preset
 from minifsdp.sim.models import Job
 from minifsdp.sim.optimizers import OPTIMIZERS
-from minifsdp.sim.options import check
 from minifsdp.sim.presets import find
 from minifsdp.sim.recompute import recompute
 from minifsdp.sim.wrapped import wrapped

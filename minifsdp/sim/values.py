@@ -11,6 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from reprlib import repr as shortened
 
+NOTHING_CLOSE = "; --help shows what is"
 RECOMPUTE = "none, full, selective, or a share of the blocks, as 1/2"
 
 

@@ -1,6 +1,8 @@
 """The model in FSDP, with the settings of the command line."""
 
 import argparse
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,6 +16,8 @@ from minifsdp import (
     ShardingStrategy,
 )
 from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.limiter import NoLimit
+from minifsdp.sim.history import APPROACHES
 
 STRATEGIES = {
     "full_shard": ShardingStrategy.FULL_SHARD,
@@ -27,7 +31,8 @@ BACKWARD = {
     "post": BackwardPrefetch.BACKWARD_POST,
     "none": None,
 }
-FORWARD: dict[str, bool | ForwardPrefetch] = {
+ENGINES = {"fsdp1": APPROACHES["PyTorch"], "fsdp2": APPROACHES["FSDP2"]}
+FORWARD: dict[str, ForwardPrefetch | Literal[False]] = {
     "none": False,
     "pre": ForwardPrefetch.FORWARD_PRE,
     "post": ForwardPrefetch.FORWARD_POST,
@@ -48,15 +53,24 @@ def wrapped(
         blocks: classes of the modules to make units of.
         options: as of :func:`minifsdp.sim.options.add_settings`.
     """
+    settings: dict[str, Any] = {
+        "auto_wrap_policy": _units(module, blocks, options.unit),
+        "sharding_strategy": STRATEGIES[options.strategy],
+        "mixed_precision": PRECISION[options.precision],
+        "cpu_offload": CPUOffload(options.offload == "yes"),
+    }
+    backward, forward = BACKWARD[options.backward], FORWARD[options.forward]
+    if options.engine != "minifsdp":
+        approach = replace(ENGINES[options.engine], backward=backward, forward=forward or None)
+        if options.limit == "none":
+            approach = replace(approach, limiter=NoLimit)
+        return approach.wrap(module, **settings)
     return FSDP(
         module,
-        auto_wrap_policy=_units(module, blocks, options.unit),
-        sharding_strategy=STRATEGIES[options.strategy],
-        mixed_precision=PRECISION[options.precision],
         limit_all_gathers=limit_of(options.limit),
-        backward_prefetch=BACKWARD[options.backward],
-        forward_prefetch=FORWARD[options.forward],
-        cpu_offload=CPUOffload(options.offload == "yes"),
+        backward_prefetch=backward,
+        forward_prefetch=forward,
+        **settings,
     )
 
 
