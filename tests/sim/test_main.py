@@ -132,6 +132,14 @@ REFUSED = [
     ("--sweep memory=30,60 --sweep gpu=a100-80,a100-40", "--memory 60: a100-40 has 39.4 GiB"),
     ("--sweep model=gpt-125m,gpt-1.2b", "'gpt-1.2b' is not known; did you mean gpt-1.3b?"),
     ("--sweep model=gpt-125m,tests.sim.test_main:broken", "fails in broken(): KeyError: 'width' ("),
+    # Engines.
+    ("--engine fsdp3", "--engine: expected one of minifsdp, fsdp1, fsdp2, got 'fsdp3'"),
+    (
+        "--engine fsdp1 --limit 3",
+        "--engine fsdp1 has no --limit 3; give 2 or none, or --engine",
+    ),
+    ("--engine fsdp2 --backward post", "--engine fsdp2 has no --backward post; give pre, or"),
+    ("--sweep engine=fsdp1,fsdp2 --forward pre", "--engine fsdp2 has no --forward pre; give none"),
     # Files.
     ("--svg nowhere/step.svg", "--svg: cannot write 'nowhere/step.svg': there is no directory"),
     ("--trace {tmp}", "it is a directory"),

@@ -14,6 +14,7 @@ from minifsdp.sim.options import grid
         (options.PRECISION, wrapped.PRECISION),
         (options.BACKWARD, wrapped.BACKWARD),
         (options.FORWARD, wrapped.FORWARD),
+        (options.ENGINES, ("minifsdp", *wrapped.ENGINES)),
         (options.OPTIMIZERS, optimizers.OPTIMIZERS),
         (options.ATTENTION, ("auto", *attention.BACKENDS)),
     ],
