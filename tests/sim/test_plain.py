@@ -85,6 +85,10 @@ def broken() -> nn.Module:
         (Language, (Layer, 3)),  # and not the two Linears that are in each
         (Vision, (Bottleneck, 5)),  # of two lists
         (floats, (nn.Linear, 2)),
+        (
+            lambda: nn.Sequential(nn.ModuleList([nn.LayerNorm(9), nn.LayerNorm(9)]), floats()),
+            (nn.Linear, 2),
+        ),
         (lambda: nn.Linear(3, 3), (None, 0)),
         (lambda: nn.Sequential(nn.ReLU(), nn.ReLU()), (None, 0)),
         (lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU()), (None, 0)),  # one of each

@@ -25,21 +25,6 @@ def test_what_binds_is_what_keeps_the_computation_waiting(exposed, idle, expecte
     assert binds({"step": 1.0, "idle": idle, "exposed communication": exposed}) == expected
 
 
-@pytest.mark.parametrize(
-    "unit, inside",
-    [
-        ("model", ()),
-        ("block", ("",)),
-        ("part", ("", ".1", ".3")),  # its large layers; the norm stays with the block
-    ],
-)
-def test_the_size_of_a_unit(unit, inside):
-    gpu = simulate(options(f"{SMALL} --unit {unit} --strategy shard_grad_op"), steps=1)
-    gathered = {op.label for op in gpu.tape if getattr(op, "name", "") == "_allgather_base_"}
-    names = [f"'{block}{part}'" for block in range(4) for part in inside] or ["<root>"]
-    assert gathered == {f"all-gather {name}" for name in names}
-
-
 def test_recomputing_takes_time_and_saves_memory():
     (no, _), (yes, _) = (measure(options(f"{SMALL} --batch 4096 --recompute {w}")) for w in YES_NO)
     assert yes["flops"] > 1.1 * no["flops"]
