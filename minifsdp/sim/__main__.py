@@ -2,6 +2,7 @@
 
     python -m minifsdp.sim --model t5-500m --nodes 2 --gpus 8 --gpu a100-40 --batch 16 --seq 128
     python -m minifsdp.sim --model gpt-1.3b --sweep limit=none,1,2,3
+    python -m minifsdp.sim --model gpt-1.3b --sweep engine=fsdp1,fsdp2 --sweep batch=1,2,4
     python -m minifsdp.sim --model gpt-1.3b --batch 4 --svg step.svg --trace step.json
     python -m minifsdp.sim plan --model gpt-7b --nodes 2 --gpu a100-80 --batch 2
 
