@@ -2,6 +2,7 @@
 
     python -m minifsdp.sim --model t5-500m --nodes 2 --gpus 8 --gpu a100-40 --batch 16 --seq 128
     python -m minifsdp.sim --model gpt-1.3b --sweep limit=none,1,2,3
+    python -m minifsdp.sim --model gpt-1.3b --sweep engine=fsdp1,fsdp2 --sweep batch=1,2,4
     python -m minifsdp.sim --model gpt-1.3b --batch 4 --svg step.svg --html step.html
     python -m minifsdp.sim plan --model gpt-7b --nodes 2 --gpu a100-80 --batch 2
 
@@ -14,39 +15,45 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from minifsdp.sim.device import VirtualGpu
-from minifsdp.sim.plan import plan
-from minifsdp.sim.run import add_settings, measure
-from minifsdp.sim.spans import text
-from minifsdp.sim.timeline import svg
+from minifsdp.sim.conflicts import check
+from minifsdp.sim.options import Parser, add_settings, grid
+from minifsdp.sim.values import check_files
 from minifsdp.sim.words import in_words, page
 
+if TYPE_CHECKING:
+    from minifsdp.sim.device import VirtualGpu
 
-class Parser(argparse.ArgumentParser):
-    """Refuses in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
+FILES = {
+    "svg": "draw the step",
+    "html": "the step, to look around in with a browser",
+    "trace": "for ui.perfetto.dev",
+    "snapshot": "for pytorch.org/memory_viz",
+}
+"""What can be written, by option."""
 
 
 def parser() -> Parser:
     """The settings of a run, and what to do with it."""
     p = Parser(prog="python -m minifsdp.sim", description="A training step on a virtual cluster.")
     add_settings(p)
-    p.add_argument("--sweep", metavar="NAME=A,B,...", help="a row for each value of a setting")
-    p.add_argument("--svg", metavar="FILE", help="draw the step")
-    p.add_argument("--html", metavar="FILE", help="the step, to look around in with a browser")
-    p.add_argument("--trace", metavar="FILE", help="for ui.perfetto.dev")
-    p.add_argument("--snapshot", metavar="FILE", help="for pytorch.org/memory_viz")
+    p.add_argument(
+        "--sweep",
+        metavar="NAME=A,B,...",
+        action="append",
+        default=[],
+        help="a row for each value of a setting; with several, for each combination",
+    )
+    for name, what in FILES.items():
+        p.add_argument(f"--{name}", metavar="FILE", help=what)
     p.add_argument(
         "--races",
         action="store_true",
         help="print waits that are missing (races.py), or that there are none; "
         "the exit status does not change",
     )
-    p.add_argument("--json", action="store_true", help="print figures only")
+    p.add_argument("--json", action="store_true", help="print settings and figures only")
     return p
 
 
@@ -54,55 +61,89 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0; 1 where nothing fits; 2 where an option makes no sense."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if given[:1] == ["plan"]:
-            p = Parser(prog="python -m minifsdp.sim plan", description=plan.__doc__)
-            return plan(p, given[1:], progress)
-        return run(parser().parse_args(given))
-    except ValueError as error:
+        return search(given[1:]) if given[:1] == ["plan"] else run(given)
+    except (ValueError, OSError) as error:
         progress("")
         print(f"minifsdp.sim: {error}", file=sys.stderr)
         return 2
 
 
-def run(options: argparse.Namespace) -> int:
-    """One run, or one for each value of a sweep."""
-    name, _, values = (options.sweep or "").partition("=")
-    if options.sweep and (not values or name not in vars(options)):
-        raise ValueError(
-            f"--sweep is NAME=A,B,... with the name of an option, not {options.sweep!r}"
-        )
-    runs = []
-    for value in values.split(",") if options.sweep else [""]:
-        its = argparse.Namespace(**vars(options))
-        if value:  # as if it had been written there
-            setattr(its, name, getattr(parser().parse_args([f"--{name}", value]), name))
+# torch is imported in these two, when all options are known to make sense.
 
-        def tell(what: str, value: str = value) -> None:
-            progress(f"{name} {value}: {what}" if value else what)
+
+def search(given: list[str]) -> int:
+    """``plan``: which settings are the best ones."""
+    p = Parser(prog="python -m minifsdp.sim plan", description="Search for the best settings.")
+    add_settings(p)
+    check(p.parse_args(given))
+    from minifsdp.sim.plan import plan
+
+    return plan(p, given, progress)
+
+
+def run(given: list[str]) -> int:
+    """One run, or one for each combination of the values that are swept."""
+    p = parser()
+    options = p.parse_args(given)
+    check_files({name: getattr(options, name) for name in FILES})
+    rows = grid(p, options, options.sweep)
+    from minifsdp.sim.run import measure
+
+    _try_models([its for _, its in rows])
+    runs = []
+    for chosen, its in rows:
+        name = _name(chosen)
+
+        def tell(what: str, name: str = name) -> None:
+            progress(f"{name}: {what}" if name else what)
 
         figures, gpu = measure(its, progress=tell)
         if options.races and gpu is not None:
             figures["races"] = [str(race) for race in gpu.races()]
-        runs.append((value, figures, gpu))
+        runs.append((chosen, its, figures, gpu))
     progress("")
     if options.json:
-        print(json.dumps([{name or "run": value, **figures} for value, figures, _ in runs]))
+        print(json.dumps([{**c, "settings": _settings(its), **f} for c, its, f, _ in runs]))
     elif options.sweep:
-        _table(name, [(value, figures) for value, figures, _ in runs])
+        _table([(chosen, figures) for chosen, _, figures, _ in runs])
     else:
-        (_, figures, gpu) = runs[0]
-        if gpu is not None:
-            print(text(gpu.tape), end="\n\n")
-        print(page(figures))
-    for value, figures, _ in [] if options.json else runs:
+        _show(*runs[0][2:])
+    for chosen, _, figures, _ in [] if options.json else runs:
         for race in figures.get("races", []) or ["no races"] * ("races" in figures):
-            print(f"{name} {value}: {race}" if value else race)
-    what = f"{options.model}, {options.nodes} x {options.gpus} {options.gpu}"
-    titles = (f"{what}, {name} {value}".removesuffix(",  ") for value, *_ in runs)
-    fitting = [(title, f, gpu) for title, (_, f, gpu) in zip(titles, runs, strict=True) if gpu]
-    if fitting:
-        _write_files(options, fitting)
-    return 0 if any(figures["fits"] for _, figures, _ in runs) else 1
+            print(f"{_name(chosen)}: {race}" if chosen else race)
+    _write_files(options, [(chosen, figures, gpu) for chosen, _, figures, gpu in runs if gpu])
+    return 0 if any(figures["fits"] for _, _, figures, _ in runs) else 1
+
+
+def _try_models(rows: list[argparse.Namespace]) -> None:
+    """Find all models, and run those once that are not presets: before the first long run."""
+    from minifsdp.sim.plain import tried
+    from minifsdp.sim.presets import MODELS, find
+
+    asked = dict.fromkeys((its.model, its.config, its.input, its.seq) for its in rows)
+    for model, config, shape, length in asked:
+        job = find(model, config, shape)
+        if model not in MODELS and not config:
+            tried(job, model, shape, length)
+        if job.note:
+            print(f"minifsdp.sim: {job.note}", file=sys.stderr)
+
+
+def _name(chosen: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in chosen.items())
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    others = {*FILES, "sweep", "races", "json"}
+    return {name: value for name, value in vars(options).items() if name not in others}
+
+
+def _show(figures: dict[str, Any], gpu: "VirtualGpu | None") -> None:
+    from minifsdp.sim.spans import text
+
+    if gpu is not None:
+        print(text(gpu.tape), end="\n\n")
+    print(page(figures))
 
 
 def progress(what: str) -> None:
@@ -112,28 +153,49 @@ def progress(what: str) -> None:
 
 
 def _write_files(
-    options: argparse.Namespace, runs: list[tuple[str, dict[str, Any], VirtualGpu]]
+    options: argparse.Namespace, runs: "list[tuple[dict[str, str], dict[str, Any], VirtualGpu]]"
 ) -> None:
     """A picture of all runs that fit, and the last one's page, trace and snapshot."""
-    title, figures, gpu = runs[-1]
+    if not runs:
+        return
+    what = f"{options.model}, {options.nodes} x {options.gpus} {options.gpu}"
+    titles = [f"{what}, {_name(chosen)}".removesuffix(", ") for chosen, _, _ in runs]
+    (*_, figures, gpu) = runs[-1]
     if options.svg:
-        Path(options.svg).write_text(svg({title: its.tape for title, _, its in runs}))
+        from minifsdp.sim.timeline import svg
+
+        tapes = {title: its.tape for title, (*_, its) in zip(titles, runs, strict=True)}
+        Path(options.svg).write_text(svg(tapes))
     if options.html:
-        gpu.html(options.html, title, figures)
+        gpu.html(options.html, titles[-1], figures)
     if options.trace:
         gpu.trace(options.trace)
     if options.snapshot:
         gpu.snapshot(options.snapshot)
 
 
-def _table(name: str, rows: list[tuple[str, dict[str, Any]]]) -> None:
-    columns = ["step", "MFU", "exposed communication", "idle", "peak allocated", "peak reserved"]
-    columns.append("binds")
-    print(f"{name:>12} " + "".join(f"{column:>23}" for column in columns))
-    for value, figures in rows:
+def _table(rows: list[tuple[dict[str, str], dict[str, Any]]]) -> None:
+    columns = (
+        "step",
+        "MFU",
+        "exposed communication",
+        "idle",
+        "peak allocated",
+        "peak reserved",
+        "binds",
+    )
+    names = list(rows[0][0])
+    widths = [max(12, len(n), *(len(chosen[n]) for chosen, _ in rows)) for n in names]
+
+    def line(values: list[str], shown: Sequence[str]) -> None:
+        left = " ".join(f"{v:>{width}}" for v, width in zip(values, widths, strict=True))
+        print(f"{left} " + "".join(f"{word:>23}" for word in shown))
+
+    line(names, columns)
+    for chosen, figures in rows:
         words = in_words(figures)
         shown = [words[column] for column in columns] if figures["fits"] else ["does not fit"]
-        print(f"{value:>12} " + "".join(f"{word:>23}" for word in shown))
+        line(list(chosen.values()), shown)
 
 
 if __name__ == "__main__":

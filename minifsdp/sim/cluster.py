@@ -33,7 +33,7 @@ import minifsdp.offload
 from minifsdp.sim.attention import attention
 from minifsdp.sim.costs import Cluster
 from minifsdp.sim.device import VirtualGpu
-from minifsdp.sim.gpus import preset
+from minifsdp.sim.gpus import Gpu, preset
 from minifsdp.sim.streams import make_streams
 from minifsdp.sim.tape import Mistarget
 from minifsdp.streams import BACKENDS
@@ -43,7 +43,7 @@ from minifsdp.unit import Unit
 
 @contextmanager
 def cluster(
-    gpu: str = "a100-40",
+    gpu: str | Gpu = "a100-40",
     nodes: int = 1,
     gpus_per_node: int = 8,
     kind: str = "meta",
@@ -52,7 +52,7 @@ def cluster(
     """Inside, new tensors are on a virtual GPU, and minifsdp trains there.
 
     Args:
-        gpu: one of :data:`minifsdp.sim.gpus.GPUS`.
+        gpu: one of :data:`minifsdp.sim.gpus.GPUS`, by its name; or another one.
         kind: ``"meta"``: tensors have no values, and models may have any size. ``"cpu"``: they are
             real, for models that look at them.
         constants: others of :class:`minifsdp.sim.costs.Cluster`.
@@ -66,7 +66,8 @@ def cluster(
             "a virtual cluster has a process group of its own, and there is one already. Call "
             "torch.distributed.destroy_process_group() first, or use another process."
         )
-    virtual = VirtualGpu(Cluster(preset(gpu), nodes, gpus_per_node, **constants), kind)
+    kind_of_gpu = preset(gpu) if isinstance(gpu, str) else gpu
+    virtual = VirtualGpu(Cluster(kind_of_gpu, nodes, gpus_per_node, **constants), kind)
     hook = sys.excepthook
     with ExitStack() as stack:
         dist.init_process_group(

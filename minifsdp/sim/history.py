@@ -1,4 +1,4 @@
-"""How it was done before: four ways to gather ahead without filling the memory, side by side.
+"""How others do it, and did: five ways to gather ahead without filling the memory, side by side.
 
 ::
 
@@ -13,8 +13,9 @@
     the host waits    for compute,      for compute,      for an old free,   until units alive
                       at every free     at every free     at every gather    are fewer than two
 
-Each is the engine with another prefetcher or limiter: this is all that they differ in. Training
-comes out the same; memory and time do not::
+Each is the engine with another prefetcher or limiter: this is all that they differ in. The fifth,
+FSDP2's, prefetches as PyTorch's FSDP1, and its host never waits: see fsdp2.py. Training comes out
+the same; memory and time do not::
 
     with minifsdp.sim.cluster() as gpu:
         model = APPROACHES["fairscale 1"].wrap(module, auto_wrap_policy=...)
@@ -32,8 +33,10 @@ from torch import nn
 
 from minifsdp.api import BackwardPrefetch, ForwardPrefetch
 from minifsdp.fully_sharded import FullyShardedDataParallel
-from minifsdp.limiter import EventQueue, Limiter, SynchronizeAfterFree, wait_for_free
+from minifsdp.limiter import EventQueue, Limiter, NoLimit, SynchronizeAfterFree, wait_for_free
+from minifsdp.parameters import Parameters
 from minifsdp.prefetch import Order, Prefetcher
+from minifsdp.sim.fsdp2 import StreamOrdered
 from minifsdp.streams import Event
 from minifsdp.unit import Unit
 
@@ -65,6 +68,17 @@ class ReversedPostForward(Prefetcher):
         return order.visit(unit)
 
 
+class LettingGo(ReversedPostForward):
+    """FSDP2's: PyTorch's order; and what was gathered last in a forward is freed at its end."""
+
+    parameters: StreamOrdered
+
+    def post_forward(self, unit: Unit) -> Unit | None:
+        if not unit.ancestors:
+            self.parameters.let_go()
+        return super().post_forward(unit)
+
+
 class DriftingQueue:
     """PyTorch's event queue: before a gather, if two frees or more are on it, wait for the oldest.
     A step's last frees stay on it, so that from the second step on the oldest is an older one."""
@@ -89,13 +103,23 @@ class Approach:
     backward: BackwardPrefetch | None
     prefetcher: type[Prefetcher]
     limiter: Callable[[], Limiter]
+    parameters: type[Parameters] = Parameters
 
     def wrap(self, module: nn.Module, **settings: Any) -> FullyShardedDataParallel:
         """``FullyShardedDataParallel(module, **settings)`` that trains in this way."""
         model = FullyShardedDataParallel(module, limit_all_gathers=self.limiter(), **settings)
-        prefetcher = self.prefetcher(self.backward, self.forward)
-        model.engine.prefetcher = model.engine.parameters.prefetcher = prefetcher
+        self.take_over(model)
         return model
+
+    def take_over(self, model: FullyShardedDataParallel) -> None:
+        """Have a model train in this way, all but the limiter, which it was built with."""
+        engine, prefetcher = model.engine, self.prefetcher(self.backward, self.forward)
+        engine.prefetcher = prefetcher
+        engine.parameters = self.parameters(
+            engine.streams, engine.limiter, prefetcher, engine.agreement, engine.stats
+        )
+        if isinstance(prefetcher, LettingGo) and isinstance(engine.parameters, StreamOrdered):
+            prefetcher.parameters = engine.parameters
 
 
 _PRE, _POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
@@ -107,4 +131,5 @@ APPROACHES = {
     "fairscale 2": Approach(ForwardPrefetch.FORWARD_POST, _POST, Prefetcher, SynchronizeAfterFree),
     "PyTorch": Approach(None, _PRE, ReversedPostForward, DriftingQueue),
     "minifsdp": Approach(None, _PRE, Prefetcher, lambda: EventQueue(2)),
+    "FSDP2": Approach(None, _PRE, LettingGo, NoLimit, StreamOrdered),
 }

@@ -10,6 +10,7 @@ a causal one does half of it (PaLM, arXiv:2204.02311, appendix B); ``done`` is w
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ def kernel_of(call: Call) -> Kernel:
     low = any(t.dtype in (torch.bfloat16, torch.float16) for t in call.used)
     if "attention" in call.name and "math" not in call.name:
         return _attention(call, low)
+    if "convolution" in call.name:
+        return _convolution(call, low)
     formula: Callable[..., int] | None = flop_registry.get(call.operation.overloadpacket)
     if formula is None:
         return Kernel(PASS, call.moved, low)
@@ -56,8 +59,7 @@ def kernel_of(call: Call) -> Kernel:
 
 def _attention(call: Call, low: bool) -> Kernel:
     backward = call.name.endswith("_backward")
-    given = dict(zip((a.name for a in call.operation._schema.arguments), call.args, strict=False))
-    given |= call.kwargs
+    given = _by_name(call)
     q, k = given["query"], given["key"]
     *batch, queries, width = q.shape
     heads, keys = torch.Size(batch).numel(), k.shape[-2]
@@ -71,10 +73,25 @@ def _attention(call: Call, low: bool) -> Kernel:
     return Kernel(kind, call.moved, low, flops, done, (heads, queries, keys, width))
 
 
+def _by_name(call: Call) -> dict[str, Any]:
+    names = (argument.name for argument in call.operation._schema.arguments)
+    return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+
+
+def _convolution(call: Call, low: bool) -> Kernel:
+    """A product of unfolded pictures: a row for each place, a column for each channel that comes
+    out. Its backward, two products of other shapes, is taken for two of this shape. (torch's own
+    count of a backward in groups is as many times too high as there are groups.)"""
+    given = _by_name(call)
+    out, weight, groups = given.get("grad_output", call.result), given["weight"], given["groups"]
+    shape = groups, out.numel() // out.shape[1], out.shape[1] // groups, weight[0].numel()
+    flops = 2.0 * prod(shape) * sum(given.get("output_mask", (True,))[:2])
+    return Kernel(PRODUCT, call.moved, low, flops, flops, shape)
+
+
 def _product(call: Call, flops: float) -> tuple[int, int, int, int]:
     factors: list[Any] = [t for t in call.read if t.dim() in (2, 3)][-2:]
     if "mm" not in call.name or len(factors) < 2:
-        # A convolution is a product of unfolded pictures; its shape hardly matters.
         side = max(round((flops / 2) ** (1 / 3)), 1)
         return 1, side, side, side
     (*batch, rows, inner), columns = factors[0].shape, factors[1].shape[-1]

@@ -12,16 +12,8 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from minifsdp.sim.run import (
-    BACKWARD,
-    FORWARD,
-    PRECISION,
-    STRATEGIES,
-    UNITS,
-    YES,
-    add_settings,
-    measure,
-)
+from minifsdp.sim.options import BACKWARD, FORWARD, PRECISION, STRATEGIES, UNITS, YES
+from minifsdp.sim.run import measure
 
 LEAN = {
     "offload": "yes",
@@ -37,12 +29,12 @@ LEAN = {
 VALUES: dict[str, tuple[str, ...]] = {
     "offload": YES,
     "recompute": ("none", "selective", "full"),
-    "precision": tuple(PRECISION),
-    "strategy": tuple(STRATEGIES),
+    "precision": PRECISION,
+    "strategy": STRATEGIES,
     "unit": UNITS,
     "limit": ("none", "1", "2", "3"),
-    "backward": tuple(BACKWARD),
-    "forward": tuple(FORWARD),
+    "backward": BACKWARD,
+    "forward": FORWARD,
 }
 SAME = 0.005
 """Step times that differ by less count as equal; then the one with less memory is better."""
@@ -149,7 +141,6 @@ def why(figures: dict[str, Any], best: dict[str, Any]) -> str:
 
 def plan(parser: argparse.ArgumentParser, arguments: Sequence[str], progress: Progress) -> int:
     """Search for the fastest settings that fit. Settings that are given are kept as they are."""
-    add_settings(parser)
     usual = {name: parser.get_default(name) for name in VALUES}
     parser.set_defaults(**dict.fromkeys(VALUES))
     options = parser.parse_args(arguments)

@@ -14,7 +14,6 @@ arXiv:2205.05198; shares of blocks as in IBM's fms-fsdp.
 
 from collections import Counter
 from collections.abc import Callable
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,8 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+
+from minifsdp.sim.values import share_of
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default)
@@ -45,7 +46,7 @@ def recompute(blocks: list[nn.Module], how: str) -> None:
     Raises:
         ValueError: it is none of these.
     """
-    share = _share(how)
+    share = share_of(how)
     contexts: dict[str, Any] = {}
     if how == "selective":
         contexts["context_fn"] = _contexts_that_keep_every_second_product
@@ -53,20 +54,6 @@ def recompute(blocks: list[nn.Module], how: str) -> None:
         if int((i + 1) * share) > int(i * share):
             again: Callable[..., Any] = block.forward
             block.forward = partial(checkpoint, again, use_reentrant=False, **contexts)
-
-
-def _share(how: str) -> Fraction:
-    if how in ("none", "full", "selective"):
-        return Fraction(how != "none")
-    try:
-        share = Fraction(how)
-    except (ValueError, ZeroDivisionError):
-        share = Fraction(-1)
-    if not 0 <= share <= 1:
-        raise ValueError(
-            f"--recompute is none, full, selective, or a share of the blocks, as 1/2, not {how!r}"
-        )
-    return share
 
 
 def _contexts_that_keep_every_second_product() -> Any:

@@ -7,7 +7,7 @@ computation. The host *stalls* where it waits for the device, in the limiter or 
 from itertools import accumulate
 from typing import Any
 
-from minifsdp.sim.tape import COMPUTE, HOST, Buffer, Entry, Memory, Mistarget, Note, Op, Wait
+from minifsdp.sim.tape import COMPUTE, HOST, Buffer, Entry, Memory, Mistarget, Note, Op, Use, Wait
 
 ALL_GATHER = "_allgather_base_"  # as torch calls the operator
 
@@ -51,21 +51,24 @@ def report(tape: list[Entry]) -> dict[str, Any]:
         "peak allocated": max((m.allocated for m in memory), default=0),
         "peak active": max((m.active for m in memory), default=0),
         "peak reserved": max((m.reserved for m in memory), default=0),
-        "peak unsharded units": _most_alive(entries, _gathered(ops)),
+        "peak unsharded units": _most_alive(entries, _gathered(entries)),
         "mistargeted prefetches": len(missed),
         "bytes sent": sum(op.sent for op in ops),
         "flops": sum(op.flops for op in ops),
     }
 
 
-def _gathered(ops: list[Op]) -> dict[Buffer, float]:
-    """Parameters that were gathered, and when the device is done with them."""
+def _gathered(entries: list[Entry]) -> dict[Buffer, float]:
+    """Parameters that were gathered, and when the device is done with them. 0 where the allocator
+    was not told that another stream uses them: then the next one may have their memory as soon as
+    the host has freed them (as in FSDP2, where the streams wait for each other)."""
+    shared = {entry.buffer for entry in entries if isinstance(entry, Use)}
     done: dict[Buffer, float] = {}
-    for op in ops:
+    for op in (entry for entry in entries if isinstance(entry, Op)):
         if op.name == ALL_GATHER:
-            done.update(dict.fromkeys(op.writes, op.end))
+            done.update(dict.fromkeys(op.writes, 0.0))
         for buffer in (*op.reads, *op.writes):
-            if buffer in done:
+            if buffer in done and buffer in shared:
                 done[buffer] = max(done[buffer], op.end)
     return done
 

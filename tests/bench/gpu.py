@@ -30,7 +30,8 @@ from minifsdp.sim.__main__ import parser
 from minifsdp.sim.costs import Cluster
 from minifsdp.sim.gpus import GPUS, preset
 from minifsdp.sim.presets import find
-from minifsdp.sim.run import PRECISION, limit_of, simulate
+from minifsdp.sim.run import simulate
+from minifsdp.sim.wrapped import PRECISION, limit_of
 
 RUNS = [
     "--model gpt-1.3b --nodes 2 --batch 8 --seq 1024 --limit none",

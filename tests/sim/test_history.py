@@ -142,6 +142,5 @@ def test_none_of_them_changes_what_is_learned():
     expected = losses(stack(3))
     for approach in APPROACHES.values():
         model = stack(3, limit_all_gathers=approach.limiter())
-        prefetcher = approach.prefetcher(approach.backward, approach.forward)
-        model.engine.prefetcher = model.engine.parameters.prefetcher = prefetcher
+        approach.take_over(model)
         assert losses(model) == expected

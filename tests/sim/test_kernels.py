@@ -42,10 +42,20 @@ def test_products_with_a_bias_of_batches_and_of_transposed_factors():
     assert forward == (1, 12, 6, 8)
     assert sorted(backward) == [(1, 6, 8, 12), (1, 12, 8, 6)]
     assert shapes(lambda: x @ x.mT) == [(4, 3, 3, 8)]
-    pictures = torch.empty(2, 3, 32, 32, device="meta")
-    patches = nn.Conv2d(3, 8, 16, 16, device="meta")
-    (convolution,) = [k for _, k in kernels_of(lambda: patches(pictures)) if k.kind == PRODUCT]
-    assert convolution.flops == 2 * 2 * 2 * 2 * 8 * 3 * 16 * 16 and 0 not in convolution.shape
+
+
+@pytest.mark.parametrize(
+    "groups, shape",
+    [(1, (1, 2 * 2 * 2, 8, 4 * 16 * 16)), (4, (4, 2 * 2 * 2, 2, 16 * 16))],
+)
+def test_a_convolution_is_a_product_of_unfolded_pictures(groups, shape):
+    pictures = torch.empty(2, 4, 32, 32, device="meta", requires_grad=True)
+    patches = nn.Conv2d(4, 8, 16, 16, groups=groups, device="meta")
+    found = [k for _, k in kernels_of(lambda: patches(pictures).sum().backward())]
+    forward, backward = [k for k in found if k.kind == PRODUCT]
+    assert forward.shape == backward.shape == shape
+    products, rows, columns, inner = shape
+    assert forward.flops == 2 * products * rows * columns * inner == backward.flops / 2
 
 
 def test_all_else_is_a_pass_over_its_tensors():

@@ -78,25 +78,146 @@ def test_what_does_not_fit_is_said_in_torchs_words(capsys):
     assert not figures["fits"] and figures["why"].startswith("CUDA out of memory. Tried to alloc")
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--model", "gpt-8b"], "model 'gpt-8b' is not known"),
-        (["--gpu", "a1000"], "gpu='a1000' is not known"),
-        (["--limit", "some"], "--limit is a whole number or none, not 'some'"),
-        (["--limit", "-1"], "limit_all_gathers=-1"),
-        (["--nodes", "0"], "--nodes is at least 1, not 0"),
-        (["--nodes", "two"], "argument --nodes: invalid int value: 'two'"),
-        (["--network", "0"], "--network is more than 0 Gbit/s, not 0"),
-        (["--sweep", "nodes=1,two"], "argument --nodes: invalid int value: 'two'"),
-        (["--sweep", "limit"], "--sweep is NAME=A,B,... with the name of an option, not 'limit'"),
-        (["--sweep", "colour=red,blue"], "--sweep is NAME=A,B,..."),
-    ],
-)
-def test_what_makes_no_sense_gets_one_line(arguments, message, capsys):
-    assert main([*SMALL, *arguments]) == 2
+def test_several_sweeps_are_a_row_for_each_combination(capsys):
+    sweeps = ["--sweep", "limit=none,1", "--sweep", "no-sync=no,yes", "--accumulate", "2"]
+    assert main([*SMALL, *sweeps]) == 0
+    head, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert head[:2] == ["limit", "no-sync"]
+    assert [tuple(row[:2]) for row in rows] == [
+        ("none", "no"), ("none", "yes"), ("1", "no"), ("1", "yes"),
+    ]  # fmt: skip
+    assert main([*SMALL, *sweeps, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(run["limit"], run["no-sync"]) for run in found] == [tuple(row[:2]) for row in rows]
+    assert [run["settings"]["no_sync"] for run in found] == ["no", "yes"] * 2
+    assert {run["settings"]["accumulate"] for run in found} == {2}
+    assert found[0]["bytes sent"] > found[1]["bytes sent"]  # with no_sync it reduces once
+
+
+CONFIG = {"list.json": "[1]", "bad.json": "{"}
+
+REFUSED = [
+    # Options and arguments that there are not.
+    ("--bacth 4", "--bacth is not known here; did you mean --batch?"),
+    ("--batc 4", "--batc is not known here; did you mean --batch?"),
+    ("--bacth=4", "--bacth is not known here; did you mean --batch?"),
+    ("--colour red", "--colour is not known here; --help shows what is"),
+    ("plna", "plna is not known here; did you mean plan?"),
+    ("--limit 2 plan", "plan is not known here; it comes first"),
+    ("--json yes", "yes is not known here; --help shows what is"),
+    ("--batch", "--batch: expected one argument"),
+    # Words.
+    ("--gpu a1000", "--gpu: expected one of a100-40, a100-80, h100, h100-96, h200, got 'a1000'; did you"),
+    ("--gpu A100", "got 'A100'; did you mean a100-40?"),
+    ("--strategy fullshard", "got 'fullshard'; did you mean full_shard?"),
+    ("--strategy best", "hybrid_shard, hybrid_shard_zero2, got 'best'"),
+    ("--precision fp16", "--precision: expected one of fp32, bf16, bf16-fp32, got 'fp16'"),
+    ("--optimizer adamw8bit", "did you mean adamw-8bit?"),
+    ("--recompute yes", "--recompute: expected none, full, selective, or a share of the blocks"),
+    ("--recompute 3/2", "a share of the blocks, as 1/2, got '3/2'"),
+    ("--limit some", "--limit: expected a whole number of at least 1, or none, got 'some'"),
+    ("--input 3xax4", "--input: expected one sample's shape, as 3x224x224 or 588, got '3xax4'"),
+    # Numbers.
+    ("--limit 0", "got '0'"),
+    ("--limit -1", "got '-1'"),
+    ("--nodes two", "--nodes: expected a whole number from 1 to 16,384, got 'two'"),
+    ("--nodes 0", "got '0'"),
+    ("--nodes -1", "got '-1'"),
+    ("--nodes inf", "got 'inf'"),
+    ("--nodes 1.5", "got '1.5'"),
+    ("--nodes 1" + 5000 * "0", "--nodes: expected a whole number from 1 to 16,384, got '1000"),
+    ("--nodes 16384 --gpus 9", "--nodes 16384 with --gpus 9 each are more than 131,072 GPUs"),
+    ("--batch 9999999", "--batch: expected a whole number from 1 to 1,000,000"),
+    ("--network 0", "--network: expected a number from 0.001 to 1,000,000, got '0'"),
+    ("--network nan", "got 'nan'"),
+    ("--network inf", "got 'inf'"),
+    ("--network fast", "got 'fast'"),
+    ("--launch -1", "--launch: expected a number from 0 to 1,000,000, got '-1'"),
+    ("--products 2", "--products: expected a number from 0.001 to 1, got '2'"),
+    ("--memory 100", "--memory 100: a100-40 has 39.4 GiB; take less, or another --gpu"),
+    # Sweeps: each value of each is looked at before anything runs.
+    ("--sweep limit", "--sweep is NAME=A,B,... with the name of a setting, not 'limit'"),
+    ("--sweep limit=", "--sweep is NAME=A,B,... with the name of a setting, not 'limit='"),
+    ("--sweep limt=1,2", "--sweep: there is no setting 'limt'; did you mean limit?"),
+    ("--sweep colour=red", "--sweep: there is no setting 'colour'; --help shows what is"),
+    ("--sweep svg=a,b", "--sweep: there is no setting 'svg'"),
+    ("--sweep nodes=1,two", "--nodes: expected a whole number from 1 to 16,384, got 'two'"),
+    ("--sweep limit=1,,2", "--limit: expected a whole number of at least 1, or none, got ''"),
+    ("--sweep nodes=-1", "got '-1'"),
+    ("--sweep limit=1 --sweep limit=2", "--sweep limit is there twice; write all values behind"),
+    ("--sweep memory=30,60 --sweep gpu=a100-80,a100-40", "--memory 60: a100-40 has 39.4 GiB"),
+    ("--sweep model=gpt-125m,gpt-1.2b", "'gpt-1.2b' is not known; did you mean gpt-1.3b?"),
+    ("--sweep model=gpt-125m,tests.sim.test_main:broken", "fails in broken(): KeyError: 'width' ("),
+    # Engines.
+    ("--engine fsdp3", "--engine: expected one of minifsdp, fsdp1, fsdp2, got 'fsdp3'"),
+    (
+        "--engine fsdp1 --limit 3",
+        "--engine fsdp1 has no --limit 3; give 2 or none, or --engine",
+    ),
+    ("--engine fsdp2 --backward post", "--engine fsdp2 has no --backward post; give pre, or"),
+    ("--sweep engine=fsdp1,fsdp2 --forward pre", "--engine fsdp2 has no --forward pre; give none"),
+    # Files.
+    ("--svg nowhere/step.svg", "--svg: cannot write 'nowhere/step.svg': there is no directory"),
+    ("--trace {tmp}", "it is a directory"),
+    ("--snapshot=", "--snapshot: cannot write '.': it is a directory"),
+    ("--trace /proc/step", "--trace: cannot write '/proc/step': no such file or directory"),
+    ("--svg {tmp}/a --trace {tmp}/a", "--trace and --svg name the same file"),
+    ("--config {tmp}/a", "--config is for a model of transformers, as --model hf:"),
+    ("--model hf:Llama", "an hf: model needs --config FILE, its configuration as JSON"),
+    ("--model hf:Llama --config {tmp}/no", "/no': No such file or directory"),
+    ("--model hf:Llama --config {tmp}/list.json", "/list.json' has a list, not an object {...}"),
+    ("--model hf:Llama --config {tmp}/bad.json", "/bad.json' is no JSON: Expecting property"),
+    # Models.
+    ("--model gpt-8b", "--model: 'gpt-8b' is not known; did you mean gpt-7b?"),
+    ("--model mine", "--model: 'mine' is not known; --help shows what is (One of your own is modu"),
+    (
+        "--model gpt-125m --input 4",
+        "--input is for a model of your own (module:callable); gpt-125",
+    ),
+    ("--model tests.sim.test_main:small --input 4", "is a Job, whose loss makes its own input"),
+    ("--model vit-h --loss chunked", "model 'vit-h' has its own loss: --loss whole"),
+]
+
+
+def broken() -> Job:
+    raise KeyError("width")
+
+
+def never(*args, **kwargs):
+    raise AssertionError("it has run")
+
+
+@pytest.mark.parametrize("words, message", REFUSED)
+def test_what_makes_no_sense_gets_one_line_before_anything_runs(
+    words, message, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("minifsdp.sim.run._train", never)
+    for name, text in CONFIG.items():
+        (tmp_path / name).write_text(text)
+    assert main(words.replace("{tmp}", str(tmp_path)).split()) == 2
     out, err = capsys.readouterr()
-    assert not out and message in err and err.count("\n") == 1
+    assert not out and message in err
+    assert err.startswith("minifsdp.sim: ") and err.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} == set(CONFIG)  # nothing is left behind
+
+
+def test_a_file_that_is_there_stays_as_it_is_until_there_is_another(tmp_path, capsys):
+    file = tmp_path / "step.svg"
+    file.write_text("before")
+    assert main([*SMALL, "--svg", str(file), "--limit", "some"]) == 2
+    assert main([*SMALL, "--svg", str(file), "--sweep", "limit"]) == 2
+    assert file.read_text() == "before"
+    assert main([*SMALL, "--svg", str(file)]) == 0
+    assert file.read_text().startswith("<svg")
+
+
+def test_what_cannot_be_written_in_the_end_is_said(tmp_path, capsys, monkeypatch):
+    def full(gpu, path):
+        raise OSError(28, "No space left on device", path)
+
+    monkeypatch.setattr("minifsdp.sim.device.VirtualGpu.trace", full)
+    assert main([*SMALL, "--trace", str(tmp_path / "trace")]) == 2
+    assert capsys.readouterr().err.endswith(f"No space left on device: '{tmp_path / 'trace'}'\n")
 
 
 @pytest.mark.parametrize("limit", ["none", "2"])

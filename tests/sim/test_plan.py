@@ -184,4 +184,6 @@ def test_each_run_is_made_once(search):
 
 def test_a_wrong_option_gets_one_line(capsys):
     assert main(["plan", "--strategy", "best"]) == 2
-    assert "argument --strategy: invalid choice: 'best'" in capsys.readouterr().err
+    assert "--strategy: expected one of full_shard, " in capsys.readouterr().err
+    assert main(["plan", "--svg", "step.svg"]) == 2
+    assert "--svg is not known here" in capsys.readouterr().err

@@ -73,8 +73,12 @@ def mine() -> Job:
     return Job(lambda: nn.Linear(3, 3), (nn.Linear,), lambda model, batch, length: model)
 
 
-def not_a_job() -> nn.Module:
-    return nn.Linear(3, 3)
+def not_a_job() -> int:
+    return 3
+
+
+def raises() -> nn.Module:
+    return ()[0]
 
 
 def test_a_job_of_ones_own_is_found_by_its_module():
@@ -86,9 +90,14 @@ def test_a_job_of_ones_own_is_found_by_its_module():
     "name, match",
     [
         ("gpt-8b", r"'gpt-8b' is not known\. There are gpt-125m, "),
-        ("no.such:model", "No module named 'no'"),
-        ("tests.sim.test_presets:missing", "no attribute 'missing'"),
-        ("tests.sim.test_presets:not_a_job", r"not_a_job\(\) returned a Linear, not a minifsdp"),
+        (":model", "':model' is not known"),
+        ("tests:", "'tests:' is not known"),
+        ("no.such:model", "there is no module 'no'. It is looked for in the current directory and"),
+        ("tests.no:model", r"there is no module 'tests\.no'"),
+        ("tests.sim.test_presets:missing", "test_presets has nothing of the name 'missing'"),
+        ("tests.sim.test_presets:SIZES", "has dict, no callable, of the name 'SIZES'"),
+        ("tests.sim.test_presets:not_a_job", r"not_a_job\(\) returned int, neither an nn.Module"),
+        ("tests.sim.test_presets:raises", r"fails in raises\(\): IndexError: tuple index out of"),
     ],
 )
 def test_what_is_no_model_is_refused(name, match):

@@ -3,7 +3,7 @@
 import pytest
 
 from minifsdp.sim.report import report
-from minifsdp.sim.tape import Buffer, Entry, Mark, Memory, Mistarget, Note, Op, Wait
+from minifsdp.sim.tape import Buffer, Entry, Mark, Memory, Mistarget, Note, Op, Use, Wait
 
 
 def op(stream: str, start: float, end: float, sent: float = 0, flops: float = 0) -> Op:
@@ -61,7 +61,7 @@ def unit(gathered: float, last_use: float, freed: float) -> tuple[list[Entry], l
     gather = Op("_allgather_base_", "", "unshard", **times, end=gathered, reads=[], writes=[full])
     use = Op("mm", "", "compute", **times, end=last_use, reads=[full], writes=[])
     begin, end = (Memory(full, f, t, 0, 0, 0) for f, t in ((False, gathered), (True, freed)))
-    return [begin, gather, use], [end]
+    return [begin, gather, use, Use(full, "compute", "")], [end]
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,12 @@ def test_units_are_alive_until_the_host_and_the_device_are_done_with_them(first,
     (a, end_of_a), (b, end_of_b) = unit(*first), unit(*second)
     tape = [*a, *end_of_a, *b, *end_of_b]
     assert report(tape)["peak unsharded units"] == most
+
+
+def test_memory_that_is_used_again_in_the_order_of_the_streams_ends_with_the_host():
+    (a, end_of_a), (b, end_of_b) = unit(0, 1, 0.5), unit(0.6, 2, 2)
+    tape = [e for e in (*a, *end_of_a, *b, *end_of_b) if not isinstance(e, Use)]
+    assert report(tape)["peak unsharded units"] == 1
 
 
 def test_it_is_of_the_last_step_that_has_ended():

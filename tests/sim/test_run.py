@@ -6,7 +6,9 @@ from torch import nn
 
 from minifsdp.sim.__main__ import parser
 from minifsdp.sim.models import Job
+from minifsdp.sim.report import last_step
 from minifsdp.sim.run import binds, measure, simulate
+from minifsdp.sim.tape import Note, Op
 
 SMALL = "--model tests.sim.test_main:small --nodes 2 --batch 64 "
 
@@ -21,21 +23,6 @@ def options(words: str):
 )
 def test_what_binds_is_what_keeps_the_computation_waiting(exposed, idle, expected):
     assert binds({"step": 1.0, "idle": idle, "exposed communication": exposed}) == expected
-
-
-@pytest.mark.parametrize(
-    "unit, inside",
-    [
-        ("model", ()),
-        ("block", ("",)),
-        ("part", ("", ".1", ".3")),  # its large layers; the norm stays with the block
-    ],
-)
-def test_the_size_of_a_unit(unit, inside):
-    gpu = simulate(options(f"{SMALL} --unit {unit} --strategy shard_grad_op"), steps=1)
-    gathered = {op.label for op in gpu.tape if getattr(op, "name", "") == "_allgather_base_"}
-    names = [f"'{block}{part}'" for block in range(4) for part in inside] or ["<root>"]
-    assert gathered == {f"all-gather {name}" for name in names}
 
 
 def test_recomputing_takes_time_and_saves_memory():
@@ -59,8 +46,6 @@ def test_logits_need_less_memory_fused_and_least_in_chunks():
 def test_pytorch_may_be_given_less_memory():
     figures, _ = measure(options(f"{SMALL} --memory 0.01"))
     assert not figures["fits"] and "capacity of 10.24 MiB" in figures["why"]
-    with pytest.raises(ValueError, match="--memory is more than 0 GiB, not -1"):
-        measure(options(f"{SMALL} --memory -1"))
 
 
 def test_what_does_not_fit_has_no_figures():
@@ -97,3 +82,41 @@ def test_one_hears_what_it_does():
 def test_other_constants():
     slow = simulate(options(SMALL), launch=1e-3).report()
     assert slow["idle"] > 0.5 * slow["step"] and binds(slow) == "host"
+
+
+@pytest.mark.parametrize(
+    "faster, slower",
+    [
+        ("--launch 0", "--launch 50"),
+        ("--products 0.9 --launch 0", "--products 0.2 --launch 0"),
+        ("--latency 1", "--latency 900"),
+        ("--network 400", "--network 10"),
+        ("--clip no", "--clip yes"),
+        ("--optimizer sgd", "--optimizer adamw"),
+    ],
+)
+def test_constants_that_are_options(faster, slower):
+    fast, slow = (simulate(options(f"{SMALL} --batch 1024 {w}")).report() for w in (faster, slower))
+    assert slow["step"] > fast["step"]
+
+
+def test_as_many_steps_as_are_asked_for():
+    def ends(gpu):
+        return sum(isinstance(entry, Note) for entry in gpu.tape)
+
+    assert [ends(simulate(options(f"{SMALL} --steps {n}"))) for n in (1, 4)] == [1, 4]
+    assert ends(simulate(options(f"{SMALL} --steps 4"), steps=2)) == 2
+
+
+def test_batches_that_are_accumulated_are_reduced_each_or_all_at_once():
+    def figures(words):
+        gpu = simulate(options(f"{SMALL} {words}"))
+        entries, _, _ = last_step(gpu.tape)
+        names = [op.name for op in entries if isinstance(op, Op)]
+        return gpu.report()["flops"], names.count("_reduce_scatter_base_")
+
+    (flops, once), each, together = map(
+        figures, ("", "--accumulate 3", "--accumulate 3 --no-sync yes")
+    )
+    assert each == (3 * flops, 3 * once)
+    assert together == (3 * flops, once)

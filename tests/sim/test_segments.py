@@ -58,7 +58,7 @@ def test_the_snapshot_has_what_is_mapped():
     first, *_ = (memory.malloc(100 * MiB, "compute") for _ in range(4))
     memory.free(first)
     memory.malloc(30 * MiB, "unshard")
-    snapshot = memory_snapshot(memory)
+    snapshot = memory_snapshot(memory, {})
     sizes = sorted(segment["total_size"] // MiB for segment in snapshot["segments"])
     assert sizes == [40, 300] and all(s["is_expandable"] for s in snapshot["segments"])
     actions = {event["action"] for event in snapshot["device_traces"][0]}
