@@ -37,7 +37,8 @@ def explain(model: nn.Module) -> None:
 
 def table(model: nn.Module) -> str:
     """What :func:`explain` prints."""
-    units = [unit for module in model.modules() if (unit := unit_of(module)) and unit.numel]
+    found = dict.fromkeys(unit_of(module) for module in model.modules())  # each once
+    units = [unit for unit in found if unit is not None and unit.numel]
     if not units:
         raise ValueError(
             f"{type(model).__name__} has no sharded parameters: there is no "
