@@ -28,6 +28,7 @@ from minifsdp.gradients import Gradients
 from minifsdp.limiter import Limiter
 from minifsdp.no_sync import check_unreduced_grad
 from minifsdp.parameters import Parameters
+from minifsdp.post_forward import keep_post_forward_shard
 from minifsdp.prefetch import Prefetcher
 from minifsdp.streams import Streams
 from minifsdp.support.listed_modules import close, is_open
@@ -116,6 +117,7 @@ class Engine:
             close(unit)
             if not keep or was_moved(unit) or unit.kept_version != unit.sharded_flat_param._version:
                 self.parameters.reshard(unit)
+            unit.post_forward_shard = None  # an optimizer may have stepped
             unit.state.start_step()
             unit.unsharded.flat_param.grad = None
 
@@ -152,6 +154,8 @@ class Engine:
         if torch.is_grad_enabled():
             unit.state.run_forward()
         if not self.stays_after_forward(unit):
+            if torch.is_grad_enabled():
+                keep_post_forward_shard(unit, self.streams)
             self.parameters.reshard_after_use(unit)
         elif unit.state.training is not TrainingState.PRE_BACKWARD:
             use_sharded_views(unit)  # kept for the backward; parameters() does not list views
@@ -181,6 +185,7 @@ class Engine:
         unit.state.complete_grad()
         if not self._stays_after_backward(unit):
             self.parameters.reshard_after_use(unit)
+        unit.post_forward_shard = None
         self.parameters.prefetch(self.prefetcher.post_backward(unit))
         if unit.numel and self.synchronizes and self.agreement.may_reduce:
             self.gradients.reduce(unit, grad)
@@ -209,6 +214,7 @@ class Engine:
                 use_sharded_views(unit)
             elif unit not in in_use:  # still unsharded, if its outputs had no gradient
                 self.parameters.reshard(unit)
+            unit.post_forward_shard = None
             unit.state.end_backward()
 
     def stays_after_forward(self, unit: Unit) -> bool:

@@ -37,7 +37,7 @@ from minifsdp.support.pytree import map_tensors
 from minifsdp.wrapping.auto_wrap import check_wrappable
 from minifsdp.wrapping.build import build_unit
 from minifsdp.wrapping.compiled import compiled, uncompiled
-from minifsdp.wrapping.fsdp2_settings import fsdp2_settings
+from minifsdp.wrapping.fsdp2_settings import fsdp2_settings, post_forward_group
 from minifsdp.wrapping.ignored import ignoring, params_only
 from minifsdp.wrapping.root_settings import make_limiter, make_prefetcher
 
@@ -62,16 +62,16 @@ def fully_shard(
         mesh: of one dimension: the ranks to shard over, all of them if None; or of two, (replicate,
             shard), for hybrid sharding.
         reshard_after_forward: whether to free the parameters between forward and backward. None is
-            True. The root keeps them in any case, since its backward comes next. A number of ranks,
-            which share them then, may be all (True) or 1 (False).
+            True. The root keeps them in any case, since its backward comes next. A number: that of
+            the ranks to share them then; all is True, 1 is False, and others need more memory and
+            gather them for the backward in smaller groups (post_forward.py).
         mp_policy: the dtypes to compute and to reduce in, and of the outputs.
         offload_policy: ``CPUOffloadPolicy()`` for shards in the host's memory (offload.py), always
             pinned where the device is a GPU.
         ignored_params: parameters that stay as they are; see wrapping/ignored.py. Their gradients
             are not reduced.
 
-    ``shard_placement_fn``, ``dp_mesh_dims`` and other numbers for ``reshard_after_forward`` are not
-    there yet, and refused.
+    ``shard_placement_fn`` and ``dp_mesh_dims`` are not there yet, and refused.
 
     Returns:
         ``module``, which is an :class:`FSDPModule` now; or the same list of them.
@@ -95,6 +95,7 @@ def fully_shard(
         settings = fsdp2_settings(mesh, reshard_after_forward, mp_policy, offload_policy)
         unit = build_unit(whole, settings)
         unit.unreduced_dtype = mp_policy.reduce_dtype
+        unit.post_forward_group = post_forward_group(reshard_after_forward, unit.shard_group)
     for one in modules:
         one.__dict__.update(_unit=unit, _output_dtype=mp_policy.output_dtype)
         cls: Any = type(one)
@@ -181,6 +182,7 @@ class FSDPModule:
         for module in self.modules() if recurse else [self]:  # type: ignore[attr-defined]
             if isinstance(module, FSDPModule):
                 module._unit.reshard_after_forward = reshard_after_forward
+                module._unit.post_forward_group = None
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather the units of ``modules`` when this one's forward begins; see prefetch_lists.py.
