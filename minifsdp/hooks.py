@@ -180,7 +180,6 @@ class Hooks:
                 show_divided_params(self.engine.units)
         elif unit.state.training is not TrainingState.PRE_BACKWARD and self.agreement.may_reshard:
             # Only this one: its caller may catch the exception, whose traceback may hold views.
-            close(unit)
             self.engine.parameters.reshard(unit)
 
     @property

@@ -881,7 +881,6 @@ MUTANTS = [
     Mutant("support/listed_modules", "an empty list is a unit", "    if not modules:\n", "    if False:\n"),
     Mutant("engine", "an open list is freed", "        if is_open(unit):\n            return True\n", "", noticed_by="support/listed_modules"),
     Mutant("hooks", "a list is closed by its first module", "            starts(unit, module)\n", "            pass\n", noticed_by="support/listed_modules"),
-    Mutant("hooks", "a failed list stays open", "            close(unit)\n            self.engine.parameters.reshard(unit)", "            self.engine.parameters.reshard(unit)", noticed_by="support/listed_modules"),
     Mutant("limiter", "an open list takes the room of what is prefetched", " and not is_list(u)", "", noticed_by="support/listed_modules"),
     Mutant("checks/members", "modules of two models are one unit", "            if module not in found:\n", "            if False:\n", noticed_by="support/listed_modules"),
     Mutant("between_steps/full_params", "a list's unit is summoned for each module", "list(dict.fromkeys(unit for unit in units if unit not in hooks.summoned))", "[unit for unit in units if unit not in hooks.summoned]", noticed_by="support/listed_modules"),
