@@ -164,6 +164,7 @@ def test_it_is_kept_from_the_units_forward_to_its_backward():
             assert kept() == [None] * 3
         loss = model(batch()).sum()
         assert kept() == halves
+        assert not any(unit.leaks for unit in units)  # it has memory of its own
         assert all(unit.unsharded.storage.nbytes() == 0 for unit in units)
         loss.backward()
         assert kept() == [None] * 3

@@ -99,8 +99,7 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[N
                 f"parameters (summon_full_params) or as DTensors (as_dtensors, or a state dict of "
                 f"type SHARDED_STATE_DICT). Leave that block first."
             )
-    # Each once: the modules of a list have one unit.
-    units = list(dict.fromkeys(unit for unit in units if unit not in hooks.summoned))
+    units = [unit for unit in units if unit not in hooks.summoned]
     # In the others a backward may follow that needs placeholders; see show_divided_params.
     shown_before = [unit for unit in units if not unit.has_placeholders]
     shown = not options.rank0_only or all(is_first(unit) for unit in units)
