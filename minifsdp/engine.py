@@ -183,9 +183,9 @@ class Engine:
         """The gradient of the unit, ``[padded_numel]``, is complete: free its parameters, reduce
         the gradient. Nobody else may hold ``grad``."""
         unit.state.complete_grad()
+        unit.post_forward_shard = None
         if not self._stays_after_backward(unit):
             self.parameters.reshard_after_use(unit)
-        unit.post_forward_shard = None
         self.parameters.prefetch(self.prefetcher.post_backward(unit))
         if unit.numel and self.synchronizes and self.agreement.may_reduce:
             self.gradients.reduce(unit, grad)

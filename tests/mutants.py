@@ -890,7 +890,7 @@ MUTANTS = [
     Mutant("post_forward", "nothing is kept", "    if group is not None and unit.state", "    if False and unit.state"),
     Mutant("engine", "an evaluation keeps post-forward shards", "            if torch.is_grad_enabled():\n                keep", "            if True:\n                keep", noticed_by="post_forward"),
     Mutant("engine", "the parameters of the last step are gathered", "            unit.post_forward_shard = None  # an optimizer may have stepped\n", "", noticed_by="post_forward"),
-    Mutant("engine", "post-forward shards stay to the end of the backward", "        unit.post_forward_shard = None\n        self.parameters.prefetch(", "        self.parameters.prefetch(", noticed_by="post_forward"),
+    Mutant("engine", "post-forward shards stay to the end of the backward", "        unit.state.complete_grad()\n        unit.post_forward_shard = None\n", "        unit.state.complete_grad()\n", noticed_by="post_forward"),
     Mutant("comm/groups", "every smaller group is the first one", "first = group.rank() // ranks * ranks", "first = 0", noticed_by="post_forward"),
     Mutant("fsdp_module", "outputs keep the low precision", "if self._output_dtype is None:", "if True:"),
     Mutant("fsdp_module", "each block has a class of its own", "@cache  # of one class", "# of one class"),
