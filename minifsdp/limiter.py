@@ -96,10 +96,8 @@ class EventQueue:
             False for a prefetch if other units that the host has not freed take all the room. A
             unit that is needed is always admitted.
         """
-        others = sum(
-            u.reshard_after_forward and u not in unit.ancestors and not is_list(u)
-            for u in self._alive
-        )
+        alive = [u for u in self._alive if not is_list(u)]
+        others = sum(u.reshard_after_forward and u not in unit.ancestors for u in alive)
         room = self.limit - others - 1  # for units that the device has not freed yet
         if room < 0 and not needed:
             return False

@@ -881,7 +881,7 @@ MUTANTS = [
     Mutant("support/listed_modules", "an empty list is a unit", "    if not modules:\n", "    if False:\n"),
     Mutant("engine", "an open list is freed", "        if is_open(unit):\n            return True\n", "", noticed_by="support/listed_modules"),
     Mutant("hooks", "a list is closed by its first module", "            starts(unit, module)\n", "            pass\n", noticed_by="support/listed_modules"),
-    Mutant("limiter", "an open list takes the room of what is prefetched", " and not is_list(u)", "", noticed_by="support/listed_modules"),
+    Mutant("limiter", "an open list takes the room of what is prefetched", " if not is_list(u)]", "]", noticed_by="support/listed_modules"),
     Mutant("checks/members", "modules of two models are one unit", "            if module not in found:\n", "            if False:\n", noticed_by="support/listed_modules"),
     Mutant("wrapping/ignored", "what a list ignores is somebody else's", "{module, *inner_ones, *_being_wrapped}", "{*module.modules(), *_being_wrapped}", noticed_by="support/listed_modules"),
     Mutant("post_forward", "what is kept is freed with the rest", "[group.rank()].clone()", "[group.rank()]"),

@@ -20,6 +20,7 @@ list that ran in part is told by the root as well.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -50,7 +51,7 @@ def outermost(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     """
     if isinstance(given, nn.Module):
         return [given]
-    modules = dict.fromkeys(given) if isinstance(given, (list, tuple)) else {given: None}
+    modules: dict[Any, None] = dict.fromkeys(given if isinstance(given, (list, tuple)) else [given])
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(
