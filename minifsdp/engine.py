@@ -22,14 +22,16 @@ import torch
 from torch import Tensor
 
 from minifsdp.api import Stats
-from minifsdp.checks.members import check_tree
+from minifsdp.checks.members import check_lists, check_tree
 from minifsdp.checks.rank_agreement import RankAgreement
 from minifsdp.gradients import Gradients
 from minifsdp.limiter import Limiter
 from minifsdp.no_sync import check_unreduced_grad
 from minifsdp.parameters import Parameters
+from minifsdp.post_forward import keep_post_forward_shard
 from minifsdp.prefetch import Prefetcher
 from minifsdp.streams import Streams
+from minifsdp.support.listed_modules import close, is_open
 from minifsdp.support.param_views import make_views, use_sharded_views, use_unsharded_views
 from minifsdp.support.shard_changes import common_device, follow_changes, was_moved
 from minifsdp.support.unsharded_storage import UnshardedFlatParam
@@ -74,6 +76,7 @@ class Engine:
         """
         if not self.agreement.steps:
             check_tree(self.root.module)
+            check_lists(self.units)
         self.reset(keep=training is not None and training is self.training)
         self.training = self.training if training is None else training
         device = common_device(self.units)
@@ -111,8 +114,10 @@ class Engine:
         self.agreement.reset()
         self.gradients.drop()
         for unit in self.units:
+            close(unit)
             if not keep or was_moved(unit) or unit.kept_version != unit.sharded_flat_param._version:
                 self.parameters.reshard(unit)
+            unit.post_forward_shard = None  # an optimizer may have stepped
             unit.state.start_step()
             unit.unsharded.flat_param.grad = None
 
@@ -138,7 +143,8 @@ class Engine:
         if prefetch:
             self.parameters.prefetch(self.prefetcher.pre_forward(unit))
         wait_for_unshard(unit)
-        make_views(unit)
+        if not is_open(unit):  # else those of the first module of its list are still good
+            make_views(unit)
         use_unsharded_views(unit)
 
     def after_forward(self, unit: Unit, prefetch: bool) -> None:
@@ -148,6 +154,8 @@ class Engine:
         if torch.is_grad_enabled():
             unit.state.run_forward()
         if not self.stays_after_forward(unit):
+            if torch.is_grad_enabled():
+                keep_post_forward_shard(unit, self.streams)
             self.parameters.reshard_after_use(unit)
         elif unit.state.training is not TrainingState.PRE_BACKWARD:
             use_sharded_views(unit)  # kept for the backward; parameters() does not list views
@@ -175,6 +183,7 @@ class Engine:
         """The gradient of the unit, ``[padded_numel]``, is complete: free its parameters, reduce
         the gradient. Nobody else may hold ``grad``."""
         unit.state.complete_grad()
+        unit.post_forward_shard = None
         if not self._stays_after_backward(unit):
             self.parameters.reshard_after_use(unit)
         self.parameters.prefetch(self.prefetcher.post_backward(unit))
@@ -205,18 +214,22 @@ class Engine:
                 use_sharded_views(unit)
             elif unit not in in_use:  # still unsharded, if its outputs had no gradient
                 self.parameters.reshard(unit)
+            unit.post_forward_shard = None
             unit.state.end_backward()
 
     def stays_after_forward(self, unit: Unit) -> bool:
         """Whether a unit keeps its parameters when its forward ends. By its training state:
 
         - PRE_BACKWARD: yes, its backward is under way (activation checkpointing runs it again).
+        - Others of its list of modules are still to run: yes.
         - FORWARD, and gradients are on: the root does, and so does a unit whose strategy is not to
           reshard after forward.
         - Otherwise no.
         """
         if unit.state.training is TrainingState.PRE_BACKWARD:
             return True  # checkpointing
+        if is_open(unit):
+            return True
         if not torch.is_grad_enabled() or unit.state.training is not TrainingState.FORWARD:
             return False  # no backward will come for them
         # The root's backward comes right after its forward: freeing it would gain nothing.

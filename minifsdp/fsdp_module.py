@@ -32,17 +32,18 @@ from minifsdp.checks.unsupported import add_missing, refuse
 from minifsdp.engine import Engine
 from minifsdp.fully_sharded import make_root
 from minifsdp.prefetch_lists import ListedPrefetcher, units_to_prefetch
+from minifsdp.support.listed_modules import ListedModules, is_list, outermost
 from minifsdp.support.pytree import map_tensors
 from minifsdp.wrapping.auto_wrap import check_wrappable
 from minifsdp.wrapping.build import build_unit
 from minifsdp.wrapping.compiled import compiled, uncompiled
-from minifsdp.wrapping.fsdp2_settings import fsdp2_settings
+from minifsdp.wrapping.fsdp2_settings import fsdp2_settings, post_forward_group
 from minifsdp.wrapping.ignored import ignoring, params_only
 from minifsdp.wrapping.root_settings import make_limiter, make_prefetcher
 
 
 def fully_shard(
-    module: nn.Module,
+    module: nn.Module | Sequence[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -55,47 +56,52 @@ def fully_shard(
     """Make a unit of the parameters of ``module`` that no unit inside has. Inner modules first.
 
     Args:
-        module: is changed in place.
+        module: is changed in place. Or several modules, which are one unit: it is gathered before
+            the first of them that runs, and freed after the last; see support/listed_modules.py.
+            Those that are below others of the list, or in it twice, are left out.
         mesh: of one dimension: the ranks to shard over, all of them if None; or of two, (replicate,
             shard), for hybrid sharding.
         reshard_after_forward: whether to free the parameters between forward and backward. None is
-            True. The root keeps them in any case, since its backward comes next. A number of ranks,
-            which share them then, may be all (True) or 1 (False).
+            True. The root keeps them in any case, since its backward comes next. A number: that of
+            the ranks to share them then; all is True, 1 is False, and others need more memory and
+            gather them for the backward in smaller groups (post_forward.py).
         mp_policy: the dtypes to compute and to reduce in, and of the outputs.
         offload_policy: ``CPUOffloadPolicy()`` for shards in the host's memory (offload.py), always
             pinned where the device is a GPU.
         ignored_params: parameters that stay as they are; see wrapping/ignored.py. Their gradients
             are not reduced.
 
-    ``shard_placement_fn``, ``dp_mesh_dims``, other numbers for ``reshard_after_forward`` and a list
-    of modules are not there yet, and refused.
+    ``shard_placement_fn`` and ``dp_mesh_dims`` are not there yet, and refused.
 
     Returns:
-        ``module``, which is an :class:`FSDPModule` now.
+        ``module``, which is an :class:`FSDPModule` now; or the same list of them.
 
     Raises:
         ValueError: parameters that cannot share a unit, or that two units would share; a parameter
             without a dimension; a module that is sharded already, or that has no forward; a mesh of
-            more than two dimensions; a number of ranks that does not divide those of the mesh.
-        TypeError: ignored things that are no parameters.
+            more than two dimensions; a number of ranks that does not divide those of the mesh; an
+            empty list.
+        TypeError: something else than modules; ignored things that are no parameters.
         RuntimeError: there is no process group, or an optimizer was built before.
         NotImplementedError: an argument that minifsdp does not have yet.
     """
-    refuse(
-        module=module if isinstance(module, (list, tuple)) else None,
-        shard_placement_fn=shard_placement_fn, dp_mesh_dims=dp_mesh_dims,
-    )  # fmt: skip
-    with ignoring(module, ignored_states=params_only(ignored_params)):
-        check_wrappable(module)
-        check_inside(module)
+    refuse(shard_placement_fn=shard_placement_fn, dp_mesh_dims=dp_mesh_dims)
+    modules = outermost(module)
+    whole = modules[0] if len(modules) == 1 else ListedModules(modules)
+    with ignoring(whole, ignored_states=params_only(ignored_params)):
+        for position, one in enumerate(modules):
+            check_wrappable(one, str(position) if one is not whole else "")
+        check_inside(whole)
         settings = fsdp2_settings(mesh, reshard_after_forward, mp_policy, offload_policy)
-        unit = build_unit(module, settings)
+        unit = build_unit(whole, settings)
         unit.unreduced_dtype = mp_policy.reduce_dtype
-    module.__dict__.update(_unit=unit, _output_dtype=mp_policy.output_dtype)
-    cls: Any = type(module)
-    module.__class__ = _subclass(cls)
+        unit.post_forward_group = post_forward_group(reshard_after_forward, unit.shard_group)
+    for one in modules:
+        one.__dict__.update(_unit=unit, _output_dtype=mp_policy.output_dtype)
+        cls: Any = type(one)
+        one.__class__ = _subclass(cls)
     prefetcher = make_prefetcher(BackwardPrefetch.BACKWARD_PRE, None, ListedPrefetcher)
-    make_root(module, prefetcher, make_limiter(True))
+    make_root(whole, prefetcher, make_limiter(True))
     return module
 
 
@@ -105,7 +111,6 @@ class FSDPModule:
     _unit: Any
     _hooks: Any
     _output_dtype: Any
-    _by_hand: ExitStack | None = None  # what reshards after unshard()
 
     @uncompiled
     def __call__(self, callback: Any, *args: Any, **kwargs: Any) -> Any:
@@ -120,8 +125,7 @@ class FSDPModule:
         called = function if callback is None else compiled(function, callback)
         if any(call.unit is self._unit for call in self._hooks.calls):
             return called(*args, **kwargs)  # a registered method that calls its own module
-        training = self.training  # type: ignore[attr-defined]
-        output = self._hooks.forward(self._unit, called, training, args, kwargs)
+        output = self._hooks.forward(self._unit, self, called, args, kwargs)
         if self._output_dtype is None:
             return output
 
@@ -137,15 +141,16 @@ class FSDPModule:
         Args:
             async_op: return a handle with a ``wait()``. The gather is complete in either case.
         """
-        if self._by_hand is None:
+        shared = self._unit.module.__dict__  # so that each module of a list can reshard
+        if "_by_hand" not in shared:
             by_hand, options = ExitStack(), Options(writeback=False)
             by_hand.enter_context(full_params(self._hooks, [self._unit], options))
-            self._by_hand = by_hand  # last: it may be refused, in a forward for example
+            shared["_by_hand"] = by_hand  # last: it may be refused, in a forward for example
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
         """Free what :meth:`unshard` has gathered."""
-        by_hand, self._by_hand = self._by_hand, None
+        by_hand = self._unit.module.__dict__.pop("_by_hand", None)
         if by_hand is not None:
             by_hand.close()
 
@@ -177,6 +182,7 @@ class FSDPModule:
         for module in self.modules() if recurse else [self]:  # type: ignore[attr-defined]
             if isinstance(module, FSDPModule):
                 module._unit.reshard_after_forward = reshard_after_forward
+                module._unit.post_forward_group = None
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather the units of ``modules`` when this one's forward begins; see prefetch_lists.py.
@@ -194,7 +200,8 @@ class FSDPModule:
     def extra_repr(self) -> str:
         """For ``print(model)``, which then shows where the units are."""
         own = super().extra_repr()  # type: ignore[misc]
-        return ", ".join(filter(None, [own, self._unit.describe()]))
+        of_list = f"with the modules {self._unit.label}" if is_list(self._unit) else ""
+        return ", ".join(filter(None, [own, self._unit.describe(), of_list]))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(

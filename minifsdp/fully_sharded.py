@@ -141,7 +141,7 @@ class FullyShardedDataParallel(StateDictMethods, ModuleWrapper):
         # Looked up as an attribute it would take as long as all that a gather needs of the host.
         module: Any = self._modules["_fsdp_wrapped_module"]
         called = module if callback is None else compiled(module, callback)
-        return self._hooks.forward(self._unit, called, module.training, args, kwargs)
+        return self._hooks.forward(self._unit, module, called, args, kwargs)
 
     def check_is_root(self) -> bool:
         """Whether no other wrapper is around this one."""
@@ -268,7 +268,8 @@ def make_root(module: nn.Module, prefetcher: Prefetcher, limiter: Limiter) -> No
     for wrapper in wrappers:
         if "_hooks" in wrapper.__dict__:
             wrapper._hooks.engine.reset()  # it was a root, and may have been in use
-    hooks = Hooks(Engine([w._unit for w in wrappers], limiter, prefetcher))
+    units = dict.fromkeys(w._unit for w in wrappers)  # the modules of a list have one
+    hooks = Hooks(Engine([*units], limiter, prefetcher))
     for wrapper in wrappers:
         wrapper._hooks = hooks
 

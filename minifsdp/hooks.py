@@ -27,6 +27,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from minifsdp.backward import Backward
 from minifsdp.between_steps.state_dict_calls import StateDictCalls
@@ -35,6 +36,7 @@ from minifsdp.checks.rank_agreement import Moment
 from minifsdp.engine import Engine
 from minifsdp.precision import output_cast, prepare_inputs
 from minifsdp.support.autograd_hooks import after_gradients_of, before_gradient_of
+from minifsdp.support.listed_modules import close, is_open, starts
 from minifsdp.support.param_views import (
     check_untouched,
     hides_params,
@@ -73,30 +75,31 @@ class Hooks:
     def forward(
         self,
         unit: Unit,
-        module: Callable[..., Any],
-        training: bool,
+        module: nn.Module,
+        run: Callable[..., Any],
         args: Any,
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a unit's module, between its two moments.
 
         Args:
-            training: the module's mode; the outermost one's counts.
+            module: of a list of modules the one that runs. The mode of the outermost one counts.
+            run: what to call.
         """
         if self.state_dict_calls.held:
             self.state_dict_calls.close_aborted()
         if self.summoned:
             check_summoned(unit, self.engine.units, any(self.summoned.values()))
             if unit in self.summoned:
-                return module(*args, **kwargs)
+                return run(*args, **kwargs)
         self.depth += 1
         first = torch._C._autograd._get_sequence_nr()  # of the operations to come
         try:
             cast_output = output_cast(unit, args, kwargs)
-            args, kwargs = self.before_forward(unit, training, args, kwargs)
+            args, kwargs = self.before_forward(unit, module, args, kwargs)
             try:
                 with self.backward.saved.hooks():
-                    output = module(*args, **kwargs)
+                    output = run(*args, **kwargs)
             except RuntimeError as error:
                 refuse_transforms(unit, error)
                 if unit.uses_unsharded_views:  # perhaps because of a parameter that was changed
@@ -114,7 +117,7 @@ class Hooks:
         return output
 
     def before_forward(
-        self, unit: Unit, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The module is about to run.
 
@@ -124,12 +127,14 @@ class Hooks:
         if self._outermost and not self.summoned:
             self.backward.forget_failed()
             self._graph_waits = hides_params(self.engine.units)
-            self.engine.start(training)
+            self.engine.start(module.training)
             self.agreement.begin()
             self.engine.prefetcher.start_forward()
         if unit.needs_unshard or not self.backward.running:  # else other ranks need not take part
             self.agreement.at(Moment.FORWARD_OF, unit)
-        self.engine.before_forward(unit, prefetch=self._in_order)
+        self.engine.before_forward(unit, prefetch=self._in_order and not is_open(unit))
+        if self._in_order:
+            starts(unit, module)
         before = values(unit, thoroughly=self.agreement.compares(unit))
         version = unit.sharded_flat_param._version
         self.calls.append(Call(unit, unit.unsharded, version, before, self.engine.training))
@@ -155,10 +160,11 @@ class Hooks:
             hook = partial(self.backward.before_backward, tuple(self.calls))
             for tensor in tensors_in(output):
                 before_gradient_of(tensor, hook, first)
-        self.engine.after_forward(unit, prefetch=self._in_order)
+        self.engine.after_forward(unit, prefetch=self._in_order and not is_open(unit))
         if self._outermost:
             self.agreement.at(Moment.END_OF_FORWARD_OF, unit)
             for other in self.engine.units:  # prefetched for a forward that did not come
+                close(other)
                 if not self.engine.stays_after_forward(other) and other not in self.summoned:
                     self.engine.parameters.reshard(other)
             if not torch.is_grad_enabled() and not self._graph_waits:  # no backward will come

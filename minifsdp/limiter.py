@@ -35,6 +35,7 @@ from typing import Protocol, runtime_checkable
 from torch.profiler import record_function
 
 from minifsdp.streams import Event
+from minifsdp.support.listed_modules import is_list
 from minifsdp.unit import Unit
 
 
@@ -73,9 +74,9 @@ class EventQueue:
     """At most ``limit`` units are alive at the same time. This is PyTorch's way.
 
     A unit is alive from the start of its all-gather until the *device* does not use its memory any
-    more. Two kinds do not count: the ancestors of the unit that is to be gathered, which must be
-    unsharded while it runs, and units that stay unsharded from forward to backward by their
-    strategy.
+    more. Three kinds do not count: the ancestors of the unit that is to be gathered, which must be
+    unsharded while it runs; units that stay unsharded from forward to backward by their strategy;
+    and those of several modules (fully_shard), which stay until the last of these has run.
 
     Args:
         limit: number of units, at least 1.
@@ -95,7 +96,8 @@ class EventQueue:
             False for a prefetch if other units that the host has not freed take all the room. A
             unit that is needed is always admitted.
         """
-        others = sum(u.reshard_after_forward and u not in unit.ancestors for u in self._alive)
+        alive = [u for u in self._alive if not is_list(u)]
+        others = sum(u.reshard_after_forward and u not in unit.ancestors for u in alive)
         room = self.limit - others - 1  # for units that the device has not freed yet
         if room < 0 and not needed:
             return False

@@ -16,13 +16,14 @@ The second never goes away as an *object*; its *storage* shrinks to nothing and 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifsdp.api import MixedPrecision
+from minifsdp.comm.collectives import Group
 from minifsdp.comm.groups import Placement
 from minifsdp.flatten import check_flattenable
 from minifsdp.offload import host_copy
@@ -111,6 +112,9 @@ class Unit:
         else:
             unpadded = self.padded_shard[: self.layout.optimized_numel(self.shard_rank)]
             self.sharded_flat_param = self._new_chunk(unpadded, any(trained))
+        # Ranks to share it between forward and backward, and this one's part; see post_forward.py.
+        self.post_forward_group: Group | None = None
+        self.post_forward_shard: Any = None
         self.unreduced_grad: UnreducedGrad | None = None
         self.unreduced_dtype: torch.dtype | None = None  # to keep it in; None: that of the gradient
         self.forward_targets: list[Unit] = []  # what a program wants to have prefetched when this

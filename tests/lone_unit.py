@@ -40,6 +40,7 @@ class StubUnit:
     ancestors: list["StubUnit"] = field(default_factory=list)
     reshard_after_forward: bool = True
     numel: int = 1
+    module: None = None
 
 
 @dataclass

@@ -281,8 +281,6 @@ def test_a_plain_model_loads_the_full_state():
 def test_what_is_not_there_yet_is_refused_by_name(words, settings):
     with pytest.raises(NotImplementedError, match=f"(?s){words}.*is not there yet"):
         fully_shard(nn.Linear(2, 2), **settings)
-    with pytest.raises(NotImplementedError, match="is not there yet"):
-        fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)])
     model = fully_shard(nn.Linear(2, 2))
     with pytest.raises(NotImplementedError, match="set_requires_all_reduce"):
         model.set_requires_all_reduce(False)

@@ -37,7 +37,8 @@ def explain(model: nn.Module) -> None:
 
 def table(model: nn.Module) -> str:
     """What :func:`explain` prints."""
-    units = [unit for module in model.modules() if (unit := unit_of(module)) and unit.numel]
+    found = dict.fromkeys(unit_of(module) for module in model.modules())  # each once
+    units = [unit for unit in found if unit is not None and unit.numel]
     if not units:
         raise ValueError(
             f"{type(model).__name__} has no sharded parameters: there is no "
@@ -67,6 +68,8 @@ def _row(unit: Unit) -> tuple[str, ...]:
         sharers += f", {unit.replicate_group.size()} replicas"
     if unit.shard_world_size > 1 and not unit.reshard_after_forward:
         sharers += ", stays after forward"
+    if unit.post_forward_group is not None:
+        sharers += f", {unit.post_forward_group.size()} after forward"
     return (
         unit.name or "<root>", f"{unit.numel:,}", _bytes(unit.padded_shard.nbytes),
         _bytes(gathered) if unit.shard_world_size > 1 or low or unit.offload_from else "as it is",

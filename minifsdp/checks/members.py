@@ -17,6 +17,7 @@ an error (:class:`Part`).
 """
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -27,6 +28,7 @@ from torch.nn.modules.module import (
 )
 
 from minifsdp.support.divided_param import is_optimized
+from minifsdp.support.listed_modules import is_list
 from minifsdp.unit import Unit
 from minifsdp.wrapping.module_tree import (
     WRAPPER_PREFIX,
@@ -169,6 +171,27 @@ def check_tree(root: nn.Module) -> None:
                 f"was put into the model after wrapping, and every rank would train it alone. "
                 f"Change the model before you wrap it."
             )
+
+
+def check_lists(units: Sequence[Unit]) -> None:
+    """Refuse a unit of several modules of which some are not in the model: the step of the model
+    would gather and reduce it, and the others' calls would do so once more, by themselves.
+
+    Args:
+        units: of one root, which is the first of them.
+
+    Raises:
+        RuntimeError: naming the unit, and the class of the module.
+    """
+    found = set(units[0].module.modules())
+    for unit in units:
+        for position, module in unit.module.named_children() if is_list(unit) else ():
+            if module not in found:
+                raise RuntimeError(
+                    f"unit {unit.label} was made of a list of modules, of which number {position} "
+                    f"({type(module).__name__}) is not in this model (anymore?), which is what was "
+                    f"given to fully_shard last. All modules of a list have to be in one model."
+                )
 
 
 def check_part(parent: nn.Module, name: str, child: nn.Module | None) -> None:

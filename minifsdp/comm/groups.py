@@ -195,6 +195,20 @@ def check_grid(shard: Group, replicate: Group) -> tuple[Group, Group]:
     return shard, replicate
 
 
+@cache  # so that all units of the same ranks have the same one
+def smaller_group(group: Group, ranks: int) -> Group:
+    """The one that this rank is in, if ``ranks`` neighbours each of ``group`` form a group. All
+    ranks of it have to call this.
+
+    Args:
+        ranks: a divisor of the size of ``group``.
+    """
+    first = group.rank() // ranks * ranks
+    line = dist.get_process_group_ranks(group)[first : first + ranks]
+    made: Group = dist.new_group(line, use_local_synchronization=True)  # others need not be there
+    return made
+
+
 def _mine(lines: list[list[int]]) -> Group:
     """Make a group of each line of ranks, and return the one that this rank is in."""
     groups = [(line, dist.new_group(line)) for line in lines]

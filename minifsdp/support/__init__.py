@@ -10,6 +10,7 @@ param_views.py         when it finds which: views while unsharded, placeholders 
 saved_tensors.py       what autograd saves of parameters: where to find them, not their memory
 autograd_hooks.py      how to act in the middle of a backward
 grad_hooks.py          the gradient hooks that users register on flat parameters
+listed_modules.py      several modules as one unit, as fully_shard([a, b]) makes them
 prefetch_stats.py      how many prefetches there were, and how many had the wrong target
 buffers.py             the tensors of a module that are not parameters
 pytree.py              the tensors in what a module takes or returns

@@ -105,11 +105,11 @@ def check_wrappable(module: nn.Module, name: str = "", to_wrap: Collection[nn.Mo
     Raises:
         ValueError: it is one.
     """
+    what = f"module {name!r} ({type(module).__name__})" if name else type(module).__name__
     if unit_of(module) is not None:
-        raise ValueError("the module is a unit of FSDP already. Wrap a module once.")
+        raise ValueError(f"{what} is a unit of FSDP already. Wrap a module once.")
     param = None if has_forward(module) else next(_params_outside(module, "", to_wrap), None)
     if param is not None:
-        what = f"module {name!r} ({type(module).__name__})" if name else type(module).__name__
         raise ValueError(
             f"{what} has no forward, so there is no moment to gather its unit, which would have "
             f"{param!r}. Wrap the modules in it (auto_wrap_policy=ModuleWrapPolicy({{...}}) with "
@@ -191,13 +191,17 @@ def make_param_infos(module: nn.Module) -> list[ParamInfo]:
         param = attribute.get()
         unit, name_there = unit_of_orig_param(param)
         if unit is not None:
-            where = {unit_of(m): clean(n) for n, m in module.named_modules()}.get(unit)
-            if where is None:  # it is not below this module, so its name in the model is not known
+            names = {m: n for n, m in module.named_modules()}
+            its_name = ", ".join(clean(n) for m, n in names.items() if unit_of(m) is unit)
+            owners = [i.owners[0] for i in unit.param_infos if i.name == name_there]
+            there = next((owner for owner in owners if owner.module in names), None)
+            if there is None:  # it is not below this module, so its name in the model is not known
                 raise ValueError(
                     f"{name!r} of this unit and {name_there!r} of one that was wrapped before "
                     f"are one parameter. " + _ADVICE.format("the smallest module around both")
                 )
-            raise _shared(join_names(where, name_there), where, name, "")
+            first = clean(join_names(names[there.module], there.name))
+            raise _shared(first, its_name, name, "")
         param_infos.setdefault(param, ParamInfo(name, param.shape)).owners.append(attribute)
     return list(param_infos.values())
 

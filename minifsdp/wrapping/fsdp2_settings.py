@@ -10,7 +10,8 @@
     CPUOffloadPolicy()                           CPUOffload(True)
 
 A number for ``reshard_after_forward`` is that of the ranks to share the parameters between forward
-and backward. All ranks that share the unit are True, and one rank is False: it has all of them.
+and backward. All ranks that share the unit are True, and one rank is False: it has all of them. Any
+other one is True, with a smaller group (post_forward.py).
 
 Source: ``torch.distributed.fsdp.fully_shard`` (pytorch 2.13), ``_get_post_forward_mesh_info``.
 """
@@ -20,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from minifsdp.api import CPUOffload, MixedPrecision, ShardingStrategy
-from minifsdp.checks.unsupported import refuse
+from minifsdp.comm.collectives import Group
+from minifsdp.comm.groups import smaller_group
 from minifsdp.wrapping.settings import Settings
 
 _STRATEGIES = {  # by whether to reshard after forward, and by the dimensions of the mesh
@@ -42,7 +44,6 @@ def fsdp2_settings(
     Raises:
         ValueError: ``reshard_after_forward`` is a number that does not divide the ranks; or as
             :class:`Settings` does.
-        NotImplementedError: it is another one than all ranks and 1.
     """
     reshards = reshards_after_forward(reshard_after_forward, mesh)
     casts = mp_policy.cast_forward_inputs and mp_policy.param_dtype is not None
@@ -67,7 +68,7 @@ def reshards_after_forward(given: bool | int | None, mesh: DeviceMesh | None) ->
         mesh: whose last dimension are the ranks that share the unit; None: all ranks.
 
     Raises:
-        ValueError, NotImplementedError: as :func:`fsdp2_settings` does.
+        ValueError: as :func:`fsdp2_settings` does.
     """
     if given is None or isinstance(given, bool):
         return given is not False
@@ -77,5 +78,15 @@ def reshards_after_forward(given: bool | int | None, mesh: DeviceMesh | None) ->
             f"reshard_after_forward={given!r}: expected True, False or a number that divides the "
             f"{ranks} ranks that share the unit."
         )
-    refuse(reshard_after_forward=None if given in (1, ranks) else given)
     return given != 1 or ranks == 1
+
+
+def post_forward_group(given: bool | int | None, shard_group: Group | None) -> Group | None:
+    """The ranks to share the parameters between forward and backward; None: the same as otherwise.
+
+    Args:
+        given: as :func:`reshards_after_forward` has checked it.
+    """
+    if given is None or shard_group is None or given in (True, False, shard_group.size()):
+        return None  # 1 is True here
+    return smaller_group(shard_group, given)

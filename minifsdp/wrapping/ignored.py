@@ -116,7 +116,10 @@ def _checked(argument: str, given: Any, *kinds: type) -> list[Any]:
 
 def _known(module: nn.Module) -> set[nn.Module]:
     """The modules whose wrappers may ignore a part of ``module`` while it is wrapped."""
-    return {*module.modules(), *_being_wrapped}
+    units = (unit_of(inner) for inner in module.modules())
+    # Of several modules, unit.module is one that is not below ``module`` itself.
+    inner_ones = (unit.module for unit in units if unit is not None)
+    return {module, *inner_ones, *_being_wrapped}
 
 
 def _mark(module: nn.Module, items: list[Any]) -> list[tuple[Any, nn.Module | None]]:

@@ -79,15 +79,21 @@ def name_units(root: nn.Module) -> list[Any]:
         The wrappers at and below ``root``, outer ones first.
     """
     names = {m: clean(n) for n, m in root.named_modules() if unit_of(m) is not None}
-    units = {name: wrapper._unit for wrapper, name in names.items()}
-    for name, unit in units.items():
-        unit.name = name
+    units: dict[Any, list[str]] = {}  # several names: those of a list of modules
+    for wrapper, name in names.items():
+        units.setdefault(wrapper._unit, []).append(name)
+    for unit, places in units.items():
+        unit.name = "" if unit.module is root else ", ".join(places)
         unit.ancestors = [
             outer
-            for outer_name, outer in units.items()
-            if outer is not unit and (not outer_name or name.startswith(outer_name + "."))
+            for outer, around in units.items()
+            if outer is not unit and any(_is_below(name, o) for o in around for name in places)
         ]
     return list(names)
+
+
+def _is_below(name: str, outer: str) -> bool:
+    return not outer or name.startswith(outer + ".")
 
 
 def own_modules(module: nn.Module) -> Modules:

@@ -1,4 +1,4 @@
-"""accelerate and transformers' Trainer, with minifsdp's class in the place of torch's FSDP1.
+"""accelerate and transformers' Trainer, with minifsdp in the place of torch's FSDP1 and FSDP2.
 
 Both make the wrapper themselves, clip by it, and save and load through its state dicts. Needs
 `make test-hf`, or `pip install -e ".[hf]"`.
@@ -29,6 +29,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 
+import minifsdp
 from minifsdp import FullyShardedDataParallel as FSDP
 from tests.hf.models import WORDS, batch, blocks, make
 from tests.ranks import device, on_ranks
@@ -133,6 +134,56 @@ def test_what_accelerate_saves_another_run_goes_on_with(precision, kind, rows, t
         before = plain.lm_head.weight.clone()
         assert plain.load_state_dict(saved) == ([], [])
         assert not torch.equal(plain.lm_head.weight, before)
+
+
+@contextmanager
+def in_place_of_torchs_fsdp2() -> Iterator[None]:
+    with (
+        patch("torch.distributed.fsdp.fully_shard", minifsdp.fully_shard),
+        patch("torch.distributed.fsdp.FSDPModule", minifsdp.FSDPModule),
+    ):
+        yield
+
+
+def by_fsdp2(name: str, folder: Path, precision: str, settings: dict[str, Any]) -> list[Tensor]:
+    """The losses of a run that is saved in the middle. Another one goes on from there alike."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=layers(), **settings,
+    )  # fmt: skip
+    accelerator = accelerate.Accelerator(
+        fsdp_plugin=plugin, cpu=device().type == "cpu", mixed_precision=precision,
+        gradient_accumulation_steps=2,
+    )  # fmt: skip
+
+    def prepared() -> tuple[nn.Module, Any]:
+        plain = make(name)
+        return accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+
+    model, optimizer = prepared()
+    found = train(accelerator, model, optimizer)
+    accelerator.save_state(folder)
+    expected = train(accelerator, model, optimizer)
+    accelerator.free_memory()
+    model, optimizer = prepared()
+    assert type(model.lm_head).__name__ == "FSDPLinear"  # with the norm, one unit
+    accelerator.load_state(folder)
+    assert torch.equal(torch.stack(train(accelerator, model, optimizer)), torch.stack(expected))
+    return found + expected
+
+
+@pytest.mark.parametrize("settings", [{}, {"reshard_after_forward": False}], ids=["free", "keep"])
+@pytest.mark.parametrize("name", [NAME, "llama, tied"])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@on_ranks(2, timeout=120)
+def test_accelerates_fsdp2_is_bit_equal_to_torchs(precision, name, settings, tmp_path):
+    """It gives fully_shard the norm and the head (and the embedding, if tied) as a list."""
+    settings = {**settings, "state_dict_type": "SHARDED_STATE_DICT"}
+    with launched():
+        expected = by_fsdp2(name, tmp_path / "torch", precision, settings)
+    with in_place_of_torchs_fsdp2(), launched():
+        found = by_fsdp2(name, tmp_path / "ours", precision, settings)
+    assert torch.equal(torch.stack(found), torch.stack(expected))
 
 
 # --------------------------------------------------------------------------------------- Trainer

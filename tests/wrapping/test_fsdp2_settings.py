@@ -21,8 +21,7 @@ def test_a_number_of_ranks_may_be_all_or_one():
     ):
         assert [reshards_after_forward(given, None) for given in flat] == [reshards] * len(flat)
         assert [reshards_after_forward(given, mesh) for given in grid] == [reshards] * len(grid)
-    with pytest.raises(NotImplementedError, match="reshard_after_forward=2 is not there yet"):
-        reshards_after_forward(2, None)
+    assert reshards_after_forward(2, None)
     for wrong in (0, -1, 3, 8, 2.0, "True"):
         with pytest.raises(ValueError, match=f"={wrong!r}: expected True, False .* the 4 ranks"):
             reshards_after_forward(wrong, None)

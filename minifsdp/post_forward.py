@@ -1,0 +1,63 @@
+"""The post-forward shard: between forward and backward a larger part of a unit, in a smaller group.
+
+A unit that is freed after its forward is gathered twice in a step, both times from all ranks. If a
+few of them are close to each other, such as the GPUs of one host, the second gather can stay among
+these. Each keeps so much after the forward that they have all parameters together::
+
+    fully_shard(block, reshard_after_forward=2)           4 ranks; parameters A B C D
+
+    sharded                rank 0: A     rank 1: B     rank 2: C     rank 3: D
+    forward                gathered from all four ranks
+    post-forward shard     rank 0: A B   rank 1: C D   rank 2: A B   rank 3: C D
+    backward               gathered from ranks 0 and 1     from ranks 2 and 3
+
+It costs memory, ``numel / 2`` on each rank in place of ``numel / 4``, from the unit's forward to
+its backward. Gradients and the optimizer's states are divided among all ranks as ever.
+
+The part is a piece of the unsharded flat parameter, wherever it is cut: nobody sees it. (PyTorch
+registers it with the module, as DTensors.)
+
+Sources: the "secondary partition" (hpZ) of Wang et al., "ZeRO++", arXiv:2306.10209;
+``FSDPParam.to_sharded_post_forward`` (pytorch 2.13).
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from minifsdp.comm.collectives import all_gather
+from minifsdp.streams import Event, Finish, Streams
+from minifsdp.unit import Unit
+from minifsdp.unit_state import ShardedState
+
+
+class PostForwardShard(NamedTuple):
+    """What one rank keeps of a unit, in the dtype that it is computed in."""
+
+    shard: Tensor  # ``[padded_numel / ranks of unit.post_forward_group]``
+    ready: Event  # on the compute stream
+
+
+def keep_post_forward_shard(unit: Unit, streams: Streams) -> None:
+    """Copy this rank's part of an unsharded unit, which is about to be freed. Nothing, for a unit
+    that has no smaller group."""
+    group = unit.post_forward_group
+    if group is not None and unit.state.sharded is ShardedState.UNSHARDED:
+        # A copy: a view would be of memory that is freed.
+        shard = unit.unsharded.data.chunk(group.size())[group.rank()].clone()
+        unit.post_forward_shard = PostForwardShard(shard, streams.compute.record_event())
+
+
+def unshard_in_smaller_group(unit: Unit, streams: Streams) -> None:
+    """Start to fill ``unit.unsharded.flat_param`` as :func:`~minifsdp.unshard.unshard` does, from
+    the post-forward shards. All ranks of the smaller group have one."""
+    kept, group = unit.post_forward_shard, unit.post_forward_group
+    assert kept is not None and group is not None, unit.label
+    unit.state.start_unshard()
+    streams.unshard.wait_event(kept.ready)  # else it might send what has not been copied yet
+
+    def launch() -> Finish:
+        unit.unsharded.allocate()
+        return all_gather(unit.unsharded.data, kept.shard, group, unit.tag, unit.label)
+
+    unit.unshard_event = streams.unshard.submit(launch, f"all-gather {unit.label}")
