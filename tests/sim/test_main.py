@@ -107,7 +107,7 @@ REFUSED = [
     ("--json yes", "yes is not known here; --help shows what is"),
     ("--batch", "--batch: expected one argument"),
     # Words.
-    ("--gpu a1000", "--gpu: expected one of a100-40, a100-80, h100, h100-96, h200, got 'a1000'; did you"),
+    ("--gpu a1000", "--gpu: expected one of a100-40, a100-80, h100, h100-96, h200, got 'a1000'"),
     ("--gpu A100", "got 'A100'; did you mean a100-40?"),
     ("--strategy fullshard", "got 'fullshard'; did you mean full_shard?"),
     ("--strategy best", "hybrid_shard, hybrid_shard_zero2, got 'best'"),

@@ -11,8 +11,8 @@ import pytest
 
 from minifsdp.sim import plan as module
 from minifsdp.sim.__main__ import main
+from minifsdp.sim.options import add_settings
 from minifsdp.sim.plan import VALUES, better, why
-from minifsdp.sim.run import add_settings
 
 SMALL = ["plan", "--model", "tests.sim.test_main:small", "--nodes", "2", "--batch", "64"]
 FIXED = ["--precision", "bf16", "--unit", "block", "--recompute", "none", "--offload", "no"]
@@ -147,7 +147,7 @@ def test_what_is_reset_to_the_usual_is_searched_again(monkeypatch):
     monkeypatch.setattr(module, "measure", measure)
     fixed = ["--strategy", "full_shard", "--precision", "bf16", "--limit", "2", "--forward", "none"]
     search, _ = a_search([*fixed, "--offload", "no"])
-    assert search.best() == {"recompute": "yes", "unit": "block", "backward": "pre"}
+    assert search.best() == {"recompute": "full", "unit": "block", "backward": "pre"}
 
 
 @pytest.mark.parametrize("given, fits", [(1, 1), (1, 2), (3, 3), (8, 100), (2, 7)])
