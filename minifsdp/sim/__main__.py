@@ -15,14 +15,18 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from minifsdp.sim.conflicts import check
+from minifsdp.sim.device import VirtualGpu
 from minifsdp.sim.options import Parser, add_settings, grid
+from minifsdp.sim.plain import tried
+from minifsdp.sim.plan import plan
+from minifsdp.sim.presets import MODELS, find
+from minifsdp.sim.run import measure
+from minifsdp.sim.spans import text
+from minifsdp.sim.timeline import svg
 from minifsdp.sim.values import check_files
-
-if TYPE_CHECKING:
-    from minifsdp.sim.device import VirtualGpu
 
 FILES = {
     "svg": "draw the step",
@@ -60,16 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-# torch is imported in these two, when all options are known to make sense.
-
-
 def search(given: list[str]) -> int:
     """``plan``: which settings are the best ones."""
     p = Parser(prog="python -m minifsdp.sim plan", description="Search for the best settings.")
     add_settings(p)
     check(p.parse_args(given))
-    from minifsdp.sim.plan import plan
-
     return plan(p, given, progress)
 
 
@@ -79,8 +78,6 @@ def run(given: list[str]) -> int:
     options = p.parse_args(given)
     check_files({name: getattr(options, name) for name in FILES})
     rows = grid(p, options, options.sweep)
-    from minifsdp.sim.run import measure
-
     _try_models([its for _, its in rows])
     runs = []
     for chosen, its in rows:
@@ -103,9 +100,6 @@ def run(given: list[str]) -> int:
 
 def _try_models(rows: list[argparse.Namespace]) -> None:
     """Find all models, and run those once that are not presets: before the first long run."""
-    from minifsdp.sim.plain import tried
-    from minifsdp.sim.presets import MODELS, find
-
     asked = dict.fromkeys((its.model, its.config, its.input, its.seq) for its in rows)
     for model, config, shape, length in asked:
         job = find(model, config, shape)
@@ -124,9 +118,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if name not in others}
 
 
-def _show(figures: dict[str, Any], gpu: "VirtualGpu | None") -> None:
-    from minifsdp.sim.spans import text
-
+def _show(figures: dict[str, Any], gpu: VirtualGpu | None) -> None:
     if gpu is not None:
         print(text(gpu.tape), end="\n\n")
     for key, words in in_words(figures).items():
@@ -152,14 +144,12 @@ def in_words(figures: dict[str, Any]) -> dict[str, str]:
     return words
 
 
-def _write_files(options: argparse.Namespace, gpus: "dict[str, VirtualGpu]") -> None:
+def _write_files(options: argparse.Namespace, gpus: dict[str, VirtualGpu]) -> None:
     """A picture of all runs that fit, and the last one's trace and snapshot."""
     if not gpus:
         return
     (*_, gpu) = gpus.values()
     if options.svg:
-        from minifsdp.sim.timeline import svg
-
         what = f"{options.model}, {options.nodes} x {options.gpus} {options.gpu}"
         steps = {f"{what}, {which}".removesuffix(", "): its.tape for which, its in gpus.items()}
         Path(options.svg).write_text(svg(steps))
