@@ -15,15 +15,19 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from minifsdp.sim.conflicts import check
+from minifsdp.sim.device import VirtualGpu
 from minifsdp.sim.options import Parser, add_settings, grid
+from minifsdp.sim.plain import tried
+from minifsdp.sim.plan import plan
+from minifsdp.sim.presets import MODELS, find
+from minifsdp.sim.run import measure
+from minifsdp.sim.spans import text
+from minifsdp.sim.timeline import svg
 from minifsdp.sim.values import check_files
 from minifsdp.sim.words import in_words, page
-
-if TYPE_CHECKING:
-    from minifsdp.sim.device import VirtualGpu
 
 FILES = {
     "svg": "draw the step",
@@ -68,16 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-# torch is imported in these two, when all options are known to make sense.
-
-
 def search(given: list[str]) -> int:
     """``plan``: which settings are the best ones."""
     p = Parser(prog="python -m minifsdp.sim plan", description="Search for the best settings.")
     add_settings(p)
     check(p.parse_args(given))
-    from minifsdp.sim.plan import plan
-
     return plan(p, given, progress)
 
 
@@ -87,8 +86,6 @@ def run(given: list[str]) -> int:
     options = p.parse_args(given)
     check_files({name: getattr(options, name) for name in FILES})
     rows = grid(p, options, options.sweep)
-    from minifsdp.sim.run import measure
-
     _try_models([its for _, its in rows])
     runs = []
     for chosen, its in rows:
@@ -117,9 +114,6 @@ def run(given: list[str]) -> int:
 
 def _try_models(rows: list[argparse.Namespace]) -> None:
     """Find all models, and run those once that are not presets: before the first long run."""
-    from minifsdp.sim.plain import tried
-    from minifsdp.sim.presets import MODELS, find
-
     asked = dict.fromkeys((its.model, its.config, its.input, its.seq) for its in rows)
     for model, config, shape, length in asked:
         job = find(model, config, shape)
@@ -138,9 +132,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if name not in others}
 
 
-def _show(figures: dict[str, Any], gpu: "VirtualGpu | None") -> None:
-    from minifsdp.sim.spans import text
-
+def _show(figures: dict[str, Any], gpu: VirtualGpu | None) -> None:
     if gpu is not None:
         print(text(gpu.tape), end="\n\n")
     print(page(figures))
@@ -153,7 +145,7 @@ def progress(what: str) -> None:
 
 
 def _write_files(
-    options: argparse.Namespace, runs: "list[tuple[dict[str, str], dict[str, Any], VirtualGpu]]"
+    options: argparse.Namespace, runs: list[tuple[dict[str, str], dict[str, Any], VirtualGpu]]
 ) -> None:
     """A picture of all runs that fit, and the last one's page, trace and snapshot."""
     if not runs:
@@ -162,8 +154,6 @@ def _write_files(
     titles = [f"{what}, {_name(chosen)}".removesuffix(", ") for chosen, _, _ in runs]
     (*_, figures, gpu) = runs[-1]
     if options.svg:
-        from minifsdp.sim.timeline import svg
-
         tapes = {title: its.tape for title, (*_, its) in zip(titles, runs, strict=True)}
         Path(options.svg).write_text(svg(tapes))
     if options.html:
@@ -175,15 +165,8 @@ def _write_files(
 
 
 def _table(rows: list[tuple[dict[str, str], dict[str, Any]]]) -> None:
-    columns = (
-        "step",
-        "MFU",
-        "exposed communication",
-        "idle",
-        "peak allocated",
-        "peak reserved",
-        "binds",
-    )
+    columns = ["step", "MFU", "exposed communication", "idle"]
+    columns += ["peak allocated", "peak reserved", "binds"]
     names = list(rows[0][0])
     widths = [max(12, len(n), *(len(chosen[n]) for chosen, _ in rows)) for n in names]
 

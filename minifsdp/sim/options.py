@@ -1,7 +1,7 @@
 """What the command line takes, and what it says to somebody who has mistyped.
 
 Every value is looked at before anything runs: each by itself where it is parsed (values.py), and
-together (conflicts.py). No torch in here: help and refusals come at once.
+together (conflicts.py). No torch in here, nor in what this imports.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Models by name, and their sizes. No torch in here, so that the command line is quick to answer.
+"""Models by name, and their sizes.
 
 ==========  ==========================================================
 gpt, mpt    width, layers, heads

@@ -92,7 +92,7 @@ def test_a_search_that_goes_in_a_circle_ends(monkeypatch):
 SOME = [
     [],
     ["--offload", "no"],
-    ["--unit", "block", "--recompute", "no"],
+    ["--unit", "block", "--recompute", "none"],
     ["--precision", "bf16", "--strategy", "full_shard", "--offload", "no"],
     ["--limit", "2", "--backward", "pre"],
 ]
@@ -142,7 +142,7 @@ def test_what_is_reset_to_the_usual_is_searched_again(monkeypatch):
     def measure(options, steps):
         prefetches = options.unit == "block" and options.backward == "pre"
         step = 0.9 if prefetches else times[options.unit]
-        return figures(step, fits=options.recompute == "yes"), None
+        return figures(step, fits=options.recompute == "full"), None
 
     monkeypatch.setattr(module, "measure", measure)
     fixed = ["--strategy", "full_shard", "--precision", "bf16", "--limit", "2", "--forward", "none"]
