@@ -10,7 +10,7 @@ INSTALLED := $(if $(filter .venv/%,$(PY)),.venv/installed)
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-hf student grade hint mistake lab evidence \
         kit-check autograder lint matrix fuzz mutants \
-        claims tutorials bench bench-checkpoints validate wheel clean
+        claims predictions tutorials bench bench-checkpoints validate wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 12
@@ -72,6 +72,9 @@ fuzz: $(INSTALLED)  ## N=10000: that many random models with random settings, ag
 
 claims: $(INSTALLED)  ## what others have measured, on the virtual GPU: minifsdp/sim/README.md
 	@$(PY) -W ignore::UserWarning -m tests.claims
+
+predictions: $(INSTALLED)  ## published training runs, and what the virtual GPU says of them
+	@$(PY) -W ignore::UserWarning -m tests.predictions
 
 tutorials: $(INSTALLED)  ## the pages in tutorials/, by running them
 	@$(PY) tutorials/build.py $(ARGS)
