@@ -1,4 +1,4 @@
-"""From one way to divide a tensor among ranks to another, in one message from each rank to each.
+"""From one way to divide a tensor among ranks to another.
 
 A rank has some pieces of a tensor, and wants others. It knows what all ranks have and want, so it
 sends to each exactly what that one wants of its own::
@@ -7,7 +7,7 @@ sends to each exactly what that one wants of its own::
     wants    rank 0: a a b b | x y      rank 1: c c | z          rank 0 sends c, rank 1 sends x y
 
 Where every rank gets as much as it gives, a gather would send as many times more as there are
-ranks.
+ranks. What stays on its rank is copied, and nothing else is.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,12 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minifsdp.comm import deadlock_watch
+from minifsdp.comm import collectives, deadlock_watch
 from minifsdp.comm.collectives import Group
 from minifsdp.comm.message_tags import Kind, Message
 
 Pieces = Sequence[range]
 """Which elements of the whole tensor a rank has, in the order in which it has them."""
+Parts = list[list[Tensor]]
+"""Views ``[n]``, of which the first ones go to the first rank or come from it, and so on."""
 
 
 def exchange(
@@ -49,16 +51,13 @@ def exchange(
     """
     rank = group.rank() if group is not None else 0
     wanted = [own[0].new_empty(len(piece)) for piece in want[rank]]
-    sent = [_overlaps(own, have[rank], pieces) for pieces in want]
-    places = [_overlaps(wanted, want[rank], pieces) for pieces in have]
-    given = torch.cat([part for to_one in sent for part in to_one] or [own[0][:0]])
-    if group is not None:
-        given = _send(given, _numels(sent), _numels(places), group, label)
-    flat = [place for of_one in places for place in of_one]
-    for place, part in zip(
-        flat, torch.split(given, [place.numel() for place in flat]), strict=True
-    ):
+    leaving = [_overlaps(own, have[rank], pieces) for pieces in want]
+    arriving = [_overlaps(wanted, want[rank], pieces) for pieces in have]
+    for part, place in zip(leaving[rank], arriving[rank], strict=True):
         place.copy_(part)
+    if group is not None:
+        leaving[rank], arriving[rank] = [], []
+        _send(leaving, arriving, own[0], group, label)
     return wanted
 
 
@@ -79,28 +78,44 @@ def _common(pieces: Pieces, others: Pieces) -> Iterator[tuple[int, int, int]]:
                 yield start, stop, number
 
 
-def _numels(parts: list[list[Tensor]]) -> list[int]:
-    return [sum(part.numel() for part in of_one) for of_one in parts]
+def _send(leaving: Parts, arriving: Parts, like: Tensor, group: Group, label: str) -> None:
+    """Send parts to each rank, and fill those that come from each. On a CPU directly, as in
+    collectives.py; else torch's own, which needs the parts end to end.
 
-
-def _send(
-    given: Tensor, leaving: list[int], arriving: list[int], group: Group, label: str
-) -> Tensor:
-    """Send the first ``leaving[0]`` elements to the first rank, and so on; return what arrives."""
-    received = given.new_empty(sum(arriving))
-    size = given.itemsize
-    message = Message(group, 0, Kind.OTHER, 1, label)
+    Args:
+        like: a tensor of the dtype and on the device of all parts.
+    """
+    message = Message(group, 0, Kind.OTHER, like.itemsize, label)
     deadlock_watch.waiting = message
-    try:  # as bytes: gloo does not know every dtype
-        dist.all_to_all_single(
-            received.view(torch.uint8),
-            given.view(torch.uint8),
-            output_split_sizes=[numel * size for numel in arriving],
-            input_split_sizes=[numel * size for numel in leaving],
-            group=group,
-        )
+    try:
+        if collectives.NATIVE or like.device.type != "cpu":
+            _send_end_to_end(leaving, arriving, like, group)
+            return
+        works = []
+        for to, parts in enumerate(leaving):
+            works += [group.send([part], to, message.tag) for part in parts]
+        for source, places in enumerate(arriving):
+            works += [group.recv([place], source, message.tag) for place in places]
+        for work in works:
+            work.wait()
     except RuntimeError as error:
         raise deadlock_watch.explain(message, error) from error
     finally:
         deadlock_watch.waiting = None
-    return received
+
+
+def _send_end_to_end(leaving: Parts, arriving: Parts, like: Tensor, group: Group) -> None:
+    empty, size = like.new_empty(0), like.itemsize
+    sent = torch.cat([part for to_one in leaving for part in to_one] or [empty])
+    places = [place for of_one in arriving for place in of_one]
+    received = sent.new_empty(sum(place.numel() for place in places))
+    dist.all_to_all_single(  # as bytes: gloo does not know every dtype
+        received.view(torch.uint8),
+        sent.view(torch.uint8),
+        output_split_sizes=[sum(part.numel() for part in of_one) * size for of_one in arriving],
+        input_split_sizes=[sum(part.numel() for part in to_one) * size for to_one in leaving],
+        group=group,
+    )
+    pieces = torch.split(received, [place.numel() for place in places])
+    for place, piece in zip(places, pieces, strict=True):
+        place.copy_(piece)

@@ -26,6 +26,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
+from torch.distributed.device_mesh import _mesh_resources
 
 import minifsdp.comm.collectives
 import minifsdp.comm.groups
@@ -101,6 +102,8 @@ def _replacements(gpu: VirtualGpu) -> Iterator[Any]:
         "hosts_of",
         lambda group: [f"node {r // per_node}" for r in dist.get_process_group_ranks(group)],
     )
+    # DTensor weighs placements by what is between ranks, and finds no such devices in torch.
+    yield patch.object(_mesh_resources, "num_devices_per_host", lambda kind: per_node)
     resize, mistarget = torch.UntypedStorage.resize_, PrefetchStats.mistarget
 
     def seen_resize(storage: torch.UntypedStorage, size: int) -> Any:

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._guards import active_fake_mode
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minifsdp.sim.alloc_conf import parse
@@ -159,8 +161,11 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor calls again, with what this rank has of each
         kwargs = kwargs or {}
-        if operation.namespace == "profiler":
+        if operation.namespace == "profiler" or active_fake_mode() is not None:
+            # In a fake mode DTensor only asks what a result would look like.
             return operation(*args, **kwargs)
         read, written = accesses(operation, args, kwargs)
         result = self._run(operation, args, kwargs, read, written)

@@ -46,12 +46,10 @@ class DividedParameter(FlatParameter):
     def grad(self) -> Tensor | None:
         """``[n]``: the gradients of the DTensors. A part that ``zero_grad()`` has cleared is zero;
         None if all are."""
+        if forget_cleared_grad(self):
+            return None
         flat: Tensor | None = _GRAD.__get__(self)
         unit = self.unit()
-        with_place = unit.layout.order[: len(unit.layout.trained_blocks)]
-        if all(self.params[number].grad is None for number in with_place):
-            _GRAD.__set__(self, None)
-            return None
         if flat is None:
             flat = torch.zeros_like(self, dtype=self.grad_dtype, requires_grad=False)
             _GRAD.__set__(self, flat)
@@ -122,6 +120,21 @@ def divided_parameter(unit: Any, trained: list[bool]) -> DividedParameter:
     _show(unit, flat)
     _watch_steps()
     return flat
+
+
+def forget_cleared_grad(flat: Any) -> bool:
+    """Free the memory of a gradient that ``zero_grad()`` has cleared in every DTensor, of which
+    nobody tells the flat parameter. Returns whether there is no gradient.
+
+    Args:
+        flat: a :class:`DividedParameter`.
+    """
+    layout = flat.unit().layout
+    with_place = layout.order[: len(layout.trained_blocks)]
+    if any(flat.params[number].grad is not None for number in with_place):
+        return False
+    _GRAD.__set__(flat, None)
+    return True
 
 
 @cache

@@ -6,6 +6,7 @@ torch tells nobody of it. So at the start of each step the engine looks at every
     module.to(device), .double()       padded_shard and unsharded flat parameters anew
     param.data = tensor                the same, with these values
     requires_grad_(False)              another unsharded flat parameter (Unit.compute_in)
+    zero_grad()                        in rows, the memory of the gradient is freed
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from torch import nn
 
 from minifsdp.offload import HOST, host_copy
 from minifsdp.shard import unpadded_shard_numel
-from minifsdp.support.divided_param import divide_again, was_changed
+from minifsdp.support.divided_param import divide_again, forget_cleared_grad, was_changed
 from minifsdp.support.param_views import adopt
 from minifsdp.unit import Unit
 
@@ -48,6 +49,8 @@ def follow_changes(unit: Unit) -> None:
     if unit.mesh is not None:
         if was_changed(unit):
             divide_again(unit)
+        # Or a forward would run beside the gradient of the step before it.
+        forget_cleared_grad(unit.sharded_flat_param)
         return
     unpadded = unpadded_shard_numel(unit.numel, unit.shard_rank, unit.shard_world_size)
     if shard.numel() != unpadded:

@@ -16,22 +16,24 @@ ROWS = [[range(0, 4), range(8, 10)], [range(4, 8), range(10, 11)], [range(8, 8),
 EVERYWHERE = [[range(2, 9), range(0, 1)]] * 3
 
 
-def check(have, want, dtype):
+def check(have, want, dtype, native):
     rank, group = dist.get_rank(), dist.group.WORLD
     whole = torch.arange(12, device=device()).to(dtype)
     own = [whole[piece.start : piece.stop].clone() for piece in have[rank]]
-    found = exchange(own, have, want, group, "a test")
+    with patch.object(collectives, "NATIVE", native):
+        found = exchange(own, have, want, group, "a test")
     for tensor, piece in zip(found, want[rank], strict=True):
         assert torch.equal(tensor, whole[piece.start : piece.stop]) and tensor.dtype is dtype
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+@pytest.mark.parametrize("native", [False, True], ids=["direct messages", "torch's own"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex128])
 @pytest.mark.parametrize("have, want", [
     (CHUNKS, ROWS), (ROWS, CHUNKS), (CHUNKS, EVERYWHERE), (ROWS, EVERYWHERE), (ROWS, ROWS),
     (CHUNKS, CHUNKS),
 ])  # fmt: skip
-def test_each_rank_gets_what_it_wants(have, want, dtype):
-    run(check, 3, have, want, dtype)
+def test_each_rank_gets_what_it_wants(have, want, dtype, native):
+    run(check, 3, have, want, dtype, native)
 
 
 def test_one_rank_by_itself_needs_no_group():

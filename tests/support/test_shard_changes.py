@@ -1,5 +1,6 @@
 """shard_changes.py: what a program does to sharded flat parameters between two steps."""
 
+import weakref
 from unittest.mock import patch
 
 import pytest
@@ -139,6 +140,19 @@ def test_what_was_made_in_an_inference_may_be_trained_with(strategy):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         assert all(param.grad.dtype is dtype for param in model.parameters())
         model.zero_grad()
+
+
+@pytest.mark.parametrize("in_rows", [False, True])
+@on_ranks(2)
+def test_a_forward_does_not_run_beside_the_gradient_of_the_step_before(in_rows):
+    model = stack(use_orig_params=in_rows)
+    model(batch()).sum().backward()
+    grads = [unit.sharded_flat_param.grad for unit in model.engine.units if unit.numel]
+    storages = [weakref.ref(grad.untyped_storage()) for grad in grads]
+    del grads
+    model.zero_grad()
+    model(batch())
+    assert storages and not any(storage() for storage in storages)
 
 
 @on_ranks(2)
