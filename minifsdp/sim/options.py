@@ -58,8 +58,8 @@ def add_settings(p: argparse.ArgumentParser) -> None:
     """A model, a cluster, and how to train the one on the other. All may be swept."""
 
     def add(name: str, default: Any, what: str, kind: Callable[[str], Any] = str) -> None:
-        shown = f"{what} (default: {default})".replace("%", "%%") if default else what
-        p.add_argument(name, default=default, help=shown, type=kind, metavar=name[2:].upper()[:5])
+        shown = f"{what} (default: {default})" if default else what
+        p.add_argument(name, default=default, help=shown, type=kind, metavar="VALUE")
 
     add("--model", "gpt-125m", f"{', '.join(SIZES)}; module:callable; or hf:CLASS, with --config")
     add("--config", "", "of an hf: model, a JSON file")
@@ -67,11 +67,19 @@ def add_settings(p: argparse.ArgumentParser) -> None:
     add("--gpu", "a100-40", ", ".join(GPUS), one_of(*GPUS))
     add("--nodes", 1, "of the cluster", whole(16_384))
     add("--gpus", 8, "of a node", whole(1024))
-    add("--network", 400.0, "of a node, Gbit/s", number(0.001, 1e6))
-    add("--latency", None, "of a message that leaves a node, us", number(0, 1e6))
-    add("--launch", None, "the host's time for a kernel, us", number(0, 1e6))
-    add("--products", None, "share of its peak that a large product reaches", number(0.001, 1))
-    add("--memory", None, "of a GPU, for PyTorch, GiB", number(0.001, 1e4))
+    add("--network", 400, "of a node, Gbit/s", number(0.001, 1e6))
+    add(
+        "--latency", None, "of a step that leaves a node, us (default: in costs.py)", number(0, 1e6)
+    )
+    add("--launch", None, "the host's time for a kernel, us (default: in costs.py)", number(0, 1e6))
+    reach = "share of a GPU's peak that large products reach (default: in gpus.py)"
+    add("--products", None, reach, number(0.001, 1))
+    add(
+        "--memory",
+        None,
+        "of a GPU, for PyTorch, GiB (default: what CUDA leaves)",
+        number(0.001, 1e4),
+    )
     add("--alloc", "", "as PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True", alloc)
     add("--price", None, "of a GPU, dollars an hour", number(0, 1e6))
     add("--batch", 8, "samples on each GPU", whole(1_000_000))

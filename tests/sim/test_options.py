@@ -46,4 +46,4 @@ def test_help_names_every_setting(words, capsys):
         for name in vars(parser().parse_args([]))
         if name not in (*FILES, "sweep", "races", "json")
     )
-    assert "share of its peak" in shown and "(default: gpt-125m)" in shown
+    assert "share of a GPU's peak" in " ".join(shown.split()) and "(default: gpt-125m)" in shown
