@@ -244,6 +244,40 @@ def t5_variations() -> str:
     return table((*head, "to one without"), lines)
 
 
+FULL = {
+    "gpt-30b": "--model gpt-30b --nodes 64 --gpu a100-40 --network 3200 --batch 2 --seq 512 "
+    "--recompute yes --limit none",
+    "t5-500m": f"{T5} --seq 512 --precision fp32 --limit none",
+}
+ALLOC = (
+    "expandable_segments:True",
+    "max_split_size_mb:128",
+    "garbage_collection_threshold:0.8",
+)
+
+
+def allocators() -> str:
+    """What options of the allocator change where 40 GB are nearly full, as a table."""
+    lines = []
+    for model, command in FULL.items():
+        for options in ("", *ALLOC):
+            found = run(f"{command} --alloc {options}" if options else command)
+            used, reserved = (found[f"peak {kind}"] / MiB for kind in ("active", "reserved"))
+            lines.append(
+                (
+                    model,
+                    f"`{options}`" if options else "none",
+                    f"{used:,.0f}",
+                    f"{reserved:,.0f}",
+                    f"{reserved - used:,.0f}",
+                    str(found["retries"]),
+                    f"{found['step'] * 1e3:,.0f}",
+                )
+            )
+    head = ("model", "`--alloc`", "active, MiB", "reserved, MiB", "more, MiB", "retries")
+    return table((*head, "a step, ms"), lines)
+
+
 def approaches() -> str:
     """How others gathered ahead, on a model that is not as simple as they took it for."""
     lines = []
@@ -295,5 +329,6 @@ if __name__ == "__main__":
             claims=claims(rows),
             approaches=approaches(),
             t5_variations=t5_variations(),
+            allocators=allocators(),
         )
     )

@@ -26,12 +26,11 @@ What of this may be chosen is in alloc_conf.py.
 from collections import deque
 from collections.abc import Iterable
 
-import torch
-
 from minifsdp.sim.alloc_conf import DEFAULTS, LARGE_SEGMENT, AllocConf, MiB
 from minifsdp.sim.blocks import Block, Level
 from minifsdp.sim.clock import Clock
 from minifsdp.sim.free_blocks import FreeBlocks
+from minifsdp.sim.out_of_memory import out_of_memory
 from minifsdp.sim.segments import SMALL_SEGMENT, ExpandableSegments
 
 ROUND = 512
@@ -82,11 +81,8 @@ class Allocator:
         small = size <= SMALL
         block = self._free.take_best(size, stream, small) or self._new(size, stream, small)
         left, most = block.size - size, self._conf.max_split_size
-        if small or self.expandable:
-            cut = left >= ROUND
-        else:
-            cut = left > SMALL and (most is None or size < most)
-        if cut:
+        finely = small or self.expandable
+        if left >= ROUND if finely else left > SMALL and (most is None or size < most):
             self._free.put(block.cut(size))
         block.allocated = True
         self.allocated.add(block.size)
@@ -156,7 +152,7 @@ class Allocator:
             self.empty_cache()
             block = self._ask(size, stream, small)
         if block is None:
-            raise torch.OutOfMemoryError(self._out_of_memory(size))
+            raise out_of_memory(size, self.capacity, self.reserved.now, self.allocated.now)
         return block
 
     def _ask(self, size: int, stream: str, small: bool) -> Block | None:
@@ -222,22 +218,3 @@ class Allocator:
 
     def _note(self, action: str, block: Block, label: str = "") -> None:
         self.log.append((action, block.address, block.size, block.stream, self.clock.now, label))
-
-    def _out_of_memory(self, size: int) -> str:
-        idle = self.reserved.now - self.allocated.now
-        return (
-            f"CUDA out of memory. Tried to allocate {_human(size)}. The virtual GPU has a total "
-            f"capacity of {_human(self.capacity)} of which "
-            f"{_human(self.capacity - self.reserved.now)} is free. Of the allocated memory "
-            f"{_human(self.allocated.now)} is allocated by PyTorch, and {_human(idle)} is reserved "
-            f"by PyTorch but unallocated."
-        )
-
-
-def _human(size: float) -> str:
-    """As torch writes sizes."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.2f} {unit}" if unit != "bytes" else f"{size:.0f} bytes"
-        size /= 1024
-    return f"{size:.2f} GiB"

@@ -35,14 +35,13 @@ from minifsdp.sim.kernels import kernel_of
 from minifsdp.sim.memory_report import peak_report
 from minifsdp.sim.races import Race, find_races
 from minifsdp.sim.report import report
-from minifsdp.sim.results import Results
+from minifsdp.sim.results import ITEM, Results
 from minifsdp.sim.storages import Storages
 from minifsdp.sim.tape import COMPUTE, HOST, Buffer, Entry, Note, Op, Phase, Use, Wait, caller
 from minifsdp.sim.timeline import svg
 from minifsdp.sim.trace import chrome_trace, memory_snapshot
 from minifsdp.support.pytree import tensors_in
 
-ITEM = torch.ops.aten._local_scalar_dense.default
 NO_WORK = ("empty", "empty_like", "empty_strided", "new_empty")
 
 
@@ -59,13 +58,8 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.cluster, self.kind = cluster, kind
         self.clock = Clock(cluster.launch_queue, cluster.beside_collectives)
-        self.allocator = Allocator(
-            self.clock,
-            cluster.capacity,
-            cluster.cuda_malloc,
-            cluster.cuda_free,
-            parse(cluster.alloc),
-        )
+        costs = cluster.cuda_malloc, cluster.cuda_free
+        self.allocator = Allocator(self.clock, cluster.capacity, *costs, parse(cluster.alloc))
         self.tape: list[Entry] = []
         self.storages = Storages(self.allocator, self.tape, kind)
         self._results = Results()
@@ -168,7 +162,10 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # In a fake mode DTensor only asks what a result would look like.
             return operation(*args, **kwargs)
         read, written = accesses(operation, args, kwargs)
-        result = self._run(operation, args, kwargs, read, written)
+        if self.kind == "meta":
+            result = self._results.of(operation, args, kwargs, read, written)
+        else:
+            result = operation(*args, **kwargs)
         made = [tensor for tensor in tensors_in(result) if not self.storages.knows(tensor)]
         if operation is ITEM:
             if not all(self.in_host_memory(tensor) for tensor in read):
@@ -176,21 +173,6 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif made or written:  # else all that it returns are views
             self._charge(Call(operation, args, kwargs, read, written, made, result))
         return result
-
-    def _run(
-        self, operation: Any, args: Any, kwargs: Any, read: list[Tensor], written: list[Tensor]
-    ) -> Any:
-        if self.kind != "meta":
-            return operation(*args, **kwargs)
-        if any(tensor.is_meta for tensor in read):
-            if operation is ITEM:
-                return 1.0  # there is no value; whoever asks gets one to go on with
-            if any(tensor.device.type == "cpu" for tensor in written):
-                return args[0]  # a copy to the host
-            target = kwargs.get("device")
-            if target is not None and torch.device(target).type == "cpu":
-                return torch.empty_like(args[0], device="cpu", dtype=kwargs.get("dtype"))
-        return self._results.of(operation, args, kwargs)
 
     def _charge(self, call: Call) -> None:
         """Time for an operator, memory for what it made."""

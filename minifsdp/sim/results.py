@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from minifsdp.support.pytree import tensors_in
 
+ITEM = torch.ops.aten._local_scalar_dense.default
 LARGE = 2**20  # bytes
 
 
@@ -28,10 +29,23 @@ class Results:
     def __init__(self) -> None:
         self._known: dict[Hashable, tuple[type, list[tuple[Any, ...]]]] = {}
 
-    def of(self, operation: Any, args: Any, kwargs: Any) -> Any:
-        """What ``operation(*args, **kwargs)`` returns."""
-        if _is_large_on_the_host(args, kwargs):
+    def of(
+        self, operation: Any, args: Any, kwargs: Any, read: list[Tensor], written: list[Tensor]
+    ) -> Any:
+        """What ``operation(*args, **kwargs)`` returns. It reads and writes these tensors."""
+        if any(tensor.is_meta for tensor in read):
+            if operation is ITEM:
+                return 1.0  # there is no value; whoever asks gets one to go on with
+            if any(tensor.device.type == "cpu" for tensor in written):
+                return args[0]  # a copy to the host
+            target = kwargs.get("device")
+            if target is not None and torch.device(target).type == "cpu":
+                return torch.empty_like(args[0], device="cpu", dtype=kwargs.get("dtype"))
+        elif _is_large_on_the_host(args, kwargs):
             return self._on_the_host(operation, args, kwargs)
+        return self._remembered(operation, args, kwargs)
+
+    def _remembered(self, operation: Any, args: Any, kwargs: Any) -> Any:
         key = operation, _described(args), _described(tuple(kwargs.items()))
         if key in self._known:
             kind, shapes = self._known[key]
@@ -42,7 +56,7 @@ class Results:
             return made[0] if kind is Tensor else kind(made)
         result = operation(*args, **kwargs)
         made = [result] if type(result) is Tensor else result
-        if not operation._schema.is_mutable and _all_new(made, [*tensors_in((args, kwargs))]):
+        if _all_new(made, [*tensors_in((args, kwargs))]):
             self._known[key] = type(result), [(t.shape, t.stride(), t.dtype) for t in made]
         return result
 
@@ -56,7 +70,7 @@ class Results:
 
         if "device" in kwargs:
             kwargs = {**kwargs, "device": "meta"}
-        result = self.of(operation, *tree_map_only(Tensor, _on_meta, (args, kwargs)))
+        result = self._remembered(operation, *tree_map_only(Tensor, _on_meta, (args, kwargs)))
         return tree_map_only(Tensor, _like_in_host_memory, result)
 
 

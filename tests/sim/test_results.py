@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from minifsdp.sim.calls import accesses
 from minifsdp.sim.results import LARGE, Results
 from minifsdp.support.pytree import tensors_in
 
@@ -32,6 +33,11 @@ def calls():
     }
 
 
+def ask(results, operation, args, kwargs):
+    """As VirtualGpu does."""
+    return results.of(operation, args, kwargs, *accesses(operation, args, kwargs))
+
+
 def described(result):
     tensors = [result] if isinstance(result, torch.Tensor) else list(result)
     return type(result), [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
@@ -41,7 +47,7 @@ def test_the_second_time_it_is_what_torch_says():
     results, expected = Results(), {name: op(*a, **k) for name, (op, a, k) in calls().items()}
     for _ in range(3):
         for name, (op, args, kwargs) in calls().items():
-            assert described(results.of(op, args, kwargs)) == described(expected[name]), name
+            assert described(ask(results, op, args, kwargs)) == described(expected[name]), name
     assert len(results._known) == len(expected)
 
 
@@ -58,7 +64,11 @@ def test_torch_is_asked_once_and_each_time_there_is_new_memory(name):
             return operation(*args, **kwargs)
 
     results, noted = Results(), Noted()
-    made = [*tensors_in([results.of(noted, args, kwargs) for _ in range(3)])]
+    made = [
+        *tensors_in(
+            [results.of(noted, args, kwargs, *accesses(operation, args, kwargs)) for _ in range(3)]
+        )
+    ]
     assert asked == [name]
     assert len({tensor.untyped_storage()._cdata for tensor in made}) == len(made)
 
@@ -72,24 +82,24 @@ def test_what_changes_or_shares_its_memory_is_not_remembered():
         (aten.split.Tensor, (x, 2)),
     ]:
         for _ in range(2):
-            first, *_ = tensors_in([results.of(operation, args, {})])
+            first, *_ = tensors_in([ask(results, operation, args, {})])
             assert first.untyped_storage()._cdata == x.untyped_storage()._cdata
     for _ in range(2):
-        assert results.of(aten.add.Tensor, (torch.ones(2), torch.ones(2)), {}).tolist() == [2, 2]
+        assert ask(results, aten.add.Tensor, (torch.ones(2), torch.ones(2)), {}).tolist() == [2, 2]
     assert not results._known
 
 
 def test_what_the_host_has_much_of_is_not_computed():
     results, x = Results(), torch.ones(LARGE // 4)
-    assert results.of(aten.add_.Tensor, (x, x), {}) is x
-    assert results.of(aten._foreach_add_.Scalar, ([x, torch.ones(1)], 1), {}) is None
+    assert ask(results, aten.add_.Tensor, (x, x), {}) is x
+    assert ask(results, aten._foreach_add_.Scalar, ([x, torch.ones(1)], 1), {}) is None
     assert x[0] == 1
-    (root,) = results.of(aten._foreach_sqrt.default, ([x],), {})
+    (root,) = ask(results, aten._foreach_sqrt.default, ([x],), {})
     assert root.shape == x.shape and root.device == x.device and root is not x
-    assert results.of(aten.sum.default, (x,), {}) == 1  # whatever it would be
-    view = results.of(aten.view.default, (x, [2, -1]), {})
+    assert ask(results, aten.sum.default, (x,), {}) == 1  # whatever it would be
+    view = ask(results, aten.view.default, (x, [2, -1]), {})
     assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
-    to_the_device = results.of(aten._to_copy.default, (x,), {"device": torch.device("meta")})
+    to_the_device = ask(results, aten._to_copy.default, (x,), {"device": torch.device("meta")})
     assert to_the_device.is_meta and to_the_device.shape == x.shape
     steps = torch.ones(())
-    assert results.of(aten.add_.Tensor, (steps, 1), {}) == 2
+    assert ask(results, aten.add_.Tensor, (steps, 1), {}) == 2

@@ -53,6 +53,19 @@ def test_holes_are_filled_again_from_the_lowest_on():
     assert memory.malloc(150 * MiB, "compute").address == first.address + 90 * MiB
 
 
+def test_a_page_that_is_in_use_in_part_stays():
+    memory = make()
+    kept, freed = memory.malloc(30 * MiB, "compute"), memory.malloc(95 * MiB, "compute")
+    last = memory.malloc(3 * MiB, "compute")  # from 125 to 128: in the page from 120 on
+    memory.free(freed)
+    memory.malloc(300 * MiB, "unshard")  # unmaps what is from 40 to 120
+    assert memory.reserved.now == 360 * MiB and memory.frees == 1
+    memory.free(kept)
+    memory.free(last)
+    memory.malloc(81 * MiB, "upload")  # 100 are needed; the first segment's two pages, and ...
+    assert memory.reserved.now == 400 * MiB
+
+
 def test_the_snapshot_has_what_is_mapped():
     memory = make()
     first, *_ = (memory.malloc(100 * MiB, "compute") for _ in range(4))
