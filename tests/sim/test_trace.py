@@ -52,6 +52,8 @@ def test_torchs_viewer_reads_the_snapshot(gpu, tmp_path):
     assert f"total_reserved: {total / 2**20:.1f}MiB" in summary
     assert f"total_allocated: {gpu.allocator.allocated.now / 2**20:.1f}MiB" in summary
     assert "alloc" in viewer.trace(snapshot)
+    allocations = [e for e in snapshot["device_traces"][0] if e["action"] == "alloc"]
+    assert all("train" in [frame["name"] for frame in e["frames"]] for e in allocations)
     assert "<html" in viewer.trace_plot(snapshot).lower()
     assert "<html" in viewer.segment_plot(snapshot).lower()
 
