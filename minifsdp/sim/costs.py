@@ -22,15 +22,29 @@ runs in README.md, and is judged by the other half.
 
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
+
+from minifsdp.sim.calls import Call, nbytes
 from minifsdp.sim.gpus import GB, GiB, Gpu
-from minifsdp.sim.kernels import ATTENTION_BACKWARD, PASS, PRODUCT, Kernel
+from minifsdp.sim.kernels import ATTENTION_BACKWARD, PASS, PRODUCT, Kernel, kernel_of
 
 MICRO = 1e-6
 TILE = 128
 """Rows and columns of a tile of a product."""
 TILE_OVERHEAD = 128
 """What a tile takes to begin and to end, in steps along the inner size."""
+
+
+class Cost(NamedTuple):
+    """What an operator takes."""
+
+    seconds: float
+    flops: float = 0.0  # as they are counted for publication
+    sent: float = 0.0  # bytes, to other ranks
+    group: str = ""  # of a collective: the name of its process group
 
 
 @dataclass(frozen=True)
@@ -63,6 +77,31 @@ class Cluster:
     def capacity(self) -> int:
         """Bytes that PyTorch can reserve."""
         return max(self.gpu.memory - self.taken, 0)
+
+    def cost(self, call: Call, by_host: bool, crosses: bool) -> Cost:
+        """Of an operator, if nothing runs beside it.
+
+        Args:
+            by_host: the host does it in its own memory.
+            crosses: it copies between the GPU and the host's memory.
+        """
+        if by_host:
+            return Cost(self.host_seconds(call.moved))
+        if call.operation.namespace == "c10d":
+            return self._collective(call)
+        if crosses:
+            return Cost(self.copy_seconds(call.moved // 2))  # read here, written there
+        kernel = kernel_of(call)
+        return Cost(self.kernel_seconds(kernel), kernel.flops)
+
+    def _collective(self, call: Call) -> Cost:
+        boxed = next(arg for arg in call.args if isinstance(arg, torch.ScriptObject))
+        group = dist.ProcessGroup.unbox(boxed)
+        ranks = dist.get_process_group_ranks(group)
+        sent = max(map(nbytes, call.used)) * (len(ranks) - 1) / len(ranks)
+        rounds = 2 if "allreduce" in call.name else 1
+        seconds = self.ring_seconds(sent, ranks, rounds)
+        return Cost(seconds, sent=sent * rounds, group=group.group_name)
 
     def kernel_seconds(self, kernel: Kernel) -> float:
         """A kernel that has the GPU to itself."""

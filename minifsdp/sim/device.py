@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._guards import active_fake_mode
 from torch.distributed.tensor import DTensor
@@ -27,11 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minifsdp.sim.alloc_conf import parse
 from minifsdp.sim.allocator import Allocator
-from minifsdp.sim.calls import Call, accesses, nbytes
+from minifsdp.sim.calls import Call, accesses
 from minifsdp.sim.clock import Clock
-from minifsdp.sim.costs import Cluster
+from minifsdp.sim.costs import Cluster, Cost
 from minifsdp.sim.html import html
-from minifsdp.sim.kernels import kernel_of
 from minifsdp.sim.memory_report import peak_report
 from minifsdp.sim.races import Race, find_races
 from minifsdp.sim.report import report
@@ -184,32 +182,21 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.buffer(tensor)
         if call.name in NO_WORK:
             return
-        flops, sent = 0.0, 0.0
         crosses = any(self.in_host_memory(tensor) for tensor in call.used)
-        collective = call.operation.namespace == "c10d"
-        if by_host:
-            seconds = self.cluster.host_seconds(call.moved)
-        elif collective:
-            seconds, sent = self._collective(call)
-        elif crosses:
-            seconds = self.cluster.copy_seconds(call.moved // 2)  # read here, written there
-        else:
-            kernel = kernel_of(call)
-            flops, seconds = kernel.flops, self.cluster.kernel_seconds(kernel)
+        cost = self.cluster.cost(call, by_host, crosses)
         if by_host:
             stream, launched = HOST, self.clock.now
-            self.clock.work(seconds)
-            start, end = launched, self.clock.now
+            self.clock.work(cost.seconds)
+            times = launched, launched, self.clock.now
         else:
             self.clock.work(self.cluster.launch)
             stream, launched = self._current, self.clock.now
-            start, end = self.clock.launch(stream, seconds, collective)
+            times = launched, *self._launch(cost)
         # A tensor without elements may be in memory that was freed, and is not read.
         reads = [self.buffer(tensor) for tensor in call.read if tensor.numel()]
         writes = [self.buffer(t) for t in (*call.written, *call.made) if t.numel()]
-        self.tape.append(
-            Op(call.name, self._label, stream, launched, start, end, reads, writes, flops, sent)
-        )
+        what = call.name, self._label, stream
+        self.tape.append(Op(*what, *times, reads, writes, cost.flops, cost.sent))
         if stream == COMPUTE and crosses and call.blocks:
             self.synchronize()
 
@@ -220,16 +207,12 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         here = bool(given) and all(self.in_host_memory(tensor) for tensor in given)
         return here and not leaves and self._current == COMPUTE
 
-    def _collective(self, call: Call) -> tuple[float, float]:
-        """Its seconds, and the bytes that this rank sends."""
-        boxed = next(arg for arg in call.args if isinstance(arg, torch.ScriptObject))
-        group = dist.ProcessGroup.unbox(boxed)
-        ranks = dist.get_process_group_ranks(group)
-        whole = max(map(nbytes, call.used))
-        sent, rounds = whole * (len(ranks) - 1) / len(ranks), 2 if "allreduce" in call.name else 1
-        seconds = self.cluster.ring_seconds(sent, ranks, rounds)
-        # NCCL does one thing at a time for each group, whatever streams it was asked on.
-        busy = self.clock.lane(f"NCCL, group {group.group_name}")
-        self.clock.wait(self._current, busy.idle_at)
-        busy.idle_at = max(self.clock.lane(self._current).idle_at, self.clock.now) + seconds
-        return seconds, sent * rounds
+    def _launch(self, cost: Cost) -> tuple[float, float]:
+        """On the stream that is current. NCCL does one thing at a time for each group, whatever
+        streams it was asked on."""
+        if not cost.group:
+            return self.clock.launch(self._current, cost.seconds)
+        nccl = self.clock.lane(f"NCCL, group {cost.group}")
+        self.clock.wait(self._current, nccl.idle_at)
+        start, nccl.idle_at = self.clock.launch(self._current, cost.seconds, collective=True)
+        return start, nccl.idle_at

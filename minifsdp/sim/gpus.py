@@ -28,7 +28,7 @@ GPUS = {
     for gpu in (
         Gpu(
             "a100-40", int(39.39 * GiB), 1555 * GB, 312 * TERA, 19.5 * TERA, 300 * GB, 31.5 * GB,
-            multiprocessors=108, products=0.70, attention=0.65, passes=0.83,
+            multiprocessors=108, products=0.66, attention=0.65, passes=0.83,
         ),
         Gpu(
             "a100-80", int(79.15 * GiB), 2039 * GB, 312 * TERA, 19.5 * TERA, 300 * GB, 31.5 * GB,

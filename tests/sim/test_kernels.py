@@ -19,7 +19,7 @@ def kernels_of(work) -> list:
         found.append((call.name, kernel_of(call)))
         return found[-1][1]
 
-    with cluster(), patch("minifsdp.sim.device.kernel_of", noted):
+    with cluster(), patch("minifsdp.sim.costs.kernel_of", noted):
         work()
     return found
 
