@@ -82,11 +82,11 @@ def ablation() -> Row:
         "pytorch#98354",
         "4.8 x, 1.05 x",
         f"{reserved:.1f} x, {step:.3f} x",
-        reserved >= 4 and step > 1.005,
+        3.5 < reserved < 5 and 1.01 < step < 1.06,
     )
 
 
-T5 = "--model t5-500m --nodes 2 --gpu a100-40 --batch 16 --seq 128"
+T5 = "--model t5-500m --nodes 2 --gpu a100-40 --batch 16 --seq 128 --attention math"
 
 
 def t5_saves(options: str = "", **constants: Any) -> tuple[float, float, float]:
@@ -111,7 +111,7 @@ def t5() -> Row:
         "pytorch#83666",
         "938 of 6,784 MB, 3.4 s",
         f"{saved:,.0f} of {reserved:,.0f} MiB, {milliseconds:.0f} ms",
-        abs(step - 1) < 0.01 and 938 / 1.5 < saved * MiB / 1e6 < 938 * 1.5,
+        abs(step - 1) < 0.02 and 938 / 1.5 < saved * MiB / 1e6 < 938 * 1.5,
     )
 
 
@@ -136,7 +136,7 @@ def backward_prefetch() -> Row:
         -0.25 < pre < -0.15
         and 0.02 < memory < 0.15
         and pre + 0.03 < post < -0.03
-        and -0.15 < equal_pre < -0.1
+        and -0.18 < equal_pre < -0.12
         and abs(equal_pre - equal_post) < 0.01,
     )
 
@@ -178,7 +178,7 @@ def host_bound() -> Row:
         "torch's documentation",
         "slower",
         f"{one:.2f} x, {two:.2f} x, {three:.2f} x",
-        one > 1.1 and 1.02 < two < one and three < 1.01,
+        1.5 > one > 1.2 > two > 1.05 and two > three,
     )
 
 
@@ -246,7 +246,7 @@ def t5_variations() -> str:
 
 FULL = {
     "gpt-30b": "--model gpt-30b --nodes 64 --gpu a100-40 --network 3200 --batch 2 --seq 512 "
-    "--recompute yes --limit none",
+    "--recompute full --limit none",
     "t5-500m": f"{T5} --seq 512 --precision fp32 --limit none",
 }
 ALLOC = (

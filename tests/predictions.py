@@ -33,7 +33,6 @@ ROOT = Path(__file__).parents[1]
 SIM_README, README = ROOT / "minifsdp" / "sim" / "README.md", ROOT / "README.md"
 PUBLISHED = tomllib.loads((ROOT / "tests" / "predictions.toml").read_text())
 GiB = 1024**3
-FIRST = 6  # rows of the table in README.md
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,13 @@ def test_the_aims_are_met_by_runs_that_no_constant_was_chosen_by():
     assert int(fit[0]) / held_out >= 0.9 and int(close[0]) / held_out >= 0.75
 
 
+@pytest.mark.parametrize("name", ["a100-40", "a100-80", "h100"])
+def test_the_range_that_is_printed_is_that_of_the_runs_that_were_held_out(name):
+    (line,) = re.findall(rf"^\| held out \| {name} \| .*$", SIM_README.read_text(), re.M)
+    (within,) = re.findall(r"% \| (\d+)% \| \d+% \| \d+ of \d+ \|$", line)
+    assert GPUS[name].error == int(within) / 100
+
+
 def test_tables_are_written_where_they_belong():
     text = "a\n<!-- make predictions writes: rows -->\nold\n<!-- end -->\nb\n"
     assert with_tables(text, rows="new") == text.replace("old", "new")

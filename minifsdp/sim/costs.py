@@ -16,8 +16,9 @@ leave a node (as in NCCL's own estimate, ``src/graph/tuning.cc``).
 
 Sources: Williams et al., "Roofline", CACM 2009; NVIDIA, "Matrix Multiplication Background User's
 Guide" (tiles and waves); NCCL's performance notes (``doc/PERFORMANCE.md`` of nccl-tests) for the
-rings. Figures of GPUs are in gpus.py. What is a choice here was made on one half of the published
-runs in README.md, and is judged by the other half.
+rings. Kernels beside collectives: 18.9 % slower on average (a study of overlap on GPUs of two
+makers, 2025). Memory that CUDA and NCCL take: Bekman, "Machine Learning Engineering", 0.5 and 1 to
+1.5 GiB. Figures of GPUs are in gpus.py.
 """
 
 from dataclasses import dataclass

@@ -24,7 +24,7 @@ from minifsdp.sim.models import Job
 from minifsdp.sim.optimizers import OPTIMIZERS
 from minifsdp.sim.presets import find
 from minifsdp.sim.recompute import recompute
-from minifsdp.sim.throughput import model_flops, throughput
+from minifsdp.sim.throughput import likely, model_flops, throughput
 from minifsdp.sim.wrapped import PRECISION, wrapped
 from minifsdp.support.pytree import tensors_in
 
@@ -133,8 +133,10 @@ def measure(
         return {"fits": False, "why": str(error)}, None
     figures = gpu.report()
     peak = gpu.cluster.gpu.flops if PRECISION[options.precision] else gpu.cluster.gpu.flops_fp32
-    work = model_flops(gpu.tape), peak, options.batch, options.seq, options.price
+    samples = options.batch * options.accumulate
+    work = model_flops(gpu.tape), peak, samples, options.seq, options.price
     figures |= throughput(figures, *work) | {"binds": binds(figures)}
+    figures["tokens/s, range"] = likely(figures["tokens/s per GPU"], gpu.cluster.gpu)
     return {"fits": True, **figures, "advice": str(advice(gpu, figures, options))}, gpu
 
 

@@ -18,6 +18,8 @@ def in_words(figures: dict[str, Any]) -> dict[str, str]:
                 words |= {f"  {kind}": _size(nbytes) for kind, nbytes in its.items()}
         elif name == "flops":
             words[name] = f"{value / 1e12:,.2f} T"
+        elif name == "tokens/s, range":
+            words["  probably"] = " to ".join(map(_rounded, value))
         elif name in ("MFU", "HFU"):
             words[name] = f"{value:.1%}"
         elif "/s" in name or "TFLOPS" in name:
@@ -34,6 +36,11 @@ def page(figures: dict[str, Any]) -> str:
     words = in_words(figures)
     sentences = [words.pop(name) for name in ("why", "advice") if name in words]
     return "\n".join([*(f"{name:28} {words:>14}" for name, words in words.items()), *sentences])
+
+
+def _rounded(number: float) -> str:
+    """To two digits: more would promise too much."""
+    return f"{float(f'{number:.2g}'):,.0f}"
 
 
 def _size(nbytes: float) -> str:

@@ -15,7 +15,7 @@ BASE = "--model gpt-1.3b --batch 4 --seq 512 --nodes 2"
         (f"{BASE} --limit 1", "limit 2"),
         (f"{BASE} --unit model", "unit block"),
         (f"{BASE} --network 100", "strategy hybrid_shard"),
-        (f"{BASE} --network 800 --nodes 1 --batch 1", "batch 2"),
+        (f"{BASE} --network 800 --nodes 1 --batch 1", "limit 3"),
         (f"{BASE} --recompute full --nodes 1 --batch 8", "recompute none"),
         (f"{BASE} --offload yes --nodes 1", "offload no"),
         (f"{BASE} --precision fp32", "precision bf16"),
