@@ -64,7 +64,7 @@ def three_sizes() -> None:
 # %% [markdown]
 # ![Three timelines on one scale. Model: a long purple box, then blue, then purple. Block, the
 # shortest: many short purple boxes below an unbroken row of blue. Part, the longest: more of them,
-# and gaps in the blue. The green memory of the first is twice as high as the others'.](06_unit.svg)
+# and gaps in the blue. The green memory of the first is three times as high as the others'.](06_unit.svg)
 #
 # The one thing to notice: the gaps in the `compute` lanes (blue), where it waits for purple.
 #
@@ -73,8 +73,7 @@ def three_sizes() -> None:
 # - **block**: while a block is computed with, the next one is gathered.
 # - **part**: the same bytes in three times as many messages. (What is left of a block, a norm, is a
 #   unit as well.) Each has the latency of page [02](02_flatten.md), 0.53 ms among 128 GPUs; 218 of
-#   that alone are 115 ms. And it saves no memory here: the peak is at the loss, with no block
-#   gathered.
+#   that alone are 115 ms. And it saves hardly any memory: a block is small beside the model.
 #
 # So a unit should take longer to compute with than to gather, and be small beside the model. The
 # block that a model repeats mostly is both. You say so with a *policy*, which is asked about each

@@ -43,12 +43,12 @@ def a_product() -> None:
 # out its orders one by one. The host waits only if it asks for a value, or if the queue is full.
 #
 # These times are from minifsdp's *virtual GPU*. It sees every operator that torch runs, on tensors
-# without values, and asks what it would take on an A100: its arithmetic at 60 % of the data sheet
-# or its bytes at 80 %, whichever is longer, and 6 microseconds of the host. So it says the same
-# everywhere, and is as good as these round constants; nothing is measured. The engine runs on it as
-# it is. As soon as an order is given, it is clear when it will be carried out:
+# without values, and asks what it would take on an A100: its arithmetic at most at 66 % of the data
+# sheet or its bytes at 83 %, whichever is longer, and 6 microseconds of the host. [Half of others'
+# runs](../minifsdp/sim/README.md) are within 5 % of what it says. The engine runs on it as it is.
+# When an order is given, it is clear when it will be carried out:
 #
-# {{ minifsdp/sim/clock.py Clock.launch }}
+# {{ minifsdp/sim/clock.py Clock._start }}
 #
 # ## Two queues
 #

@@ -91,8 +91,8 @@ def with_and_without() -> None:
 #
 # The one thing to notice: gathers *run* at nearly the same times in both, as fast as the network
 # lets them. But their memory is taken when the host *launches* them. Above, a forward's are all
-# launched in 6 ms, 60 before the last is over; below, orange, the host waits until there is room.
-# That costs 1.4 ms of 254. (The third unit below is the model itself, around its layers. 29 above
+# launched in 3 ms, 65 before the last is over; below, orange, the host waits until there is room.
+# That costs no time here. (The third unit below is the model itself, around its layers. 48 above
 # are more than there are: the backward gathers some before the GPU is done with their forward.)
 #
 # ## How long to wait
@@ -126,7 +126,7 @@ def when_memory_ends() -> None:
 # people measured 38.8 GB and 247.6 ms without, 8.0 GB and 236.5 ms with it
 # ([pytorch#98354](https://github.com/pytorch/pytorch/pull/98354)), and 938 of 6,784 MB less for a
 # T5 ([#83666](https://github.com/pytorch/pytorch/pull/83666)). The virtual GPU comes near these
-# bytes, but a step of its T5 takes 87 ms, theirs 3.4 s ([why](../minifsdp/sim/README.md)). The
+# bytes, but a step of its T5 takes 147 ms, theirs 3.4 s ([why](../minifsdp/sim/README.md)). The
 # limiter became the default, with room for two layers, says the documentation. Count them:
 
 
@@ -160,7 +160,7 @@ def answers() -> None:
     kept = [step(f"{SMALL} {limit} --strategy shard_grad_op") for limit in ("none", "2")]
     assert len({gpu.allocator.reserved.peak for gpu in kept}) == 1  # 1. nothing
     one, two = (step(RUN + limit).report()["step"] for limit in "12")
-    assert one > 1.6 * two  # 2. no gather is hidden behind the layer before
+    assert one > 1.5 * two  # 2. no gather is hidden behind the layer before
     limited, free = (step(SMALL + limit).report()["step"] for limit in ("2", "none"))
     assert limited > 1.05 * free  # 3. now the GPU does wait for the host
 

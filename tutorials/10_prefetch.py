@@ -74,7 +74,7 @@ def three_ways() -> None:
 # waits until `compute` has, too; with two it is far ahead, and POST as good as PRE. PyTorch
 # ([#70235](https://github.com/pytorch/pytorch/pull/70235)), without a limiter then, saw 20 % less
 # latency in 10 % more memory with PRE, less with POST. With such a model and room for two both save
-# 12 % here ([table](../minifsdp/sim/README.md)).
+# 16 % here ([table](../minifsdp/sim/README.md)).
 #
 # ## Which one is next?
 #
@@ -124,7 +124,7 @@ def approaches() -> None:
 #
 # ## What breaks without it
 #
-# Two experts take turns, so that no backward is like the last. (It was 16.7 ms without prefetch.)
+# Two experts take turns, so that no backward is like the last. (It was 20.4 ms without prefetch.)
 
 
 # %%
@@ -142,7 +142,7 @@ def experts() -> None:
         report, *_ = train(Experts, 5, wrap=APPROACHES[name].wrap)
         wrong = report["mistargeted prefetches"]
         print(f"{name:8} {report['step'] * 1e3:.1f} ms, mistargeted prefetches: {wrong}")
-    assert train(Experts, 5, limit_all_gathers=3)[0]["step"] > 0.0149  # as much room as PyTorch
+    assert train(Experts, 5, limit_all_gathers=3)[0]["step"] > 0.0190  # as much room as PyTorch
 
 
 # %% [markdown]
@@ -167,10 +167,10 @@ class Asking(Layer):
 def answers() -> None:
     free = {"make": nn.Sequential, "limit_all_gathers": False}
     runs = [train(**free, backward_prefetch=way)[0]["step"] * 1e3 for way in (None, POST, PRE)]
-    assert [round(ms, 1) for ms in runs] == [16.7, 11.5, 11.5]  # 1. none, but for 0.1 ms of PRE
+    assert [round(ms, 1) for ms in runs] == [20.4, 16.1, 16.1]  # 1. none, but for 0.1 ms of PRE
     late = train(nn.Sequential, 4, Asking, False)[0]["step"]
     early = train(nn.Sequential, 4, Asking, False, forward_prefetch=True)[0]["step"]
-    assert early < 0.9 * late  # 2. the host waits in each layer; now it asks for the next before
+    assert early < 0.93 * late  # 2. the host waits in each layer; now it asks for the next before
     print(f"2. {late * 1e3:.1f} ms without it, {early * 1e3:.1f} with it")
 
 

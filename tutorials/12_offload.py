@@ -69,10 +69,10 @@ def seven_billion() -> None:
 # lane has gaps between all its boxes in the first half, and none in the second.](12_offload.svg)
 #
 # The one thing to notice is the upload lane, which is hardly ever idle. (To the right is virtual
-# time, a box is a unit, below is memory.) A layer has 805 MB. The link brings them in 40 ms, at
-# 80 % of its nominal speed. The forward computes with them for 18 ms, then it waits for the next.
-# The backward computes for 38 ms, so that link and GPU are about even. The download is in nobody's
-# way, except for the last pieces, which come when there is nothing left to compute.
+# time, a box is a unit, below is memory.) A layer has 805 MB. The link brings them in 32 ms, at
+# 80 % of its nominal speed. The forward computes with them for 24 ms, then it waits for the next.
+# The backward computes for 48 ms, so the link has time to spare. The download is in nobody's way,
+# except for the last pieces, which come when there is nothing left to compute.
 #
 # {{ minifsdp/offload.py upload }}
 #
@@ -110,9 +110,9 @@ def adam_on_the_host() -> None:
 
 
 # %% [markdown]
-# Adam goes through four numbers for each parameter. The virtual host does that at the pace of PCIe,
-# and it takes twice as long as all the rest. That is no finding but a constant: a host's own memory
-# is faster; at 100 GB/s it is 1.1 s. (ZeRO-Offload has an Adam for CPUs.) A larger batch, or
+# Adam goes through four numbers for each parameter. A machine's memory moves 300 GB/s here, for
+# eight GPUs, so that each one's process has an eighth of it, and Adam takes longer than all the
+# rest. (ZeRO-Offload has an Adam for CPUs, which gets the most out of it.) A larger batch, or
 # several before one step (page [14](14_no_sync.md)), take no longer.
 #
 # ## What breaks without it

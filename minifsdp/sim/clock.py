@@ -59,28 +59,32 @@ class Clock:
         """The host is busy."""
         self.now += seconds
 
-    def launch(self, stream: str, seconds: float, collective: bool = False) -> tuple[float, float]:
-        """Tell a stream to be busy for so long. Returns when it starts and ends; both are at or
-        after ``now``. The host blocks while the stream's queue is full.
+    def launch(self, stream: str, seconds: float) -> tuple[float, float]:
+        """Tell a stream to be busy for so long, or longer beside a collective. Returns when it
+        starts and ends; both are at or after ``now``."""
+        lane, start = self._start(stream)
+        lane.idle_at = self._end(start, seconds)
+        lane.kernels.append((start, lane.idle_at))
+        return start, lane.idle_at
 
-        Args:
-            seconds: if nothing runs beside it.
-            collective: it slows kernels, and is not slowed itself.
-        """
+    def launch_collective(self, stream: str, seconds: float) -> tuple[float, float]:
+        """The same for a collective, which slows kernels and is not slowed itself."""
+        lane, start = self._start(stream)
+        lane.idle_at = start + seconds
+        self._slow_others(start, lane.idle_at)
+        self._collectives.append((start, lane.idle_at))
+        return start, lane.idle_at
+
+    def _start(self, stream: str) -> tuple[Lane, float]:
+        """When a stream begins what comes next. The host blocks while the queue is full."""
         lane = self.lane(stream)
         while lane.starts and lane.starts[0] <= self.now:
             lane.starts.popleft()
         if len(lane.starts) >= self._queue:
             self.block(lane.starts.popleft())
         start = max(self.now, lane.idle_at)
-        lane.idle_at = start + seconds if collective else self._end(start, seconds)
         lane.starts.append(start)
-        if collective:
-            self._slow_others(start, lane.idle_at)
-            self._collectives.append((start, lane.idle_at))
-        else:
-            lane.kernels.append((start, lane.idle_at))
-        return start, lane.idle_at
+        return lane, start
 
     def _end(self, start: float, seconds: float) -> float:
         """Of a kernel, beside the collectives that are known."""

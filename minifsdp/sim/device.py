@@ -214,5 +214,5 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.clock.launch(self._current, cost.seconds)
         nccl = self.clock.lane(f"NCCL, group {cost.group}")
         self.clock.wait(self._current, nccl.idle_at)
-        start, nccl.idle_at = self.clock.launch(self._current, cost.seconds, collective=True)
+        start, nccl.idle_at = self.clock.launch_collective(self._current, cost.seconds)
         return start, nccl.idle_at

@@ -135,8 +135,9 @@ def measure(
     peak = gpu.cluster.gpu.flops if PRECISION[options.precision] else gpu.cluster.gpu.flops_fp32
     samples = options.batch * options.accumulate
     work = model_flops(gpu.tape), peak, samples, options.seq, options.price
-    figures |= throughput(figures, *work) | {"binds": binds(figures)}
+    figures |= throughput(figures, *work)
     figures["tokens/s, range"] = likely(figures["tokens/s per GPU"], gpu.cluster.gpu)
+    figures["binds"] = binds(figures)
     return {"fits": True, **figures, "advice": str(advice(gpu, figures, options))}, gpu
 
 

@@ -19,7 +19,7 @@ def in_words(figures: dict[str, Any]) -> dict[str, str]:
         elif name == "flops":
             words[name] = f"{value / 1e12:,.2f} T"
         elif name == "tokens/s, range":
-            words["  probably"] = " to ".join(map(_rounded, value))
+            words["tokens/s, probably"] = " to ".join(map(_rounded, value))
         elif name in ("MFU", "HFU"):
             words[name] = f"{value:.1%}"
         elif "/s" in name or "TFLOPS" in name:

@@ -41,7 +41,7 @@ def test_a_full_queue_blocks_the_host_until_the_first_has_started():
 
 def test_a_kernel_is_slower_beside_a_collective():
     clock = Clock(beside_collectives=0.5)
-    assert clock.launch("unshard", 4.0, collective=True) == (0.0, 4.0)
+    assert clock.launch_collective("unshard", 4.0) == (0.0, 4.0)
     assert clock.launch("compute", 1.0) == (0.0, 2.0)
     assert clock.launch("compute", 3.0) == (2.0, 6.0)  # one of its three in the other's last two
     assert clock.launch("compute", 1.0) == (6.0, 7.0)
@@ -49,8 +49,8 @@ def test_a_kernel_is_slower_beside_a_collective():
 
 def test_two_collectives_at_once_slow_it_as_one_does():
     clock = Clock(beside_collectives=0.5)
-    clock.launch("unshard", 3.0, collective=True)
-    clock.launch("reduce", 4.0, collective=True)
+    clock.launch_collective("unshard", 3.0)
+    clock.launch_collective("reduce", 4.0)
     assert clock.launch("compute", 3.0) == (0.0, 5.0)
 
 
@@ -58,7 +58,7 @@ def test_what_runs_already_is_later_by_what_it_loses():
     clock = Clock(beside_collectives=0.5)
     assert clock.launch("compute", 3.0) == (0.0, 3.0)
     clock.wait("unshard", 1.0)
-    assert clock.launch("unshard", 5.0, collective=True) == (1.0, 6.0)
+    assert clock.launch_collective("unshard", 5.0) == (1.0, 6.0)
     assert clock.lane("compute").idle_at == 5.0  # two seconds beside it took twice as long
     assert clock.launch("compute", 1.0) == (5.0, 6.5)
 
@@ -68,5 +68,5 @@ def test_a_lane_that_only_waits_loses_nothing():
     clock.launch("compute", 1.0)
     clock.wait("compute", 4.0)
     clock.wait("unshard", 2.0)
-    clock.launch("unshard", 2.0, collective=True)
+    clock.launch_collective("unshard", 2.0)
     assert clock.lane("compute").idle_at == 4.0

@@ -1,10 +1,13 @@
 """sim/throughput.py: tokens, flops, dollars."""
 
+from dataclasses import replace
+
 import pytest
 
+from minifsdp.sim.gpus import GPUS
 from minifsdp.sim.run import measure
 from minifsdp.sim.tape import Note, Op, Phase
-from minifsdp.sim.throughput import model_flops, throughput
+from minifsdp.sim.throughput import likely, model_flops, throughput
 from tests.sim.test_run import SMALL, options
 
 
@@ -54,3 +57,8 @@ def test_the_data_sheet_is_read_in_the_precision_of_the_run():
     assert gpu is not None and figures["MFU"] * gpu.cluster.gpu.flops_fp32 == pytest.approx(
         achieved
     )
+
+
+def test_the_range_is_by_the_error_of_the_gpu_either_way():
+    gpu = replace(GPUS["h100"], error=0.25)
+    assert likely(100.0, gpu) == (80.0, 125.0)

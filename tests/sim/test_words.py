@@ -11,6 +11,7 @@ FIGURES = {
     "MFU": 0.5043,
     "tokens/s per GPU": 18582.3,
     "samples/s per GPU": 18.13,
+    "tokens/s, range": (2123.0, 2468.0),
     "dollars per billion tokens": 37.371,
     "advice": "it waits",
 }
@@ -27,6 +28,7 @@ def test_every_figure_has_its_unit():
         ("MFU", "50.4%"),
         ("tokens/s per GPU", "18,582"),
         ("samples/s per GPU", "18.1"),
+        ("tokens/s, probably", "2,100 to 2,500"),
         ("dollars per billion tokens", "37.37 $"),
         ("advice", "it waits"),
     ]
