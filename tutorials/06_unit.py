@@ -64,7 +64,7 @@ def three_sizes() -> None:
 # %% [markdown]
 # ![Three timelines on one scale. Model: a long purple box, then blue, then purple. Block, the
 # shortest: many short purple boxes below an unbroken row of blue. Part, the longest: more of them,
-# and gaps in the blue. The green memory of the first is three times as high as the others'.](06_unit.svg)
+# and gaps in the blue. The green memory of the first is three times as high.](06_unit.svg)
 #
 # The one thing to notice: the gaps in the `compute` lanes (blue), where it waits for purple.
 #

@@ -35,7 +35,7 @@ from minifsdp.between_steps.state_dict_type import get_state_dict_type
 from minifsdp.between_steps.unit_dtensors import detached
 from minifsdp.checks.unsupported import refuse
 from minifsdp.comm.consensus import gather_objects
-from minifsdp.support.divided_param import like
+from minifsdp.support.dtensors import like
 from minifsdp.wrapping.module_tree import clean
 
 _OTHER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")  # which state_dict() has not either

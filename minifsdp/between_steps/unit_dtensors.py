@@ -24,7 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from minifsdp.comm.exchange import Pieces, exchange
 from minifsdp.comm.groups import Placement, mesh_of
 from minifsdp.rows import block_numel, local_shape
-from minifsdp.support.divided_param import dtensor, like
+from minifsdp.support.dtensors import dtensor, like
 from minifsdp.support.param_views import FLAT_PARAM, use_sharded_views
 from minifsdp.unit import Unit
 

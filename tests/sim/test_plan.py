@@ -152,12 +152,12 @@ def test_what_is_reset_to_the_usual_is_searched_again(monkeypatch):
 
 def test_where_two_changes_are_needed_to_fit_it_begins_with_what_is_lean(monkeypatch):
     def measure(options, steps):
-        return figures(fits=options.recompute == "yes" and options.unit == "part"), None
+        return figures(fits=options.recompute == "full" and options.unit == "part"), None
 
     monkeypatch.setattr(module, "measure", measure)
     search, _ = a_search(["--precision", "bf16"])
     chosen = search.best()
-    assert (chosen["recompute"], chosen["unit"]) == ("yes", "part")
+    assert (chosen["recompute"], chosen["unit"]) == ("full", "part")
 
 
 @pytest.mark.parametrize("given, fits", [(1, 1), (1, 2), (3, 3), (8, 100), (2, 7)])
