@@ -47,6 +47,6 @@ def test_like_another_but_of_any_dtype():
     param, *_ = stack(1, 5, use_orig_params=True).parameters()
     for local in (param.to_local() + 1, param.to_local().double()):
         ours = like(param, local.detach())
-        assert ours.dtype is local.dtype and ours.shape == param.shape
+        assert ours._spec.tensor_meta.dtype is local.dtype and ours.shape == param.shape
         assert ours.placements == param.placements and ours.device_mesh == param.device_mesh
         assert torch.equal(ours.to_local(), local)
