@@ -63,14 +63,15 @@ def three_sizes() -> None:
 
 # %% [markdown]
 # ![Three timelines on one scale. Model: a long purple box, then blue, then purple. Block, the
-# shortest: many short purple boxes below an unbroken row of blue. Part, the longest: more of them,
-# and gaps in the blue. The green memory of the first is three times as high.](06_unit.svg)
+# shortest: many short purple boxes below blue, which has gaps in the forward only. Part, the
+# longest: more of them, and gaps everywhere. The first has three times the memory.](06_unit.svg)
 #
 # The one thing to notice: the gaps in the `compute` lanes (blue), where it waits for purple.
 #
 # - **model**: nothing can be computed before all of it is there, and the gradient of a flat tensor
 #   is complete when its last part is. The GPU waits at both ends, and holds the whole model.
-# - **block**: while a block is computed with, the next one is gathered.
+# - **block**: while a block is computed with, the next one is gathered. (Only a forward is so quick
+#   that it has to wait for its gathers.)
 # - **part**: the same bytes in three times as many messages. (What is left of a block, a norm, is a
 #   unit as well.) Each has the latency of page [02](02_flatten.md), 0.53 ms among 128 GPUs; 218 of
 #   that alone are 115 ms. And it saves hardly any memory: a block is small beside the model.
