@@ -37,7 +37,7 @@ from minifsdp.support.pytree import map_tensors
 from minifsdp.wrapping.auto_wrap import check_wrappable
 from minifsdp.wrapping.build import build_unit
 from minifsdp.wrapping.compiled import compiled, uncompiled
-from minifsdp.wrapping.fsdp2_settings import fsdp2_settings, post_forward_group
+from minifsdp.wrapping.fsdp2_settings import fsdp2_settings, post_forward_lines
 from minifsdp.wrapping.ignored import ignoring, params_only
 from minifsdp.wrapping.root_settings import make_limiter, make_prefetcher
 
@@ -95,7 +95,7 @@ def fully_shard(
         settings = fsdp2_settings(mesh, reshard_after_forward, mp_policy, offload_policy)
         unit = build_unit(whole, settings)
         unit.unreduced_dtype = mp_policy.reduce_dtype
-        unit.post_forward_group = post_forward_group(reshard_after_forward, unit.shard_group)
+        unit.post_forward_lines = post_forward_lines(reshard_after_forward, unit.shard_group, mesh)
     for one in modules:
         one.__dict__.update(_unit=unit, _output_dtype=mp_policy.output_dtype)
         cls: Any = type(one)
@@ -182,7 +182,7 @@ class FSDPModule:
         for module in self.modules() if recurse else [self]:  # type: ignore[attr-defined]
             if isinstance(module, FSDPModule):
                 module._unit.reshard_after_forward = reshard_after_forward
-                module._unit.post_forward_group = None
+                module._unit.post_forward_lines = None
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather the units of ``modules`` when this one's forward begins; see prefetch_lists.py.

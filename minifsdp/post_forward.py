@@ -25,7 +25,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from minifsdp.comm.collectives import all_gather
+from minifsdp.comm.collectives import Group, all_gather
+from minifsdp.comm.groups import smaller_group
 from minifsdp.streams import Event, Finish, Streams
 from minifsdp.unit import Unit
 from minifsdp.unit_state import ShardedState
@@ -34,14 +35,14 @@ from minifsdp.unit_state import ShardedState
 class PostForwardShard(NamedTuple):
     """What one rank keeps of a unit, in the dtype that it is computed in."""
 
-    shard: Tensor  # ``[padded_numel / ranks of unit.post_forward_group]``
+    shard: Tensor  # ``[padded_numel / ranks of the smaller group]``
     ready: Event  # on the compute stream
 
 
 def keep_post_forward_shard(unit: Unit, streams: Streams) -> None:
     """Copy this rank's part of an unsharded unit, which is about to be freed. Nothing, for a unit
     that has no smaller group."""
-    group = unit.post_forward_group
+    group = _group(unit)
     if group is not None and unit.state.sharded is ShardedState.UNSHARDED:
         # A copy: a view would be of memory that is freed.
         shard = unit.unsharded.data.chunk(group.size())[group.rank()].clone()
@@ -51,7 +52,7 @@ def keep_post_forward_shard(unit: Unit, streams: Streams) -> None:
 def unshard_in_smaller_group(unit: Unit, streams: Streams) -> None:
     """Start to fill ``unit.unsharded.flat_param`` as :func:`~minifsdp.unshard.unshard` does, from
     the post-forward shards. All ranks of the smaller group have one."""
-    kept, group = unit.post_forward_shard, unit.post_forward_group
+    kept, group = unit.post_forward_shard, _group(unit)
     assert kept is not None and group is not None, unit.label
     unit.state.start_unshard()
     streams.unshard.wait_event(kept.ready)  # else it might send what has not been copied yet
@@ -61,3 +62,12 @@ def unshard_in_smaller_group(unit: Unit, streams: Streams) -> None:
         return all_gather(unit.unsharded.data, kept.shard, group, unit.tag, unit.label)
 
     unit.unshard_event = streams.unshard.submit(launch, f"all-gather {unit.label}")
+
+
+def _group(unit: Unit) -> Group | None:
+    # Made when it is first used. All ranks have to make it, and by then they have compared whether
+    # they are to (checks/same_model.py).
+    lines = unit.post_forward_lines
+    if lines is None or unit.shard_group is None:
+        return None
+    return smaller_group(unit.shard_group, lines)

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifsdp.api import MixedPrecision
-from minifsdp.comm.collectives import Group
 from minifsdp.comm.groups import Placement
 from minifsdp.flatten import check_flattenable
 from minifsdp.offload import host_copy
@@ -113,7 +112,7 @@ class Unit:
             unpadded = self.padded_shard[: self.layout.optimized_numel(self.shard_rank)]
             self.sharded_flat_param = self._new_chunk(unpadded, any(trained))
         # Ranks to share it between forward and backward, and this one's part; see post_forward.py.
-        self.post_forward_group: Group | None = None
+        self.post_forward_lines: tuple[tuple[int, ...], ...] | None = None
         self.post_forward_shard: Any = None
         self.unreduced_grad: UnreducedGrad | None = None
         self.unreduced_dtype: torch.dtype | None = None  # to keep it in; None: that of the gradient

@@ -16,6 +16,7 @@ from minifsdp import fully_shard
 from minifsdp.between_steps.explain import table
 from minifsdp.comm import collectives
 from minifsdp.comm.groups import smaller_group
+from minifsdp.wrapping.fsdp2_settings import reshards_after_forward
 from tests.ranks import device, on_ranks
 
 
@@ -102,7 +103,7 @@ def test_in_hybrid_sharding_all_ranks_of_a_replica_are_as_true():
     expected, found = (train(build(to, mesh=mesh)) for to in (True, 2))
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     pairs = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
-    assert build(2, mesh=pairs)[1]._unit.post_forward_group is None
+    assert build(2, mesh=pairs)[1]._unit.post_forward_lines is None
 
 
 class Sent:
@@ -203,11 +204,27 @@ def test_ranks_with_different_numbers_are_told():
 
 @on_ranks(4)
 def test_smaller_groups_are_of_neighbours_and_made_once():
-    world = dist.group.WORLD
-    group = smaller_group(world, 2)
+    world, pairs = dist.group.WORLD, ((0, 1), (2, 3))
+    group = smaller_group(world, pairs)
     first = dist.get_rank() // 2 * 2
     assert dist.get_process_group_ranks(group) == [first, first + 1]
-    assert smaller_group(world, 2) is group
-    odd = dist.new_group([1, 3])
-    if dist.get_rank() in (1, 3):  # the others need not be there
-        assert dist.get_process_group_ranks(smaller_group(odd, 1)) == [dist.get_rank()]
+    assert smaller_group(world, pairs) is group
+    assert build(2)[1]._unit.post_forward_lines == pairs
+
+
+@on_ranks(4)
+def test_ranks_may_be_in_different_numbers_of_groups_before():
+    """Rank 0 is in one more than rank 1, and in another one it has to meet rank 1."""
+    dist.new_group([0, 2])
+    smaller_group.cache_clear()
+    train(build(2))
+
+
+@on_ranks(4)
+def test_a_mesh_of_some_ranks_is_refused():
+    mesh = init_device_mesh(device().type, (1, 4))
+    with (
+        patch.object(dist, "get_world_size", lambda *_: 8),
+        pytest.raises(ValueError, match="all 8 ranks have to do together, and the mesh has 4 of"),
+    ):
+        reshards_after_forward(2, mesh)

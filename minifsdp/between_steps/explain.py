@@ -68,8 +68,8 @@ def _row(unit: Unit) -> tuple[str, ...]:
         sharers += f", {unit.replicate_group.size()} replicas"
     if unit.shard_world_size > 1 and not unit.reshard_after_forward:
         sharers += ", stays after forward"
-    if unit.post_forward_group is not None:
-        sharers += f", {unit.post_forward_group.size()} after forward"
+    if unit.post_forward_lines is not None:
+        sharers += f", {len(unit.post_forward_lines[0])} after forward"
     return (
         unit.name or "<root>", f"{unit.numel:,}", _bytes(unit.padded_shard.nbytes),
         _bytes(gathered) if unit.shard_world_size > 1 or low or unit.offload_from else "as it is",

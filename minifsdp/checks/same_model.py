@@ -108,8 +108,8 @@ def _describe(unit: Unit, with_values: bool) -> UnitReport:
     dtypes = f"{dtype}, computed with as {precision.param_dtype or dtype}"
     trained = "trained" if unit.sharded_flat_param.requires_grad else "frozen"
     when = "freed" if unit.reshard_after_forward else "kept"
-    if unit.post_forward_group is not None:
-        when = f"kept by {unit.post_forward_group.size()} ranks together"
+    if unit.post_forward_lines is not None:
+        when = f"kept by {len(unit.post_forward_lines[0])} ranks together"
     hook = "" if unit.comm_hook is None else f", reduced by {unit.comm_hook.__qualname__}"
     groups = [group for group in (unit.shard_group, unit.replicate_group) if group is not None]
     targets = ("forward", unit.forward_targets), ("backward", unit.backward_targets)

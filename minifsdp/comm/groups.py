@@ -196,17 +196,16 @@ def check_grid(shard: Group, replicate: Group) -> tuple[Group, Group]:
 
 
 @cache  # so that all units of the same ranks have the same one
-def smaller_group(group: Group, ranks: int) -> Group:
-    """The one that this rank is in, if ``ranks`` neighbours each of ``group`` form a group. All
-    ranks of it have to call this.
+def smaller_group(group: Group, lines: tuple[tuple[int, ...], ...]) -> Group:
+    """The one that this rank is in, if each line of ranks forms a group. All ranks of the program
+    have to call this: torch counts the groups of a process in their names, so that a rank that has
+    made one more before would wait for others under another name.
 
     Args:
-        ranks: a divisor of the size of ``group``.
+        group: that of the units which ask. If it is another one, so are its parts.
+        lines: global ranks; each is in one line.
     """
-    first = group.rank() // ranks * ranks
-    line = dist.get_process_group_ranks(group)[first : first + ranks]
-    made: Group = dist.new_group(line, use_local_synchronization=True)  # others need not be there
-    return made
+    return _mine([list(line) for line in lines])
 
 
 def _mine(lines: list[list[int]]) -> Group:

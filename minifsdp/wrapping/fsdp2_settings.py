@@ -16,13 +16,13 @@ other one is True, with a smaller group (post_forward.py).
 Source: ``torch.distributed.fsdp.fully_shard`` (pytorch 2.13), ``_get_post_forward_mesh_info``.
 """
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from minifsdp.api import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp.comm.collectives import Group
-from minifsdp.comm.groups import smaller_group
 from minifsdp.wrapping.settings import Settings
 
 _STRATEGIES = {  # by whether to reshard after forward, and by the dimensions of the mesh
@@ -78,15 +78,26 @@ def reshards_after_forward(given: bool | int | None, mesh: DeviceMesh | None) ->
             f"reshard_after_forward={given!r}: expected True, False or a number that divides the "
             f"{ranks} ranks that share the unit."
         )
+    if given not in (1, ranks) and mesh is not None and mesh.size() != dist.get_world_size():
+        raise ValueError(
+            f"reshard_after_forward={given} makes process groups, which all "
+            f"{dist.get_world_size()} ranks have to do together, and the mesh has {mesh.size()} of "
+            f"them. Use a mesh of all ranks, or True or False."
+        )
     return given != 1 or ranks == 1
 
 
-def post_forward_group(given: bool | int | None, shard_group: Group | None) -> Group | None:
-    """The ranks to share the parameters between forward and backward; None: the same as otherwise.
+def post_forward_lines(
+    given: bool | int | None, shard_group: Group | None, mesh: DeviceMesh | None
+) -> tuple[tuple[int, ...], ...] | None:
+    """The smaller groups that share the parameters between forward and backward, as global ranks;
+    None: the same ranks as otherwise.
 
     Args:
         given: as :func:`reshards_after_forward` has checked it.
+        mesh: of all ranks, the last dimension of which are those of ``shard_group``.
     """
     if given is None or shard_group is None or given in (True, False, shard_group.size()):
         return None  # 1 is True here
-    return smaller_group(shard_group, given)
+    ranks = torch.arange(dist.get_world_size()) if mesh is None else mesh.mesh
+    return tuple(map(tuple, ranks.view(-1, given).tolist()))
