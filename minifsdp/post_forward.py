@@ -37,6 +37,7 @@ class PostForwardShard(NamedTuple):
 
     shard: Tensor  # ``[padded_numel / ranks of the smaller group]``
     ready: Event  # on the compute stream
+    group: Group  # the smaller one
 
 
 def keep_post_forward_shard(unit: Unit, streams: Streams) -> None:
@@ -46,20 +47,20 @@ def keep_post_forward_shard(unit: Unit, streams: Streams) -> None:
     if group is not None and unit.state.sharded is ShardedState.UNSHARDED:
         # A copy: a view would be of memory that is freed.
         shard = unit.unsharded.data.chunk(group.size())[group.rank()].clone()
-        unit.post_forward_shard = PostForwardShard(shard, streams.compute.record_event())
+        unit.post_forward_shard = PostForwardShard(shard, streams.compute.record_event(), group)
 
 
 def unshard_in_smaller_group(unit: Unit, streams: Streams) -> None:
     """Start to fill ``unit.unsharded.flat_param`` as :func:`~minifsdp.unshard.unshard` does, from
     the post-forward shards. All ranks of the smaller group have one."""
-    kept, group = unit.post_forward_shard, _group(unit)
-    assert kept is not None and group is not None, unit.label
+    kept = unit.post_forward_shard
+    assert kept is not None, unit.label
     unit.state.start_unshard()
     streams.unshard.wait_event(kept.ready)  # else it might send what has not been copied yet
 
     def launch() -> Finish:
         unit.unsharded.allocate()
-        return all_gather(unit.unsharded.data, kept.shard, group, unit.tag, unit.label)
+        return all_gather(unit.unsharded.data, kept.shard, kept.group, unit.tag, unit.label)
 
     unit.unshard_event = streams.unshard.submit(launch, f"all-gather {unit.label}")
 

@@ -116,10 +116,9 @@ def choose(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, h
         "efficient": efficient and cuda.mem_efficient_sdp_enabled(),
         "math": cuda.math_sdp_enabled(),
     }
-    order = ("cudnn", "flash", "efficient", "math") if hopper else tuple(can)
-    for name in order:
-        # Before Hopper cuDNN's comes last: it is taken where it is the only one allowed.
-        if can[name] and (name != "cudnn" or hopper or not any(can[n] for n in order[2:])):
+    order = ("flash", "efficient", "math")
+    for name in ("cudnn", *order) if hopper else (*order, "cudnn"):
+        if can[name]:
             return name
     raise RuntimeError(
         f"none of the attention kernels that are switched on can do this: queries {_said(q)}, "

@@ -5,6 +5,7 @@ large blocks. What else there is to it are the options of alloc_conf.py.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 
 from minifsdp.sim.alloc_conf import LARGE_SEGMENT, AllocConf
 from minifsdp.sim.blocks import Block
@@ -38,12 +39,12 @@ class FreeBlocks:
         """The one to give out for so many bytes; None if a new one is needed."""
         self._searches[small] += 1
         large_enough = self._from(size, stream, small)
-        if not large_enough:
+        best = next(large_enough, None)
+        if best is None:
             return None
-        best = large_enough[0]
         if self._conf.expandable_segments:
             # What can grow counts as what it can grow to, and is left for others if possible.
-            for other in large_enough[1:]:
+            for other in large_enough:
                 if _with_room(other) >= _with_room(best):
                     break
                 best = other
@@ -62,10 +63,10 @@ class FreeBlocks:
         if most is None or self._conf.expandable_segments:
             return []
         size = max(size, most)
-        if larger := self._from(size, stream, small):
-            return larger[:1]
+        if larger := next(self._from(size, stream, small), None):
+            return [larger]
         chosen: list[Block] = []
-        for block in reversed(self._from(most, stream, small)):
+        for block in reversed([*self._from(most, stream, small)]):
             if sum(one.size for one in chosen) >= size:
                 break
             chosen.append(block)
@@ -90,10 +91,11 @@ class FreeBlocks:
         blocks = self.by_address.values()
         return [block for block in blocks if block.previous is None and block.next is None]
 
-    def _from(self, size: int, stream: str, small: bool) -> list[Block]:
+    def _from(self, size: int, stream: str, small: bool) -> Iterator[Block]:
         """The blocks of a pool that have so many bytes or more, the smallest first."""
         keys = self._keys.get((stream, small), [])
-        return [self.by_address[address] for _, address in keys[bisect_left(keys, (size, 0)) :]]
+        for place in range(bisect_left(keys, (size, 0)), len(keys)):
+            yield self.by_address[keys[place][1]]
 
 
 def _with_room(block: Block) -> int:

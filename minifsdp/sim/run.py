@@ -56,7 +56,7 @@ def simulate(
     blocks = [part for part in module.modules() if isinstance(part, job.blocks)]
     recompute(blocks, options.recompute)
     if options.loss != "whole":
-        if not hasattr(module, "loss"):
+        if not isinstance(getattr(module, "loss", None), str):  # that of models.py and llama.py
             raise ValueError(f"model {options.model!r} has its own loss: --loss whole")
         module.loss = options.loss
     gpu_and_around = _cluster_of(options, constants)

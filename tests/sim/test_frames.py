@@ -9,6 +9,7 @@ from torch import nn
 
 from minifsdp.sim import cluster
 from minifsdp.sim.frames import frames
+from minifsdp.sim.llama import Llama
 from minifsdp.sim.run import simulate
 from tests.sim.test_run import SMALL, options
 
@@ -58,6 +59,17 @@ def test_a_snapshot_names_the_models_lines_the_loops_and_the_engines(tmp_path):
     for segment in snapshot["segments"]:
         for block in segment["blocks"]:
             assert bool(block["frames"]) == (block["state"] != "inactive")
+
+
+def test_layers_of_every_family_of_models_are_shown(tmp_path):
+    with cluster() as gpu:
+        gpu.record_memory_history()
+        model = Llama(16, layers=1, heads=2, keys=1, hidden=24, vocabulary=11)
+        model(torch.zeros(1, 4, dtype=torch.long))
+        gpu.snapshot(tmp_path / "snapshot")
+    (trace,) = pickle.loads((tmp_path / "snapshot").read_bytes())["device_traces"]
+    files = {Path(frame["filename"]).name for event in trace for frame in event["frames"]}
+    assert {"llama.py", "models.py"} <= files
 
 
 def test_nobody_looks_unless_asked(tmp_path):

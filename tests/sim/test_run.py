@@ -39,8 +39,15 @@ def test_logits_need_less_memory_fused_and_least_in_chunks():
     runs = {how: measure(options(f"{gpt} {how}"))[0] for how in ("whole", "fused", "chunked")}
     whole, fused, chunked = (runs[how]["peak allocated"] for how in runs)
     assert fused < 0.75 * whole and chunked < fused
-    with pytest.raises(ValueError, match="has its own loss: --loss whole"):
-        measure(options("--model vit-h --loss fused"))
+    for model in ("vit-h", "tests.sim.test_run:with_a_loss"):
+        with pytest.raises(ValueError, match="has its own loss: --loss whole"):
+            measure(options(f"--model {model} --loss fused"))
+
+
+def with_a_loss() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
+    model.loss = nn.CrossEntropyLoss()
+    return model
 
 
 def test_pytorch_may_be_given_less_memory():
