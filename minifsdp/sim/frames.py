@@ -10,11 +10,8 @@ from typing import Any
 import torch
 
 _HERE = Path(__file__).parent
-_OF_USERS = (
-    "models.py",
-    "llama.py",
-    "run.py",
-)  # of this folder: what is trained, and the loop that does it
+_OF_USERS = ("models.py", "llama.py", "run.py")
+"""Of this folder: what is trained, and the loop that trains it."""
 _TORCH, _LIBRARY = str(Path(torch.__file__).parent), sysconfig.get_paths()["stdlib"]
 
 Frame = dict[str, Any]
