@@ -17,10 +17,10 @@ import torch
 from minifsdp.limiter import EventQueue
 from minifsdp.sim import cluster
 from minifsdp.sim.__main__ import parser
-from minifsdp.sim.history import APPROACHES
-from minifsdp.sim.run import simulate
+from minifsdp.sim.cli.run import simulate
 from minifsdp.sim.tape import Wait
-from tests.sim.test_history import Crooked, last_step, mistargets, straight, train
+from minifsdp.sim.training.history import APPROACHES
+from tests.sim.training.test_history import Crooked, last_step, mistargets, straight, train
 
 README = Path(__file__).parents[1] / "minifsdp" / "sim" / "README.md"
 MiB = 2**20

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from minifsdp.sim.gpus import GPUS
-from minifsdp.sim.run import simulate
+from minifsdp.sim.cli.run import simulate
+from minifsdp.sim.hardware.gpus import GPUS
 from minifsdp.sim.tape import Note, Phase
 from tests.claims import parser, table
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp.sim.costs import Cluster
-from minifsdp.sim.gpus import preset
+from minifsdp.sim.hardware.costs import Cluster
+from minifsdp.sim.hardware.gpus import preset
 from tests.bench import gpu
 from tests.patience import run_command
 

@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from minifsdp.sim.svg import WIDTH
+from minifsdp.sim.views.svg import WIDTH
 from tutorials.draw import bars, strips
 
 

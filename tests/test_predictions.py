@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from minifsdp.sim.gpus import GPUS
+from minifsdp.sim.hardware.gpus import GPUS
 from tests.predictions import (
     PUBLISHED,
     RUNS,

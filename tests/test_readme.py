@@ -110,12 +110,21 @@ def test_what_serves_the_concepts_does_not_need_what_is_built_on_them():
 
 
 def test_the_docstring_of_a_package_names_its_files():
-    for folder in FOLDERS:
-        (docstring,) = [
-            ast.get_docstring(ast.parse((PACKAGE / folder / "__init__.py").read_text()))
-        ]
-        for path in (PACKAGE / folder).glob("[!_]*.py"):
+    packages = [folder.parent for folder in PACKAGE.glob("*/**/__init__.py")]
+    packages.remove(PACKAGE / "sim")  # its README has them
+    for folder in packages:
+        docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+        for path in folder.glob("[!_]*.py"):
             assert path.name in docstring, path
+
+
+def test_the_simulators_readme_names_its_files_and_packages():
+    named = re.findall(r"^\| \[`.*", Path(PACKAGE, "sim", "README.md").read_text(), re.M)
+    for path in PACKAGE.glob("sim/*"):
+        if path.suffix == ".py" and path.stem != "__init__":
+            assert any(f"]({path.name})" in row for row in named), path
+        if (path / "__init__.py").exists():
+            assert any(f"]({path.name}/__init__.py)" in row for row in named), path
 
 
 def imports(path: Path) -> set[str]:

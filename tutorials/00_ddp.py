@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from minifsdp.sim.__main__ import parser
-from minifsdp.sim.run import simulate
+from minifsdp.sim.cli.run import simulate
 
 PICTURE = Path(__file__).with_suffix(".svg")
 

@@ -30,7 +30,7 @@ from launch import on_ranks
 
 from minifsdp.comm.collectives import all_gather, all_reduce, reduce_scatter
 from minifsdp.sim.__main__ import parser
-from minifsdp.sim.run import simulate
+from minifsdp.sim.cli.run import simulate
 
 PICTURE = Path(__file__).with_suffix(".svg")
 

@@ -26,7 +26,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
 from minifsdp.engine import Engine
 from minifsdp.sim.__main__ import parser
-from minifsdp.sim.run import simulate
+from minifsdp.sim.cli.run import simulate
 from minifsdp.support.param_views import make_views
 from minifsdp.unit import Unit
 from minifsdp.unit_state import TrainingState

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
 from minifsdp.sim.__main__ import parser
-from minifsdp.sim.run import simulate
+from minifsdp.sim.cli.run import simulate
 from minifsdp.sim.tape import Op
-from minifsdp.sim.timeline import svg
+from minifsdp.sim.views.timeline import svg
 
 PICTURE = Path(__file__).with_suffix(".svg")
 

@@ -48,7 +48,7 @@ def a_product() -> None:
 # runs](../minifsdp/sim/README.md) are within 5 % of what it says. The engine runs on it as it is.
 # When an order is given, it is clear when it will be carried out:
 #
-# {{ minifsdp/sim/clock.py Clock._start }}
+# {{ minifsdp/sim/hardware/clock.py Clock._start }}
 #
 # ## Two queues
 #
@@ -162,7 +162,7 @@ def answers() -> None:
     report = a_step().report()
     with patch("minifsdp.sim.streams.STREAMS", ("compute",) * 6):
         assert a_step().report()["step"] > report["compute"] + report["communication"]  # 1. the sum
-    at_once = patch("minifsdp.sim.costs.Cluster.ring_seconds", return_value=0.0)
+    at_once = patch("minifsdp.sim.hardware.costs.Cluster.ring_seconds", return_value=0.0)
     with at_once, patch("minifsdp.engine.wait_for_unshard"):
         assert a_step().races()  # 2. yes: nothing orders the two, they only came out so
 

@@ -27,11 +27,11 @@ from torch import nn
 from minifsdp import ModuleWrapPolicy
 from minifsdp.sim import VirtualGpu, cluster
 from minifsdp.sim.__main__ import parser
-from minifsdp.sim.history import APPROACHES
-from minifsdp.sim.report import ALL_GATHER, last_step
-from minifsdp.sim.run import simulate
+from minifsdp.sim.cli.run import simulate
+from minifsdp.sim.figures.report import ALL_GATHER, last_step
 from minifsdp.sim.tape import Op
-from minifsdp.sim.timeline import svg
+from minifsdp.sim.training.history import APPROACHES
+from minifsdp.sim.views.timeline import svg
 from minifsdp.streams import Streams
 
 

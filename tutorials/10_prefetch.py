@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from minifsdp import BackwardPrefetch, ModuleWrapPolicy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.sim import cluster
-from minifsdp.sim.history import APPROACHES
-from minifsdp.sim.report import last_step
+from minifsdp.sim.figures.report import last_step
 from minifsdp.sim.tape import Mistarget, Op
-from minifsdp.sim.timeline import svg
+from minifsdp.sim.training.history import APPROACHES
+from minifsdp.sim.views.timeline import svg
 
 PICTURE, Layer = Path(__file__).with_suffix(".svg"), nn.TransformerEncoderLayer
 PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
@@ -87,7 +87,7 @@ def three_ways() -> None:
 # needed yet*: what is needed queues behind it. Or *already resharded*: its turn is over.
 #
 # Four prefetchers have guessed from four orders. Here minifsdp has one after the other
-# ([history.py](../minifsdp/sim/history.py)). `S` and `T` are units with two units inside:
+# ([history.py](../minifsdp/sim/training/history.py)). `S` and `T` are units with two units inside:
 
 
 # %%

@@ -35,8 +35,8 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, ShardingStrategy
 from minifsdp.comm.groups import Placement, place
 from minifsdp.sim import cluster
-from minifsdp.sim.models import Block, next_token
-from minifsdp.sim.presets import MODELS
+from minifsdp.sim.training.models import Block, next_token
+from minifsdp.sim.training.presets import MODELS
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, _ = ShardingStrategy
 THREE = (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD)

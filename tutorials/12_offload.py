@@ -27,9 +27,9 @@ from minifsdp import CPUOffload, ModuleWrapPolicy, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.reduce import Reduction
 from minifsdp.sim import VirtualGpu, cluster
-from minifsdp.sim.models import Block, next_token
-from minifsdp.sim.presets import MODELS
 from minifsdp.sim.tape import Op
+from minifsdp.sim.training.models import Block, next_token
+from minifsdp.sim.training.presets import MODELS
 
 OFFLOAD = CPUOffload(offload_params=True)
 

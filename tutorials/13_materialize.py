@@ -30,7 +30,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, ShardingStrategy
 from minifsdp.shard import shard
 from minifsdp.sim import cluster
-from minifsdp.sim.presets import MODELS
+from minifsdp.sim.training.presets import MODELS
 
 META, LINEAR = torch.device("meta"), ModuleWrapPolicy({nn.Linear})
 

@@ -34,7 +34,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, ShardingStrategy
 from minifsdp.comm.collectives import reduce_scatter
 from minifsdp.sim import VirtualGpu, cluster
-from minifsdp.sim.timeline import svg
+from minifsdp.sim.views.timeline import svg
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, *_ = ShardingStrategy
 

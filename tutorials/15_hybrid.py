@@ -13,7 +13,7 @@
 # network: 200 Gbit/s are 25 GB/s, for its 8 GPUs together. In a *ring* each rank passes on to the
 # next what it got from the one before. The virtual GPU takes this long for it:
 #
-# {{ minifsdp/sim/costs.py Cluster.ring_seconds }}
+# {{ minifsdp/sim/hardware/costs.py Cluster.ring_seconds }}
 #
 # A ring of all ranks leaves each machine once, with all the bytes. So 1,024 GPUs gather at the pace
 # of one network. And the ring has 1,023 steps. Each takes time even to send next to nothing: 3
@@ -47,10 +47,10 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy, comm, reduce
 from minifsdp.sim import VirtualGpu
 from minifsdp.sim.__main__ import parser
-from minifsdp.sim.models import Block, Gpt, Job, next_token
-from minifsdp.sim.presets import MODELS
-from minifsdp.sim.run import simulate
+from minifsdp.sim.cli.run import simulate
 from minifsdp.sim.tape import Op
+from minifsdp.sim.training.models import Block, Gpt, Job, next_token
+from minifsdp.sim.training.presets import MODELS
 
 MODELS["gpt-7b:quarter"] = Job(lambda: Gpt(4096, 8, 32), (Block,), next_token)
 SIZES = [(200, 1), (200, 8), (200, 32), (200, 128), (3200, 8), (3200, 128)]

@@ -1,12 +1,12 @@
 """Two kinds of picture that pages share: bars to compare, strips of boxes to see how things lie.
 
-The third, the timeline of a step, is the virtual GPU's own (minifsdp/sim/timeline.py).
+The third, the timeline of a step, is the virtual GPU's own (minifsdp/sim/views/timeline.py).
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from minifsdp.sim.svg import WIDTH, Drawing
+from minifsdp.sim.views.svg import WIDTH, Drawing
 
 COLOURS = ("blue", "purple", "green", "orange", "gray", "lightblue", "lightpurple")
 MARGIN, ROW = 12, 24

@@ -6,7 +6,8 @@
     python -m minifsdp.sim --model gpt-1.3b --batch 4 --svg step.svg --html step.html
     python -m minifsdp.sim plan --model gpt-7b --nodes 2 --gpu a100-80 --batch 2
 
-It says whether it fits, how fast it is and what binds; ``plan`` (plan.py), which settings to use.
+It says whether it fits, how fast it is and what binds; ``plan`` (cli/plan.py) says which settings
+to use.
 """
 
 import argparse
@@ -17,17 +18,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from minifsdp.sim.conflicts import check
+from minifsdp.sim.cli.conflicts import check
+from minifsdp.sim.cli.options import Parser, add_settings, grid
+from minifsdp.sim.cli.plan import plan
+from minifsdp.sim.cli.run import measure
+from minifsdp.sim.cli.values import check_files
 from minifsdp.sim.device import VirtualGpu
-from minifsdp.sim.options import Parser, add_settings, grid
-from minifsdp.sim.plain import tried
-from minifsdp.sim.plan import plan
-from minifsdp.sim.presets import MODELS, find
-from minifsdp.sim.run import measure
-from minifsdp.sim.spans import text
-from minifsdp.sim.timeline import svg
-from minifsdp.sim.values import check_files
-from minifsdp.sim.words import in_words, page
+from minifsdp.sim.figures.words import in_words, page
+from minifsdp.sim.training.plain import tried
+from minifsdp.sim.training.presets import MODELS, find
+from minifsdp.sim.views.spans import text
+from minifsdp.sim.views.timeline import svg
 
 FILES = {
     "svg": "draw the step",

@@ -3,8 +3,8 @@
 torch lets a *dispatch mode* see every operator just before it runs. This one lets it run, on
 tensors without memory (``meta``) or on small real ones, and then asks what it would have cost:
 
-- its seconds (costs.py) on the stream that is current (clock.py),
-- memory for what it made (allocator.py), until Python lets go of that,
+- its seconds (hardware/costs.py) on the stream that is current (hardware/clock.py),
+- memory for what it made (memory/allocator.py), until Python lets go of that,
 - a line on the tape (tape.py): which memory was read and written, on which stream.
 
 The engine finds streams here as it finds them on any device. It cannot tell the difference, so what
@@ -24,20 +24,20 @@ from torch._guards import active_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minifsdp.sim.alloc_conf import parse
-from minifsdp.sim.allocator import Allocator
 from minifsdp.sim.calls import Call, accesses
-from minifsdp.sim.clock import Clock
-from minifsdp.sim.costs import Cluster, Cost
-from minifsdp.sim.html import html
-from minifsdp.sim.memory_report import peak_report
+from minifsdp.sim.figures.memory_report import peak_report
+from minifsdp.sim.figures.report import report
+from minifsdp.sim.hardware.clock import Clock
+from minifsdp.sim.hardware.costs import Cluster, Cost
+from minifsdp.sim.memory.alloc_conf import parse
+from minifsdp.sim.memory.allocator import Allocator
 from minifsdp.sim.races import Race, find_races
-from minifsdp.sim.report import report
 from minifsdp.sim.results import ITEM, Results
 from minifsdp.sim.storages import Storages
 from minifsdp.sim.tape import COMPUTE, HOST, Buffer, Entry, Note, Op, Phase, Use, Wait, caller
-from minifsdp.sim.timeline import svg
-from minifsdp.sim.trace import chrome_trace, memory_snapshot
+from minifsdp.sim.views.html import html
+from minifsdp.sim.views.timeline import svg
+from minifsdp.sim.views.trace import chrome_trace, memory_snapshot
 from minifsdp.support.pytree import tensors_in
 
 NO_WORK = ("empty", "empty_like", "empty_strided", "new_empty")
@@ -77,8 +77,8 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.storages.tag(kind, tensors)
 
     def report(self) -> dict[str, Any]:
-        """Figures of the last step; see report.py and memory_report.py. And how often the allocator
-        has asked for memory since the beginning, and had to wait and give back before it got any.
+        """Figures of the last step; see figures/report.py and memory_report.py there. And how often
+        the allocator has asked for memory since the beginning, and had to wait and give back first.
         """
         counts = {"cudaMallocs": self.allocator.mallocs, "retries": self.allocator.retries}
         return {**report(self.tape), **peak_report(self.tape), **counts}
@@ -88,21 +88,21 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return find_races(self.tape)
 
     def timeline(self, path: str | Path, title: str = "") -> None:
-        """Draw the last step, as an SVG; see timeline.py."""
+        """Draw the last step, as an SVG; see views/timeline.py."""
         Path(path).write_text(svg({title: self.tape}))
 
     def html(
         self, path: str | Path, title: str = "", figures: dict[str, Any] | None = None
     ) -> None:
-        """Write the last step as a page to look around in; see html.py."""
+        """Write the last step as a page to look around in; see views/html.py."""
         Path(path).write_text(html(self.tape, figures or self.report(), title))
 
     def trace(self, path: str | Path) -> None:
-        """Write everything since the beginning for Perfetto; see trace.py."""
+        """Write everything since the beginning for Perfetto; see views/trace.py."""
         Path(path).write_text(json.dumps(chrome_trace(self.tape)))
 
     def snapshot(self, path: str | Path) -> None:
-        """Write the memory and its history for torch's viewer; see trace.py."""
+        """Write the memory and its history for torch's viewer; see views/trace.py."""
         history = memory_snapshot(self.allocator, self.storages.frames or {})
         Path(path).write_bytes(pickle.dumps(history))
 

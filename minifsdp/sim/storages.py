@@ -10,10 +10,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from minifsdp.sim.allocator import Allocator
-from minifsdp.sim.blocks import Block
-from minifsdp.sim.frames import Frame, frames
+from minifsdp.sim.memory.allocator import Allocator
+from minifsdp.sim.memory.blocks import Block
 from minifsdp.sim.tape import HOST, Buffer, Entry, Memory
+from minifsdp.sim.views.frames import Frame, frames
 
 
 class Storages:

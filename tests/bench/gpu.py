@@ -5,8 +5,8 @@ the real kernels. Only the other ranks are missing. Each collective is replaced 
 ``torch.cuda._sleep`` of its modelled time, on the stream that it would run on, one at a time, as in
 NCCL. So what is compared is everything but the network: kernels, the host, streams, memory.
 
-Aims: 10 % for memory, 15 % for time. Nothing in minifsdp/sim/costs.py may be changed for it without
-saying so there. Not run yet: none of the machines at hand had a GPU.
+Aims: 10 % for memory, 15 % for time. Nothing in minifsdp/sim/hardware/costs.py may be
+changed for it without saying so there. Not run yet: none of the machines at hand had a GPU.
 """
 
 import argparse
@@ -27,11 +27,11 @@ import minifsdp.comm.collectives
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
 from minifsdp.sim.__main__ import parser
-from minifsdp.sim.costs import Cluster
-from minifsdp.sim.gpus import GPUS, preset
-from minifsdp.sim.presets import find
-from minifsdp.sim.run import simulate
-from minifsdp.sim.wrapped import PRECISION, limit_of
+from minifsdp.sim.cli.run import simulate
+from minifsdp.sim.hardware.costs import Cluster
+from minifsdp.sim.hardware.gpus import GPUS, preset
+from minifsdp.sim.training.presets import find
+from minifsdp.sim.training.wrapped import PRECISION, limit_of
 
 RUNS = [
     "--model gpt-1.3b --nodes 2 --batch 8 --seq 1024 --limit none",
@@ -53,7 +53,9 @@ def name_of(device: str, memory: int) -> str:
     for name in sorted(GPUS, key=lambda name: abs(GPUS[name].memory - memory)):
         if name.split("-")[0] in device.lower():
             return name
-    raise ValueError(f"no preset in minifsdp/sim/gpus.py is a {device!r}. Add one, then compare.")
+    raise ValueError(
+        f"no preset in minifsdp/sim/hardware/gpus.py is a {device!r}. Add one, then compare."
+    )
 
 
 class Sleeping:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from minifsdp.sim import cluster
-from minifsdp.sim.allocator import MiB
+from minifsdp.sim.memory.allocator import MiB
 from minifsdp.sim.tape import Op, Use
 
 KINDS = pytest.mark.parametrize("kind", ["meta", "cpu"])

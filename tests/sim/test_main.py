@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from minifsdp.sim.__main__ import main
-from minifsdp.sim.models import Job
 from minifsdp.sim.streams import VirtualStream
-from tests.sim.test_cluster import Block
+from minifsdp.sim.training.models import Job
+from tests.sim.test_virtual_cluster import Block
 
 SMALL = ["--model", "tests.sim.test_main:small", "--nodes", "2", "--batch", "64"]
 
@@ -191,7 +191,7 @@ def never(*args, **kwargs):
 def test_what_makes_no_sense_gets_one_line_before_anything_runs(
     words, message, capsys, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr("minifsdp.sim.run._train", never)
+    monkeypatch.setattr("minifsdp.sim.cli.run._train", never)
     for name, text in CONFIG.items():
         (tmp_path / name).write_text(text)
     assert main(words.replace("{tmp}", str(tmp_path)).split()) == 2

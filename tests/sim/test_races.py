@@ -16,7 +16,7 @@ import minifsdp
 from minifsdp import BackwardPrefetch, CPUOffload, ForwardPrefetch, MixedPrecision, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.sim import cluster
-from minifsdp.sim.allocator import MiB
+from minifsdp.sim.memory.allocator import MiB
 from minifsdp.sim.races import Race
 from minifsdp.sim.streams import VirtualEvent, VirtualStream, make_streams
 from minifsdp.sim.tape import Buffer, Op

@@ -13,9 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, fully_shard
 from minifsdp.sim import cluster
-from minifsdp.sim.allocator import MiB
-from minifsdp.sim.models import Block, Gpt, next_token
+from minifsdp.sim.memory.allocator import MiB
 from minifsdp.sim.tape import Memory
+from minifsdp.sim.training.models import Block, Gpt, next_token
 
 KINDS = pytest.mark.parametrize("kind", ["meta", "cpu"])
 

@@ -29,7 +29,10 @@ def hidden_part(events: list[dict[str, Any]]) -> float | None:
     Returns:
         0 to 1; None if there is no communication on a GPU.
     """
-    from minifsdp.sim.report import length, union  # not at the top: the student's files come first
+    from minifsdp.sim.figures.report import (  # not at the top: the student's files come first
+        length,
+        union,
+    )
 
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for kernel in (event for event in events if event.get("cat") == "kernel"):

@@ -20,7 +20,7 @@ from minifsdp.engine import Engine
 from minifsdp.limiter import NoLimit
 from minifsdp.prefetch import Prefetcher
 from minifsdp.sim.device import VirtualGpu
-from minifsdp.sim.report import ALL_GATHER, last_step
+from minifsdp.sim.figures.report import ALL_GATHER, last_step
 from minifsdp.sim.tape import COMPUTE, Op
 from minifsdp.unit import Unit
 from tests.lone_unit import Lone, lone_unit

@@ -63,7 +63,7 @@ def one_unit_alone() -> Iterator[Any]:
 @check("unshard.1", because=_start)
 def on_a_gpu() -> Iterator[Any]:
     from minifsdp import CPUOffload
-    from minifsdp.sim.report import ALL_GATHER
+    from minifsdp.sim.figures.report import ALL_GATHER
     from minifsdp.sim.tape import Op
     from tutorials.exercises.virtual import train
 

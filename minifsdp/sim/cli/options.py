@@ -1,0 +1,160 @@
+"""What the command line takes, and what it says to somebody who has mistyped.
+
+Every value is looked at before anything runs: each by itself where it is parsed (values.py), and
+together (conflicts.py). No torch in here, nor in what this imports.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any, NoReturn
+
+from minifsdp.sim.cli.conflicts import check
+from minifsdp.sim.cli.values import (
+    NOTHING_CLOSE,
+    alloc,
+    limit,
+    meant,
+    number,
+    one_of,
+    recompute,
+    shape,
+    whole,
+)
+from minifsdp.sim.hardware.gpus import GPUS
+from minifsdp.sim.training.sizes import SIZES
+
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+PRECISION = ("fp32", "bf16", "bf16-fp32")
+BACKWARD = ("pre", "post", "none")
+FORWARD = ("none", "pre", "post")
+UNITS = ("model", "block", "part")
+ATTENTION = ("auto", "flash", "cudnn", "efficient", "math")
+ENGINES = ("minifsdp", "fsdp1", "fsdp2")
+OPTIMIZERS = ("sgd", "adam", "adamw", "adamw-8bit", "adamw-bf16")
+YES = ("no", "yes")
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses in one line, and says what may have been meant."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            option = unknown[0].partition("=")[0]
+            names = list(self._option_string_actions) if option.startswith("-") else ["plan"]
+            close = "; it comes first" if option == "plan" else meant(option, names)
+            self.error(f"{option} is not known here{close or NOTHING_CLOSE}")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+
+def add_settings(p: argparse.ArgumentParser) -> None:
+    """A model, a cluster, and how to train the one on the other. All may be swept."""
+
+    def add(name: str, default: Any, what: str, kind: Callable[[str], Any] = str) -> None:
+        shown = f"{what} (default: {default})" if default else what
+        p.add_argument(name, default=default, help=shown, type=kind, metavar="VALUE")
+
+    add("--model", "gpt-125m", f"{', '.join(SIZES)}; module:callable; or hf:CLASS, with --config")
+    add("--config", "", "of an hf: model, a JSON file")
+    add("--input", "", "of a model of your own: one sample's shape, as 3x224x224", shape)
+    add("--gpu", "a100-40", ", ".join(GPUS), one_of(*GPUS))
+    add("--nodes", 1, "of the cluster", whole(16_384))
+    add("--gpus", 8, "of a node", whole(1024))
+    add("--network", 400, "of a node, Gbit/s", number(0.001, 1e6))
+    add(
+        "--latency",
+        None,
+        "of a step that leaves a node, us (default: hardware/costs.py)",
+        number(0, 1e6),
+    )
+    launch = "the host's time for a kernel, us (default: hardware/costs.py)"
+    add("--launch", None, launch, number(0, 1e6))
+    reach = "share of a GPU's peak that large products reach (default: hardware/gpus.py)"
+    add("--products", None, reach, number(0.001, 1))
+    add(
+        "--memory",
+        None,
+        "of a GPU, for PyTorch, GiB (default: what CUDA leaves)",
+        number(0.001, 1e4),
+    )
+    add("--alloc", "", "as PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True", alloc)
+    add("--price", None, "of a GPU, dollars an hour", number(0, 1e6))
+    add("--batch", 8, "samples on each GPU", whole(1_000_000))
+    add("--seq", 1024, "tokens in each", whole(1_000_000))
+    add("--steps", 3, "steps; figures are of the last", whole(1000))
+    add("--accumulate", 1, "batches in a step", whole(1000))
+    _choice(add, "--no-sync", YES, "reduce after the last of them only")
+    _choice(add, "--engine", ENGINES, "whose way to gather ahead (training/history.py)")
+    _choice(add, "--strategy", STRATEGIES, "what is sharded, and until when")
+    _choice(add, "--precision", PRECISION, "of computation, and of reductions", "bf16")
+    add("--limit", "2", "units alive at once, or none", limit)
+    _choice(add, "--backward", BACKWARD, "prefetch")
+    _choice(add, "--forward", FORWARD, "prefetch")
+    _choice(add, "--unit", UNITS, "what is gathered at once", "block")
+    _choice(add, "--offload", YES, "parameters on the host")
+    add(
+        "--recompute",
+        "none",
+        "activation checkpointing: none, full, selective, or a share of the blocks, as 1/2",
+        recompute,
+    )
+    _choice(add, "--attention", ATTENTION, "its kernel")
+    _choice(add, "--loss", ("whole", "fused", "chunked"), "memory of logits")
+    _choice(add, "--optimizer", OPTIMIZERS, "and its states", "adamw")
+    _choice(add, "--clip", YES, "gradients by their norm")
+
+
+def _choice(
+    add: Callable[..., None], name: str, names: Sequence[str], what: str, default: str = ""
+) -> None:
+    add(name, default or names[0], f"{what}: {', '.join(names)}", one_of(*names))
+
+
+Row = tuple[dict[str, str], argparse.Namespace]
+
+
+def grid(parser: Parser, options: argparse.Namespace, sweeps: Sequence[str]) -> list[Row]:
+    """One run for each combination of the values of all sweeps.
+
+    Args:
+        sweeps: each ``NAME=A,B,...``, with the name of a setting.
+
+    Returns:
+        What is special about each run, by name; and all its settings.
+
+    Raises:
+        ValueError: a value or a combination makes no sense.
+    """
+    only = Parser(add_help=False)
+    add_settings(only)
+    names = [option[2:] for option in only._option_string_actions]
+    axes: dict[str, list[str]] = {}
+    for sweep in sweeps:
+        name, _, values = sweep.partition("=")
+        if not values:
+            raise ValueError(f"--sweep is NAME=A,B,... with the name of a setting, not {sweep!r}")
+        if name not in names:
+            raise ValueError(
+                f"--sweep: there is no setting {name!r}{meant(name, names) or NOTHING_CLOSE}"
+            )
+        if name in axes:
+            raise ValueError(f"--sweep {name} is there twice; write all values behind one")
+        axes[name] = values.split(",")
+    rows = []
+    for combination in product(*axes.values()):
+        chosen = dict(zip(axes, combination, strict=True))
+        its = argparse.Namespace(**vars(options))
+        for name, value in chosen.items():  # as if it had been written there
+            parsed = parser.parse_args([f"--{name}={value}"])
+            field = name.replace("-", "_")
+            setattr(its, field, getattr(parsed, field))
+        check(its)
+        rows.append((chosen, its))
+    return rows

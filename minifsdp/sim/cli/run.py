@@ -1,0 +1,150 @@
+"""One run: settings in, a virtual GPU that has trained out. And what binds it.
+
+The settings are named as on the command line; see options.py.
+"""
+
+import argparse
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.sim.cli.blame import blaming
+from minifsdp.sim.cli.conflicts import check
+from minifsdp.sim.device import VirtualGpu
+from minifsdp.sim.figures.advice import advice
+from minifsdp.sim.figures.throughput import likely, model_flops, throughput
+from minifsdp.sim.hardware.attention import only
+from minifsdp.sim.hardware.costs import MICRO
+from minifsdp.sim.hardware.gpus import GB, GiB, preset
+from minifsdp.sim.training.models import Job
+from minifsdp.sim.training.optimizers import OPTIMIZERS
+from minifsdp.sim.training.presets import find
+from minifsdp.sim.training.recompute import recompute
+from minifsdp.sim.training.wrapped import PRECISION, wrapped
+from minifsdp.sim.virtual_cluster import cluster
+from minifsdp.support.pytree import tensors_in
+
+
+def simulate(
+    options: argparse.Namespace,
+    steps: int | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+    **constants: Any,
+) -> VirtualGpu:
+    """The GPU, after some steps; the last one is in a steady state.
+
+    Args:
+        options: as of :func:`minifsdp.sim.cli.options.add_settings`.
+        steps: other than theirs.
+        progress: told what is being done.
+        constants: of :class:`minifsdp.sim.hardware.costs.Cluster`, other than theirs.
+
+    Raises:
+        ValueError: an option makes no sense, or the model cannot be run.
+        torch.OutOfMemoryError: it does not fit.
+    """
+    check(options)
+    job = find(options.model, options.config, options.input)
+    progress("building the model")
+    with torch.device("meta"), blaming(options.model, "its constructor"):
+        # not yet on the GPU, which gets unit by unit, and keeps chunks
+        module = job.build()
+    blocks = [part for part in module.modules() if isinstance(part, job.blocks)]
+    recompute(blocks, options.recompute)
+    if options.loss != "whole":
+        if not isinstance(getattr(module, "loss", None), str):  # of a model in training/
+            raise ValueError(f"model {options.model!r} has its own loss: --loss whole")
+        module.loss = options.loss
+    gpu_and_around = _cluster_of(options, constants)
+    with gpu_and_around as gpu, only(options.attention):
+        if getattr(options, "snapshot", None):
+            gpu.record_memory_history()
+        with blaming(options.model, "being wrapped"):
+            model = wrapped(module, job.blocks, options)
+        optimizer = OPTIMIZERS[options.optimizer](model.parameters())
+        steps = options.steps if steps is None else steps
+        for step in range(steps):
+            progress(f"step {step + 1} of {steps}")
+            _train(job, model, optimizer, gpu, options)
+    return gpu
+
+
+def _train(
+    job: Job,
+    model: FSDP,
+    optimizer: torch.optim.Optimizer,
+    gpu: VirtualGpu,
+    options: argparse.Namespace,
+) -> None:
+    """One step of the optimizer, of one batch or several."""
+    for micro in range(options.accumulate):
+        waits = options.no_sync == "yes" and micro < options.accumulate - 1
+        with model.no_sync() if waits else nullcontext():
+            gpu.phase("forward")
+            with blaming(options.model, "its forward"):
+                loss = job.loss(model, options.batch, options.seq)
+            if options.accumulate > 1:
+                loss = loss / options.accumulate
+            gpu.phase("backward")
+            with blaming(options.model, "its backward"):
+                loss.backward()  # type: ignore[no-untyped-call]
+    gpu.phase("optimizer")
+    if options.clip == "yes":
+        model.clip_grad_norm_(1.0)  # which norm makes no difference to what is done
+    gpu.tag("parameters", model.parameters())
+    gpu.tag("gradients", (param.grad for param in model.parameters()))
+    with torch.device("cpu"):  # where Adam counts steps; torch 2.11 does not insist on it
+        optimizer.step()
+    gpu.tag("optimizer", tensors_in(optimizer.state))
+    optimizer.zero_grad()
+    loss.item()
+    gpu.step()
+
+
+def _cluster_of(
+    options: argparse.Namespace, constants: dict[str, Any]
+) -> AbstractContextManager[VirtualGpu]:
+    around: dict[str, Any] = {"network": options.network * GB / 8, "alloc": options.alloc}
+    if options.latency is not None:
+        around["alpha_network"] = options.latency * MICRO
+    if options.launch is not None:
+        around["launch"] = options.launch * MICRO
+    gpu = preset(options.gpu)
+    if options.products is not None:
+        gpu = replace(gpu, products=options.products)
+    if options.memory is not None:
+        around["taken"] = gpu.memory - int(options.memory * GiB)
+    return cluster(gpu, options.nodes, options.gpus, **{**around, **constants})
+
+
+def measure(
+    options: argparse.Namespace,
+    steps: int | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[dict[str, Any], VirtualGpu | None]:
+    """Figures of one run. Where it does not fit there are none, but torch's words."""
+    try:
+        gpu = simulate(options, steps, progress)
+    except torch.OutOfMemoryError as error:
+        return {"fits": False, "why": str(error)}, None
+    figures = gpu.report()
+    peak = gpu.cluster.gpu.flops if PRECISION[options.precision] else gpu.cluster.gpu.flops_fp32
+    samples = options.batch * options.accumulate
+    work = model_flops(gpu.tape), peak, samples, options.seq, options.price
+    figures |= throughput(figures, *work)
+    figures["tokens/s, range"] = likely(figures["tokens/s per GPU"], gpu.cluster.gpu)
+    figures["binds"] = binds(figures)
+    return {"fits": True, **figures, "advice": str(advice(gpu, figures, options))}, gpu
+
+
+def binds(figures: dict[str, Any]) -> str:
+    """What the step's time is made of, in a word."""
+    if figures["idle"] > 0.25 * figures["step"]:
+        return "host"
+    if figures["exposed communication"] > 0.25 * figures["step"]:
+        return "network"
+    return "compute"

@@ -1,0 +1,157 @@
+"""Kinds of values that options take: what is right is converted, what is not gets a kind word.
+
+Each is a function for argparse, which shows the message with the option's name in front of it.
+"""
+
+import math
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from fractions import Fraction
+from pathlib import Path
+from reprlib import repr as shortened
+
+from minifsdp.sim.memory.alloc_conf import parse
+
+NOTHING_CLOSE = "; --help shows what is"
+RECOMPUTE = "none, full, selective, or a share of the blocks, as 1/2"
+
+
+def meant(given: str, names: Sequence[str]) -> str:
+    """The name that may have been meant, as the end of a message; nothing, if none is like it."""
+    longer = [name for name in names if given and name.startswith(given.lower())]
+    close = longer or get_close_matches(given.lower(), names, 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    """One of some names."""
+
+    def kind(given: str) -> str:
+        if given not in names:
+            raise _refused(f"one of {', '.join(names)}", given, meant(given, names))
+        return given
+
+    return kind
+
+
+def whole(most: int) -> Callable[[str], int]:
+    """A whole number of at least 1."""
+
+    def kind(given: str) -> int:
+        try:
+            value = int(given)
+        except ValueError:
+            value = 0
+        if not 1 <= value <= most:
+            raise _refused(f"a whole number from 1 to {most:,}", given)
+        return value
+
+    return kind
+
+
+def number(least: float, most: float) -> Callable[[str], float]:
+    """A number."""
+
+    def kind(given: str) -> float:
+        try:
+            value = float(given)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:  # as it is of nan
+            raise _refused(f"a number from {least:g} to {most:,.0f}", given)
+        return value
+
+    return kind
+
+
+def limit(given: str) -> str:
+    """Units that are alive at once: a whole number, or none."""
+    if given != "none" and not (given.isdecimal() and 1 <= int(given[:9]) < 10**8):
+        raise _refused("a whole number of at least 1, or none", given)
+    return given
+
+
+def shape(given: str) -> str:
+    """Sizes with an x between them."""
+    sizes = given.split("x")
+    if given and not all(size.isdecimal() and 1 <= int(size[:9]) <= 10**6 for size in sizes):
+        raise _refused("one sample's shape, as 3x224x224 or 588", given)
+    return given
+
+
+def alloc(given: str) -> str:
+    """Options of the caching allocator."""
+    try:
+        parse(given)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return given
+
+
+def recompute(given: str) -> str:
+    """What of the forward is done again; see training/recompute.py."""
+    try:
+        share_of(given)
+    except ValueError as error:
+        raise _refused(RECOMPUTE, given) from error
+    return given
+
+
+def share_of(how: str) -> Fraction:
+    """How many of the blocks ``--recompute`` is for.
+
+    Raises:
+        ValueError: it is nothing that this option can be.
+    """
+    if how in ("none", "full", "selective"):
+        return Fraction(how != "none")
+    try:
+        share = Fraction(how)
+    except (ValueError, ZeroDivisionError):
+        share = Fraction(-1)
+    if not 0 <= share <= 1:
+        raise ValueError(f"--recompute is {RECOMPUTE}, not {shortened(how)}")
+    return share
+
+
+def _refused(expected: str, given: str, end: str = "") -> ArgumentTypeError:
+    return ArgumentTypeError(f"expected {expected}, got {shortened(given)}{end}")
+
+
+def check_files(paths: dict[str, str | None]) -> None:
+    """That files can be written, before the run that they are of.
+
+    Args:
+        paths: by option.
+
+    Raises:
+        ValueError: one cannot.
+    """
+    seen: dict[Path, str] = {}
+    for option, path in (
+        (option, Path(path)) for option, path in paths.items() if path is not None
+    ):
+        try:
+            problem = _problem(path)
+        except OSError as error:
+            problem = str(error.strerror).lower()
+        except ValueError as error:  # a name that no file can have
+            problem = str(error)
+        if problem:
+            raise ValueError(f"--{option}: cannot write {str(path)!r}: {problem}")
+        other = seen.setdefault(path.resolve(), option)
+        if other != option:
+            raise ValueError(f"--{option} and --{other} name the same file, {str(path)!r}")
+
+
+def _problem(path: Path) -> str:
+    if path.is_dir():
+        return "it is a directory"
+    if not path.parent.is_dir():
+        return f"there is no directory {str(path.parent)!r}"
+    there = path.exists()
+    path.open("ab").close()  # asks the file system, which knows best
+    if not there:
+        path.unlink()
+    return ""

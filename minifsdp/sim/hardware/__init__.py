@@ -1,0 +1,8 @@
+"""What a machine's parts take: streams, kernels, wires.
+
+clock.py       a host that launches work, and streams that do it later
+gpus.py        what GPUs can do
+kernels.py     what an operator asks of a GPU
+costs.py       what things take, and what crosses which wire
+attention.py   which kernel a GPU would run for attention
+"""

@@ -1,0 +1,162 @@
+"""What things take: kernels, collectives, copies, the host.
+
+**Kernels** by the roofline: one takes as long as its arithmetic, or as long as its bytes, whichever
+is longer, and never less than a few microseconds. How fast arithmetic goes depends on its kind and
+shape. A product is cut into tiles of 128 x 128 results, shared out among the multiprocessors in
+waves; the last wave may leave many idle, and each tile takes time to begin and to end. Beside a
+collective a kernel is slower: NCCL computes and copies on some of the same multiprocessors.
+
+**Collectives** by alpha and beta: each step of a ring has a latency (alpha) and moves a chunk at a
+bandwidth (1 / beta). Of ``n`` ranks each sends ``n - 1`` chunks; an all-reduce does so twice. For
+the bandwidth the slowest link decides: within a node that of its GPUs, else the node's network,
+which its GPUs share. For the latency it is the way of one chunk around the ring, on which few steps
+leave a node (as in NCCL's own estimate, ``src/graph/tuning.cc``).
+
+**The host** by constants: so much for each kernel, so much for each of the engine's moments.
+
+Sources: Williams et al., "Roofline", CACM 2009; NVIDIA, "Matrix Multiplication Background User's
+Guide" (tiles and waves); NCCL's performance notes (``doc/PERFORMANCE.md`` of nccl-tests) for the
+rings. Kernels beside collectives: 18.9 % slower on average (a study of overlap on GPUs of two
+makers, 2025). Memory that CUDA and NCCL take: Bekman, "Machine Learning Engineering", 0.5 and 1 to
+1.5 GiB. Figures of GPUs are in gpus.py.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from minifsdp.sim.calls import Call, nbytes
+from minifsdp.sim.hardware.gpus import GB, GiB, Gpu
+from minifsdp.sim.hardware.kernels import ATTENTION_BACKWARD, PASS, PRODUCT, Kernel, kernel_of
+
+MICRO = 1e-6
+TILE = 128
+"""Rows and columns of a tile of a product."""
+TILE_OVERHEAD = 128
+"""What a tile takes to begin and to end, in steps along the inner size."""
+SMALL_HEADS = 0.85
+"""Attention with heads below 128, to that with 128: softmax is a larger part of it."""
+BACKWARD = 0.85
+"""Attention's backward to its forward: 63 and 73 % of the peak, FlashAttention-2."""
+ROW_OVERHEAD = 256
+"""What a row of attention's tiles takes to begin and to end, in keys."""
+
+
+class Cost(NamedTuple):
+    """What an operator takes."""
+
+    seconds: float
+    flops: float = 0.0  # as they are counted for publication
+    sent: float = 0.0  # bytes, to other ranks
+    group: str = ""  # of a collective: the name of its process group
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes with GPUs, and the constants of everything around them. Times are in seconds."""
+
+    gpu: Gpu
+    nodes: int = 1
+    gpus_per_node: int = 8
+    network: float = 50 * GB  # of a node, bytes / s in one direction; 400 Gbit/s
+    alpha_node: float = 3 * MICRO  # a step of a ring within a node
+    alpha_network: float = 12 * MICRO  # one that leaves it
+    links_reached: float = 0.8  # of what links and network could do
+    beside_collectives: float = 0.84  # speed of a kernel while a collective runs
+    host_memory: float = 300 * GB  # a node's, bytes / s, shared by its GPUs' processes
+    taken: int = int(1.5 * GiB)  # of a GPU's memory, by CUDA, cuBLAS and NCCL
+    kernel: float = 2 * MICRO  # the shortest
+    launch: float = 6 * MICRO  # the host, for each kernel
+    moment: float = 40 * MICRO  # the host, for each piece of work that the engine submits
+    launch_queue: int = 1024
+    cuda_malloc: float = 300 * MICRO
+    cuda_free: float = 300 * MICRO
+    alloc: str = ""  # as PYTORCH_CUDA_ALLOC_CONF; see memory/alloc_conf.py
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that PyTorch can reserve."""
+        return max(self.gpu.memory - self.taken, 0)
+
+    def cost(self, call: Call, by_host: bool, crosses: bool) -> Cost:
+        """Of an operator, if nothing runs beside it.
+
+        Args:
+            by_host: the host does it in its own memory.
+            crosses: it copies between the GPU and the host's memory.
+        """
+        if by_host:
+            return Cost(self.host_seconds(call.moved))
+        if call.operation.namespace == "c10d":
+            return self._collective(call)
+        if crosses:
+            return Cost(self.copy_seconds(call.moved // 2))  # read here, written there
+        kernel = kernel_of(call)
+        return Cost(self.kernel_seconds(kernel), kernel.flops)
+
+    def _collective(self, call: Call) -> Cost:
+        boxed = next(arg for arg in call.args if isinstance(arg, torch.ScriptObject))
+        group = dist.ProcessGroup.unbox(boxed)
+        ranks = dist.get_process_group_ranks(group)
+        sent = max(map(nbytes, call.used)) * (len(ranks) - 1) / len(ranks)
+        rounds = 2 if "allreduce" in call.name else 1
+        seconds = self.ring_seconds(sent, ranks, rounds)
+        return Cost(seconds, sent=sent * rounds, group=group.group_name)
+
+    def kernel_seconds(self, kernel: Kernel) -> float:
+        """A kernel that has the GPU to itself."""
+        passes = kernel.moved / (self.gpu.bandwidth * self.gpu.passes)
+        if kernel.kind == PASS:
+            return max(passes, self.kernel)
+        flops = self.gpu.flops if kernel.low else self.gpu.flops_fp32
+        return max(kernel.done / (flops * self._share(kernel)), passes, self.kernel)
+
+    def _share(self, kernel: Kernel) -> float:
+        """Of the data sheet's flops, those that arithmetic of this kind and shape reaches."""
+        products, rows, columns, inner = kernel.shape
+        if kernel.kind == PRODUCT:
+            tiles = products * ceil(rows / TILE) * ceil(columns / TILE)
+            used = products * rows * columns / (tiles * TILE**2)
+            waves = tiles / self.gpu.multiprocessors
+            if waves < 1:  # then each product is also cut along its inner size
+                waves *= max(min(int(1 / waves), inner // (2 * TILE_OVERHEAD)), 1)
+            filled = waves / ceil(waves)
+            return self.gpu.products * used * filled * inner / (inner + TILE_OVERHEAD)
+        heads = 1.0 if inner >= 128 else SMALL_HEADS
+        begun = columns / (columns + ROW_OVERHEAD)
+        backward = BACKWARD if kernel.kind == ATTENTION_BACKWARD else 1.0
+        return self.gpu.attention * heads * begun * backward
+
+    def ring_seconds(self, sent: float, ranks: list[int], rounds: int = 1) -> float:
+        """A collective over ``ranks``: each sends ``sent`` bytes in a round."""
+        if len(ranks) < 2:
+            return self.kernel
+        by_node: dict[int, int] = {}
+        for rank in ranks:
+            node = rank // self.gpus_per_node
+            by_node[node] = by_node.get(node, 0) + 1
+        steps, crossings, bandwidth = len(ranks) - 1, 0, self.gpu.links
+        if len(by_node) > 1:
+            # A ring crosses into each node once. But if each node has k of the ranks that do the
+            # same at once in other groups, they share its network.
+            crossings = min(len(by_node), steps)
+            rings = self.gpus_per_node // max(by_node.values())
+            bandwidth = min(bandwidth, self.network / max(rings, 1))
+        # A piece goes once around the ring: over the network once for each node, else within them.
+        latency = crossings * self.alpha_network + (steps - crossings) * self.alpha_node
+        return rounds * (latency + sent / (bandwidth * self.links_reached))
+
+    def copy_seconds(self, moved: int) -> float:
+        """A copy between the GPU and the host's memory."""
+        return max(moved / (self.gpu.pcie * self.links_reached), self.kernel)
+
+    def host_seconds(self, moved: int) -> float:
+        """Work of the host in its own memory, while the other processes of the node do the same."""
+        return max(moved * self.gpus_per_node / self.host_memory, self.kernel)

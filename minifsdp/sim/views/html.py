@@ -1,0 +1,80 @@
+"""A step as one HTML file, to look around in: who was busy, and who held the memory, at any time.
+
+The page is viewer.html with the data of a step put into it. It needs no server and loads nothing,
+so it can be sent to somebody.
+"""
+
+import json
+from bisect import bisect_left
+from pathlib import Path
+from typing import Any
+
+from minifsdp.sim.figures.memory_report import KINDS, lives
+from minifsdp.sim.figures.report import last_step
+from minifsdp.sim.figures.words import in_words
+from minifsdp.sim.tape import HOST, STREAMS, Entry, Memory, Phase, Wait
+from minifsdp.sim.views.spans import turns
+
+PLACE = "/* data */"
+"""Where viewer.html has the data."""
+
+
+def html(tape: list[Entry], figures: dict[str, Any], title: str = "") -> str:
+    """The last step of a tape, as a page.
+
+    Args:
+        figures: shown as they are printed.
+    """
+    page = (Path(__file__).parent / "viewer.html").read_text()
+    # In a script "</" could end it.
+    text = json.dumps(data(tape, figures, title), separators=(",", ":")).replace("</", "<\\/")
+    return page.replace(PLACE, text)
+
+
+def data(tape: list[Entry], figures: dict[str, Any], title: str = "") -> dict[str, Any]:
+    """What the page knows. Times are in microseconds since the step began; names are places in
+    ``names``, of which there are few."""
+    entries, start, end = last_step(tape)
+    names: dict[str, int] = {}
+    first = tape.index(entries[0]) if entries else 0
+    levels = [(first + i, e) for i, e in enumerate(entries) if isinstance(e, Memory)]
+    places = [place for place, _ in levels]
+    held = [(b, n, kind, (at.start, at.stop)) for b, n, kind, at, *_ in lives(tape)]
+
+    def number(name: str) -> int:
+        return names.setdefault(name, len(names))
+
+    def micro(time: float) -> float:
+        return round((time - start) * 1e6, 3)
+
+    found = {
+        "title": title,
+        "figures": in_words(figures),
+        "length": micro(end),
+        "lanes": [HOST, *STREAMS],
+        "kinds": KINDS,
+        "phases": [[e.name, micro(e.time)] for e in entries if isinstance(e, Phase)],
+        # lane, operator, unit, launched, start, end, bytes read and written, bytes sent
+        "ops": [
+            [
+                [HOST, *STREAMS].index(op.stream), number(op.name), number(unit),
+                *map(micro, (op.launched, op.start, op.end)),
+                sum(buffer.nbytes for buffer in (*op.reads, *op.writes)), op.sent,
+            ]
+            for op, unit in turns(entries)
+        ],
+        # why, from, until, whether it is the limiter
+        "waits": [
+            [number(e.why), micro(e.launched), micro(e.until), e.by_limiter]
+            for e in entries
+            if isinstance(e, Wait) and e.waiter == HOST and e.until > e.launched
+        ],
+        # when the host changed something, and what there was then
+        "levels": [[micro(e.time), e.allocated, e.active, e.reserved] for _, e in levels],
+        # what it was allocated for, kind, bytes; the first level that has it, the first without
+        "buffers": [
+            [number(b.label), KINDS.index(kind), nbytes, *(bisect_left(places, p) for p in span)]
+            for b, nbytes, kind, span in held
+        ],
+    }  # fmt: skip
+    return {**found, "names": list(names)}

@@ -1,0 +1,56 @@
+"""sim/figures/advice.py: what is advised helps, where it is tried."""
+
+import pytest
+
+from minifsdp.sim.cli.run import measure
+from minifsdp.sim.figures.advice import WORTH, Advice, advice
+from tests.sim.cli.test_run import options
+
+BASE = "--model gpt-1.3b --batch 4 --seq 512 --nodes 2"
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (f"{BASE} --limit 1", "limit 2"),
+        (f"{BASE} --unit model", "unit block"),
+        (f"{BASE} --network 100", "strategy hybrid_shard"),
+        (f"{BASE} --network 800 --nodes 1 --batch 1", "limit 3"),
+        (f"{BASE} --recompute full --nodes 1 --batch 8", "recompute none"),
+        (f"{BASE} --offload yes --nodes 1", "offload no"),
+        (f"{BASE} --precision fp32", "precision bf16"),
+        ("--model gpt-125m --batch 1 --seq 512", "batch 2"),
+    ],
+)
+def test_it_is_tried_and_helps(words, expected):
+    figures, gpu = measure(options(words))
+    assert gpu is not None
+    found = advice(gpu, figures, options(words))
+    assert (f"{found.name} {found.value}", str(found)) == (expected, figures["advice"])
+    tried, _ = measure(options(f"{words} --{expected}"))
+    assert tried["fits"]
+    saved = 1 - figures["tokens/s per GPU"] / tried["tokens/s per GPU"]
+    assert saved > found.saves / 4 > WORTH / 4
+
+
+def test_what_there_is_no_memory_for_is_not_advised():
+    words = f"{BASE} --nodes 4 --network 100 --batch 1"
+    figures, gpu = measure(options(words))
+    assert gpu is not None
+    assert advice(gpu, figures, options(words)).name
+    full = {**figures, "peak reserved": gpu.cluster.capacity}
+    assert advice(gpu, full, options(words)).name not in ("strategy", "batch")
+
+
+def test_where_nothing_helps_it_says_so():
+    words = "--model gpt-1.3b --gpus 1 --gpu h200 --batch 8"
+    figures, gpu = measure(options(words))
+    assert gpu is not None
+    assert not advice(gpu, figures, options(words)).name
+    assert figures["advice"].startswith("It computes 9")
+
+
+def test_it_is_a_sentence_with_a_setting():
+    assert str(Advice("it waits", "limit", "2", 0.25)) == (
+        "It waits: --limit 2, for about 25% less time"
+    )

@@ -1,0 +1,104 @@
+"""sim/views/html.py and viewer.html: a step to look around in."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from minifsdp.sim.cli.run import measure
+from minifsdp.sim.figures.memory_report import KINDS
+from minifsdp.sim.views.html import data, html
+from tests.sim.cli.test_run import SMALL, options
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+
+
+@pytest.fixture(scope="module")
+def run():
+    figures, gpu = measure(options(f"{SMALL} --batch 4096"))
+    return figures, gpu.tape
+
+
+def embedded(page: str) -> dict:
+    (text,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', page, re.S)
+    return json.loads(text)
+
+
+def test_the_page_has_the_data_and_needs_nothing_else(run):
+    figures, tape = run
+    page = html(tape, figures, "a </script> title")
+    assert embedded(page) == json.loads(json.dumps(data(tape, figures, "a </script> title")))
+    assert not re.search(r"(src|href)=|https?://|\bimport\b|fetch\(", page)
+
+
+def test_its_figures_are_the_reports(run):
+    figures, tape = run
+    its = data(tape, figures)
+    assert its["length"] == pytest.approx(figures["step"] * 1e6)
+    spans = sorted((op[4], op[5]) for op in its["ops"] if its["lanes"][op[0]] == "compute")
+    assert sum(end - start for start, end in spans) == pytest.approx(figures["compute"] * 1e6)
+    assert sum(op[7] for op in its["ops"]) == figures["bytes sent"]
+    assert max(level[1] for level in its["levels"]) == figures["peak allocated"]
+    assert max(level[3] for level in its["levels"]) == figures["peak reserved"]
+    limiter = sum(until - since for _, since, until, by_limiter in its["waits"] if by_limiter)
+    assert limiter == pytest.approx(figures["host stalls in the limiter"] * 1e6, abs=1)
+
+
+def test_at_all_times_the_buffers_are_what_is_allocated(run):
+    figures, tape = run
+    its = data(tape, figures)
+    for place, (_, allocated, *_) in enumerate(its["levels"]):
+        there = [b for b in its["buffers"] if b[3] <= place < b[4]]
+        assert sum(nbytes for *_, nbytes, _, _ in there) == allocated
+        if allocated == figures["peak allocated"]:
+            kinds = {KINDS[kind] for _, kind, *_ in there}
+            assert kinds == figures["peak allocated is"].keys()
+    assert {its["names"][op[2]] for op in its["ops"]} >= {"0", "3", "optimizer"}
+
+
+def test_an_empty_tape_is_a_page_too():
+    assert embedded(html([], {}))["length"] == 0
+
+
+ASK = """<script>
+const press = (key, shiftKey = false) =>
+  canvas.dispatchEvent(new KeyboardEvent("keydown", {key, shiftKey}));
+const told = [];
+const note = () => told.push(["when", "kinds", "operation"].map((id) => byId(id).innerText));
+note();
+look(0, 1); press("ArrowRight", true); note();
+for (let i = 0; i < 6; i++) press("+");
+told.push(view);
+canvas.dispatchEvent(new WheelEvent("wheel", {deltaY: -1})); told.push(view);
+press("Home"); told.push(view);
+press("ArrowUp"); press("p"); note();
+document.title = JSON.stringify(told);
+</script>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="viewer.html in a browser: there is no chromium here")
+def test_a_browser_shows_it(run, tmp_path):
+    figures, tape = run
+    page = tmp_path / "page.html"
+    page.write_text(html(tape, figures) + ASK)
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    (title,) = re.findall("<title>(.*?)</title>", out, re.S)
+    first, second, zoomed, wheeled, whole, last = json.loads(
+        title.replace("&lt;", "<").replace("&gt;", ">")
+    )
+    assert first[0].endswith(", the peak") and last == [*first[:2], last[2]]
+    words = dict(line.split("\t") for line in first[1].splitlines())
+    assert words.keys() >= figures["peak allocated is"].keys()
+    assert words["allocated"] == f"{figures['peak allocated'] / 2**20:.2f} MiB"
+    operation = dict(line.split("\t") for line in second[2].splitlines())
+    op = next(e for e in data(tape, figures)["ops"] if e[0] == 1 and e[4] > 0)
+    assert operation["starts"] == f"{op[4] / 1e3:.3f} ms" and operation["stream"] == "compute"
+    length = figures["step"] * 1e6
+    assert zoomed[1] - zoomed[0] == pytest.approx(length * 0.7**6)
+    assert wheeled[1] - wheeled[0] == pytest.approx(length * 0.7**6 * 0.8)
+    assert whole == pytest.approx([0, length], abs=1)
