@@ -63,7 +63,7 @@ def test_the_readmes_command_draws_the_tutorials_picture(tmp_path, capsys):
     assert main([*words[:-1], str(tmp_path / words[-1])]) == 0
     capsys.readouterr()
     drawn = (tmp_path / words[-1]).read_text()
-    assert drawn == (ROOT / "tutorials" / "09_limiter.svg").read_text()
+    assert drawn == (ROOT / "tutorials" / "11_limiter.svg").read_text()
 
 
 def write(tmp_path: Path, source: str) -> Path:

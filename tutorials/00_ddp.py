@@ -143,7 +143,7 @@ def compare() -> None:
 # optimizer step with them. FSDP asks why 64 copies are needed.
 #
 # (These are *virtual* GPUs, which minifsdp brings along. They run the same code; page
-# [07](07_streams.md) is about them.)
+# [09](09_streams.md) is about them.)
 #
 # ## Predict, then run
 #

@@ -6,7 +6,7 @@
 # In a step DDP has one thing to say: `all_reduce`. Each rank brings a gradient, and each leaves
 # with the sum of all of them. FSDP's `FULL_SHARD` says the two halves of it instead, at two
 # different times, and all that it saves, it saves in between. (Before the first step both can
-# broadcast what rank 0 has. Where FSDP keeps copies, it all-reduces: page [15](15_hybrid.md).)
+# broadcast what rank 0 has. Where FSDP keeps copies, it all-reduces: page [22](22_hybrid.md).)
 #
 # ## Three conversations
 #
@@ -109,7 +109,7 @@ def draw() -> None:
 # three halves: parameters are gathered for the forward, gathered once more for the backward, and
 # gradients are reduced. That is one and a half times DDP's traffic, and it is the price of
 # everything on the pages to come. Count it, in a step of a GPT of 1.3 billion parameters on 8 GPUs,
-# in bfloat16 (minifsdp brings virtual GPUs along; they are on page [07](07_streams.md)):
+# in bfloat16 (minifsdp brings virtual GPUs along; they are on page [09](09_streams.md)):
 
 
 # %%
@@ -126,7 +126,7 @@ def price() -> None:
 
 # %% [markdown]
 # (Not 1.50, because the outermost layers are not gathered twice: their backward follows at once. In
-# fp32, as on page [11](11_groups.md), the same model sends twice the bytes.)
+# fp32, as on page [16](16_groups.md), the same model sends twice the bytes.)
 #
 # ## What breaks without it
 #

@@ -148,7 +148,7 @@ def by_data() -> None:
 # finds none, and a parameter without a gradient is one that it skips.
 #
 # Not all can share. A tensor has one dtype, is on one device, and gets a gradient or does not.
-# minifsdp refuses a mixture, by name. (`use_orig_params=True` allows one of the last: page 18.)
+# minifsdp refuses a mixture, by name. (`use_orig_params=True` allows one of the last: page 26.)
 #
 # ## Predict, then run
 #

@@ -147,7 +147,7 @@ def normalized() -> None:
 # complained, and with four ranks the result would be a third one. So it is with whatever looks at
 # more than one number: clipping by norm; LARS, which wants the norm of each weight; Muon, which
 # wants the matrix. Sums of squares can be added up over ranks, as clipping does on page
-# [14](14_no_sync.md). (minifsdp refuses torch's own, which does not.) A matrix must be gathered.
+# [20](20_no_sync.md). (minifsdp refuses torch's own, which does not.) A matrix must be gathered.
 #
 # It is also why padding is kept from the optimizer. If rank 2 of the picture had eight numbers
 # instead of six, the mean of them would be a quarter too small.

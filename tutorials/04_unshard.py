@@ -89,8 +89,8 @@ def filled_again() -> None:
 #
 # {{ minifsdp/unshard.py unshard }}
 #
-# The heart is `launch`: make room, gather into it. (The rest is for pages [07](07_streams.md) and
-# [12](12_offload.md).) Now four layers, each a unit, and the sizes of their storages in a step:
+# The heart is `launch`: make room, gather into it. (The rest is for pages [09](09_streams.md) and
+# [17](17_offload.md).) Now four layers, each a unit, and the sizes of their storages in a step:
 
 
 # %%

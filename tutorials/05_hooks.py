@@ -114,7 +114,7 @@ def two_layers() -> None:
 #
 # {{ minifsdp/engine.py Engine.after_gradient }}
 #
-# (Prefetching is page 10, `synchronizes` page 14; `may_reduce` is about ranks that use different
+# (Prefetching is page 12, `synchronizes` page 20; `may_reduce` is about ranks that use different
 # units.) A tensor may leave a module in an attribute, too, so the pre-backward also comes when
 # autograd needs a saved parameter: `minifsdp/support/saved_tensors.py`.
 #

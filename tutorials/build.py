@@ -1,7 +1,7 @@
 """Make the pages: run each tutorial, and put what it says beside what it prints.
 
     python tutorials/build.py              # all of them, or: make tutorials
-    python tutorials/build.py 09_limiter   # this one
+    python tutorials/build.py 11_limiter   # this one
 
 A tutorial is an ordinary program in percent format::
 

@@ -1,7 +1,7 @@
 """What units a model has: a table, and a warning where one of them is most of the model.
 
 How a model is cut into units decides how much memory it needs and how much of its communication is
-hidden (tutorials/06_unit.md). It is easily seen and rarely looked at::
+hidden (tutorials/07_unit.md). It is easily seen and rarely looked at::
 
     >>> minifsdp.explain(model)
     unit   parameters   this rank   gathered  computed in  cut in  shared by

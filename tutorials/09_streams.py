@@ -1,4 +1,4 @@
-"""Streams: python tutorials/07_streams.py; the page is 07_streams.md."""
+"""Streams: python tutorials/09_streams.py; the page is 09_streams.md."""
 
 # %% [markdown]
 # # Streams: a product that took no time
@@ -29,7 +29,7 @@ PICTURE = Path(__file__).with_suffix(".svg")
 
 # %%
 def a_product() -> None:
-    with cluster(cuda_malloc=0) as gpu:  # what memory costs is on page 08
+    with cluster(cuda_malloc=0) as gpu:  # what memory costs is on page 10
         x = torch.empty(8192, 8192)
         y = x @ x
         print(f"{gpu.clock.now * 1e3:6.3f} ms, the product is behind us")
@@ -86,7 +86,7 @@ def a_step() -> VirtualGpu:
     with cluster() as gpu:
         module = nn.Sequential(*(nn.TransformerEncoderLayer(1024, 16) for _ in range(4)))
         units = ModuleWrapPolicy({nn.TransformerEncoderLayer})
-        model = FSDP(module, auto_wrap_policy=units, limit_all_gathers=False)  # page 09
+        model = FSDP(module, auto_wrap_policy=units, limit_all_gathers=False)  # page 11
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(6):
             model(torch.empty(64, 4, 1024)).mean().backward()
@@ -106,7 +106,7 @@ def timeline() -> None:
 
 # %% [markdown]
 # ![A timeline. On the host's gray line amber begins before the middle. The compute lane has blue
-# boxes 0, 1, 2, 3, 2, 1, 0; unshard and reduce have purple ones. Below is memory.](07_streams.svg)
+# boxes 0, 1, 2, 3, 2, 1, 0; unshard and reduce have purple ones. Below is memory.](09_streams.svg)
 #
 # The one thing to notice: of 1.7 ms of communication (purple) 1.4 are below computation (blue), and
 # cost no time. (Real kernels slow each other down.) The rest, at both ends, is *exposed*.
@@ -118,10 +118,10 @@ def timeline() -> None:
 # - **unshard**: gathers 0 to 3. Then 3 again, which was freed after its forward, and 2, 1, 0.
 # - **reduce**: the gradient of 3 is reduced beside the backward of 2. That of 0 has nothing to hide
 #   behind, and the optimizer, the sliver at the right, has to wait for it.
-# - **memory**: as the host takes and frees it, ahead of the GPU (page [08](08_allocator.md)).
+# - **memory**: as the host takes and frees it, ahead of the GPU (page [10](10_allocator.md)).
 #
 # No two purple boxes are beside each other: NCCL, which communicates, does the collectives of a
-# group one after another, in the order of the host's calls. That is page [10](10_prefetch.md).
+# group one after another, in the order of the host's calls. That is page [12](12_prefetch.md).
 #
 # ## What breaks without it
 #

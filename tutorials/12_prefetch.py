@@ -1,9 +1,9 @@
-"""Prefetch: python tutorials/10_prefetch.py; the page is 10_prefetch.md."""
+"""Prefetch: python tutorials/12_prefetch.py; the page is 12_prefetch.md."""
 
 # %% [markdown]
 # # Prefetch: what to gather next, and when to ask
 #
-# On page [07](07_streams.md) communication is beside computation, and nobody had to see to that.
+# On page [09](09_streams.md) communication is beside computation, and nobody had to see to that.
 # Put four layers on two nodes, and look at the backward. It takes 16.7 ms: its computation and its
 # communication, one after the other. They have streams of their own, and each waits for the other.
 
@@ -60,7 +60,7 @@ def three_ways() -> None:
 
 # %% [markdown]
 # ![Three timelines of a backward. Above, gathers, computation and reductions take turns. In the
-# middle reductions are below computation; at the bottom gathers are, too.](10_prefetch.svg)
+# middle reductions are below computation; at the bottom gathers are, too.](12_prefetch.svg)
 #
 # The one thing to notice: what `compute` waits for. Above, a reduction and a gather; in the middle,
 # a gather; below, nothing but the first. (Orange is the limiter; the last has room for two.)

@@ -1,4 +1,4 @@
-"""Hybrid sharding: python tutorials/15_hybrid.py; the page is 15_hybrid.md."""
+"""Hybrid sharding: python tutorials/22_hybrid.py; the page is 22_hybrid.md."""
 
 # %% [markdown]
 # # Hybrid sharding: a fast road and a slow one
@@ -21,7 +21,7 @@
 #
 # ## A row for each machine
 #
-# HYBRID_SHARD makes each machine a row of the grid (page [11](11_groups.md)). Chunks are dealt
+# HYBRID_SHARD makes each machine a row of the grid (page [16](16_groups.md)). Chunks are dealt
 # out along the row, so gathers stay on the fast road, and so does the first half of a reduction. A
 # rank has its chunk of the mean over its *machine* then. Its column all-reduces that, in halves:
 #
@@ -100,7 +100,7 @@ def scaling() -> None:
 # is an eighth, here 2.8 GB with Adam's averages, on any number of machines.
 #
 # ![Bars, mostly in pairs. With 200 Gbit/s they grow with the number of GPUs, and most of them is
-# waiting. With 3,200 all are nearly as short as that of 8 GPUs.](15_hybrid.svg)
+# waiting. With 3,200 all are nearly as short as that of 8 GPUs.](22_hybrid.svg)
 #
 # The one thing to notice: all blue parts are nearly equal. More machines add only purple, time in
 # which a GPU has nothing to compute. Hybrid sharding makes that slower, but does not end it.

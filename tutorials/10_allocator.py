@@ -1,4 +1,4 @@
-"""The caching allocator: python tutorials/08_allocator.py; the page is 08_allocator.md."""
+"""The caching allocator: python tutorials/10_allocator.py; the page is 10_allocator.md."""
 
 # %% [markdown]
 # # The caching allocator: why reserved is not allocated
@@ -132,7 +132,7 @@ def with_and_without() -> None:
 # %% [markdown]
 # ![A timeline. The unshard lane makes six copies at the start, the compute lane works on them
 # until the end. The reserved and active areas rise in six steps and stay, the allocated one stays
-# low.](08_allocator.svg)
+# low.](10_allocator.svg)
 #
 # The one thing to notice: there is memory for six. *Allocated* (dark) is what the program means.
 # *Active* is what the GPU is not done with. *Reserved* is what it costs.

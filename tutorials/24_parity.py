@@ -1,4 +1,4 @@
-"""Parity: python tutorials/16_parity.py; the page is 16_parity.md."""
+"""Parity: python tutorials/24_parity.py; the page is 24_parity.md."""
 
 # %% [markdown]
 # # Parity: a loss that falls proves nothing
@@ -99,7 +99,7 @@ def engine_a() -> None:
 # ## Every strategy, every kind of model, every program
 #
 # ![Four groups of strips, a strip for each strategy, in it a box for each of six models. Without a
-# mistake all is green. Each of three mistakes is red in other places.](16_parity.svg)
+# mistake all is green. Each of three mistakes is red in other places.](24_parity.svg)
 #
 # The one thing to notice: each mistake is red in other places. A box compares with DDP, on two
 # ranks; a red one says how far off it is. Only where there are replicas the line of the second
@@ -125,7 +125,7 @@ def a_random_program() -> None:
 #
 # The fifth mistake computes before the gather has been waited for. On a CPU the data may be there
 # by chance. So the tests bring a device on which nothing happens before somebody waits for it, and
-# what is to come is NaN. The virtual GPU ([07](07_streams.md)) sees who reads what, not numbers.
+# what is to come is NaN. The virtual GPU ([09](09_streams.md)) sees who reads what, not numbers.
 #
 # {{ tests/lagging.py DeferringStream }}
 

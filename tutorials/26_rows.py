@@ -1,10 +1,10 @@
-"""Rows: python tutorials/18_rows.py; the page is 18_rows.md."""
+"""Rows: python tutorials/26_rows.py; the page is 26_rows.md."""
 
 # %% [markdown]
 # # Rows: parameters that keep their names
 #
 # In chunks (page [03](03_shard.md)) a unit is one vector to an optimizer, without names or shapes.
-# With `use_orig_params=True` it is divided in *rows*, as by FSDP2 (page [17](17_fsdp2.md)): each
+# With `use_orig_params=True` it is divided in *rows*, as by FSDP2 (page [25](25_fsdp2.md)): each
 # rank has some rows of every parameter. Both train like DDP, until you want no decay for biases:
 
 # %% [hidden]
@@ -91,7 +91,7 @@ def draw():
 
 # %% [markdown]
 # ![Two groups of two strips. Above, rank 0 has five boxes, and rank 1 the next five. Below, each
-# rank has four boxes of the weight and two of the bias, and rank 1's end with zeros.](18_rows.svg)
+# rank has four boxes of the weight and two of the bias, and rank 1's end with zeros.](26_rows.svg)
 #
 # The one thing to notice: above, row `c` is on both ranks, and below it is on one. Each parameter
 # has its own zeros (gray). Without them rank 0 would have 4 + 2 numbers and rank 1 only 2 + 1, so
@@ -111,7 +111,7 @@ def draw():
 # piece, so on a GPU they are copied, before a reduction and after a gather.
 #
 # The parameters are `DTensor`s, which know that other ranks have more rows. A norm of one is that
-# of all its rows. So torch's clipping, refused on chunks (page [14](14_no_sync.md)), is right here:
+# of all its rows. So torch's clipping, refused on chunks (page [20](20_no_sync.md)), is right here:
 
 
 # %%
@@ -127,7 +127,7 @@ def clip() -> None:
 # ## What is frozen is not reduced
 #
 # In the unsharded flat parameter frozen parameters come last. The trained ones are one piece, and
-# nothing else has a gradient. (Chunks refuse that: page 17.) Like LoRA, this trains thin layers:
+# nothing else has a gradient. (Chunks refuse that: page 25.) Like LoRA, this trains thin layers:
 
 
 # %%
@@ -178,7 +178,7 @@ def answers() -> None:
 
 
 # %% [markdown]
-# Next: [19](19_checkpoints.md), how to save what is spread over ranks.
+# Next: [27](27_checkpoints.md), how to save what is spread over ranks.
 
 
 # %% [hidden]

@@ -1,4 +1,4 @@
-"""Checkpoints: python tutorials/19_checkpoints.py; the page is 19_checkpoints.md."""
+"""Checkpoints: python tutorials/27_checkpoints.py; the page is 27_checkpoints.md."""
 
 # %% [markdown]
 # # Checkpoints: saved by two ranks, loaded by three
@@ -59,7 +59,7 @@ def show() -> None:
 # %% [markdown]
 # Outside of the block: five numbers and four, without a name. Three ranks could not use them, nor
 # two with other units, nor a single process. Inside, `as_dtensors` shows the model as if it were in
-# rows (page [18](18_rows.md)). Each tensor has a name, a shape and a place, so
+# rows (page [26](26_rows.md)). Each tensor has a name, a shape and a place, so
 # `torch.distributed.checkpoint` (DCP) can save it, each rank its own rows, and load any rows again.
 #
 # ## From chunks to rows, and back
@@ -92,7 +92,7 @@ def draw():
 
 # %% [markdown]
 # ![Two groups of strips. Rank 0 has the chunk aabbc, and rank 1 cxyz. Then rank 0 has the rows aabb
-# and xy, and rank 1 cc and z.](19_checkpoints.svg)
+# and xy, and rank 1 cc and z.](27_checkpoints.svg)
 #
 # Rank 0 sends one `c` and gets `x` and `y`. Nobody holds the whole unit, as a gather would need. So
 # it goes with each unit, and with each of Adam's two moments. The way back is the same:

@@ -1,4 +1,4 @@
-"""Materialize: python tutorials/13_materialize.py; the page is 13_materialize.md."""
+"""Materialize: python tutorials/18_materialize.py; the page is 18_materialize.md."""
 
 # %% [markdown]
 # # Materialize: a model that never exists whole
@@ -101,7 +101,7 @@ def draw() -> None:
 
 # %% [markdown]
 # ![Four bars of parts. Where the model is built: 0.25 MiB of chunks, 16 of layers, 1 of a layer
-# laid end to end. Where it is received or on meta: 4, 1 and 1 MiB.](13_materialize.svg)
+# laid end to end. Where it is received or on meta: 4, 1 and 1 MiB.](18_materialize.svg)
 #
 # The one thing to notice: where the model is built, most is there when the first layer is cut: all
 # layers, one of them laid end to end, and its chunk. Elsewhere it is when the last is cut: that

@@ -1,4 +1,4 @@
-"""Gradients: python tutorials/14_no_sync.py; the page is 14_no_sync.md."""
+"""Gradients: python tutorials/20_no_sync.py; the page is 20_no_sync.md."""
 
 # %% [markdown]
 # # Gradients: adding up, waiting, clipping
@@ -99,7 +99,7 @@ def two_ways() -> None:
 # parameters, 512 MiB.
 #
 # ![Two timelines of four forwards and backwards. Above, the reduce lane is busy in each backward.
-# Below, it is empty until the fourth, and the memory climbs to twice the height.](14_no_sync.svg)
+# Below, it is empty until the fourth, and the memory climbs to twice the height.](20_no_sync.svg)
 #
 # The one thing to notice is the green area, memory over time, below the empty part of the `reduce`
 # lane. The ramp of the first backward, 512 MiB, stays until the fourth has reduced it. The two

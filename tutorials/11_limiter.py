@@ -1,4 +1,4 @@
-"""The rate limiter: python tutorials/09_limiter.py; the page is 09_limiter.md."""
+"""The rate limiter: python tutorials/11_limiter.py; the page is 11_limiter.md."""
 
 # %% [markdown]
 # # The limiter: a memory that filled up though nothing leaked
@@ -10,7 +10,7 @@
 # PyTorch's own FSDP, with a T5 of 8 billion, from 95 % of the memory to 47. But it frees nothing.
 #
 # You know enough to find out why it helps: the host is ahead of the GPU, and gathers run beside the
-# computation (page [07](07_streams.md)); memory belongs to a stream (page [08](08_allocator.md)).
+# computation (page [09](09_streams.md)); memory belongs to a stream (page [10](10_allocator.md)).
 # That thread has a small program that shows it: a tensor of 16 MB is made, used and dropped, here
 # twenty times. No two are ever alive at once.
 
@@ -87,7 +87,7 @@ def with_and_without() -> None:
 # %% [markdown]
 # ![Two timelines of the same step, with purple gathers in the same places. Above, without a limit,
 # gray reserved memory fills its box. Below, with a limit of two, the host's lane is full of orange
-# waits, and the gray area is half as high.](09_limiter.svg)
+# waits, and the gray area is half as high.](11_limiter.svg)
 #
 # The one thing to notice: gathers *run* at nearly the same times in both, as fast as the network
 # lets them. But their memory is taken when the host *launches* them. Above, a forward's are all

@@ -1,4 +1,4 @@
-"""FSDP2: python tutorials/17_fsdp2.py; the page is 17_fsdp2.md."""
+"""FSDP2: python tutorials/25_fsdp2.py; the page is 25_fsdp2.md."""
 
 # %% [markdown]
 # # FSDP2: rows instead of chunks
@@ -95,7 +95,7 @@ def side_by_side() -> None:
 # *DTensor*, which knows its whole shape and holds some of its rows. The block on three ranks:
 #
 # ![Two groups of three strips. Above, row 2 of a weight is half on rank 0, half on rank 1. Below,
-# rows are whole, and rank 2 has gray padding where there were not enough of them.](17_fsdp2.svg)
+# rows are whole, and rank 2 has gray padding where there were not enough of them.](25_fsdp2.svg)
 #
 # The one thing to notice is row 2 of the purple weight, cut in two above. Widths are elements,
 # colours parameters. Below no row is cut, but each parameter is padded: a rank sends 21, not 18.
@@ -124,13 +124,13 @@ def one_frozen_bias() -> None:
 # Much else works as always where parameters are parameters: decay by name, an optimizer that looks
 # at whole rows, `torch.nn.utils.clip_grad_norm_`. And a state dict of DTensors needs no gather.
 # minifsdp has rows, too: `use_orig_params=True` and `minifsdp.fully_shard` make them, page
-# [18](18_rows.md) says how.
+# [26](26_rows.md) says how.
 #
 # ## What it costs, and what it buys
 #
 # A collective wants one piece of memory. So rows are copied into a buffer and, when all have
 # arrived, out of it to where the parameters are. minifsdp gathers chunks straight into the memory
-# layers compute with. But that copy is good for something. On page [09](09_limiter.md) tensors of
+# layers compute with. But that copy is good for something. On page [11](11_limiter.md) tensors of
 # 16 MB, made on one stream and read on another, took 320 MiB, or the host had to wait. FSDP2 has no
 # limiter and does not call `record_stream`. Only the copy reads the buffer, and is soon over, so
 # the next gather can wait for it. What layers read is the compute stream's own. Again:

@@ -1,4 +1,4 @@
-"""Strategies: python tutorials/11_groups.py; the page is 11_groups.md."""
+"""Strategies: python tutorials/16_groups.py; the page is 16_groups.md."""
 
 # %% [markdown]
 # # Strategies: two groups and a bit
@@ -56,7 +56,7 @@ def grid() -> None:
 # `FULL_SHARD` is one row of all ranks; parameters are gathered for the forward, freed, and gathered
 # again for the backward. `SHARD_GRAD_OP` is the same row, but what was gathered for the forward
 # stays until the backward is done with it. `NO_SHARD` is one column: each rank has everything, and
-# gradients are all-reduced, as DDP does it. `HYBRID_SHARD` has page [15](15_hybrid.md) to itself.
+# gradients are all-reduced, as DDP does it. `HYBRID_SHARD` has page [22](22_hybrid.md) to itself.
 # (The ZeRO paper has stages: 1 shards the optimizer state, 2 also the gradients, 3 also the
 # parameters. `FULL_SHARD` is 3. `SHARD_GRAD_OP` is called 2, but keeps only chunks between steps.)
 #
@@ -96,7 +96,7 @@ def compare() -> None:
 
 # %% [markdown]
 # ![Three bars. FULL_SHARD: short. SHARD_GRAD_OP: twice as long, most of it gathered. NO_SHARD: six
-# times as long, a quarter parameters, a quarter gradients, half optimizer state.](11_groups.svg)
+# times as long, a quarter parameters, a quarter gradients, half optimizer state.](16_groups.svg)
 #
 # The one thing to notice: in the upper two bars all is equal but the orange, what was gathered and
 # not freed yet: three units at a time, or all. (The printed peaks are higher than the bars. There

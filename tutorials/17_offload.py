@@ -1,4 +1,4 @@
-"""Offload: python tutorials/12_offload.py; the page is 12_offload.md."""
+"""Offload: python tutorials/17_offload.py; the page is 17_offload.md."""
 
 # %% [markdown]
 # # Offload: parameters that live on the host
@@ -36,7 +36,7 @@ OFFLOAD = CPUOffload(offload_params=True)
 
 # %%
 def train(name: str, offload: Any, batch: int = 1, gpus: int = 1, **settings: Any) -> VirtualGpu:
-    with torch.device("meta"):  # no memory yet: page 13
+    with torch.device("meta"):  # no memory yet: page 18
         module, policy = MODELS[name].build(), ModuleWrapPolicy({Block})
     with cluster("a100-40", gpus_per_node=gpus) as gpu:
         model = FSDP(module, auto_wrap_policy=policy, cpu_offload=offload, **settings)
@@ -66,7 +66,7 @@ def seven_billion() -> None:
 
 # %% [markdown]
 # ![A timeline. The upload lane is nearly full, the download lane is in the second half. The compute
-# lane has gaps between all its boxes in the first half, and none in the second.](12_offload.svg)
+# lane has gaps between all its boxes in the first half, and none in the second.](17_offload.svg)
 #
 # The one thing to notice is the upload lane, which is hardly ever idle. (To the right is virtual
 # time, a box is a unit, below is memory.) A layer has 805 MB. The link brings them in 32 ms, at
@@ -113,7 +113,7 @@ def adam_on_the_host() -> None:
 # Adam goes through four numbers for each parameter. A machine's memory moves 300 GB/s here, for
 # eight GPUs, so that each one's process has an eighth of it, and Adam takes longer than all the
 # rest. (ZeRO-Offload has an Adam for CPUs, which gets the most out of it.) A larger batch, or
-# several before one step (page [14](14_no_sync.md)), take no longer.
+# several before one step (page [20](20_no_sync.md)), take no longer.
 #
 # ## What breaks without it
 #

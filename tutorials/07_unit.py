@@ -1,4 +1,4 @@
-"""Units: python tutorials/06_unit.py; the page is 06_unit.md."""
+"""Units: python tutorials/07_unit.py; the page is 07_unit.md."""
 
 # %% [markdown]
 # # Units: how much to gather at once
@@ -64,7 +64,7 @@ def three_sizes() -> None:
 # %% [markdown]
 # ![Three timelines on one scale. Model: a long purple box, then blue, then purple. Block, the
 # shortest: many short purple boxes below blue, which has gaps in the forward only. Part, the
-# longest: more of them, and gaps everywhere. The first has three times the memory.](06_unit.svg)
+# longest: more of them, and gaps everywhere. The first has three times the memory.](07_unit.svg)
 #
 # The one thing to notice: the gaps in the `compute` lanes (blue), where it waits for purple.
 #
