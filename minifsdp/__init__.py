@@ -26,6 +26,7 @@ from minifsdp.api import (
     Stats,
 )
 from minifsdp.between_steps.as_dtensors import as_dtensors
+from minifsdp.between_steps.checkpoint_state import state_to_load, state_to_save
 from minifsdp.between_steps.explain import explain
 from minifsdp.between_steps.grad_scaler import ShardedGradScaler
 from minifsdp.checks.unsupported import MISSING, Missing
@@ -85,6 +86,8 @@ __all__ = [
     "lambda_auto_wrap_policy",
     "register_fsdp_forward_method",
     "size_based_auto_wrap_policy",
+    "state_to_load",
+    "state_to_save",
     "transformer_auto_wrap_policy",
 ]
 __version__ = "0.1.0"

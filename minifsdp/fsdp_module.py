@@ -26,6 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from minifsdp.api import BackwardPrefetch
 from minifsdp.between_steps.full_params import Options, full_params
+from minifsdp.between_steps.state_dict import register_rows_hook
 from minifsdp.checks.misplaced_calls import check_root_and_idle
 from minifsdp.checks.other_wrappers import check_inside
 from minifsdp.checks.unsupported import add_missing, refuse
@@ -100,6 +101,7 @@ def fully_shard(
         one.__dict__.update(_unit=unit, _output_dtype=mp_policy.output_dtype)
         cls: Any = type(one)
         one.__class__ = _subclass(cls)
+        register_rows_hook(one)
     prefetcher = make_prefetcher(BackwardPrefetch.BACKWARD_PRE, None, ListedPrefetcher)
     make_root(whole, prefetcher, make_limiter(True))
     return module

@@ -54,8 +54,8 @@ class Hooks:
 
     Attributes:
         calls: the forwards that are running now, outermost first.
-        summoned: units whose parameters are out between steps, and whether they are DTensors; see
-            between_steps/full_params.py.
+        summoned: units whose parameters are out between steps, and in which form of DTensors; None
+            for full parameters. See between_steps/full_params.py.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -63,7 +63,7 @@ class Hooks:
         self.backward = Backward(engine)
         self.calls = self.backward.calls
         self.depth = 0  # of forwards within forwards
-        self.summoned: dict[Unit, bool] = {}
+        self.summoned: dict[Unit, Any] = {}
         self._graph_waits = False  # there was a forward before this one, and not yet its backward
         self.state_dict_calls = StateDictCalls()
 

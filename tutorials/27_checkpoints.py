@@ -9,7 +9,6 @@
 # %% [hidden]
 import tempfile
 import warnings
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -20,11 +19,10 @@ import torch.distributed.checkpoint as dcp
 from draw import strips
 from launch import on_ranks
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import as_dtensors
+from minifsdp import as_dtensors, state_to_load, state_to_save
 
 ROWS = partial(FSDP, use_orig_params=True)
 
@@ -48,73 +46,76 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> tor
 def show() -> None:
     model = FSDP(layer())
     train(model, optimizer := torch.optim.Adam(model.parameters()), 1)
-    for block in (nullcontext(), as_dtensors(model, optimizer, writeback=False)):
-        with block:
-            for name, param in model.named_parameters():
-                moment = optimizer.state[param]["exp_avg"]
-                local = getattr(moment, "_local_tensor", moment)  # of a DTensor: this rank's rows
-                print(f"{name}: {list(moment.shape)}, of which {list(local.shape)} is here")
+    for param in model.parameters():
+        print("the optimizer has:", {k: list(v.shape) for k, v in optimizer.state[param].items()})
+    for name, entry in state_to_save(model, optimizer)["optimizer"]["state"].items():
+        for offset, part in entry["exp_avg"].parts.items():
+            print(
+                f"{name} {list(entry['exp_avg'].shape)}: at {list(offset)} a box {list(part.shape)}"
+            )
 
 
 # %% [markdown]
-# Outside of the block: five numbers and four, without a name. Three ranks could not use them, nor
-# two with other units, nor a single process. Inside, `as_dtensors` shows the model as if it were in
-# rows (page [26](26_rows.md)). Each tensor has a name, a shape and a place, so
-# `torch.distributed.checkpoint` (DCP) can save it, each rank its own rows, and load any rows again.
+# The optimizer has five numbers on one rank and four on the other, without a name. Three ranks
+# could not use them, nor two with other units, nor a single process. `state_to_save` says what
+# they are: *boxes* of parameters, of which each has a name, a shape and a place.
+# `torch.distributed.checkpoint` (DCP) saves boxes, each rank its own, and can cut other boxes out
+# of them when it loads.
 #
-# ## From chunks to rows, and back
+# ## A range is a few boxes
 
 
 # %% [hidden]
 @on_ranks(2)
-def conversion():
+def cut():
     whole = nn.Linear(2, 3)
     nn.utils.vector_to_parameters(torch.arange(1.0, 10), whole.parameters())
     model = FSDP(whole)
     chunk = model.engine.root.sharded_flat_param.int().tolist()
-    with as_dtensors(model, writeback=False):
-        return chunk, [p.to_local().flatten().int().tolist() for p in model.parameters()]
+    state = state_to_save(model)["model"].values()
+    return chunk, [[part.flatten().int().tolist() for part in t.parts.values()] for t in state]
 
 
 def draw():
-    def boxes(numbers, colour):
+    def cells(numbers, colour):
         return [(1, colour, " aabbccxyz"[n]) for n in numbers]
 
     strip = [("what each rank has: a chunk", [])]
-    for rank, (chunk, _) in enumerate(ranks := conversion()):
-        strip.append((f"rank {rank}", [(5 * rank, "", ""), *boxes(chunk, "blue")]))
-    strip.append(("what it gets: its rows of each parameter", []))
-    for rank, (_, (weight, bias)) in enumerate(ranks):
-        parts = [(4 * rank, "", ""), *boxes(weight, "orange"), (2, "", ""), *boxes(bias, "orange")]
+    for rank, (chunk, _) in enumerate(ranks := cut()):
+        strip.append((f"rank {rank}", [(5 * rank, "", ""), *cells(chunk, "blue")]))
+    strip.append(("as boxes of the weight (rows a, b, c) and of the bias (x, y, z)", []))
+    for rank, (_, params) in enumerate(ranks):
+        parts = [(5 * rank, "", "")]
+        for number, numbers in enumerate(part for param in params for part in param):
+            parts += [(0.5 * bool(number), "", ""), *cells(numbers, "orange")]
         strip.append((f"rank {rank}", parts))
-    strips(Path(__file__).with_suffix(".svg"), "from chunks to rows, for one unit", strip)
+    strips(Path(__file__).with_suffix(".svg"), "from chunks to boxes, for one unit", strip)
 
 
 # %% [markdown]
-# ![Two groups of strips. Rank 0 has the chunk aabbc, and rank 1 cxyz. Then rank 0 has the rows aabb
-# and xy, and rank 1 cc and z.](27_checkpoints.svg)
+# ![Two groups of strips. Rank 0 has the chunk aabbc, and rank 1 cxyz. Below, the same as boxes:
+# rank 0 has aabb and c, rank 1 c and xyz.](27_checkpoints.svg)
 #
-# Rank 0 sends one `c` and gets `x` and `y`. Nobody holds the whole unit, as a gather would need. So
-# it goes with each unit, and with each of Adam's two moments. The way back is the same:
+# The cut went through row `c` of the weight, so rank 0 has a box of two whole rows and a box of one
+# number. In general these are the rest of a row, whole rows, and the beginning of a row:
 #
-# {{ minifsdp/between_steps/unit_dtensors.py dtensors_to_chunk }}
+# {{ minifsdp/between_steps/boxes.py boxes }}
+#
+# The boxes are views of the chunk. So nothing is sent to another rank and nothing is copied: a
+# chunk is written from where it is, and so are Adam's two moments, which are cut in the same way.
 #
 # ## Saved by two, loaded by three
 #
-# Inside of the block all of torch's functions for checkpoints are right. With DDP it does nothing:
+# What is loaded goes into copies, which take effect when the block ends. If a file turns out to be
+# damaged, DCP raises an error inside of the block, and the model is what it was before.
 
 
 # %%
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-
-
 @on_ranks(2)
 def two_ranks(folder: str) -> float:
     model = FSDP(layer())
     train(model, optimizer := torch.optim.Adam(model.parameters()), 3)
-    with as_dtensors(model, optimizer, writeback=False):
-        dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+    dcp.save(state_to_save(model, optimizer), checkpoint_id=folder)
     return train(model, optimizer, 2).item()
 
 
@@ -122,11 +123,8 @@ def two_ranks(folder: str) -> float:
 def three_ranks(folder: str, way: str) -> float:
     model = {"DDP": DDP, "chunks": FSDP, "rows": ROWS}[way](layer())
     optimizer = torch.optim.Adam(model.parameters())
-    with as_dtensors(model, optimizer):
-        dcp.load(state := state_of(model, optimizer), checkpoint_id=folder)
-        set_state_dict(
-            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+    with state_to_load(model, optimizer) as state:
+        dcp.load(state, checkpoint_id=folder)
     return train(model, optimizer, 2).item()
 
 
@@ -136,6 +134,21 @@ def two_and_three() -> None:
         print(f"saved by 2 ranks in chunks; two steps later a loss of {two_ranks(folder)[0]:.6f}")
         for way in ("DDP", "chunks", "rows"):
             print(f"loaded by 3 ranks, {way}; two steps later {three_ranks(folder, way)[0]:.6f}")
+
+
+# %% [markdown]
+# Programs that were written for torch call its own functions, `get_state_dict` and
+# `set_state_dict`, which want DTensors, with values to compute with. `as_dtensors` shows them, as
+# if the model were in rows (page [26](26_rows.md)). For that ranks do exchange what they have:
+# here rank 0 sends a `c`.
+
+
+# %%
+@on_ranks(2)
+def as_rows() -> None:
+    with as_dtensors(model := FSDP(layer())):
+        for name, param in model.named_parameters():
+            print(f"{name}: {list(param.shape)}, of which {list(param.to_local().shape)} is here")
 
 
 # %% [markdown]
@@ -180,7 +193,7 @@ def answers() -> None:
 
 # %% [hidden]
 def main() -> None:
-    for experiment in (show, draw, two_and_three, answers):
+    for experiment in (show, draw, two_and_three, as_rows, answers):
         experiment()
 
 

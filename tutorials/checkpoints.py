@@ -28,10 +28,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.utils._pytree import tree_map
 
-from minifsdp import as_dtensors
+from minifsdp import state_to_load, state_to_save
 
 
 class Checkpoints:
@@ -72,7 +70,8 @@ class Checkpoints:
         if dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)  # the process was killed while it wrote this
         dist.barrier(self.group)
-        state = {**self._state(), "settings": self.settings}
+        state = state_to_save(self.model, self.optimizer)
+        state |= {"schedule": self.schedule.state_dict(), "settings": self.settings}
         state["ranks"] = {str(dist.get_rank()): own}
         self.writing = dcp.async_save(state, checkpoint_id=folder, process_group=self.group)
 
@@ -95,43 +94,38 @@ class Checkpoints:
         dist.broadcast(newest, 0, self.group)
         if not newest:
             return 0
-        folder, mine = self._of(int(newest)), f"ranks.{dist.get_rank()}."
-        # A copy: what is loaded in part, until a file turns out to be damaged, is thrown away.
-        state = tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, self._state())
-        reader = Reader(folder)
-        with self._one_error(folder):
-            saved = reader.read_metadata().state_dict_metadata
-            _check_model(state["model"], saved)
-            self.ranks = len({name.split(".")[1] for name in saved if name.startswith("ranks.")})
-            if any(name.startswith(mine) for name in saved):
-                copies = {name: value.clone() for name, value in own.items()}
-                state["ranks"] = {str(dist.get_rank()): copies}
-        found = {"settings": dict(self.settings)}
-        with self._one_error(folder):
-            dcp.load(found, storage_reader=reader, planner=Planner(), process_group=self.group)
-            for name, value in found["settings"].items():
-                if value != self.settings[name]:
-                    raise ValueError(f"it was made with {name} {value}, not {self.settings[name]}")
-        with self._one_error(folder):
-            dcp.load(state, storage_reader=reader, planner=Planner(), process_group=self.group)
-        with as_dtensors(self.model, self.optimizer):
-            set_state_dict(
-                self.model, self.optimizer,
-                model_state_dict=state["model"], optim_state_dict=state["optimizer"],
-            )  # fmt: skip
+        folder, me = self._of(int(newest)), str(dist.get_rank())
+        found: dict[str, Any] = {"settings": dict(self.settings)}
+        with state_to_load(self.model, self.optimizer) as state:  # an error leaves all as it was
+            state["schedule"] = self.schedule.state_dict()
+            with self._one_error(folder):
+                saved = Reader(folder).read_metadata().state_dict_metadata
+                _check_model(state["model"], saved)
+                ranks = {name.split(".")[1] for name in saved if name.startswith("ranks.")}
+                if me in ranks:
+                    copies = {name: value.clone() for name, value in own.items()}
+                    state["ranks"] = {me: copies}
+            with self._one_error(folder):
+                self._load(found, folder)
+                for name, value in found["settings"].items():
+                    if value != self.settings[name]:
+                        its = self.settings[name]
+                        raise ValueError(f"it was made with {name} {value}, not {its}")
+            with self._one_error(folder):
+                self._load(state, folder)
+        self.ranks = len(ranks)
         self.schedule.load_state_dict(state["schedule"])
-        for name, value in state.get("ranks", {}).get(str(dist.get_rank()), {}).items():
+        for name, value in state.get("ranks", {}).get(me, {}).items():
             own[name].copy_(value)
         return int(newest)
+
+    def _load(self, state: dict[str, Any], folder: Path) -> None:
+        reader, planner = Reader(folder), Planner()
+        dcp.load(state, storage_reader=reader, planner=planner, process_group=self.group)
 
     def close(self) -> None:
         """Wait until everything is written."""
         self._finish()
-
-    def _state(self) -> dict[str, Any]:
-        with as_dtensors(self.model, self.optimizer, writeback=False):
-            model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer, "schedule": self.schedule.state_dict()}
 
     def _finish(self) -> None:
         if self.writing is not None:

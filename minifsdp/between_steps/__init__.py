@@ -7,6 +7,8 @@ state_dict_type.py    whether state dicts have whole tensors or DTensors
 optim_state_dict.py   state dicts of optimizers
 state_dict_methods.py both, as methods
 as_dtensors.py        a model and its optimizers, in the form of a checkpoint
+checkpoint_state.py   what torch.distributed.checkpoint saves of them, and loads
+boxes.py              what a chunk has of each parameter, to be saved and loaded where it lies
 unit_dtensors.py      the parameters of one unit in this form
 optimizer_dtensors.py the states of an optimizer in this form
 checkpoint_calls.py   what torch.distributed.checkpoint does with a state dict

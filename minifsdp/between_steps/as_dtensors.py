@@ -18,7 +18,7 @@ names. Inside of this block both look alike, so that all of torch's functions ar
 unit_dtensors.py divides the parameters, and optimizer_dtensors.py the states.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.optim.optimizer import Optimizer
 
 from minifsdp.between_steps.full_params import Options, summon
 from minifsdp.between_steps.optimizer_dtensors import OptimizerDTensors
+from minifsdp.between_steps.unit_dtensors import EXCHANGED, Form
 from minifsdp.wrapping.module_tree import unit_of
 
 
@@ -35,7 +36,8 @@ def as_dtensors(model: nn.Module, *optimizers: Optimizer, writeback: bool = True
     """Inside, the parameters of a model are DTensors under their own names, and its optimizers have
     these as parameters, with states of DTensors. Every rank has to take part.
 
-    To save, ``writeback=False`` is enough and faster; what was saved stays valid after the block.
+    To read, ``writeback=False`` is enough and faster; what was read stays valid after the block.
+    To save and to load a checkpoint, checkpoint_state.py is faster.
 
     Args:
         model: a FullyShardedDataParallel, one with such modules inside, or one that fully_shard was
@@ -49,13 +51,22 @@ def as_dtensors(model: nn.Module, *optimizers: Optimizer, writeback: bool = True
             been given numbers that differ.
         ValueError: with ``writeback``, a parameter was replaced by something else.
     """
+    with shown_as(EXCHANGED, model, optimizers, writeback):
+        yield
+
+
+@contextmanager
+def shown_as(
+    form: Form, model: nn.Module, optimizers: Iterable[Optimizer], writeback: bool
+) -> Iterator[None]:
+    """:func:`as_dtensors`, with DTensors of any form."""
     wrappers: list[Any] = [module for module in model.modules() if unit_of(module) is not None]
     units = [(wrapper._hooks, wrapper._unit) for wrapper in wrappers]
     with ExitStack() as stack:
-        stack.enter_context(summon(units, Options(writeback, as_dtensors=True)))
+        stack.enter_context(summon(units, Options(writeback, form=form)))
         divided = []
         for optimizer in optimizers:
-            divided.append(OptimizerDTensors(optimizer, [unit for _, unit in units]))
+            divided.append(OptimizerDTensors(optimizer, [unit for _, unit in units], form))
             stack.callback(divided[-1].restore)
         yield
         if writeback:

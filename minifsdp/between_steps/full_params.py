@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minifsdp.between_steps.unit_dtensors import UnitDTensors
+from minifsdp.between_steps.unit_dtensors import Form, UnitDTensors
 from minifsdp.between_steps.unit_params import SummonedParams
 from minifsdp.checks.rank_agreement import Moment
 from minifsdp.checks.same_model import remember_values
@@ -40,7 +40,7 @@ class Options:
     rank0_only: bool = False
     offload_to_cpu: bool = False
     with_grads: bool = False
-    as_dtensors: bool = False  # of as_dtensors(): each rank's rows, in place of full parameters
+    form: Form | None = None  # of as_dtensors(): DTensors, in place of full parameters
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[N
     if engine.sharded:  # otherwise each rank has all parameters, and need not communicate
         engine.agreement.at(Moment.SUMMON_FULL_PARAMS_OF, engine.root)
     for unit in units:
-        if hooks.summoned.get(unit, options.as_dtensors) is not options.as_dtensors:
+        if hooks.summoned.get(unit, options.form) is not options.form:
             raise RuntimeError(
                 f"the parameters of unit {unit.label} are out already, in another form: as full "
                 f"parameters (summon_full_params) or as DTensors (as_dtensors, or a state dict of "
@@ -103,7 +103,7 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[N
     # In the others a backward may follow that needs placeholders; see show_divided_params.
     shown_before = [unit for unit in units if not unit.has_placeholders]
     shown = not options.rank0_only or all(is_first(unit) for unit in units)
-    hooks.summoned.update(dict.fromkeys(units, options.as_dtensors))
+    hooks.summoned.update(dict.fromkeys(units, options.form))
     summoned: list[SummonedParams | UnitDTensors] = []
     try:
         for unit in units:
@@ -135,8 +135,8 @@ def _summon(
 ) -> SummonedParams | UnitDTensors:
     # Gradients are disabled for the gathering only. The caller decides about those in the block.
     with torch.no_grad():
-        if options.as_dtensors:
-            return UnitDTensors(unit)
+        if options.form is not None:
+            return UnitDTensors(unit, options.form)
         hooks.engine.parameters.unshard(unit)
         wait_for_unshard(unit)
         grad = _unsharded_grad(unit) if options.with_grads else None

@@ -21,9 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from minifsdp.between_steps.unit_dtensors import (
-    chunk_to_dtensors,
+    Form,
     divide_alike,
-    dtensors_to_chunk,
 )
 from minifsdp.checks.agreement_groups import agreement_groups
 from minifsdp.checks.optim_state import MARK, mark_groups
@@ -40,6 +39,7 @@ class OptimizerDTensors:
 
     Args:
         units: whose parameters are shown as DTensors now.
+        form: in which they are.
 
     Attributes:
         units: of each flat parameter that it has.
@@ -50,8 +50,8 @@ class OptimizerDTensors:
         RuntimeError: the states differ between ranks, or are not element-wise.
     """
 
-    def __init__(self, optimizer: Optimizer, units: list[Unit]) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, units: list[Unit], form: Form) -> None:
+        self.optimizer, self.form = optimizer, form
         self.groups = [(group, group["params"]) for group in optimizer.param_groups]
         held = {param for _, params in self.groups for param in params}
         self.units = {
@@ -66,7 +66,9 @@ class OptimizerDTensors:
         self.states = {flat: known[flat] for flat in self.units if flat in known}
         self._check_states()
         # All of them before the optimizer is changed: an exchange may fail.
-        divided = {flat: _divide(self.units[flat], state) for flat, state in self.states.items()}
+        divided = {
+            flat: _divide(self.units[flat], state, form) for flat, state in self.states.items()
+        }
         for flat, states in divided.items():
             optimizer.state.update(zip(self.dtensors[flat], states, strict=True))
             del optimizer.state[flat]
@@ -81,7 +83,7 @@ class OptimizerDTensors:
         joined = {}
         for flat, unit in self.units.items():
             states = [self.optimizer.state.get(param) or {} for param in self.dtensors[flat]]
-            joined[flat] = _join(unit, self.dtensors[flat], states)
+            joined[flat] = _join(unit, self.dtensors[flat], states, self.form)
         self.states = {flat: state for flat, state in joined.items() if state}
 
     def restore(self) -> None:
@@ -157,20 +159,20 @@ def _judge(notes: list[tuple[int, Kinds]], agreed: list[str | None]) -> str | No
     return next(filter(None, agreed), None)
 
 
-def _divide(unit: Unit, state: State) -> list[State]:
+def _divide(unit: Unit, state: State, form: Form) -> list[State]:
     """From the state of a unit's flat parameter to one for each parameter."""
     divided: list[State] = [{} for _ in unit.param_infos]
     for name, value in state.items():
         parts: list[Any] = [value] * len(divided)
         if isinstance(value, Tensor):  # a number in a tensor is counted up in place
             whole = value.dim() > 0
-            parts = chunk_to_dtensors(unit, value) if whole else [value.clone() for _ in divided]
+            parts = form.split(unit, value, name) if whole else [value.clone() for _ in divided]
         for part, one in zip(parts, divided, strict=True):
             one[name] = part
     return divided
 
 
-def _join(unit: Unit, params: list[DTensor], states: list[State]) -> State:
+def _join(unit: Unit, params: list[DTensor], states: list[State], form: Form) -> State:
     """From the states of a unit's parameters to that of its flat parameter.
 
     Raises:
@@ -184,7 +186,7 @@ def _join(unit: Unit, params: list[DTensor], states: list[State]) -> State:
         values = [state[name] for state in states]
         if any(map(_is_divided, values, params)):
             alike = [divide_alike(v, p) for v, p in zip(values, params, strict=True)]
-            joined[name] = dtensors_to_chunk(unit, alike)
+            joined[name] = form.join(unit, alike, name)
             continue
         for info, value in zip(unit.param_infos, values, strict=True):
             if (isinstance(value, Tensor) and value.dim()) or value != first:

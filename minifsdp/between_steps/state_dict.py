@@ -32,7 +32,8 @@ from torch.distributed.tensor import DTensor
 
 from minifsdp.between_steps.checkpoint_calls import ModelStateDict, WrapperRef, asked_by
 from minifsdp.between_steps.full_params import Options, full_params, is_first
-from minifsdp.between_steps.unit_dtensors import detached, divide_alike
+from minifsdp.between_steps.unit_dtensors import EXCHANGED, Form, detached, divide_alike
+from minifsdp.support.dtensors import standalone
 from minifsdp.wrapping.module_tree import (
     WRAPPER_PREFIX,
     clean,
@@ -53,6 +54,18 @@ def register_hooks(wrapper: Any) -> None:
     module.register_load_state_dict_post_hook(partial(_after_load, ref))
 
 
+def register_rows_hook(module: Any) -> None:
+    """Of a module without a wrapper: its state dict has its DTensors, as they can be saved."""
+    module.register_state_dict_post_hook(_stand_alone)
+
+
+def _stand_alone(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+    for key in _names_below(state, prefix):
+        value = state[key]
+        if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):  # keep_vars=True
+            state[key] = standalone(value)
+
+
 # ----------------------------------------------- hooks of the wrapped module: unshard and reshard
 
 
@@ -61,17 +74,19 @@ def _before_save(ref: WrapperRef, module: nn.Module, prefix: str, keep_vars: boo
     if wrapper is not None:
         kind = wrapper._state_dict_settings.state_dict_type
         sharded = kind is StateDictType.SHARDED_STATE_DICT or asked_by("_get_model_state_dict")
-        _unshard_unit(wrapper, writeback=False, as_dtensors=bool(sharded))
+        _unshard_unit(wrapper, writeback=False, form=EXCHANGED if sharded else None)
 
 
 def _after_save(
     ref: WrapperRef, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
 ) -> None:
-    wrapper = _wrapper_of(module, ref)
-    config = wrapper._state_dict_settings.state_dict_config if wrapper is not None else None
+    wrapper, config, form = _wrapper_of(module, ref), None, None
+    if wrapper is not None:
+        config = wrapper._state_dict_settings.state_dict_config
+        form = wrapper._hooks.summoned.get(wrapper._unit)
     to_cpu = config is not None and config.offload_to_cpu
     copies: dict[tuple[object, ...], Tensor] = {}  # a parameter with two names stays one tensor
-    storages = _own_storages(module)
+    storages = _own_storages(module) if form is None or form.copies else ()
     for key in _names_below(state, prefix):
         value = state[key]
         local = value._local_tensor if isinstance(value, DTensor) else value
@@ -106,7 +121,8 @@ def _before_load(
     sharded = any(isinstance(state.get(key), DTensor) for key, _, _ in places)
     wrapper = _wrapper_of(module, ref)
     if wrapper is not None:
-        _unshard_unit(wrapper, True, sharded, missing, unexpected, errors)
+        form = EXCHANGED if sharded else None
+        _unshard_unit(wrapper, True, form, missing, unexpected, errors)
     for key, own, attribute in places:
         value, param = state.get(key), own._parameters.get(attribute)
         if isinstance(value, Tensor) and isinstance(param, DTensor) and value.shape == param.shape:
@@ -126,13 +142,13 @@ def _wrapper_of(module: nn.Module, ref: WrapperRef) -> Any:
     return None if wrapper is None or wrapper.module is not module else wrapper
 
 
-def _unshard_unit(wrapper: Any, writeback: bool, as_dtensors: bool, *messages: list[str]) -> None:
+def _unshard_unit(wrapper: Any, writeback: bool, form: Form | None, *messages: list[str]) -> None:
     unit, calls = wrapper._unit, wrapper._hooks.state_dict_calls
     calls.close_aborted(unit)
     with ExitStack() as stack:
         stack.callback(_clean_names, messages)
         inside = wrapper._hooks.summoned.get(unit)  # of a block that shows them in this form
-        options = Options(writeback, as_dtensors=as_dtensors or bool(inside))
+        options = Options(writeback, form=inside or form)
         stack.enter_context(full_params(wrapper._hooks, [unit], options))
         calls.held[unit] = stack.pop_all()
 

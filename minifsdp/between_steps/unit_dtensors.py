@@ -9,15 +9,17 @@ to the others what belongs to their rows, and gets what belongs to its own; and 
     rows      rank 0: a a b b | x y      rank 1: c c | z
 
 The same is done to the tensors of an optimizer's state, each of which is laid as the unit's shard
-(optimizer_dtensors.py). So a rank holds no more than it has to keep.
+(optimizer_dtensors.py). So a rank holds no more than it has to keep. To save and to load nothing
+has to be exchanged: there is another :class:`Form` for that, in checkpoint_state.py.
 """
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -40,14 +42,18 @@ def chunk_to_dtensors(unit: Unit, chunk: Tensor) -> list[DTensor]:
         ``chunk`` is. What has no dimension has no rows, and is whole on each rank.
     """
     rows = _exchange(unit, [chunk.detach()], _chunks(unit), _rows(unit))
-    mesh = mesh_of(Placement(unit.shard_group, unit.replicate_group, True), unit.device.type)
-    found = []
+    mesh, found = mesh_of_unit(unit), []
     for info, local in zip(unit.param_infos, rows, strict=True):
         shape = info.shape
         if shape:
             shape = local_shape(shape, unit.shard_rank, unit.shard_world_size)
         found.append(dtensor(unit, mesh, info.shape, local.view(shape)))
     return found
+
+
+def mesh_of_unit(unit: Unit) -> DeviceMesh:
+    """The ranks that share a unit, as DTensors want to know them."""
+    return mesh_of(Placement(unit.shard_group, unit.replicate_group, True), unit.device.type)
 
 
 def dtensors_to_chunk(unit: Unit, dtensors: list[DTensor]) -> Tensor:
@@ -96,19 +102,55 @@ def _rows(unit: Unit, everywhere: bool = True) -> list[Pieces]:
     return [*found]
 
 
+class Form(Protocol):
+    """How DTensors are made of chunks, and chunks of DTensors.
+
+    ``name`` is that of an entry in an optimizer's state, or empty for the parameters themselves.
+
+    Attributes:
+        copies: whether state dicts have copies of what the model has.
+    """
+
+    copies: bool
+
+    def split(self, unit: Unit, chunk: Tensor, name: str) -> list[DTensor]:
+        """For each parameter of the unit a DTensor of its shape."""
+
+    def join(self, unit: Unit, dtensors: list[DTensor], name: str) -> Tensor:
+        """Go back: this rank's chunk ``[n]``."""
+
+
+class Exchanged:
+    """DTensors with values: ranks exchange what they have."""
+
+    copies = True
+
+    def split(self, unit: Unit, chunk: Tensor, name: str) -> list[DTensor]:
+        return chunk_to_dtensors(unit, chunk)
+
+    def join(self, unit: Unit, dtensors: list[DTensor], name: str) -> Tensor:
+        return dtensors_to_chunk(unit, dtensors)
+
+
+EXCHANGED = Exchanged()
+
+
 class UnitDTensors:
     """The parameters of one unit as DTensors, while they are summoned (full_params.py).
+
+    Args:
+        form: what makes them, of a unit in chunks.
 
     Attributes:
         params: one for each of ``unit.param_infos``. In rows these are what the optimizer has. Of
             a unit in chunks they are copies.
     """
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
+    def __init__(self, unit: Unit, form: Form) -> None:
+        self.unit, self.form = unit, form
         self.params: list[Any] = unit.optimized_params
         if unit.mesh is None:
-            made = chunk_to_dtensors(unit, unit.sharded_flat_param) if unit.numel else []
+            made = form.split(unit, unit.sharded_flat_param, "") if unit.numel else []
             self.params = [nn.Parameter(d, requires_grad=unit.trained[0]) for d in made]
 
     def register(self) -> None:
@@ -150,7 +192,7 @@ class UnitDTensors:
                 if found is not param:  # load_state_dict(assign=True) has put it there
                     param._local_tensor.copy_(found._local_tensor)
         if self.unit.mesh is None and self.params:
-            chunk = dtensors_to_chunk(self.unit, self.params)
+            chunk = self.form.join(self.unit, self.params, "")
             own = self.unit.padded_shard[: chunk.numel()]
             if not torch.equal(chunk, own):  # or a backward that is still to come would be refused
                 own.copy_(chunk)

@@ -37,5 +37,21 @@ def like(param: DTensor, local: Tensor) -> DTensor:
     return _dtensor(local, spec)
 
 
+def standalone(value: Tensor) -> Tensor:
+    """Without a graph and in the same memory; of a DTensor, this is the whole of a storage.
+
+    The rows of a parameter begin somewhere in the shard of their unit. A DTensor of them says the
+    same of itself, and torch's ``async_save`` (2.13) takes what begins somewhere for a tensor that
+    has memory, copies it as such, and fails.
+    """
+    value = value.detach()
+    if not isinstance(value, DTensor) or not value._local_tensor.storage_offset():
+        return value
+    local = value._local_tensor
+    begins, size = local.storage_offset() * local.itemsize, local.numel() * local.itemsize
+    storage = local.untyped_storage()[begins : begins + size]  # it keeps all of the memory alive
+    return like(value, local.new_empty(0).set_(storage, 0, local.shape, local.stride()))
+
+
 def _dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from minifsdp import ShardingStrategy
-from minifsdp.support.dtensors import dtensor, like
+from minifsdp.support.dtensors import dtensor, like, standalone
 from tests.ranks import device, on_ranks
 from tests.small import stack
 
@@ -50,3 +50,16 @@ def test_like_another_but_of_any_dtype():
         assert ours._spec.tensor_meta.dtype is local.dtype and ours.shape == param.shape
         assert ours.placements == param.placements and ours.device_mesh == param.device_mesh
         assert torch.equal(ours.to_local(), local)
+
+
+@on_ranks(2)
+def test_what_stands_alone_is_the_same_memory_from_its_beginning():
+    _, bias = stack(1, 5, use_orig_params=True).parameters()
+    assert bias.storage_offset() > 0  # behind the weight, in the shard of the unit
+    alone = standalone(bias)
+    assert alone.storage_offset() == 0 == alone.to_local().storage_offset()
+    assert not alone.requires_grad and torch.equal(alone.full_tensor(), bias.full_tensor())
+    alone.to_local().fill_(7)
+    assert (bias.to_local() == 7).all()
+    plain = torch.ones(3, requires_grad=True)
+    assert standalone(plain).data_ptr() == plain.data_ptr() and not standalone(plain).requires_grad

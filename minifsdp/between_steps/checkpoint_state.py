@@ -1,0 +1,133 @@
+"""What torch.distributed.checkpoint saves and loads of a model and its optimizers::
+
+    dcp.save(state_to_save(model, optimizer), checkpoint_id=folder)     # or dcp.async_save
+
+    with state_to_load(model, optimizer) as state:
+        dcp.load(state, checkpoint_id=folder)
+
+The state has the form that torch's ``get_state_dict`` gives a model of FSDP2: each tensor under the
+name of its parameter, so that any model can load it, sharded in whichever way. What is in chunks
+stays there. torch's function gets DTensors without memory instead, to find names for; then the
+boxes of the chunks take their places (boxes.py)::
+
+    get_state_dict(...)     {"model": {"weight": DTensor [4, 5] on meta}, "optimizer": ...}
+    state_to_save(...)      {"model": {"weight": BoxedTensor [4, 5]},     "optimizer": ...}
+
+What is loaded goes into copies. They replace the model's own when all has been read, so a file that
+turns out to be damaged has changed nothing.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    _init_optim_state,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+from torch.utils._pytree import tree_map
+
+from minifsdp.between_steps.as_dtensors import shown_as
+from minifsdp.between_steps.boxes import BoxedTensor, boxed
+from minifsdp.between_steps.unit_dtensors import mesh_of_unit
+from minifsdp.rows import local_shape
+from minifsdp.support.dtensors import dtensor, standalone
+from minifsdp.unit import Unit
+
+
+def state_to_save(model: nn.Module, *optimizers: Optimizer) -> dict[str, Any]:
+    """The state to be saved, now: the next step changes it, unless it has been written or copied
+    (``dcp.async_save`` returns when it has a copy). Every rank has to call it.
+
+    Args:
+        model: a FullyShardedDataParallel, one with such modules inside, or one that fully_shard was
+            given.
+        optimizers: of ``model.parameters()``.
+
+    Returns:
+        ``{"model": {name: tensor}, "optimizer": {"state": {name: {...}}, "param_groups": [...]}}``
+
+    Raises:
+        RuntimeError: as :func:`minifsdp.as_dtensors`.
+    """
+    form = InPlace(standalone)
+    with shown_as(form, model, optimizers, writeback=False):
+        state: dict[str, Any] = tree_map(form.boxed, _state(model, optimizers))
+    return state
+
+
+@contextmanager
+def state_to_load(model: nn.Module, *optimizers: Optimizer) -> Iterator[dict[str, Any]]:
+    """The state to be loaded into: what it has at the end of the block, model and optimizers get.
+    Nothing is changed if an exception ends the block. Every rank has to take part.
+
+    Args, and what it yields: as :func:`state_to_save`. An optimizer that has not stepped gets its
+    state first, by torch's rule: a step with zeros for gradients and for the learning rate.
+
+    Raises:
+        RuntimeError: as :func:`minifsdp.as_dtensors`, when the block begins or ends.
+    """
+    for optimizer in optimizers:
+        _init_optim_state(optimizer)
+    form = InPlace(Tensor.clone)
+    with torch.no_grad(), shown_as(form, model, optimizers, writeback=True):
+        named = _state(model, optimizers)
+        loaded = tree_map(form.boxed, named)
+        yield loaded
+        loaded = tree_map(lambda n, v: n if isinstance(v, BoxedTensor) else v, named, loaded)
+        set_state_dict(
+            model,
+            optimizers,
+            model_state_dict=loaded["model"],
+            optim_state_dict=loaded["optimizer"],
+        )
+
+
+def _state(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> dict[str, Any]:
+    params, states = get_state_dict(model, optimizers)
+    return {"model": dict(params), "optimizer": states}
+
+
+class InPlace:
+    """DTensors that stand for chunks, and have no values.
+
+    Args:
+        own: of a tensor of the model, what is saved or loaded in its place: the same, or a copy.
+    """
+
+    copies = False
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+        self._chunks: dict[tuple[Unit, str], Tensor] = {}
+        self._boxes: dict[int, BoxedTensor] = {}  # by the storage of the DTensor that stands for it
+        self._storages: list[Any] = []  # so that no other one gets the same address
+
+    def split(self, unit: Unit, chunk: Tensor, name: str) -> list[DTensor]:
+        chunk = self._chunks[unit, name] = self.own(chunk.detach())
+        mesh, found = mesh_of_unit(unit), []
+        for tensor in boxed(unit, chunk):
+            shape = tensor.shape
+            if shape:
+                shape = local_shape(shape, unit.shard_rank, unit.shard_world_size)
+            local = torch.empty(shape, dtype=chunk.dtype, device="meta")
+            self._storages.append(local.untyped_storage())
+            self._boxes[self._storages[-1]._cdata] = tensor
+            found.append(dtensor(unit, mesh, tensor.shape, local))
+        return found
+
+    def join(self, unit: Unit, dtensors: list[DTensor], name: str) -> Tensor:
+        return self._chunks[unit, name]
+
+    def boxed(self, value: Any) -> Any:
+        """The boxes for which a DTensor stands. Of other tensors what ``own`` returns."""
+        if not isinstance(value, Tensor):
+            return value
+        if isinstance(value, DTensor) and value._local_tensor.is_meta:
+            return self._boxes[value._local_tensor.untyped_storage()._cdata]
+        return self.own(value)
