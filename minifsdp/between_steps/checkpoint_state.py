@@ -18,7 +18,7 @@ turns out to be damaged has changed nothing.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -72,20 +72,27 @@ def state_to_load(model: nn.Module, *optimizers: Optimizer) -> Iterator[dict[str
     Raises:
         RuntimeError: as :func:`minifsdp.as_dtensors`, when the block begins or ends.
     """
-    for optimizer in optimizers:
-        _init_optim_state(optimizer)
     form = InPlace(Tensor.clone)
-    with torch.no_grad(), shown_as(form, model, optimizers, writeback=True):
-        named = _state(model, optimizers)
-        loaded = tree_map(form.boxed, named)
-        yield loaded
-        loaded = tree_map(lambda n, v: n if isinstance(v, BoxedTensor) else v, named, loaded)
-        set_state_dict(
-            model,
-            optimizers,
-            model_state_dict=loaded["model"],
-            optim_state_dict=loaded["optimizer"],
-        )
+    with ExitStack() as undo:
+        for optimizer in optimizers:
+            if not optimizer.state:
+                undo.callback(optimizer.state.clear)
+                _init_optim_state(optimizer)
+        with torch.no_grad(), shown_as(form, model, optimizers, writeback=True):
+            named = _state(model, optimizers)
+            loaded = tree_map(form.boxed, named)
+            yield loaded
+            params, states = (
+                tree_map(_named_again, named[part], loaded[part])
+                for part in named  # a program may have added parts of its own
+            )
+            set_state_dict(model, optimizers, model_state_dict=params, optim_state_dict=states)
+        undo.pop_all()
+
+
+def _named_again(named: Any, loaded: Any) -> Any:
+    """What set_state_dict takes: for boxes the DTensor that stands for them."""
+    return named if isinstance(loaded, BoxedTensor) else loaded
 
 
 def _state(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> dict[str, Any]:

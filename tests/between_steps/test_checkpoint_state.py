@@ -175,6 +175,10 @@ def test_a_load_that_fails_has_changed_nothing(way, tmp_path):
         dcp.load(state, checkpoint_id=tmp_path)
     assert_same(whole(state_of(model, optimizer)), before)
     train(model, optimizer, 2)
+    fresh = torch.optim.AdamW(model.parameters())
+    with quietly(), pytest.raises(CheckpointException), state_to_load(model, fresh) as state:
+        dcp.load(state, checkpoint_id=tmp_path)
+    assert not fresh.state  # its first step is still the first one
 
 
 @pytest.mark.parametrize("way", ["chunks", "rows"])

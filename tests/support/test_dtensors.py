@@ -54,7 +54,8 @@ def test_like_another_but_of_any_dtype():
 
 @on_ranks(2)
 def test_what_stands_alone_is_the_same_memory_from_its_beginning():
-    _, bias = stack(1, 5, use_orig_params=True).parameters()
+    bias = dict(stack(1, 5, use_orig_params=True).named_parameters())
+    _, bias = bias.popitem()
     assert bias.storage_offset() > 0  # behind the weight, in the shard of the unit
     alone = standalone(bias)
     assert alone.storage_offset() == 0 == alone.to_local().storage_offset()
