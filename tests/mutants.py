@@ -907,7 +907,7 @@ MUTANTS = [
     Mutant("sim/training/fsdp2", "the next gather does not wait for the copy", "            self.streams.unshard.wait_event(self._copied[1])\n", ""),
     Mutant("sim/training/fsdp2", "the next unit is gathered beside this one", "            pending.next = target", "            super().prefetch(target, listed)"),
     Mutant("sim/training/fsdp2", "in the forward each copy is waited for", "        if backward:\n            self.let_go()", "        if True:\n            self.let_go()"),
-    Mutant("sim/views/spans", "gaps are closed", "and entry.start - last.end < 2e-5", ""),
+    Mutant("sim/views/spans", "gaps are closed", "and entry.start - last.end < GAP", ""),
     Mutant("sim/views/spans", "each kernel is a span", "if last is not None and last.name == unit and", "if False and"),
     Mutant("sim/views/spans", "every wait is the limiter's", "name = LIMITER if entry.by_limiter else STALL", "name = LIMITER"),
     Mutant("sim/views/timeline", "the legend has what is not there", "            if kind in kinds\n", ""),
