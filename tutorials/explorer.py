@@ -213,7 +213,7 @@ def packed_all() -> tuple[dict[str, Any], bytes]:
 def main() -> None:
     """Write explorer.html, and explorer.svg for those who read where no script runs."""
     known, steps = packed_all()
-    places = {"data": json.dumps(known), "steps": base64.b64encode(steps).decode()}
+    places = {"data": json.dumps(known, separators=(",", ":")), "steps": base64.b64encode(steps).decode()}
     page = fill_in(HERE / "explorer_page.html", places)
     (HERE / "explorer.html").write_text(page)
     settings = {name: values[0] for name, values in MODELS["large"].settings.items()}
