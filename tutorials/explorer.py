@@ -23,12 +23,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))  # as for `python -m minifsdp.sim` in the repository's root
 
-from minifsdp.sim.cli.options import Parser, add_settings
+from minifsdp.sim.__main__ import parser
 from minifsdp.sim.cli.run import measure
 from minifsdp.sim.figures.report import last_step
 from minifsdp.sim.tape import HOST, STREAMS, Entry, Memory, Phase
@@ -45,7 +44,7 @@ def demo() -> Job:
 
     def loss(model: nn.Module, batch: int, length: int) -> torch.Tensor:
         tokens = torch.zeros(batch, length, dtype=torch.long)
-        return functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+        return nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
 
     return Job(lambda: train_gpt.GPT(layers=4, width=128), (train_gpt.Block,), loss)
 
@@ -76,7 +75,7 @@ MODELS = {
     "large": Model(
         "a large GPT",
         "1.4 billion parameters: six blocks as wide as those of a model of 7 billion. "
-        "2 nodes with 8 A100 of 40 GB each, texts of 1,024 tokens, AdamW.",
+        "2 nodes with 8 A100 of 40 GB each, texts of 1,024 tokens.",
         "--model tutorials.explorer:large --nodes 2 --gpus 8 --seq 1024 --steps 2",
         SCHEDULE
         | {"network": ["400", "100"], "batch": ["4", "1"]}
@@ -84,8 +83,7 @@ MODELS = {
     ),
     "demo": Model(
         "the GPT of make demo",
-        "0.9 million parameters in four blocks. 2 nodes with one A100 each, texts of 64 tokens, "
-        "AdamW.",
+        "0.9 million parameters in four blocks. 2 nodes with one A100 each, texts of 64 tokens.",
         "--model tutorials.explorer:demo --nodes 2 --gpus 1 --seq 64 --steps 2",
         SCHEDULE
         | {"network": ["10", "100"], "batch": ["16", "256"]}
@@ -99,11 +97,10 @@ KINDS = (
 )
 LEVELS = ("reserved", "active", "allocated")
 FIGURES = (
-    *("step", "compute", "communication", "exposed communication", "idle"),
-    *("host stalls in the limiter", "other host stalls", "bytes sent", "peak unsharded units"),
-    *("peak reserved", "peak active", "peak allocated", "cudaMallocs", "retries"),
-    *("tokens/s per GPU", "MFU", "binds", "advice"),
-)
+    "step, compute, communication, exposed communication, idle, host stalls in the limiter, "
+    "other host stalls, bytes sent, peak unsharded units, peak reserved, peak active, "
+    "peak allocated, cudaMallocs, retries, tokens/s per GPU, MFU, binds, advice"
+).split(", ")
 """Of those of `python -m minifsdp.sim --json`, what the page has."""
 COLUMNS = 128
 """Of the curves of memory, over a step."""
@@ -114,14 +111,13 @@ FULL = 2**16 - 1
 def canonical(settings: dict[str, str]) -> dict[str, str]:
     """Settings that give the same run, with the defaults for those that make no difference there.
     tests/test_explorer.py runs both."""
-    same = dict(settings)
-    if settings["strategy"] != "no_shard" and settings["unit"] == "model":
-        same["strategy"] = "full_shard"  # the root keeps its parameters until the backward anyway
-    free = {"full_shard": (), "shard_grad_op": ("limit", "backward")}
-    ignored = free.get(settings["strategy"], tuple(SCHEDULE)[:3])
-    if settings["unit"] == "model":
-        ignored = tuple(SCHEDULE)[:3]  # there is no other unit to gather ahead
-    return same | {name: SCHEDULE[name][0] for name in ignored}
+    schedule = ["limit", "backward", "forward"]
+    ignored = {"full_shard": [], "shard_grad_op": schedule[:2], "no_shard": schedule}
+    names = ignored[settings["strategy"]]
+    if settings["unit"] == "model":  # there is no other unit to gather ahead, and the root keeps
+        # its parameters until the backward anyway
+        names = schedule + ["strategy"] * (settings["strategy"] != "no_shard")
+    return settings | {name: SCHEDULE[name][0] for name in names}
 
 
 def command(model: str, settings: dict[str, str]) -> str:
@@ -135,9 +131,7 @@ def run(line: str) -> tuple[dict[str, Any], list[Entry]]:
     Raises:
         RuntimeError: it does not fit. The page has no words for that; choose other values.
     """
-    parser = Parser()
-    add_settings(parser)
-    figures, gpu = measure(parser.parse_args(line.split()))
+    figures, gpu = measure(parser().parse_args(line.split()))
     if gpu is None:
         raise RuntimeError(f"{line}: does not fit on the virtual GPU: {figures['why']}")
     return figures, gpu.tape
@@ -213,14 +207,13 @@ def packed_all() -> tuple[dict[str, Any], bytes]:
 def main() -> None:
     """Write explorer.html, and explorer.svg for those who read where no script runs."""
     known, steps = packed_all()
-    places = {"data": json.dumps(known, separators=(",", ":")), "steps": base64.b64encode(steps).decode()}
-    page = fill_in(HERE / "explorer_page.html", places)
-    (HERE / "explorer.html").write_text(page)
+    data = json.dumps(known, separators=(",", ":"))
+    places = {"data": data, "steps": base64.b64encode(steps).decode()}
+    (HERE / "explorer.html").write_text(fill_in(HERE / "explorer_page.html", places))
     settings = {name: values[0] for name, values in MODELS["large"].settings.items()}
-    limits = {"no limit": "none", "a limit of 2 units": "2"}
     tapes = {
         f"{MODELS['large'].title}, {words}": run(command("large", settings | {"limit": limit}))[1]
-        for words, limit in limits.items()
+        for words, limit in (("no limit", "none"), ("a limit of 2 units", "2"))
     }
     (HERE / "explorer.svg").write_text(svg(tapes))
 
