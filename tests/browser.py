@@ -23,9 +23,9 @@ CHROMIUM = next(
 )
 PATIENCE = 120  # seconds for an answer, on a machine however busy
 # Chromium reads what it is told from file 3, and answers on file 4.
-START = """import os, sys
-told, answers = map(int, sys.argv[1:3])
-told, answers = os.dup(told), os.dup(answers)  # should one of them be 3 or 4 by now
+START = """import fcntl, os, sys
+# First out of the way, for one of them may be 3 or 4 by now.
+told, answers = (fcntl.fcntl(int(it), fcntl.F_DUPFD, 10) for it in sys.argv[1:3])
 os.dup2(told, 3), os.dup2(answers, 4)
 os.execv(sys.argv[3], sys.argv[3:])"""
 KEYS = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}

@@ -97,10 +97,11 @@ KINDS = (
 )
 LEVELS = ("reserved", "active", "allocated")
 FIGURES = (
-    "step, compute, communication, exposed communication, idle, host stalls in the limiter, "
-    "other host stalls, bytes sent, peak unsharded units, peak reserved, peak active, "
-    "peak allocated, cudaMallocs, retries, tokens/s per GPU, MFU, binds, advice"
-).split(", ")
+    *("step", "compute", "communication", "exposed communication", "idle", "bytes sent"),
+    *("host stalls in the limiter", "other host stalls", "peak unsharded units"),
+    *("peak reserved", "peak active", "peak allocated", "cudaMallocs", "retries"),
+    *("tokens/s per GPU", "MFU", "binds", "advice"),
+)
 """Of those of `python -m minifsdp.sim --json`, what the page has."""
 COLUMNS = 128
 """Of the curves of memory, over a step."""
@@ -154,9 +155,8 @@ def packed(line: str) -> tuple[str, bytes]:
         words += map(part, (piece.launched, piece.start, piece.end))
         words += itertools.chain(*((number, part(time)) for number, time in piece.waits))
     phases = {e.name: part(e.time) for e in entries if isinstance(e, Phase)}
-    figures = {name: figures[name] for name in FIGURES}
-    text = json.dumps({"figures": figures, "units": units, "phases": phases})
-    return text, struct.pack(f"<{len(words)}H", *words) + curves(entries, start, end)
+    its = {"figures": {n: figures[n] for n in FIGURES}, "units": units, "phases": phases}
+    return json.dumps(its), struct.pack(f"<{len(words)}H", *words) + curves(entries, start, end)
 
 
 def curves(entries: list[Entry], start: float, end: float) -> bytes:
@@ -170,8 +170,8 @@ def curves(entries: list[Entry], start: float, end: float) -> bytes:
     for place, entry in enumerate(memory):
         for row, level in zip(rows, LEVELS, strict=True):
             height = -(-getattr(entry, level) * 255 // most)
-            for column in range(columns[place], columns[place + 1] + 1):
-                row[column] = max(row[column], height)
+            these = slice(columns[place], columns[place + 1] + 1)
+            row[these] = bytes(max(height, other) for other in row[these])
     return b"".join(rows)
 
 
@@ -195,10 +195,8 @@ def packed_all() -> tuple[dict[str, Any], bytes]:
         done = dict(zip(every, pool.map(packed, every, chunksize=8), strict=True))
     numbers = {run: number for number, run in enumerate(dict.fromkeys(done.values()))}
     starts = itertools.accumulate((len(step) for _, step in numbers), initial=0)
-    models = {
-        name: model._asdict() | {"index": [numbers[done[line]] for line in lines[name]]}
-        for name, model in MODELS.items()
-    }
+    indices = {name: [numbers[done[line]] for line in lines[name]] for name in MODELS}
+    models = {name: its._asdict() | {"index": indices[name]} for name, its in MODELS.items()}
     runs = [json.loads(text) | {"at": at} for (text, _), at in zip(numbers, starts, strict=False)]
     known = {"lanes": LANES, "kinds": KINDS, "levels": LEVELS, "columns": COLUMNS, "full": FULL}
     return known | {"models": models, "runs": runs}, b"".join(step for _, step in numbers)
