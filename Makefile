@@ -78,6 +78,7 @@ predictions: $(INSTALLED)  ## published training runs, and what the virtual GPU 
 
 tutorials: $(INSTALLED)  ## the pages in tutorials/, by running them
 	@$(PY) tutorials/build.py $(ARGS)
+	@$(if $(ARGS),,$(PY) -W ignore tutorials/explorer.py)
 
 bench: $(INSTALLED)  ## against torch's FSDP1 and DDP, as ratios
 	@$(PY) -m tests.bench.engine $(ARGS)

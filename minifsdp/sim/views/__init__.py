@@ -1,6 +1,7 @@
 """A run to look at.
 
 spans.py      who was busy when
+pieces.py     the same by units, and what each waits for
 svg.py        a sheet to draw on
 timeline.py   pictures
 frames.py     which lines of the program asked for memory

@@ -15,8 +15,8 @@ from minifsdp.sim.figures.words import in_words
 from minifsdp.sim.tape import HOST, STREAMS, Entry, Memory, Phase, Wait
 from minifsdp.sim.views.spans import turns
 
-PLACE = "/* data */"
-"""Where viewer.html has the data."""
+SHARED = Path(__file__).parent / "shared"
+"""What pages have in common: shared.css and shared.js."""
 
 
 def html(tape: list[Entry], figures: dict[str, Any], title: str = "") -> str:
@@ -25,10 +25,27 @@ def html(tape: list[Entry], figures: dict[str, Any], title: str = "") -> str:
     Args:
         figures: shown as they are printed.
     """
-    page = (Path(__file__).parent / "viewer.html").read_text()
+    text = json.dumps(data(tape, figures, title), separators=(",", ":"))
+    return fill_in(Path(__file__).parent / "viewer.html", {"data": text})
+
+
+def fill_in(template: Path, places: dict[str, str]) -> str:
+    """A page from a template: data for ``/* data */`` and so on, and for ``/* shared.css */`` and
+    ``/* shared.js */`` what all pages have in common.
+
+    Raises:
+        ValueError: the template has no such place, or several.
+    """
+    page = template.read_text()
+    shared = {kind: (SHARED.with_suffix(kind)).read_text() for kind in (".css", ".js")}
     # In a script "</" could end it.
-    text = json.dumps(data(tape, figures, title), separators=(",", ":")).replace("</", "<\\/")
-    return page.replace(PLACE, text)
+    its = {name: text.replace("</", "<\\/") for name, text in places.items()}
+    for name, text in ({f"shared{kind}": text for kind, text in shared.items()} | its).items():
+        before, *after = page.split(f"/* {name} */")
+        if len(after) != 1:
+            raise ValueError(f"{template.name} has {len(after)} places for {name!r}, not one")
+        page = before + text + after[0]
+    return page
 
 
 def data(tape: list[Entry], figures: dict[str, Any], title: str = "") -> dict[str, Any]:

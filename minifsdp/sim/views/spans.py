@@ -8,6 +8,7 @@ from minifsdp.sim.tape import COMPUTE, HOST, STREAMS, Entry, Op, Phase, Wait
 
 LIMITER, STALL = "limiter", "host waits"
 OPTIMIZER, LOSS = "optimizer", "loss"
+GAP = 2e-5  # seconds; work of one unit with less than this in between is drawn as one
 
 
 class Span(NamedTuple):
@@ -35,7 +36,7 @@ def spans(entries: list[Entry]) -> list[Span]:
             if unit not in ("", LOSS, OPTIMIZER):
                 numbers.setdefault(unit, len(numbers))
             number = numbers.get(unit, -1)
-            if last is not None and last.name == unit and entry.start - last.end < 2e-5:
+            if last is not None and last.name == unit and entry.start - last.end < GAP:
                 open_[entry.stream] = last._replace(end=entry.end)
                 continue
             if last is not None:

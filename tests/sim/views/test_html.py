@@ -2,19 +2,15 @@
 
 import json
 import re
-import shutil
 import subprocess
 
 import pytest
 
 from minifsdp.sim.cli.run import measure
 from minifsdp.sim.figures.memory_report import KINDS
-from minifsdp.sim.views.html import data, html
+from minifsdp.sim.views.html import data, fill_in, html
+from tests.browser import CHROMIUM
 from tests.sim.cli.test_run import SMALL, options
-
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +56,18 @@ def test_at_all_times_the_buffers_are_what_is_allocated(run):
     assert {its["names"][op[2]] for op in its["ops"]} >= {"0", "3", "optimizer"}
 
 
+def test_a_template_has_one_place_for_each_thing(tmp_path):
+    template = tmp_path / "page.html"
+    parts = "/* shared.css */<script>/* shared.js */ /* steps */</script>"
+    template.write_text(parts)
+    page = fill_in(template, {"steps": "</script>"})
+    assert ":root" in page and "function size(" in page and page.endswith(" <\\/script></script>")
+    for wrong, count in (("", 0), ("/* steps */", 2)):
+        template.write_text(parts.replace("/* steps */", wrong * count))
+        with pytest.raises(ValueError, match=f"page.html has {count} places for 'steps', not one"):
+            fill_in(template, {"steps": "1"})
+
+
 def test_an_empty_tape_is_a_page_too():
     assert embedded(html([], {}))["length"] == 0
 
@@ -80,12 +88,12 @@ document.title = JSON.stringify(told);
 </script>"""
 
 
-@pytest.mark.skipif(BROWSER is None, reason="viewer.html in a browser: there is no chromium here")
+@pytest.mark.skipif(CHROMIUM is None, reason="viewer.html in a browser: there is no chromium here")
 def test_a_browser_shows_it(run, tmp_path):
     figures, tape = run
     page = tmp_path / "page.html"
     page.write_text(html(tape, figures) + ASK)
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()]
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()]
     out = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
     (title,) = re.findall("<title>(.*?)</title>", out, re.S)
     first, second, zoomed, wheeled, whole, last = json.loads(
