@@ -37,6 +37,9 @@ class Gpu:
     passes: float  # share of `bandwidth` that all other kernels reach
     error: float  # of predicted tokens per second: 0.1 is a tenth, either way
     hopper: bool = False
+    tile: int = 128  # rows and columns of a tile of a product
+    tile_overhead: int = 128  # what a tile takes to begin and to end, in steps along the inner size
+    row_overhead: int = 256  # what a row of attention's tiles takes to begin and to end, in keys
 
 
 GPUS = {
