@@ -190,6 +190,8 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.clock.work(self.cluster.launch)
             stream, launched = self._current, self.clock.now
             times = launched, *self._launch(cost)
+            if self.cluster.host_computes and stream == COMPUTE:
+                self.clock.block(times[-1])
         # A tensor without elements may be in memory that was freed, and is not read.
         reads = [self.buffer(tensor) for tensor in call.read if tensor.numel()]
         writes = [self.buffer(t) for t in (*call.written, *call.made) if t.numel()]

@@ -27,9 +27,10 @@ import minifsdp.comm.collectives
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
 from minifsdp.sim.__main__ import parser
+from minifsdp.sim.cli.machine import machine
 from minifsdp.sim.cli.run import simulate
 from minifsdp.sim.hardware.costs import Cluster
-from minifsdp.sim.hardware.gpus import GPUS, preset
+from minifsdp.sim.hardware.gpus import GPUS
 from minifsdp.sim.training.presets import find
 from minifsdp.sim.training.wrapped import PRECISION, limit_of
 
@@ -92,7 +93,8 @@ def _cycles_per_second(cycles: int = 100_000_000) -> float:
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
     """Figures of the real GPU."""
-    cluster = Cluster(preset(options.gpu), options.nodes, options.gpus, options.network * 1e9 / 8)
+    gpu, around = machine(options)
+    cluster = Cluster(gpu, **around)
     job, here = find(options.model), torch.device("cuda", torch.cuda.current_device())
     torch.cuda.empty_cache()
     store = torch._C._distributed_c10d.HashStore()

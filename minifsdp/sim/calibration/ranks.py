@@ -4,97 +4,94 @@ They find each other by a file, so that no port is needed. On a machine with GPU
 with NCCL between them; else each has its share of the CPU's cores, with gloo.
 """
 
-import json
 import os
+import pickle
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
 
 from minifsdp.sim.calibration import collectives, host, kernels
-from minifsdp.sim.calibration.fit import Sample
-from minifsdp.sim.hardware.gpus import Gpu
+from minifsdp.sim.calibration.machine import Device, Samples
+from minifsdp.sim.hardware.gpus import like
 
 
-@dataclass
-class Samples:
-    """What one rank, or all of them, have measured. Times are in seconds."""
-
-    products: list[Sample]  # in 16 bits
-    products_fp32: list[Sample]
-    attention: list[Sample]
-    passes: list[Sample]
-    collectives: list[Sample]
-    beside: list[float]
-    launch: list[float]
-    host: list[float]  # bytes per second in its memory
-    copies: list[float]  # bytes per second between the host and the device
-    taken: list[int]  # bytes that CUDA and NCCL have of the device
+def this_machine(ranks: int) -> Device:
+    """What the devices of ``ranks`` ranks are."""
+    if not torch.cuda.is_available():
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Device("cpu", memory // ranks, ranks)
+    properties = torch.cuda.get_device_properties(0)
+    name, memory = properties.name, properties.total_memory
+    multiprocessors = properties.multi_processor_count
+    return Device(name, memory, ranks, multiprocessors, like(name, memory), cpu=False)
 
 
-def measure(ranks: int, like: Gpu, low: torch.dtype) -> list[Samples]:
-    """Start the ranks, and collect what they have measured.
-
-    Args:
-        like: its tiles and multiprocessors count, where sizes of products do.
-        low: the dtype of 16 bits to measure with.
+def samples(device: Device) -> Samples:
+    """Start the ranks, and put together what they have measured.
 
     Raises:
-        Exception: a rank has failed.
+        RuntimeError: a rank has failed; says how.
     """
     with tempfile.TemporaryDirectory(prefix="minifsdp-") as folder:
-        torch.multiprocessing.spawn(_rank, (ranks, folder, like, low), nprocs=ranks)
-        reports = (json.loads(Path(folder, str(rank)).read_text()) for rank in range(ranks))
-        return [
-            Samples(**{k: [Sample(*v) if isinstance(v, list) else v for v in vs]
-                       for k, vs in report.items()})
-            for report in reports
-        ]
+        try:
+            spawn(_rank, (device, folder), nprocs=device.ranks)
+        except (ProcessExitedException, ProcessRaisedException) as error:
+            last = str(error).strip().splitlines()[-1]
+            raise RuntimeError(f"a rank has failed: {last}") from error
+        reports = [pickle.loads(Path(folder, str(r)).read_bytes()) for r in range(device.ranks)]
+    together = {
+        field.name: [each for report in reports for each in getattr(report, field.name)]
+        for field in fields(Samples)
+    }
+    return Samples(**together)
 
 
-def _rank(rank: int, ranks: int, folder: str, like: Gpu, low: torch.dtype) -> None:
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+def _rank(rank: int, device: Device, folder: str) -> None:
+    here = torch.device("cpu") if device.cpu else torch.device("cuda", rank)
+    if device.cpu:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // device.ranks))
     else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+        torch.cuda.set_device(here)
     dist.init_process_group(
-        "nccl" if cuda else "gloo",
+        "gloo" if device.cpu else "nccl",
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
-        world_size=ranks,
+        world_size=device.ranks,
     )
-    found = measured(device, dist.group.WORLD, like, low)
-    Path(folder, str(rank)).write_text(json.dumps(asdict(found)))
-    dist.barrier()
+    found = measured(here, device)
+    Path(folder, str(rank)).write_bytes(pickle.dumps(found))
+    dist.barrier()  # who leaves early hangs up on one that is still measuring
     dist.destroy_process_group()
 
 
-def measured(device, group, like, low) -> Samples:
-    fp32 = torch.float32
-    usual = low if device.type == "cuda" else fp32
-    dist.barrier(group)  # all at once, as in training
+def measured(here: torch.device, device: Device) -> Samples:
+    """On one rank, while the others do the same: they share the host's memory in training, too."""
+    group = dist.group.WORLD
+    assert group is not None
+    low, fp32 = torch.bfloat16, torch.float32
+    usual = fp32 if device.cpu else low
+    dist.barrier()
     return Samples(
-        products=kernels.products(device, low, like),
-        products_fp32=kernels.products(device, fp32, like),
-        attention=kernels.attentions(device, usual),
-        passes=kernels.passes(device, usual),
-        collectives=collectives.alone(device, group),
-        beside=[collectives.beside(device, usual, group)],
-        launch=[host.launch(device)],
+        collectives=collectives.alone(here, group),
+        beside=[collectives.beside(here, usual, group)],
+        launch=[host.launch(here)],
+        passes=kernels.passes(here, usual),
+        attention=kernels.attentions(here, usual),
+        products_fp32=kernels.products(here, fp32, device),
+        products=kernels.products(here, low, device),
         host=[host.bandwidth()],
-        copies=[kernels.copies(device)],
-        taken=[_taken(device)],
+        copies=[kernels.copies(here)],
+        taken=[_taken(here)],
     )
 
 
-def _taken(device: torch.device) -> int:
-    """What is gone of a GPU's memory beside what PyTorch has reserved."""
-    if device.type != "cuda":
+def _taken(here: torch.device) -> int:
+    """Bytes that are gone of a GPU's memory beside what PyTorch has reserved."""
+    if here.type != "cuda":
         return 0
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(here)
+    return total - free - torch.cuda.memory_reserved(here)

@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any, NoReturn
 
 from minifsdp.sim.cli.conflicts import check
+from minifsdp.sim.cli.machine import GPU, GPUS_PER_NODE, NETWORK
 from minifsdp.sim.cli.values import (
     NOTHING_CLOSE,
     alloc,
@@ -33,6 +34,16 @@ ATTENTION = ("auto", "flash", "cudnn", "efficient", "math")
 ENGINES = ("minifsdp", "fsdp1", "fsdp2")
 OPTIMIZERS = ("sgd", "adam", "adamw", "adamw-8bit", "adamw-bf16")
 YES = ("no", "yes")
+COMMANDS = ["plan", "calibrate"]
+FILES = {
+    "svg": "draw the step",
+    "html": "the step, to look around in with a browser",
+    "trace": "for ui.perfetto.dev",
+    "snapshot": "for pytorch.org/memory_viz",
+}
+"""What can be written, by option."""
+OTHERS = (*FILES, "sweep", "races", "json", "against")
+"""Options that are not settings of a run."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,8 +56,8 @@ class Parser(argparse.ArgumentParser):
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             option = unknown[0].partition("=")[0]
-            names = list(self._option_string_actions) if option.startswith("-") else ["plan"]
-            close = "; it comes first" if option == "plan" else meant(option, names)
+            names = list(self._option_string_actions) if option.startswith("-") else COMMANDS
+            close = "; it comes first" if option in COMMANDS else meant(option, names)
             self.error(f"{option} is not known here{close or NOTHING_CLOSE}")
         return found
 
@@ -64,10 +75,12 @@ def add_settings(p: argparse.ArgumentParser) -> None:
     add("--model", "gpt-125m", f"{', '.join(SIZES)}; module:callable; or hf:CLASS, with --config")
     add("--config", "", "of an hf: model, a JSON file")
     add("--input", "", "of a model of your own: one sample's shape, as 3x224x224", shape)
-    add("--gpu", "a100-40", ", ".join(GPUS), one_of(*GPUS))
+    add("--gpu", None, f"{', '.join(GPUS)} (default: {GPU})", one_of(*GPUS))
+    add("--cluster", "", "instead of --gpu: a file of constants, which calibrate has made")
     add("--nodes", 1, "of the cluster", whole(16_384))
-    add("--gpus", 8, "of a node", whole(1024))
-    add("--network", 400, "of a node, Gbit/s", number(0.001, 1e6))
+    gpus = f"of a node (default: {GPUS_PER_NODE}, or the --cluster file's)"
+    add("--gpus", None, gpus, whole(1024))
+    add("--network", NETWORK, "of a node, Gbit/s", number(0.001, 1e6))
     add(
         "--latency",
         None,
@@ -109,6 +122,47 @@ def add_settings(p: argparse.ArgumentParser) -> None:
     _choice(add, "--loss", ("whole", "fused", "chunked"), "memory of logits")
     _choice(add, "--optimizer", OPTIMIZERS, "and its states", "adamw")
     _choice(add, "--clip", YES, "gradients by their norm")
+
+
+def add_outputs(p: argparse.ArgumentParser) -> None:
+    """What to do with runs."""
+    p.add_argument(
+        "--sweep",
+        metavar="NAME=A,B,...",
+        action="append",
+        default=[],
+        help="a row for each value of a setting; with several, for each combination",
+    )
+    for name, what in FILES.items():
+        p.add_argument(f"--{name}", metavar="FILE", help=what)
+    p.add_argument(
+        "--against",
+        metavar="FILE",
+        help="compare memory with a snapshot, of torch.cuda.memory._dump_snapshot or --snapshot",
+    )
+    p.add_argument(
+        "--races",
+        action="store_true",
+        help="print waits that are missing (races.py), or that there are none; "
+        "the exit status does not change",
+    )
+    p.add_argument("--json", action="store_true", help="print settings and figures only")
+
+
+def add_calibrate(p: argparse.ArgumentParser) -> None:
+    """What to measure, or to read instead, and where to write."""
+    p.add_argument(
+        "-o", "--output", default="cluster.json", metavar="FILE", help="default: cluster.json"
+    )
+    ranks = "processes to measure with (default: one for each GPU; without GPUs 2)"
+    p.add_argument("--ranks", type=whole(1024), metavar="VALUE", help=ranks)
+    p.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="measure nothing; read a trace that torch.profiler has exported, with record_shapes",
+    )
+    like = "with --profile: whose constants to take for what is not in there: " + ", ".join(GPUS)
+    p.add_argument("--gpu", type=one_of(*GPUS), metavar="VALUE", help=like)
 
 
 def _choice(

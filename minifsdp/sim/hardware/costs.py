@@ -33,6 +33,8 @@ from minifsdp.sim.hardware.gpus import GB, GiB, Gpu
 from minifsdp.sim.hardware.kernels import ATTENTION_BACKWARD, PASS, PRODUCT, Kernel, kernel_of
 
 MICRO = 1e-6
+SHORTEST = 256
+"""Steps along the inner size of a product below which it is not cut."""
 SMALL_HEADS = 0.85
 """Attention with heads below 128, to that with 128: softmax is a larger part of it."""
 BACKWARD = 0.85
@@ -66,6 +68,7 @@ class Cluster:
     launch: float = 6 * MICRO  # the host, for each kernel
     moment: float = 40 * MICRO  # the host, for each piece of work that the engine submits
     launch_queue: int = 1024
+    host_computes: bool = False  # it does what it launches itself, and then goes on: a CPU
     cuda_malloc: float = 300 * MICRO
     cuda_free: float = 300 * MICRO
     alloc: str = ""  # as PYTORCH_CUDA_ALLOC_CONF; see memory/alloc_conf.py
@@ -117,7 +120,9 @@ class Cluster:
         *_, keys, inner = kernel.shape
         if kernel.kind == PRODUCT:
             begun = inner / (inner + self.gpu.tile_overhead)
-            return self.gpu.products * filled(kernel, self.gpu) * begun
+            gpu = self.gpu
+            filling = filled(kernel, gpu.tile, gpu.multiprocessors)
+            return gpu.products * filling * begun
         begun = keys / (keys + self.gpu.row_overhead)
         return self.gpu.attention * relative_speed(kernel) * begun
 
@@ -149,15 +154,15 @@ class Cluster:
         return max(moved * self.gpus_per_node / self.host_memory, self.kernel)
 
 
-def filled(kernel: Kernel, gpu: Gpu) -> float:
-    """Of the multiprocessors' work for a product, the share that is in tiles' whole area and in
-    whole waves."""
+def filled(kernel: Kernel, tile: int, multiprocessors: int) -> float:
+    """Of the multiprocessors' work for a product, the share that is in the area of whole tiles and
+    in whole waves."""
     products, rows, columns, inner = kernel.shape
-    tiles = products * ceil(rows / gpu.tile) * ceil(columns / gpu.tile)
-    used = products * rows * columns / (tiles * gpu.tile**2)
-    waves = tiles / gpu.multiprocessors
+    tiles = products * ceil(rows / tile) * ceil(columns / tile)
+    used = products * rows * columns / (tiles * tile**2)
+    waves = tiles / multiprocessors
     if waves < 1:  # then each product is also cut along its inner size
-        waves *= max(min(int(1 / waves), inner // (2 * gpu.tile_overhead or 1)), 1)
+        waves *= max(min(int(1 / waves), inner // SHORTEST), 1)
     return used * waves / ceil(waves)
 
 
