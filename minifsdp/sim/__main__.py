@@ -7,8 +7,8 @@
     python -m minifsdp.sim plan --model gpt-7b --nodes 2 --gpu a100-80 --batch 2
     python -m minifsdp.sim calibrate -o cluster.json
 
-It says whether it fits, how fast it is and what binds. ``plan`` (cli/plan.py) says which settings to
-use, and ``calibrate`` (cli/calibrate.py) measures the constants of one's own machine.
+It says whether it fits, how fast it is and what binds. ``plan`` (cli/plan.py) says which settings
+to use, and ``calibrate`` (cli/calibrate.py) measures the constants of one's own machine.
 
 torch takes seconds to import. So it is imported when the options are known to make sense, which is
 why some imports below are in functions.

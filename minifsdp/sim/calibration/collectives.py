@@ -18,15 +18,15 @@ CPU_SIZES = (2**12, 2**16, 2**18, 2**20)
 TAG = 0  # one after the other, so that all may have the same
 
 
-def alone(device: torch.device, group: dist.ProcessGroup) -> list[Sample]:
+def alone(here: torch.device, group: dist.ProcessGroup) -> list[Sample]:
     """All-gathers, reduce-scatters and all-reduces of several sizes: by steps of a ring, and by
     bytes that a rank sends."""
     ranks, samples = group.size(), []
-    for numel in CUDA_SIZES if device.type == "cuda" else CPU_SIZES:
-        full = torch.ones(numel // ranks * ranks, device=device)
+    for numel in _sizes(here) if ranks > 1 else ():
+        full = torch.ones(numel // ranks * ranks, device=here)
         steps, sent = ranks - 1, full.nbytes * (ranks - 1) / ranks
         for rounds, work in ((1, _gather), (1, _scatter), (2, _reduce)):
-            took = seconds(partial(work, full, group), device, group)
+            took = seconds(partial(work, full, group), here, group)
             samples.append(Sample(rounds * steps, rounds * sent, took))
     return samples
 
@@ -44,20 +44,27 @@ def _reduce(full: torch.Tensor, group: dist.ProcessGroup) -> None:
         finish()
 
 
-def beside(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup) -> float:
-    """The speed of products while an all-gather runs, to that without; between 0.05 and 1.
+def beside(here: torch.device, dtype: torch.dtype, group: dist.ProcessGroup) -> list[float]:
+    """What products lose beside an all-gather, in shares of the time that it takes alone.
 
-    Products that take three times as long as the gather are started behind it. If they are done so
-    much later than without it, they were so much slower meanwhile.
+    Products that take three times as long are started behind it. If they are done later than
+    without it, that much is lost. On a GPU it is a small share; on CPUs more than all, where
+    threads that send wait for a core that computes.
     """
-    full = torch.ones((CUDA_SIZES if device.type == "cuda" else CPU_SIZES)[-1], device=device)
-    full = full[: full.numel() // group.size() * group.size()]
-    chunk = full.new_empty(full.numel() // group.size())
-    side = 4096 if device.type == "cuda" else 256
-    factor = torch.ones(side, side, device=device, dtype=dtype)
-    gather = seconds(partial(_gather, full, group), device, group)
-    product = seconds(lambda: factor @ factor, device, group)
-    count = torch.tensor(3 * gather / product, device=device)
+    if group.size() < 2:
+        return []
+    side = 4096 if here.type == "cuda" else 256
+    factor = torch.ones(side, side, device=here, dtype=dtype)
+    product = seconds(lambda: factor @ factor, here, group)
+    return [_lost(size, factor, product, group) for size in _sizes(here)[1:]]
+
+
+def _lost(numel: int, factor: torch.Tensor, product: float, group: dist.ProcessGroup) -> float:
+    here, ranks = factor.device, group.size()
+    full = torch.ones(numel // ranks * ranks, device=here)
+    chunk = full.new_empty(numel // ranks)
+    gather = seconds(partial(_gather, full, group), here, group)
+    count = torch.tensor(3 * gather / product, device=here)
     dist.broadcast(count, group=group, group_src=0)
     repeat = int(count.item()) + 1
 
@@ -70,5 +77,8 @@ def beside(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup) -
         compute()
         finish()
 
-    lost = seconds(both, device, group) - seconds(compute, device, group)
-    return min(max(1 - lost / gather, 0.05), 1.0)
+    return max(seconds(both, here, group) - seconds(compute, here, group), 0.0) / gather
+
+
+def _sizes(here: torch.device) -> tuple[int, ...]:
+    return CUDA_SIZES if here.type == "cuda" else CPU_SIZES

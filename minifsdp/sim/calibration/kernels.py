@@ -50,7 +50,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def kernels_of(work: Work) -> list[Kernel]:
     """What a piece of work asks of a device."""
-    with Watch() as watch:
+    watch = Watch()
+    with watch:
         work()
     return watch.kernels
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from minifsdp.sim.calibration.fit import Sample, fit
@@ -11,8 +11,10 @@ from minifsdp.sim.hardware.costs import Cluster
 from minifsdp.sim.hardware.gpus import Gpu, preset
 
 LINKS_REACHED = 0.8
-"""As of hardware/costs.Cluster. What is measured has been reached, so links are said to be that much
-faster."""
+"""As of hardware/costs.Cluster. What is measured has been reached, so links are said to be that
+much faster."""
+SLOWEST = 0.05
+"""Of products' speed, what is left of it at least beside a collective."""
 ERROR = 0.15
 """Of predictions with a file's constants. No published runs are there to tell it from; on CPUs the
 demo's step comes within it (README.md)."""
@@ -27,7 +29,7 @@ class Samples:
     attention: list[Sample]  # on CUDA in 16 bits, on a CPU in fp32
     passes: list[Sample]
     collectives: list[Sample]
-    beside: list[float]  # speed of products beside a collective
+    beside: list[float]  # what products lose beside a collective, to what that takes alone
     launch: list[float]
     host: list[float]  # bytes per second in its memory
     copies: list[float]  # bytes per second between the host and the device
@@ -82,7 +84,8 @@ def gpu_of(found: Samples, device: Device) -> Gpu:
         bytes_per_second = 1 / _not_zero(found.passes, 1)
         gpu = replace(gpu, **_share(like, "bandwidth", "passes", bytes_per_second))
     if found.collectives:
-        gpu = replace(gpu, links=1 / _not_zero(found.collectives, 1) / LINKS_REACHED)
+        seconds = _not_zero(found.collectives, 1) * _longer(found)
+        gpu = replace(gpu, links=1 / seconds / LINKS_REACHED)
     if found.copies:
         gpu = replace(gpu, pcie=mean(found.copies) / LINKS_REACHED)
     return gpu
@@ -96,16 +99,24 @@ def around(found: Samples, device: Device) -> dict[str, Any]:
     if device.cpu:  # it launches nothing, and asks for memory as one goes along
         constants |= {"kernel": 0.0, "cuda_malloc": 0.0, "cuda_free": 0.0}
     if found.collectives:
-        constants["alpha_node"] = fit(found.collectives)[0]
+        constants["alpha_node"] = fit(found.collectives)[0] * _longer(found)
     if found.beside:
-        constants["beside_collectives"] = mean(found.beside)
+        constants["beside_collectives"] = min(max(1 - median(found.beside), SLOWEST), 1.0)
     if found.host:
         constants["host_memory"] = mean(found.host) * device.ranks
     if found.launch:
         constants["launch"] = mean(found.launch)
+        # Both are Python's; one that is slower here is slower there.
+        constants["moment"] = usual.moment * constants["launch"] / usual.launch
     if found.taken:
         constants["taken"] = max(found.taken)
     return constants
+
+
+def _longer(found: Samples) -> float:
+    """How many times as long collectives take in training: where products lose more time beside one
+    than it takes alone, it is that much longer itself."""
+    return max(median(found.beside), 1.0) if found.beside else 1.0
 
 
 def _rate(samples: Sequence[Sample]) -> tuple[float, float]:
@@ -121,7 +132,7 @@ def _not_zero(samples: Sequence[Sample], part: int) -> float:
     return fit(samples)[part] or fit([sample._replace(**other) for sample in samples])[part]
 
 
-def _share(like: Gpu | None, peak: str, share: str, measured: float) -> dict[str, float]:
+def _share(like: Gpu | None, peak: str, share: str, measured: float) -> dict[str, Any]:
     """A peak and the share of it that is reached. Of an unknown peak that is all that is known."""
     known = getattr(like, peak) if like else measured
     return {peak: known, share: measured / known}

@@ -28,8 +28,10 @@ from minifsdp.sim.hardware.costs import relative_speed
 from minifsdp.sim.hardware.gpus import like, preset
 from minifsdp.sim.hardware.kernels import ATTENTION, ATTENTION_BACKWARD, PRODUCT, Kernel
 
-BYTES = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "long int": 8, "bool": 1,
-         "BFloat16": 2, "Half": 2, "Float": 4, "Long": 8, "Byte": 1, "Int": 4, "int": 4}  # fmt: skip
+BYTES = {
+    "c10::BFloat16": 2, "c10::Half": 2, "float": 4, "int": 4, "long int": 8, "bool": 1,
+    "BFloat16": 2, "Half": 2, "Float": 4, "Int": 4, "Long": 8, "Byte": 1,
+}  # fmt: skip
 """By dtype, as operators name them and as collectives do."""
 LOW = ("c10::BFloat16", "c10::Half")
 FACTORS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1}
@@ -55,7 +57,9 @@ def read(path: str, gpu: str = "") -> tuple[Samples, Device]:
     events = [e for e in trace["traceEvents"] if isinstance(e, dict) and e.get("ph") == "X"]
     kernels = [e for e in events if e.get("cat") == "kernel" and e.get("dur", 0) > 0]
     if not kernels:
-        raise ValueError(f"--profile: {path!r} has no kernels of a GPU in it; profile a step on one")
+        raise ValueError(
+            f"--profile: {path!r} has no kernels of a GPU in it; profile a step on one"
+        )
     device = _device(path, trace, gpu, [e for e in kernels if "Group size" in _args(e)])
     found = Samples(*([] for _ in range(10)))
     by_operator: dict[Any, float] = defaultdict(float)  # seconds; several kernels may be one's
@@ -81,7 +85,9 @@ def _trace(path: str) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"--profile: cannot read {path!r}: {error.strerror}") from error
     except (ValueError, RecursionError, EOFError) as error:
-        raise ValueError(f"--profile: {path!r} is no JSON, as export_chrome_trace writes") from error
+        raise ValueError(
+            f"--profile: {path!r} is no JSON, as export_chrome_trace writes"
+        ) from error
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         raise ValueError(f"--profile: {path!r} is no trace, as torch's export_chrome_trace writes")
     return trace

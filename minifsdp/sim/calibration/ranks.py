@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
+from torch.multiprocessing.spawn import ProcessException, spawn
 
 from minifsdp.sim.calibration import collectives, host, kernels
 from minifsdp.sim.calibration.machine import Device, Samples
@@ -38,8 +38,8 @@ def samples(device: Device) -> Samples:
     """
     with tempfile.TemporaryDirectory(prefix="minifsdp-") as folder:
         try:
-            spawn(_rank, (device, folder), nprocs=device.ranks)
-        except (ProcessExitedException, ProcessRaisedException) as error:
+            spawn(_rank, (device, folder), nprocs=device.ranks)  # type: ignore[no-untyped-call]
+        except ProcessException as error:
             last = str(error).strip().splitlines()[-1]
             raise RuntimeError(f"a rank has failed: {last}") from error
         reports = [pickle.loads(Path(folder, str(r)).read_bytes()) for r in range(device.ranks)]
@@ -77,7 +77,7 @@ def measured(here: torch.device, device: Device) -> Samples:
     dist.barrier()
     return Samples(
         collectives=collectives.alone(here, group),
-        beside=[collectives.beside(here, usual, group)],
+        beside=collectives.beside(here, usual, group),
         launch=[host.launch(here)],
         passes=kernels.passes(here, usual),
         attention=kernels.attentions(here, usual),

@@ -1,5 +1,6 @@
 """How long something takes on a device: CUDA's, which does it later, or the CPU's."""
 
+import statistics
 import time
 from collections.abc import Callable
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from minifsdp.comm.collectives import add_up
 
 BATCHES = 9
-"""The fastest of so many counts: whatever else the machine does only makes them slower."""
+"""The median of so many counts. Training is disturbed, too, by whatever else a machine does."""
 LONG_ENOUGH = 0.01
 """Seconds of a batch. Short calls are repeated until it takes so long, so that the clock and the
 wait at the end do not count."""
@@ -24,7 +25,7 @@ def synchronize(device: torch.device) -> None:
 def seconds(
     work: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None = None
 ) -> float:
-    """Of one call of ``work``, in the fastest of several batches.
+    """Of one call of ``work``, the median of several batches.
 
     Args:
         group: all of its ranks do this together, and have to call it as often as each other.
@@ -34,7 +35,7 @@ def seconds(
     if group is not None:
         add_up(count, group, largest=True)
     repeat = int(count.item())
-    return min(_batch(work, repeat, device) for _ in range(BATCHES))
+    return statistics.median(_batch(work, repeat, device) for _ in range(BATCHES))
 
 
 def _batch(work: Callable[[], object], count: int, device: torch.device) -> float:

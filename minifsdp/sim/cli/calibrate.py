@@ -5,7 +5,7 @@ import argparse
 import torch
 
 from minifsdp.sim.calibration import profiles
-from minifsdp.sim.calibration.machine import Device, Samples, around, gpu_of
+from minifsdp.sim.calibration.machine import LINKS_REACHED, Device, Samples, around, gpu_of
 from minifsdp.sim.calibration.ranks import samples, this_machine
 from minifsdp.sim.cli.progress import Progress
 from minifsdp.sim.hardware.cluster_file import write
@@ -64,8 +64,9 @@ def _report(found: Samples, device: Device, path: str) -> str:
         "beside": f"{constants['beside_collectives']:.0%} of their speed",
         "launch": f"{constants['launch'] * 1e6:,.1f} us",
         "host": f"{constants['host_memory'] / 1e9:,.1f} GB/s",
-        "copies": f"{gpu.pcie * 0.8 / 1e9:,.1f} GB/s",
-        "collectives": f"{gpu.links * 0.8 / 1e9:,.2f} GB/s, {constants['alpha_node'] * 1e6:,.0f} us",
+        "copies": f"{gpu.pcie * LINKS_REACHED / 1e9:,.1f} GB/s",
+        "collectives": f"{gpu.links * LINKS_REACHED / 1e9:,.2f} GB/s, "
+        f"{constants['alpha_node'] * 1e6:,.0f} us",
         "attention": f"{gpu.attention:.0%} of the peak",
         "taken": f"{constants['taken'] / 2**20:,.0f} MiB",
     }
@@ -73,8 +74,7 @@ def _report(found: Samples, device: Device, path: str) -> str:
     missing = [WORDS[name] for name in WORDS if not getattr(found, name)]
     lines = [f"{device.name}, {device.ranks} ranks", *measured]
     if missing:
-        lines.append(f"not in there, so as of {device.like.name}: {', '.join(missing)}")
+        usual = f"of {device.like.name}" if device.like else "usual"
+        lines.append(f"not found, so as {usual}: {', '.join(missing)}")
     lines.append("not measured on one node: what is between nodes (--network, --latency)")
     return "\n".join([*lines, f"written to {path}; use it with --cluster {path}"])
-
-

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from minifsdp.sim.hardware.cluster_file import read
-from minifsdp.sim.hardware.gpus import GB, Gpu, GiB, preset
+from minifsdp.sim.hardware.gpus import GB, GiB, Gpu, preset
 
 GPU, GPUS_PER_NODE, NETWORK = "a100-40", 8, 400
 """What there is where nobody says anything."""
@@ -23,8 +23,8 @@ def machine(options: argparse.Namespace) -> tuple[Gpu, dict[str, Any]]:
     """
     if options.cluster and options.gpu is not None:
         raise ValueError(
-            f"--cluster {options.cluster} says which GPU there is, and so does --gpu {options.gpu}; "
-            f"give one of them"
+            f"--cluster {options.cluster} says which GPU there is, and so does --gpu "
+            f"{options.gpu}; give one of them"
         )
     gpu, around = preset(options.gpu or GPU), {"gpus_per_node": GPUS_PER_NODE}
     if options.cluster:

@@ -64,7 +64,9 @@ def read(path: str | Path) -> tuple[Gpu, Constants]:
             f"calibrate -o FILE makes one"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is no JSON; python -m minifsdp.sim calibrate makes one") from error
+        raise ValueError(
+            f"{where} is no JSON; python -m minifsdp.sim calibrate makes one"
+        ) from error
     if not isinstance(found, dict) or not {"format", "minifsdp"} <= found.keys():
         raise ValueError(f"{where} is no cluster file, as python -m minifsdp.sim calibrate writes")
     for what, own in (("format", FORMAT), ("minifsdp", __version__)):

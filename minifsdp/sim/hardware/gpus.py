@@ -38,7 +38,9 @@ class Gpu:
     error: float  # of predicted tokens per second: 0.1 is a tenth, either way
     hopper: bool = False
     tile: int = 128  # rows and columns of a tile of a product
-    tile_overhead: float = 128  # what a tile takes to begin and to end, in steps along the inner size
+    tile_overhead: float = (
+        128  # what a tile takes to begin and to end, in steps along the inner size
+    )
     row_overhead: float = 256  # what a row of attention's tiles takes to begin and to end, in keys
 
 

@@ -1,8 +1,9 @@
 """Memory snapshots: what was in memory at the peak, and which lines of Python had asked for it.
 
-``torch.cuda.memory._dump_snapshot(file)`` writes one on a GPU, ``--snapshot`` one of the virtual GPU.
-Both have all blocks at the end and, after ``_record_memory_history()``, what has happened before,
-with the lines that asked for it. So the past can be played back, up to the moment with most memory.
+``torch.cuda.memory._dump_snapshot(file)`` writes one on a GPU, ``--snapshot`` one of the virtual
+GPU. Both have all blocks at the end and, after ``_record_memory_history()``, what has happened
+before, with the lines that asked for it. So the past can be played back, up to the moment with most
+memory.
 
 A snapshot does not say what memory is for. It is told by who asked, the innermost line that says
 something: these rules are the same for a real GPU and for the virtual one, for minifsdp and for
@@ -21,22 +22,23 @@ Snapshot = dict[str, Any]
 
 ROUND = 512  # of sizes; histories have them as they were asked for
 NOT_RECORDED = "asked for before the recording"
+WRAPPING, GATHERED = "parameters, by wrapping", "gathered parameters"
+BACKWARD, OTHERS = "backward", "other lines"
 RULES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     # what it is, files (a part of the path), functions
     ("optimizer", ("torch/optim/", "/training/optimizers.py"), ()),
-    ("gathered parameters", ("minifsdp/unshard.py", "support/unsharded_storage.py"), ()),
-    ("gathered parameters", (), ("foreach_all_gather", "_alloc_padded_unsharded_flat_param")),
-    ("gathered parameters", (), ("alloc_all_gather_outputs", "_all_gather_flat_param")),
+    (GATHERED, ("minifsdp/unshard.py", "support/unsharded_storage.py"), ()),
+    (GATHERED, (), ("foreach_all_gather", "_alloc_padded_unsharded_flat_param")),
+    (GATHERED, (), ("alloc_all_gather_outputs", "_all_gather_flat_param")),
     ("reductions", ("minifsdp/reduce.py", "minifsdp/gradients.py"), ()),
     ("reductions", (), ("foreach_reduce", "_reduce_grad", "_post_backward_hook")),
-    ("parameters, by wrapping", ("minifsdp/wrapping/", "minifsdp/shard.py", "minifsdp/flatten.py"), ()),
-    ("parameters, by wrapping", ("minifsdp/unit.py", "fsdp/_init_utils.py", "_fsdp_param.py"), ()),
+    (WRAPPING, ("minifsdp/wrapping/", "minifsdp/shard.py", "minifsdp/flatten.py"), ()),
+    (WRAPPING, ("minifsdp/unit.py", "fsdp/_init_utils.py", "_fsdp_param.py"), ()),
     ("forward", (), ("forward",)),
-    ("backward", (), ("backward", "_engine_run_backward")),
+    (BACKWARD, (), ("backward", "_engine_run_backward")),
     ("parameters, by the model", (), ("__init__",)),
 )
 """By file or by function, each for frames from the innermost outwards."""
-BACKWARD, OTHERS = "backward", "other lines"
 
 
 class _Plain(pickle.Unpickler):
@@ -62,7 +64,7 @@ def read(path: str | Path) -> Snapshot:
     """
     try:
         with Path(path).open("rb") as file:
-            found = _Plain(file).load()
+            found: Snapshot = _Plain(file).load()
     except OSError as error:
         raise ValueError(f"--against: cannot read {str(path)!r}: {error.strerror}") from error
     except Exception as error:  # a pickle that is none may raise anything
