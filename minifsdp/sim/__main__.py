@@ -18,8 +18,9 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from minifsdp.sim.cli.commands import FILES, add_calibrate, add_outputs
 from minifsdp.sim.cli.conflicts import check, check_against, check_calibrate
-from minifsdp.sim.cli.options import FILES, Parser, add_calibrate, add_outputs, add_settings, grid
+from minifsdp.sim.cli.options import Parser, add_settings, grid
 from minifsdp.sim.cli.progress import progress
 from minifsdp.sim.cli.values import check_files
 

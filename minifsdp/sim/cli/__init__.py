@@ -3,7 +3,8 @@
 values.py      values of options, and what was probably meant
 machine.py     which GPU, and what is around it: by name, or from a file
 conflicts.py   options that make no sense together
-options.py     the options, and grids of them
+options.py     the settings of a run, and grids of them
+commands.py    what a run and calibrate take besides
 progress.py    what is being done, while it is
 blame.py       whose fault an exception is: the model's, or ours
 run.py         one run

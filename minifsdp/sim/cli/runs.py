@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from minifsdp.sim.cli.against import table
-from minifsdp.sim.cli.options import OTHERS, Row
+from minifsdp.sim.cli.commands import OTHERS
+from minifsdp.sim.cli.options import Row
 from minifsdp.sim.cli.progress import Progress
 from minifsdp.sim.cli.run import measure
 from minifsdp.sim.device import VirtualGpu

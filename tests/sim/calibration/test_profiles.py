@@ -5,6 +5,7 @@ The traces here are written by hand, with the fields that torch writes on a mach
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +18,13 @@ A100 = {"name": "NVIDIA A100-SXM4-80GB", "totalGlobalMem": 85_000_000_000, "numS
 
 
 def kernel(name, dur, number=None, **args):
-    return {"ph": "X", "cat": "kernel", "name": name, "dur": dur,
-            "args": {"External id": number, **args}}  # fmt: skip
+    return {
+        "ph": "X",
+        "cat": "kernel",
+        "name": name,
+        "dur": dur,
+        "args": {"External id": number, **args},
+    }
 
 
 def operator(name, number, dims, kind="c10::BFloat16", **args):
@@ -52,7 +58,7 @@ def test_products_are_found_with_their_shapes_and_dtypes(write):
             kernel("gemm", 300, 2),
             kernel("gemm", 50, 3),
             kernel("gemm of nobody", 50, 9),
-        )  # fmt: skip
+        )
     )
     flops, inner = 2.0 * 1024 * 512 * 2048, 512
     assert [s.seconds for s in found.products] == pytest.approx([120e-6, 300e-6])
@@ -74,7 +80,7 @@ def test_attention_is_found_forward_and_backward(write):
             operator("_flash_attention_backward", 2, [query] * 6, **backward),
             kernel("flash_fwd", 100, 1),
             kernel("flash_bwd", 300, 2),
-        )  # fmt: skip
+        )
     )
     product = 2.0 * 2 * 16 * 1024 * 1024 * 128
     first, second = found.attention
@@ -91,18 +97,20 @@ def test_passes_are_found_with_what_they_read_and_write(write):
             operator("gelu", 3, [[1000, 10]], "float"),
             operator("softmax", 4, [[1000, 10]]),
             *(kernel("elementwise", 10, number) for number in (1, 2, 3, 4)),
-        )  # fmt: skip
+        )
     )
     assert [sample.second for sample in found.passes] == [40_020, 40_000, 80_000]
 
 
 def test_of_collectives_of_a_size_the_fastest_counts(write):
     events = [
-        nccl("_allgather_base", 900, 1000, 8000), nccl("_allgather_base", 500, 1000, 8000),
+        nccl("_allgather_base", 900, 1000, 8000),
+        nccl("_allgather_base", 500, 1000, 8000),
         nccl("_reduce_scatter_base", 700, 16_000, 2000, dtype="Float"),
-        nccl("allreduce", 800, 1000, 1000), nccl("broadcast", 1, 1000, 1000),
+        nccl("allreduce", 800, 1000, 1000),
+        nccl("broadcast", 1, 1000, 1000),
         nccl("allreduce", 1, 1000, 1000, ranks=1),
-    ]  # fmt: skip
+    ]
     found, device = read(write(*events))
     assert found.collectives == [
         pytest.approx(Sample(7, 14_000, 500e-6)),
@@ -126,7 +134,7 @@ def test_copies_to_the_device_are_found(write):
 
 def test_a_compressed_file_is_read(write, tmp_path):
     path = tmp_path / "trace.json.gz"
-    path.write_bytes(gzip.compress(open(write(kernel("x", 1)), "rb").read()))  # noqa: SIM115
+    path.write_bytes(gzip.compress(Path(write(kernel("x", 1))).read_bytes()))
     assert read(str(path))[1].name == A100["name"]
 
 

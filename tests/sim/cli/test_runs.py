@@ -3,7 +3,7 @@
 import json
 
 from minifsdp.sim.__main__ import main
-from minifsdp.sim.cli.options import OTHERS
+from minifsdp.sim.cli.commands import OTHERS
 from tests.sim.test_main import SMALL
 
 
