@@ -945,7 +945,7 @@ MUTANTS = [
     Mutant("sim/figures/words", "the advice is a figure", "for name in (\"why\", \"advice\") if", "for name in (\"why\",) if"),
     Mutant("sim/cli/runs", "failure is success", 'return 0 if any(figures["fits"]', 'return 0 if True or any(figures["fits"]', "sim/__main__"),
     Mutant("sim/cli/options", "errors take many lines", "        raise ValueError(message.removeprefix(\"argument \"))", "        super().error(message)", "sim/__main__"),
-    Mutant("sim/__main__", "snapshots are looked at in the end", "    check_against(options)\n", ""),
+    Mutant("sim/__main__", "snapshots are looked at in the end", "    check_against(options)\n", "", "sim/cli/against"),
     Mutant("sim/__main__", "plan does not look at its options", "    check(p.parse_args(given))\n", "    p.parse_args(given)\n", "sim/cli/machine"),
     Mutant("__init__", "torch is imported at once", "_HOMES = (\n", "import torch\n_HOMES = (\n"),
     Mutant("__init__", "torch's names before minifsdp's", "import_module(home) for home in _HOMES]", "import_module(home) for home in reversed(_HOMES)]"),
@@ -961,6 +961,7 @@ MUTANTS = [
     Mutant("sim/cli/commands", "a snapshot is a setting", '"json", "against")', '"json")'),
     Mutant("sim/cli/commands", "there is always something to read", '        "--against",\n', '        "--against",\n        default="snapshot.pickle",\n'),
     Mutant("sim/cli/commands", "it writes elsewhere", 'default="cluster.json", metavar="FILE", help="default: cluster.json"', 'default="machine.json", metavar="FILE", help="default: machine.json"'),
+    Mutant("sim/training/plain", "what is compiled is not told", "        note += \"; torch.compile", "        _ = \"; torch.compile"),
     Mutant("sim/cli/progress", "everybody is told", "if sys.stderr.isatty():", "if True:"),
     Mutant("sim/cli/progress", "nothing is wiped", "{' ...' * bool(what)}", " ..."),
     Mutant("sim/cli/progress", "to those who read results", "file=sys.stderr, flush", "flush"),
@@ -1158,7 +1159,7 @@ def rewritten(concept: str) -> str:
 def notices(mutant: Mutant) -> str | None:
     """The first test that fails on the mutant, or None."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        for name in ("minifsdp", "tests", "tutorials", "pyproject.toml"):
+        for name in ("minifsdp", "tests", "tutorials", "pyproject.toml", "README.md"):
             source = ROOT / name
             copy = shutil.copytree if source.is_dir() else shutil.copy
             copy(source, Path(folder, name))

@@ -54,7 +54,8 @@ def test_a_run_and_a_plan_use_it(file, capsys):
     given = "--strategy full_shard --precision bf16 --unit block --offload no --recompute none"
     given += " --backward pre --forward none"
     assert main(["plan", *SMALL, *given.split(), "--cluster", file]) == 0
-    assert f"step {slow['step'] * 1e3:,.1f} ms" in capsys.readouterr().out
+    two = simulate(parser().parse_args([*SMALL, "--cluster", file]), steps=2).report()  # as plan
+    assert f"step {two['step'] * 1e3:,.1f} ms" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", [[], ["plan"]])
