@@ -1,7 +1,7 @@
 """sim/hardware/cluster_file.py: constants of one's own machine, in a file."""
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
@@ -32,6 +32,14 @@ def test_what_is_written_is_read(file):
 def test_every_preset_can_be_in_a_file(gpu, tmp_path):
     write(tmp_path / "file", gpu, CONSTANTS, "")
     assert read(tmp_path / "file")[0] == gpu
+
+
+def test_what_takes_no_time_may_be_zero(tmp_path):
+    """As on CPUs, which have no kernels to launch and no memory to map."""
+    nothing = dict.fromkeys(("taken", "kernel", "launch", "moment", "cuda_malloc"), 0)
+    gpu = replace(GPU, tile_overhead=0.0, row_overhead=0)
+    write(tmp_path / "file", gpu, {**CONSTANTS, **nothing}, "")
+    assert read(tmp_path / "file") == (gpu, {**CONSTANTS, **nothing})
 
 
 def test_constants_are_a_clusters():
