@@ -58,8 +58,8 @@ def _measured(ranks: int | None, progress: Progress) -> tuple[Samples, Device]:
 def _report(found: Samples, device: Device, path: str) -> str:
     gpu, constants = gpu_of(found, device), around(found, device)
     of = {
-        "products": f"{gpu.flops * gpu.products / 1e12:,.2f} TFLOPS",
-        "products_fp32": f"{gpu.flops_fp32 * gpu.products / 1e12:,.2f} TFLOPS",
+        "products": f"{gpu.flops * gpu.products / 1e12:,.3g} TFLOPS",
+        "products_fp32": f"{gpu.flops_fp32 * gpu.products / 1e12:,.3g} TFLOPS",
         "passes": f"{gpu.bandwidth * gpu.passes / 1e9:,.1f} GB/s",
         "beside": f"{constants['beside_collectives']:.0%} of their speed",
         "launch": f"{constants['launch'] * 1e6:,.1f} us",

@@ -66,7 +66,7 @@ def test_without_a_history_it_is_the_end():
 
 def test_it_is_of_the_device_that_is_used_most():
     segments = [segment(0, (MiB, "active_allocated", STEP)),
-                segment(0, (2 * MiB, "active_allocated", FORWARD), device=1)]  # fmt: skip
+                segment(MiB, (2 * MiB, "active_allocated", FORWARD), device=1)]  # fmt: skip
     found = peak({"segments": segments, "device_traces": [[], []]})
     assert found == Peak(2 * MiB, 2 * MiB, {"forward": 2 * MiB})
 
