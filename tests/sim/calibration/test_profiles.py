@@ -104,8 +104,8 @@ def test_passes_are_found_with_what_they_read_and_write(write):
 
 def test_of_collectives_of_a_size_the_fastest_counts(write):
     events = [
-        nccl("_allgather_base", 900, 1000, 8000),
         nccl("_allgather_base", 500, 1000, 8000),
+        nccl("_allgather_base", 900, 1000, 8000),
         nccl("_reduce_scatter_base", 700, 16_000, 2000, dtype="Float"),
         nccl("allreduce", 800, 1000, 1000),
         nccl("broadcast", 1, 1000, 1000),
