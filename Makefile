@@ -86,7 +86,7 @@ bench: $(INSTALLED)  ## against torch's FSDP1 and DDP, as ratios
 bench-checkpoints: $(INSTALLED)  ## saving and loading, against torch's fully_shard
 	@$(PY) -m tests.bench.checkpoints $(ARGS)
 
-validate: $(INSTALLED)  ## the virtual GPU against the real one that is here
+validate: $(INSTALLED)  ## the virtual GPU against the real one that is here, or against the CPUs
 	@$(PY) -m tests.bench.gpu
 
 wheel: $(INSTALLED)  ## dist/minifsdp-*.whl

@@ -1,53 +1,59 @@
 """minifsdp: fully sharded data parallel training, small enough to read in an afternoon.
 
 The README has the map of the files, in the order in which to read them.
+
+Names are looked up when they are first used (PEP 562). torch takes seconds to import, and not all
+of minifsdp needs it: ``python -m minifsdp.sim --help`` does not.
 """
 
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from minifsdp.api import (
-    BackwardPrefetch,
-    CPUOffload,
-    ForwardPrefetch,
-    MixedPrecision,
-    ShardingStrategy,
-    Stats,
-)
-from minifsdp.between_steps.as_dtensors import as_dtensors
-from minifsdp.between_steps.checkpoint_state import state_to_load, state_to_save
-from minifsdp.between_steps.explain import explain
-from minifsdp.between_steps.grad_scaler import ShardedGradScaler
-from minifsdp.checks.unsupported import MISSING, Missing
-from minifsdp.fsdp_module import (
-    FSDPModule,
-    UnshardHandle,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from minifsdp.fully_sharded import FullyShardedDataParallel
-from minifsdp.limiter import EventQueue, Limiter, NoLimit, SynchronizeAfterFree
-from minifsdp.support.flat_parameter import FlatParameter
-from minifsdp.wrapping.policies import (
-    CustomPolicy,
-    ModuleWrapPolicy,
-    always_wrap_policy,
-    enable_wrap,
-    lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-)
+if TYPE_CHECKING:  # what type checkers and editors read; _HOMES says the same to Python
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        OptimStateDictConfig,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+        StateDictConfig,
+        StateDictSettings,
+        StateDictType,
+    )
+
+    from minifsdp.api import (
+        BackwardPrefetch,
+        CPUOffload,
+        ForwardPrefetch,
+        MixedPrecision,
+        ShardingStrategy,
+        Stats,
+    )
+    from minifsdp.between_steps.as_dtensors import as_dtensors
+    from minifsdp.between_steps.checkpoint_state import state_to_load, state_to_save
+    from minifsdp.between_steps.explain import explain
+    from minifsdp.between_steps.grad_scaler import ShardedGradScaler
+    from minifsdp.fsdp_module import (
+        FSDPModule,
+        UnshardHandle,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+    from minifsdp.fully_sharded import FullyShardedDataParallel
+    from minifsdp.limiter import EventQueue, Limiter, NoLimit, SynchronizeAfterFree
+    from minifsdp.support.flat_parameter import FlatParameter
+    from minifsdp.wrapping.policies import (
+        CustomPolicy,
+        ModuleWrapPolicy,
+        always_wrap_policy,
+        enable_wrap,
+        lambda_auto_wrap_policy,
+        size_based_auto_wrap_policy,
+        transformer_auto_wrap_policy,
+    )
 
 __all__ = [
     "BackwardPrefetch",
@@ -92,8 +98,34 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
+_HOMES = (
+    "minifsdp.api",
+    "minifsdp.between_steps.as_dtensors",
+    "minifsdp.between_steps.checkpoint_state",
+    "minifsdp.between_steps.explain",
+    "minifsdp.between_steps.grad_scaler",
+    "minifsdp.fsdp_module",
+    "minifsdp.fully_sharded",
+    "minifsdp.limiter",
+    "minifsdp.support.flat_parameter",
+    "minifsdp.wrapping.policies",
+    "torch.distributed.fsdp",  # last: it has names that are also minifsdp's
+)
 
-def __getattr__(name: str) -> Missing:
-    if name in MISSING:  # torch.distributed.fsdp has these, and minifsdp will
-        return MISSING[name]
+
+def __getattr__(name: str) -> Any:
+    """A public name, or a module of minifsdp, that is used for the first time."""
+    if not name.startswith("_"):
+        homes = [import_module(home) for home in _HOMES]
+        missing = import_module("minifsdp.checks.unsupported").MISSING
+        if name in missing:  # torch.distributed.fsdp has these, and minifsdp will
+            return missing[name]
+        for public in __all__:
+            globals()[public] = next(vars(home)[public] for home in homes if public in vars(home))
+        if name in globals():
+            return globals()[name]
     raise AttributeError(f"module 'minifsdp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -6,7 +6,7 @@ bounds within which it holds; else nothing is written. CI sees to it that no tab
 
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -34,6 +34,13 @@ class Row(NamedTuple):
     claimed: str
     found: str
     holds: bool
+
+
+def near(found: Sequence[float], expected: Sequence[float]) -> bool:
+    """Whether each figure is within 6 % of what it was when the bounds were set, so that a change
+    of 10 % is noticed. The source's may be farther away: that is what the table shows."""
+    pairs = zip(found, expected, strict=True)
+    return all(abs(one / other - 1) < 0.06 for one, other in pairs)
 
 
 @cache
@@ -82,7 +89,7 @@ def ablation() -> Row:
         "pytorch#98354",
         "4.8 x, 1.05 x",
         f"{reserved:.1f} x, {step:.3f} x",
-        3.5 < reserved < 5 and 1.01 < step < 1.06,
+        3.6 < reserved < 4.2 and 1.02 < step < 1.05,
     )
 
 
@@ -111,7 +118,9 @@ def t5() -> Row:
         "pytorch#83666",
         "938 of 6,784 MB, 3.4 s",
         f"{saved:,.0f} of {reserved:,.0f} MiB, {milliseconds:.0f} ms",
-        abs(step - 1) < 0.02 and 938 / 1.5 < saved * MiB / 1e6 < 938 * 1.5,
+        abs(step - 1) < 0.02
+        and near([saved, reserved, milliseconds], [990, 6374, 147])
+        and 938 / 1.5 < saved * MiB / 1e6 < 938 * 1.5,
     )
 
 
@@ -133,10 +142,10 @@ def backward_prefetch() -> Row:
         "pytorch#69282, #70235",
         "-20 %, +10 %; less (no limiter)",
         ". All 2: ".join(f"{pre:+.0%}, {memory:+.0%}; {post:+.0%}" for pre, memory, post in found),
-        -0.25 < pre < -0.15
-        and 0.02 < memory < 0.15
-        and pre + 0.03 < post < -0.03
-        and -0.18 < equal_pre < -0.12
+        -0.25 < pre < -0.19
+        and 0.02 < memory < 0.06
+        and -0.17 < post < -0.11
+        and -0.18 < equal_pre < -0.14
         and abs(equal_pre - equal_post) < 0.01,
     )
 
@@ -178,11 +187,17 @@ def host_bound() -> Row:
         "torch's documentation",
         "slower",
         f"{one:.2f} x, {two:.2f} x, {three:.2f} x",
-        1.5 > one > 1.2 > two > 1.05 and two > three,
+        near([one, two, three], [1.36, 1.11, 1.06]) and one > two > three > 1.02,
     )
 
 
 NETWORKS = (3200, 800, 400, 100)
+GAINS = {
+    2: (0.97, 1.02, 1.37, 2.26),
+    16: (0.97, 1.01, 1.26, 1.43),
+    128: (2.33, 2.07, 1.91, 1.64),
+}
+"""By nodes, for each of these networks."""
 
 
 def hybrid() -> Row:
@@ -202,7 +217,9 @@ def hybrid() -> Row:
         "arXiv:2304.11277",
         "grows",
         "; ".join(", ".join(f"{gain:.2f}" for gain in each) for each in gains.values()),
-        overtakes and min(gains[128]) > max(1.5, *gains[16]),
+        overtakes
+        and min(gains[128]) > max(1.5, *gains[16])
+        and all(near(gains[nodes], GAINS[nodes]) for nodes in gains),
     )
 
 

@@ -1,15 +1,19 @@
 """bench/: what can be tried of it without a quiet machine or a GPU."""
 
+import shutil
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from minifsdp.sim.calibration.machine import around
+from minifsdp.sim.hardware.cluster_file import write
 from minifsdp.sim.hardware.costs import Cluster
 from minifsdp.sim.hardware.gpus import preset
-from tests.bench import gpu
+from tests.bench import cpu, gpu
 from tests.patience import run_command
+from tests.sim.calibration.test_machine import CPU, NOTHING
 
 
 @pytest.mark.parametrize(
@@ -34,9 +38,23 @@ def test_figures_are_held_against_their_aims():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="make validate")
-def test_without_a_gpu_one_is_told(capsys):
+def test_without_a_gpu_it_is_the_cpus(capsys, monkeypatch, tmp_path):
+    """A step that takes as long as is predicted, then one that takes twice as long."""
+    write(tmp_path / "cpus", preset("a100-40"), around(NOTHING, CPU), "")
+    monkeypatch.setattr(
+        cpu, "command", lambda words: shutil.copy(tmp_path / "cpus", words[-1]) and 0
+    )
+    expected = {name: cpu.predicted(name, str(tmp_path / "cpus")) for name in cpu.SIZES}
+    assert 0 < expected["demo"] < expected["wide"]
+    monkeypatch.setattr(cpu, "measured", lambda name: expected[name] * 1.1)
+    assert gpu.main() == 0
+    assert "median ratio: demo 0.91, wide 0.91" in capsys.readouterr().out
+    monkeypatch.setattr(cpu, "measured", lambda name: expected[name] * 2)
     assert gpu.main() == 1
-    assert "there is none here" in capsys.readouterr().out
+
+
+def test_the_demos_step_is_measured():
+    assert 0 < cpu.measured("demo") < 100
 
 
 def test_collectives_sleep_as_long_as_they_would_take_one_at_a_time(monkeypatch):

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from minifsdp.support.pytree import tensors_in
 
+NO_WORK = ("empty", "empty_like", "empty_strided", "new_empty")
+"""Operators that make a tensor and do nothing."""
+
 
 @dataclass
 class Call:

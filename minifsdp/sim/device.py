@@ -24,7 +24,7 @@ from torch._guards import active_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minifsdp.sim.calls import Call, accesses
+from minifsdp.sim.calls import NO_WORK, Call, accesses
 from minifsdp.sim.figures.memory_report import peak_report
 from minifsdp.sim.figures.report import report
 from minifsdp.sim.hardware.clock import Clock
@@ -39,8 +39,6 @@ from minifsdp.sim.views.html import html
 from minifsdp.sim.views.timeline import svg
 from minifsdp.sim.views.trace import chrome_trace, memory_snapshot
 from minifsdp.support.pytree import tensors_in
-
-NO_WORK = ("empty", "empty_like", "empty_strided", "new_empty")
 
 
 class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -192,6 +190,8 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.clock.work(self.cluster.launch)
             stream, launched = self._current, self.clock.now
             times = launched, *self._launch(cost)
+            if self.cluster.host_computes and stream == COMPUTE:
+                self.clock.block(times[-1])
         # A tensor without elements may be in memory that was freed, and is not read.
         reads = [self.buffer(tensor) for tensor in call.read if tensor.numel()]
         writes = [self.buffer(t) for t in (*call.written, *call.made) if t.numel()]

@@ -1,4 +1,4 @@
-"""The virtual GPU against the real one that is here: `make validate`.
+"""The virtual GPU against the real one that is here: `make validate`. (Without one: cpu.py.)
 
 One process is rank 0 of 16, in torch's `fake` process group: the real engine, the real allocator,
 the real kernels. Only the other ranks are missing. Each collective is replaced by
@@ -27,11 +27,13 @@ import minifsdp.comm.collectives
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
 from minifsdp.sim.__main__ import parser
+from minifsdp.sim.cli.machine import machine
 from minifsdp.sim.cli.run import simulate
 from minifsdp.sim.hardware.costs import Cluster
-from minifsdp.sim.hardware.gpus import GPUS, preset
+from minifsdp.sim.hardware.gpus import like
 from minifsdp.sim.training.presets import find
 from minifsdp.sim.training.wrapped import PRECISION, limit_of
+from tests.bench import cpu
 
 RUNS = [
     "--model gpt-1.3b --nodes 2 --batch 8 --seq 1024 --limit none",
@@ -50,12 +52,12 @@ def name_of(device: str, memory: int) -> str:
     Raises:
         ValueError: there is none.
     """
-    for name in sorted(GPUS, key=lambda name: abs(GPUS[name].memory - memory)):
-        if name.split("-")[0] in device.lower():
-            return name
-    raise ValueError(
-        f"no preset in minifsdp/sim/hardware/gpus.py is a {device!r}. Add one, then compare."
-    )
+    preset = like(device, memory)
+    if preset is None:
+        raise ValueError(
+            f"no preset in minifsdp/sim/hardware/gpus.py is a {device!r}. Add one, then compare."
+        )
+    return preset.name
 
 
 class Sleeping:
@@ -92,7 +94,8 @@ def _cycles_per_second(cycles: int = 100_000_000) -> float:
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
     """Figures of the real GPU."""
-    cluster = Cluster(preset(options.gpu), options.nodes, options.gpus, options.network * 1e9 / 8)
+    gpu, around = machine(options)
+    cluster = Cluster(gpu, **around)
     job, here = find(options.model), torch.device("cuda", torch.cuda.current_device())
     torch.cuda.empty_cache()
     store = torch._C._distributed_c10d.HashStore()
@@ -154,8 +157,7 @@ def compared(measured: dict[str, float], predicted: dict[str, Any]) -> list[str]
 
 def main() -> int:
     if not torch.cuda.is_available():
-        print("make validate compares the virtual GPU with a real one; there is none here.")
-        return 1
+        return cpu.main([])
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     gpu = name_of(properties.name, properties.total_memory)
     print(f"{date.today()}, {properties.name}, torch {torch.__version__}; as {gpu}")

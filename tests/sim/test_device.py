@@ -104,3 +104,17 @@ def test_the_report_says_how_often_memory_was_asked_for_and_given_back():
         counts = gpu.report()
         assert (counts["cudaMallocs"], counts["retries"]) == (2, 1)
         del y
+
+
+def test_a_cpus_host_computes_itself_while_others_send():
+    """It goes on when a kernel is done, and does not wait for what is on other streams."""
+    with cluster(host_computes=True) as gpu:
+        x = torch.ones(64 * MiB)
+        now = gpu.clock.now
+        x.add_(1)
+        (*_, add) = ops(gpu)
+        assert add.end - add.start > 100e-6 and gpu.clock.now == add.end > now
+        with gpu.on("unshard"):
+            x.add_(1)
+        (*_, beside) = ops(gpu)
+        assert gpu.clock.now < beside.end

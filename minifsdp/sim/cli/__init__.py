@@ -1,9 +1,15 @@
 """What can be asked for on the command line.
 
 values.py      values of options, and what was probably meant
-blame.py       whose fault an exception is: the model's, or ours
-options.py     the options, and grids of them
+machine.py     which GPU, and what is around it: by name, or from a file
 conflicts.py   options that make no sense together
+options.py     the settings of a run, and grids of them
+commands.py    what a run and calibrate take besides
+progress.py    what is being done, while it is
+blame.py       whose fault an exception is: the model's, or ours
 run.py         one run
-plan.py        a search for the best one
+runs.py        all that were asked for, and what is printed and written of them
+against.py     a run's memory beside that of a snapshot
+plan.py        a search for the best run
+calibrate.py   the constants of one's own machine
 """

@@ -4,8 +4,10 @@ import argparse
 import json
 from pathlib import Path
 
+from minifsdp.sim.cli.machine import machine
 from minifsdp.sim.cli.values import NOTHING_CLOSE, meant
-from minifsdp.sim.hardware.gpus import GPUS, GiB
+from minifsdp.sim.hardware.gpus import GiB
+from minifsdp.sim.memory.snapshots import read
 from minifsdp.sim.training.sizes import SIZES
 
 MOST_GPUS = 131_072
@@ -26,15 +28,17 @@ def check(options: argparse.Namespace) -> None:
             f"--model: {options.model!r} is not known{close or NOTHING_CLOSE} (One of your own is "
             f"module:callable)"
         )
-    if options.nodes * options.gpus > MOST_GPUS:
+    gpu, around = machine(options)
+    gpus = around["gpus_per_node"]
+    if options.nodes * gpus > MOST_GPUS:
         raise ValueError(
-            f"--nodes {options.nodes} with --gpus {options.gpus} each are more than {MOST_GPUS:,} "
+            f"--nodes {options.nodes} with --gpus {gpus} each are more than {MOST_GPUS:,} "
             f"GPUs; take fewer nodes"
         )
-    has = GPUS[options.gpu].memory / GiB
+    has = gpu.memory / GiB
     if options.memory is not None and options.memory > has:
         raise ValueError(
-            f"--memory {options.memory:g}: {options.gpu} has {has:.1f} GiB; take less, or another "
+            f"--memory {options.memory:g}: {gpu.name} has {has:.1f} GiB; take less, or another "
             f"--gpu"
         )
     check_engine(options)
@@ -46,6 +50,30 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--input is for a model of your own (module:callable); {options.model} takes --seq"
         )
+
+
+def check_calibrate(options: argparse.Namespace) -> None:
+    """Options of ``calibrate`` that exclude each other.
+
+    Raises:
+        ValueError: says what to do.
+    """
+    if options.gpu and not options.profile:
+        raise ValueError("--gpu is for --profile; without it, the machine itself is measured")
+    if options.ranks and options.profile:
+        raise ValueError("--ranks is for a measurement; a profile has the ranks that it has")
+
+
+def check_against(options: argparse.Namespace) -> None:
+    """A snapshot is compared with one run.
+
+    Raises:
+        ValueError: there are several, or it is no snapshot.
+    """
+    if options.against is not None:
+        if options.sweep:
+            raise ValueError("--against compares one run; leave --sweep out")
+        read(options.against)
 
 
 def check_engine(options: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any, NoReturn
 
 from minifsdp.sim.cli.conflicts import check
+from minifsdp.sim.cli.machine import GPU, GPUS_PER_NODE, NETWORK
 from minifsdp.sim.cli.values import (
     NOTHING_CLOSE,
     alloc,
@@ -33,6 +34,7 @@ ATTENTION = ("auto", "flash", "cudnn", "efficient", "math")
 ENGINES = ("minifsdp", "fsdp1", "fsdp2")
 OPTIMIZERS = ("sgd", "adam", "adamw", "adamw-8bit", "adamw-bf16")
 YES = ("no", "yes")
+COMMANDS = ["plan", "calibrate"]
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,8 +47,8 @@ class Parser(argparse.ArgumentParser):
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             option = unknown[0].partition("=")[0]
-            names = list(self._option_string_actions) if option.startswith("-") else ["plan"]
-            close = "; it comes first" if option == "plan" else meant(option, names)
+            names = list(self._option_string_actions) if option.startswith("-") else COMMANDS
+            close = "; it comes first" if option in COMMANDS else meant(option, names)
             self.error(f"{option} is not known here{close or NOTHING_CLOSE}")
         return found
 
@@ -64,10 +66,12 @@ def add_settings(p: argparse.ArgumentParser) -> None:
     add("--model", "gpt-125m", f"{', '.join(SIZES)}; module:callable; or hf:CLASS, with --config")
     add("--config", "", "of an hf: model, a JSON file")
     add("--input", "", "of a model of your own: one sample's shape, as 3x224x224", shape)
-    add("--gpu", "a100-40", ", ".join(GPUS), one_of(*GPUS))
+    add("--gpu", None, f"{', '.join(GPUS)} (default: {GPU})", one_of(*GPUS))
+    add("--cluster", "", "instead of --gpu: a file of constants, which calibrate has made")
     add("--nodes", 1, "of the cluster", whole(16_384))
-    add("--gpus", 8, "of a node", whole(1024))
-    add("--network", 400, "of a node, Gbit/s", number(0.001, 1e6))
+    gpus = f"of a node (default: {GPUS_PER_NODE}, or the --cluster file's)"
+    add("--gpus", None, gpus, whole(1024))
+    add("--network", NETWORK, "of a node, Gbit/s", number(0.001, 1e6))
     add(
         "--latency",
         None,

@@ -9,10 +9,11 @@ settings that no single change makes better; a pair of changes might.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from minifsdp.sim.cli.options import BACKWARD, FORWARD, PRECISION, STRATEGIES, UNITS, YES
+from minifsdp.sim.cli.progress import Progress
 from minifsdp.sim.cli.run import measure
 
 LEAN = {
@@ -39,7 +40,6 @@ VALUES: dict[str, tuple[str, ...]] = {
 SAME = 0.005
 """Step times that differ by less count as equal; then the one with less memory is better."""
 
-Progress = Callable[[str], None]
 Settings = dict[str, str]
 
 

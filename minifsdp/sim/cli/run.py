@@ -5,8 +5,7 @@ The settings are named as on the command line; see options.py.
 
 import argparse
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,12 +13,11 @@ import torch
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.sim.cli.blame import blaming
 from minifsdp.sim.cli.conflicts import check
+from minifsdp.sim.cli.machine import machine
 from minifsdp.sim.device import VirtualGpu
 from minifsdp.sim.figures.advice import advice
 from minifsdp.sim.figures.throughput import likely, model_flops, throughput
 from minifsdp.sim.hardware.attention import only
-from minifsdp.sim.hardware.costs import MICRO
-from minifsdp.sim.hardware.gpus import GB, GiB, preset
 from minifsdp.sim.training.models import Job
 from minifsdp.sim.training.optimizers import OPTIMIZERS
 from minifsdp.sim.training.presets import find
@@ -59,9 +57,9 @@ def simulate(
         if not isinstance(getattr(module, "loss", None), str):  # of a model in training/
             raise ValueError(f"model {options.model!r} has its own loss: --loss whole")
         module.loss = options.loss
-    gpu_and_around = _cluster_of(options, constants)
-    with gpu_and_around as gpu, only(options.attention):
-        if getattr(options, "snapshot", None):
+    kind, around = machine(options)
+    with cluster(kind, **{**around, **constants}) as gpu, only(options.attention):
+        if getattr(options, "snapshot", None) or getattr(options, "against", None):
             gpu.record_memory_history()
         with blaming(options.model, "being wrapped"):
             model = wrapped(module, job.blocks, options)
@@ -103,22 +101,6 @@ def _train(
     optimizer.zero_grad()
     loss.item()
     gpu.step()
-
-
-def _cluster_of(
-    options: argparse.Namespace, constants: dict[str, Any]
-) -> AbstractContextManager[VirtualGpu]:
-    around: dict[str, Any] = {"network": options.network * GB / 8, "alloc": options.alloc}
-    if options.latency is not None:
-        around["alpha_network"] = options.latency * MICRO
-    if options.launch is not None:
-        around["launch"] = options.launch * MICRO
-    gpu = preset(options.gpu)
-    if options.products is not None:
-        gpu = replace(gpu, products=options.products)
-    if options.memory is not None:
-        around["taken"] = gpu.memory - int(options.memory * GiB)
-    return cluster(gpu, options.nodes, options.gpus, **{**around, **constants})
 
 
 def measure(

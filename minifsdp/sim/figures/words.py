@@ -9,7 +9,7 @@ def in_words(figures: dict[str, Any]) -> dict[str, str]:
     """Each in its unit. What a figure is made of stands below it, indented."""
     words = {}
     for name, value in figures.items():
-        if name in ("peak allocated is", "races"):  # printed in another way
+        if name in ("peak allocated is", "races", "against"):  # printed in another way
             continue
         if name in BYTES:
             words[name] = _size(value)

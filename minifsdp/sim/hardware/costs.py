@@ -33,16 +33,12 @@ from minifsdp.sim.hardware.gpus import GB, GiB, Gpu
 from minifsdp.sim.hardware.kernels import ATTENTION_BACKWARD, PASS, PRODUCT, Kernel, kernel_of
 
 MICRO = 1e-6
-TILE = 128
-"""Rows and columns of a tile of a product."""
-TILE_OVERHEAD = 128
-"""What a tile takes to begin and to end, in steps along the inner size."""
+SHORTEST = 256
+"""Steps along the inner size of a product below which it is not cut."""
 SMALL_HEADS = 0.85
 """Attention with heads below 128, to that with 128: softmax is a larger part of it."""
 BACKWARD = 0.85
 """Attention's backward to its forward: 63 and 73 % of the peak, FlashAttention-2."""
-ROW_OVERHEAD = 256
-"""What a row of attention's tiles takes to begin and to end, in keys."""
 
 
 class Cost(NamedTuple):
@@ -72,6 +68,7 @@ class Cluster:
     launch: float = 6 * MICRO  # the host, for each kernel
     moment: float = 40 * MICRO  # the host, for each piece of work that the engine submits
     launch_queue: int = 1024
+    host_computes: bool = False  # it does what it launches itself, and then goes on: a CPU
     cuda_malloc: float = 300 * MICRO
     cuda_free: float = 300 * MICRO
     alloc: str = ""  # as PYTORCH_CUDA_ALLOC_CONF; see memory/alloc_conf.py
@@ -120,19 +117,14 @@ class Cluster:
 
     def _share(self, kernel: Kernel) -> float:
         """Of the data sheet's flops, those that arithmetic of this kind and shape reaches."""
-        products, rows, columns, inner = kernel.shape
+        *_, keys, inner = kernel.shape
         if kernel.kind == PRODUCT:
-            tiles = products * ceil(rows / TILE) * ceil(columns / TILE)
-            used = products * rows * columns / (tiles * TILE**2)
-            waves = tiles / self.gpu.multiprocessors
-            if waves < 1:  # then each product is also cut along its inner size
-                waves *= max(min(int(1 / waves), inner // (2 * TILE_OVERHEAD)), 1)
-            filled = waves / ceil(waves)
-            return self.gpu.products * used * filled * inner / (inner + TILE_OVERHEAD)
-        heads = 1.0 if inner >= 128 else SMALL_HEADS
-        begun = columns / (columns + ROW_OVERHEAD)
-        backward = BACKWARD if kernel.kind == ATTENTION_BACKWARD else 1.0
-        return self.gpu.attention * heads * begun * backward
+            begun = inner / (inner + self.gpu.tile_overhead)
+            gpu = self.gpu
+            filling = filled(kernel, gpu.tile, gpu.multiprocessors)
+            return gpu.products * filling * begun
+        begun = keys / (keys + self.gpu.row_overhead)
+        return self.gpu.attention * relative_speed(kernel) * begun
 
     def ring_seconds(self, sent: float, ranks: list[int], rounds: int = 1) -> float:
         """A collective over ``ranks``: each sends ``sent`` bytes in a round."""
@@ -160,3 +152,21 @@ class Cluster:
     def host_seconds(self, moved: int) -> float:
         """Work of the host in its own memory, while the other processes of the node do the same."""
         return max(moved * self.gpus_per_node / self.host_memory, self.kernel)
+
+
+def filled(kernel: Kernel, tile: int, multiprocessors: int) -> float:
+    """Of the multiprocessors' work for a product, the share that is in the area of whole tiles and
+    in whole waves."""
+    products, rows, columns, inner = kernel.shape
+    tiles = products * ceil(rows / tile) * ceil(columns / tile)
+    used = products * rows * columns / (tiles * tile**2)
+    waves = tiles / multiprocessors
+    if waves < 1:  # then each product is also cut along its inner size
+        waves *= max(min(int(1 / waves), inner // SHORTEST), 1)
+    return used * waves / ceil(waves)
+
+
+def relative_speed(kernel: Kernel) -> float:
+    """Of attention, to a forward with heads of 128."""
+    heads = 1.0 if kernel.shape[3] >= 128 else SMALL_HEADS
+    return heads * (BACKWARD if kernel.kind == ATTENTION_BACKWARD else 1.0)

@@ -37,6 +37,11 @@ class Gpu:
     passes: float  # share of `bandwidth` that all other kernels reach
     error: float  # of predicted tokens per second: 0.1 is a tenth, either way
     hopper: bool = False
+    tile: int = 128  # rows and columns of a tile of a product
+    tile_overhead: float = (
+        128  # what a tile takes to begin and to end, in steps along the inner size
+    )
+    row_overhead: float = 256  # what a row of attention's tiles takes to begin and to end, in keys
 
 
 GPUS = {
@@ -78,3 +83,11 @@ def preset(name: str) -> Gpu:
     if name not in GPUS:
         raise ValueError(f"gpu={name!r} is not known. There are: {', '.join(GPUS)}.")
     return GPUS[name]
+
+
+def like(device: str, memory: int) -> Gpu | None:
+    """The preset for what CUDA calls a device, with about so many bytes; None if there is none."""
+    for gpu in sorted(GPUS.values(), key=lambda gpu: abs(gpu.memory - memory)):
+        if gpu.name.split("-")[0] in device.lower():
+            return gpu
+    return None

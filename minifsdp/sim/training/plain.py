@@ -46,6 +46,8 @@ def job_of(name: str, build: Callable[[], nn.Module], shape: str) -> Job:
     note = f"model {name!r}: the model is one unit, since no class is repeated in it"
     if block is not None:
         note = f"model {name!r}: units are the {count} modules of class {block.__name__}"
+    if any(part._compiled_call_impl or hasattr(part, "_orig_mod") for part in module.modules()):
+        note += "; torch.compile is not modelled, so figures are those without it"
     return Job(made, (block,) if block else (), loss, note)
 
 

@@ -12,6 +12,8 @@ import torch
 _SIMULATOR = Path(__file__).parents[1]
 _OF_USERS = ("training/models.py", "training/llama.py", "cli/run.py")
 """Of the simulator: what is trained, and the loop that trains it."""
+_OF_TORCH = ("optim/", "_tensor.py")
+"""Of torch: the optimizer, and the call of a backward."""
 _TORCH, _LIBRARY = str(Path(torch.__file__).parent), sysconfig.get_paths()["stdlib"]
 
 Frame = dict[str, Any]
@@ -20,7 +22,7 @@ Frame = dict[str, Any]
 
 def frames() -> list[Frame]:
     """The innermost first. Without those of torch, of Python's library and of the virtual GPU;
-    with the model's, the training loop's and the engine's."""
+    with the model's, the training loop's, the engine's, the optimizer's and ``backward``."""
     found = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -39,6 +41,8 @@ def _frame(code: CodeType, line: int) -> Frame:
 @cache
 def _is_shown(code: CodeType) -> bool:
     file = code.co_filename
+    if file.startswith(tuple(f"{_TORCH}/{part}" for part in _OF_TORCH)):
+        return True
     if file.startswith(("<frozen", _TORCH)):
         return False
     if file.startswith(_LIBRARY):

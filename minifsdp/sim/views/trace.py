@@ -6,6 +6,7 @@ what ``torch.cuda.memory._snapshot()`` gives on a GPU: ``python -m torch.cuda._m
 ``pytorch.org/memory_viz`` read it.
 """
 
+import gc
 from typing import Any
 
 from minifsdp.sim.memory.allocator import Allocator
@@ -54,6 +55,16 @@ def memory_snapshot(allocator: Allocator, frames: dict[int, list[Frame]]) -> dic
     Args:
         frames: who asked for an allocation, by its place in the allocator's log.
     """
+    was_on = gc.isenabled()
+    gc.disable()  # else it may free a model that nobody has any more, and the log grows meanwhile
+    try:
+        return _snapshot(allocator, frames)
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _snapshot(allocator: Allocator, frames: dict[int, list[Frame]]) -> dict[str, Any]:
     stacks: list[list[Frame]] = []
     at: dict[int, list[Frame]] = {}  # the last one at each address
     for place, (action, address, *_, label) in enumerate(allocator.log):

@@ -2,8 +2,9 @@
 
 import pytest
 
-from minifsdp.sim.__main__ import FILES, main, parser
+from minifsdp.sim.__main__ import main, parser
 from minifsdp.sim.cli import options
+from minifsdp.sim.cli.commands import OTHERS
 from minifsdp.sim.cli.options import grid
 from minifsdp.sim.hardware import attention
 from minifsdp.sim.training import optimizers, wrapped
@@ -46,6 +47,6 @@ def test_help_names_every_setting(words, capsys):
     assert all(
         f"--{name.replace('_', '-')} " in shown
         for name in vars(parser().parse_args([]))
-        if name not in (*FILES, "sweep", "races", "json")
+        if name not in OTHERS
     )
     assert "share of a GPU's peak" in " ".join(shown.split()) and "(default: gpt-125m)" in shown

@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from minifsdp.sim.hardware.costs import MICRO, TILE, TILE_OVERHEAD, Cluster
+from minifsdp.sim.hardware.costs import MICRO, Cluster
 from minifsdp.sim.hardware.gpus import GB, GPUS, GiB
 from minifsdp.sim.hardware.kernels import ATTENTION, ATTENTION_BACKWARD, PASS, PRODUCT, Kernel
 
 A100 = replace(GPUS["a100-40"], products=1.0, attention=1.0, passes=1.0)
 IDEAL = Cluster(A100, links_reached=1.0)
+
+TILE = TILE_OVERHEAD = 128
 
 
 def product(products, rows, columns, inner, low=True, moved=0) -> Kernel:

@@ -152,3 +152,23 @@ def test_a_model_is_tried_with_as_many_tokens_as_it_will_get():
     model = type(job)(job.build, (), lambda m, b, n: seen.append(n) or job.loss(m, b, n), job.note)
     tried(model, "m", "", 7)
     assert seen == [7]
+
+
+def compiled_whole() -> nn.Module:
+    return torch.compile(Language())
+
+
+def compiled_in_part() -> nn.Module:
+    model = Language()
+    model.layers[1].compile()
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of what compile() imports
+@pytest.mark.parametrize(
+    "build, told", [(Language, False), (compiled_whole, True), (compiled_in_part, True)]
+)
+def test_that_what_is_compiled_is_run_without_it_is_said(build, told):
+    note = job_of("mine", build, "").note
+    assert ("torch.compile is not modelled, so figures are those without it" in note) is told
+    assert "units are the 3 modules of class Layer" in note

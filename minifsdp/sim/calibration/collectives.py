@@ -1,0 +1,84 @@
+"""Samples of collectives, as minifsdp does them (comm/collectives.py): alone, and beside products.
+
+All ranks of the group call these functions together.
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from minifsdp.comm.collectives import all_gather, all_reduce, reduce_scatter
+from minifsdp.sim.calibration.fit import Sample
+from minifsdp.sim.calibration.timing import seconds
+
+CUDA_SIZES = (2**16, 2**20, 2**24, 2**26)
+CPU_SIZES = (2**12, 2**16, 2**18, 2**20)
+"""Elements of 4 bytes, of all ranks together."""
+TAG = 0  # one after the other, so that all may have the same
+
+
+def alone(here: torch.device, group: dist.ProcessGroup) -> list[Sample]:
+    """All-gathers, reduce-scatters and all-reduces of several sizes: by steps of a ring, and by
+    bytes that a rank sends."""
+    ranks, samples = group.size(), []
+    for numel in _sizes(here) if ranks > 1 else ():
+        full = torch.ones(numel // ranks * ranks, device=here)
+        steps, sent = ranks - 1, full.nbytes * (ranks - 1) / ranks
+        for rounds, work in ((1, _gather), (1, _scatter), (2, _reduce)):
+            took = seconds(partial(work, full, group), here, group)
+            samples.append(Sample(rounds * steps, rounds * sent, took))
+    return samples
+
+
+def _gather(full: torch.Tensor, group: dist.ProcessGroup) -> None:
+    all_gather(full, full.new_empty(full.numel() // group.size()), group, TAG)()
+
+
+def _scatter(full: torch.Tensor, group: dist.ProcessGroup) -> None:
+    reduce_scatter(full, group, 1 / group.size(), TAG)[1]()
+
+
+def _reduce(full: torch.Tensor, group: dist.ProcessGroup) -> None:
+    for finish in all_reduce(full, group, 1 / group.size(), TAG):
+        finish()
+
+
+def beside(here: torch.device, dtype: torch.dtype, group: dist.ProcessGroup) -> list[float]:
+    """What products lose beside an all-gather, in shares of the time that it takes alone.
+
+    Products that take three times as long are started behind it. If they are done later than
+    without it, that much is lost. On a GPU it is a small share; on CPUs more than all, where
+    threads that send wait for a core that computes.
+    """
+    if group.size() < 2:
+        return []
+    side = 4096 if here.type == "cuda" else 256
+    factor = torch.ones(side, side, device=here, dtype=dtype)
+    product = seconds(lambda: factor @ factor, here, group)
+    return [_lost(size, factor, product, group) for size in _sizes(here)[1:]]
+
+
+def _lost(numel: int, factor: torch.Tensor, product: float, group: dist.ProcessGroup) -> float:
+    here, ranks = factor.device, group.size()
+    full = torch.ones(numel // ranks * ranks, device=here)
+    chunk = full.new_empty(numel // ranks)
+    gather = seconds(partial(_gather, full, group), here, group)
+    count = torch.tensor(3 * gather / product, device=here)
+    dist.broadcast(count, group=group, group_src=0)
+    repeat = int(count.item()) + 1
+
+    def compute() -> None:
+        for _ in range(repeat):
+            factor @ factor
+
+    def both() -> None:
+        finish = all_gather(full, chunk, group, TAG)
+        compute()
+        finish()
+
+    return max(seconds(both, here, group) - seconds(compute, here, group), 0.0) / gather
+
+
+def _sizes(here: torch.device) -> tuple[int, ...]:
+    return CUDA_SIZES if here.type == "cuda" else CPU_SIZES

@@ -1,0 +1,126 @@
+"""All runs that are asked for at once, and what is printed and written of them."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from minifsdp.sim.cli.against import table
+from minifsdp.sim.cli.commands import OTHERS
+from minifsdp.sim.cli.options import Row
+from minifsdp.sim.cli.progress import Progress
+from minifsdp.sim.cli.run import measure
+from minifsdp.sim.device import VirtualGpu
+from minifsdp.sim.figures.words import in_words, page
+from minifsdp.sim.memory.snapshots import Peak, peak, read
+from minifsdp.sim.training.plain import tried
+from minifsdp.sim.training.presets import MODELS, find
+from minifsdp.sim.views.spans import text
+from minifsdp.sim.views.timeline import svg
+from minifsdp.sim.views.trace import memory_snapshot
+
+
+def run(options: argparse.Namespace, rows: list[Row], progress: Progress) -> int:
+    """Make all runs, print and write what is asked for. Returns the exit status: 1 if none fits.
+
+    Args:
+        rows: what is special about each run, and its settings; see :func:`options.grid`.
+
+    Raises:
+        ValueError: a model cannot be run.
+    """
+    _try_models([its for _, its in rows])
+    runs = []
+    for chosen, its in rows:
+        name = _name(chosen)
+
+        def tell(what: str, name: str = name) -> None:
+            progress(f"{name}: {what}" if name else what)
+
+        figures, gpu = measure(its, progress=tell)
+        if options.races and gpu is not None:
+            figures["races"] = [str(race) for race in gpu.races()]
+        if options.against and gpu is not None:
+            here = memory_snapshot(gpu.allocator, gpu.storages.frames or {})
+            found = {"file": peak(read(options.against)), "run": peak(here)}
+            figures["against"] = {where: its._asdict() for where, its in found.items()}
+        runs.append((chosen, its, figures, gpu))
+    progress("")
+    if options.json:
+        print(json.dumps([{**c, "settings": _settings(its), **f} for c, its, f, _ in runs]))
+    elif options.sweep:
+        _table([(chosen, figures) for chosen, _, figures, _ in runs])
+    else:
+        _show(*runs[0][2:])
+    for chosen, _, figures, _ in [] if options.json else runs:
+        for race in figures.get("races", []) or ["no races"] * ("races" in figures):
+            print(f"{_name(chosen)}: {race}" if chosen else race)
+    if options.against and "against" in runs[0][2] and not options.json:
+        print("\n" + table(*(Peak(**its) for its in runs[0][2]["against"].values())))
+    _write_files(options, [(chosen, figures, gpu) for chosen, _, figures, gpu in runs if gpu])
+    return 0 if any(figures["fits"] for _, _, figures, _ in runs) else 1
+
+
+def _try_models(rows: list[argparse.Namespace]) -> None:
+    """Find all models, and run those once that are not presets: before the first long run."""
+    asked = dict.fromkeys((its.model, its.config, its.input, its.seq) for its in rows)
+    for model, config, shape, length in asked:
+        job = find(model, config, shape)
+        if model not in MODELS and not config:
+            tried(job, model, shape, length)
+        if job.note:
+            print(f"minifsdp.sim: {job.note}", file=sys.stderr)
+
+
+def _name(chosen: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in chosen.items())
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(options).items() if name not in OTHERS}
+
+
+def _show(figures: dict[str, Any], gpu: VirtualGpu | None) -> None:
+    if gpu is not None:
+        print(text(gpu.tape), end="\n\n")
+    print(page(figures))
+
+
+def _write_files(
+    options: argparse.Namespace, runs: list[tuple[dict[str, str], dict[str, Any], VirtualGpu]]
+) -> None:
+    """A picture of all runs that fit, and the last one's page, trace and snapshot."""
+    if not runs:
+        return
+    (*_, figures, gpu) = runs[-1]
+    around = gpu.cluster
+    what = f"{options.model}, {around.nodes} x {around.gpus_per_node} {around.gpu.name}"
+    titles = [f"{what}, {_name(chosen)}".removesuffix(", ") for chosen, _, _ in runs]
+    if options.svg:
+        tapes = {title: its.tape for title, (*_, its) in zip(titles, runs, strict=True)}
+        Path(options.svg).write_text(svg(tapes))
+    if options.html:
+        gpu.html(options.html, titles[-1], figures)
+    if options.trace:
+        gpu.trace(options.trace)
+    if options.snapshot:
+        gpu.snapshot(options.snapshot)
+
+
+def _table(rows: list[tuple[dict[str, str], dict[str, Any]]]) -> None:
+    columns = ["step", "MFU", "exposed communication", "idle"]
+    columns += ["peak allocated", "peak reserved", "binds"]
+    names = list(rows[0][0])
+    widths = [max(12, len(n), *(len(chosen[n]) for chosen, _ in rows)) for n in names]
+
+    def line(values: list[str], shown: Sequence[str]) -> None:
+        left = " ".join(f"{v:>{width}}" for v, width in zip(values, widths, strict=True))
+        print(f"{left} " + "".join(f"{word:>23}" for word in shown))
+
+    line(names, columns)
+    for chosen, figures in rows:
+        words = in_words(figures)
+        shown = [words[column] for column in columns] if figures["fits"] else ["does not fit"]
+        line(list(chosen.values()), shown)
