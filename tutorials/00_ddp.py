@@ -135,8 +135,9 @@ def tested() -> list[float]:
 # GPUs were for nothing, and nobody who looks at the loss curve can see it.
 #
 # It happens. A published library has averaged parameters instead of gradients, because such a hook
-# is given the parameter, [as a reader of it noticed](https://github.com/huggingface/picotron/issues/39).
-# You see it only if you compare ranks that got *different* data.
+# is given the parameter, [as a reader of it
+# noticed](https://github.com/huggingface/picotron/issues/39). You see it only if you compare ranks
+# that got *different* data.
 #
 # ## What it costs
 #

@@ -3,9 +3,10 @@
 # %% [markdown]
 # # All-reduce is reduce-scatter plus all-gather
 #
-# In each training step DDP calls `all_reduce`: each rank brings a gradient, and each gets the sum of
-# all of them. That operation has two halves. FSDP calls the halves one by one, at different times
-# of the step, and everything that it saves is saved in between. What is there between the halves?
+# In each training step DDP calls `all_reduce`: each rank brings a gradient, and each gets the sum
+# of all of them. That operation has two halves. FSDP calls the halves one by one, at different
+# times of the step, and everything that it saves is saved in between. What is there between the
+# halves?
 #
 # ## Three collectives
 #
@@ -128,9 +129,9 @@ def traffic() -> None:
 
 
 # %% [markdown]
-# It is a little less than one and a half, because the embeddings and the head are gathered only once:
-# their backward comes right after the forward has ended, so they are kept. In fp32, which page
-# [16](16_groups.md) uses, the same model sends twice the bytes.
+# It is a little less than one and a half, because the embeddings and the head are gathered only
+# once: their backward comes right after the forward has ended, so they are kept. In fp32, which
+# page [16](16_groups.md) uses, the same model sends twice the bytes.
 #
 # ## What breaks without it
 #
@@ -151,11 +152,11 @@ def half_a_reduction() -> list[float]:
 
 
 # %% [markdown]
-# The ranks have different models now, and there was no error. In each model one half is right and the
-# other half is old. There are two ways to mend this. You could gather the *gradients* before the
-# step: then you have an all-reduce, and DDP. Or you gather the *parameters*, just before they are
-# used next, and until then throw away the half that is old. This is FSDP: the second half of the
-# all-reduce has moved to the next step, and in between each rank holds a part only.
+# The ranks have different models now, and there was no error. In each model one half is right and
+# the other half is old. There are two ways to mend this. You could gather the *gradients* before
+# the step: then you have an all-reduce, and DDP. Or you gather the *parameters*, just before they
+# are used next, and until then throw away the half that is old. This is FSDP: the second half of
+# the all-reduce has moved to the next step, and in between each rank holds a part only.
 #
 # ## Predict, then run
 #
