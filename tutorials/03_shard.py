@@ -156,12 +156,15 @@ def normalized() -> None:
 # %% [markdown]
 # Each rank divides by the norm of its own chunk. The last number should move 2.7 times as far as
 # the first, and moves 1.3 times as far. Training goes on with another direction, and with four
-# ranks it would be a third one. PyTorch's FSDP does this without a word; minifsdp warns when such a
-# norm is taken, and still computes it.
+# ranks it would be a third one. PyTorch's FSDP does this without a word
+# ([seen with torch 2.13](../tests/test_lessons.py)). minifsdp warns when such a norm is taken, and
+# still computes it.
 #
-# The same holds for everything that looks at more than one number: clipping by norm; LARS, which
-# wants the norm of each weight; Muon, which wants each matrix. Sums of squares can be added up over
-# ranks, which is how clipping works on page [20](20_no_sync.md). A matrix has to be gathered.
+# The same holds for everything that looks at more than one number: clipping by norm;
+# [LARS](https://arxiv.org/abs/1708.03888), which wants the norm of each weight;
+# [Muon](https://kellerjordan.github.io/posts/muon/), which wants each matrix. Sums of squares can
+# be added up over ranks, which is how clipping works on page [20](20_no_sync.md). A matrix has to
+# be gathered.
 #
 # This is also why the optimizer does not get the padding. If rank 2 of the picture had eight
 # numbers instead of six, with two zeros, their mean would be a quarter too small.

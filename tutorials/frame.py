@@ -94,12 +94,13 @@ def with_minutes(table: str) -> str:
 
     A star beside the minutes marks the pages for one afternoon.
     """
-    found = {path.stem: minutes(body(path)) for path in tutorials([])}
+    pages = [path for path in tutorials([]) if path.with_suffix(".md").exists()]
+    found = {path.stem: minutes(body(path)) for path in pages}
     afternoon = 0
 
     def counted(row: re.Match[str]) -> str:
         nonlocal afternoon
-        number = found[row[2]]
+        number = found.get(row[2], 0)  # 0 until it is made
         afternoon += number if row[3] else 0
         return f"{row[1]}{number}{row[3]} |"
 
