@@ -3,17 +3,19 @@
 # %% [markdown]
 # # All-reduce is reduce-scatter plus all-gather
 #
-# In a step DDP has one thing to say: `all_reduce`. Each rank brings a gradient, and each leaves
-# with the sum of all of them. FSDP's `FULL_SHARD` says the two halves of it instead, at two
-# different times, and all that it saves, it saves in between. (Before the first step both can
-# broadcast what rank 0 has. Where FSDP keeps copies, it all-reduces: page [22](22_hybrid.md).)
+# In each training step DDP calls `all_reduce`: each rank brings a gradient, and each gets the sum
+# of all of them. That operation has two halves. FSDP calls the halves one by one, at different
+# times of the step, and everything that it saves is saved in between. What is there between the
+# halves?
 #
-# ## Three conversations
+# ## Three collectives
 #
-# A *collective* is a function that every rank has to call. It is over when all of them have; who
-# comes early waits. Here are two ranks, and each brings four numbers. (The decorator starts the
-# processes and prints what they say, by rank. The functions are the engine's; each starts
-# something and returns a function that waits for its end.)
+# A *collective* is a function that all ranks have to call, and in which they exchange tensors. A
+# rank that calls it early waits for the others. Here are three of them on two ranks, and each rank
+# brings four numbers. The functions are [the engine's](../minifsdp/comm/collectives.py); the
+# *engine* is minifsdp's code. Each starts its exchange and returns a function that waits for the
+# end of it. (`scale` is a factor for each addend. `tag` is a number that tells this exchange from
+# others that are under way at the same time.)
 
 # %% [hidden]
 from __future__ import annotations
@@ -56,9 +58,9 @@ def two_halves() -> None:
 
 
 # %% [markdown]
-# *Reduce-scatter* adds up, and deals out: rank 0 gets the sums of the first half, rank 1 of the
-# second. *All-gather* puts halves together: everybody has everything. One after the other they
-# are the all-reduce.
+# A *reduce-scatter* adds up and deals out: rank 0 gets the sums of the first half, and rank 1 those
+# of the second. An *all-gather* puts the halves together, so that every rank has all of them. One
+# after the other they are an *all-reduce*.
 #
 # With four ranks the pieces are quarters. In the picture rank 0 brings ones, rank 1 tens, and so
 # on, so that the digits of a sum say who is in it. Follow one colour down:
@@ -98,18 +100,20 @@ def draw() -> None:
 # reduce-scatter: rank 0 has only the first piece, rank 1 the second, and so on, each marked 1111.
 # After the all-gather: every rank has all four, each marked 1111.](01_collectives.svg)
 #
-# The one thing to notice is the middle. Nobody has more than a quarter there, and yet nothing is
-# lost: between them the ranks have every sum. A model could *live* in that state.
+# Look at the state in the middle. No rank has more than a quarter of the tensor, and yet nothing is
+# lost: together the ranks have every sum, once. A model can *stay* in that state between steps, and
+# be put together only where it is needed. That is the idea of FSDP.
 #
 # ## What they cost
 #
-# In a reduce-scatter of `n` bytes a rank keeps one piece of `N` and sends the others; in an
-# all-gather it sends one piece to each of the others. Either half is `n (N - 1) / N`, with many
-# ranks nearly `n`, and an all-reduce is twice that. DDP needs one for each step. FULL_SHARD needs
-# three halves: parameters are gathered for the forward, gathered once more for the backward, and
-# gradients are reduced. That is one and a half times DDP's traffic, and it is the price of
-# everything on the pages to come. Count it, in a step of a GPT of 1.3 billion parameters on 8 GPUs,
-# in bfloat16 (minifsdp brings virtual GPUs along; they are on page [09](09_streams.md)):
+# Take a tensor of `n` bytes and `N` ranks. In a reduce-scatter a rank keeps one of its `N` pieces
+# and sends the others. In an all-gather it sends its piece to each of the others. Either way it
+# sends `n (N - 1) / N` bytes, which is nearly `n` with many ranks. An all-reduce is twice that.
+#
+# DDP needs one all-reduce of the gradients in a step: two halves. FSDP, when it shards everything
+# (its strategy `FULL_SHARD`), needs three: an all-gather of the parameters for the forward, another
+# one for the backward, and a reduce-scatter of the gradients. So it sends one and a half times as
+# much. Let us count, in a step of a GPT of 1.3 billion parameters in bfloat16, on 8 virtual GPUs:
 
 
 # %%
@@ -118,15 +122,16 @@ def sent(strategy: str, precision: str = "bf16") -> float:
     return simulate(parser().parse_args(words.split())).report()["bytes sent"]
 
 
-def price() -> None:
+def traffic() -> None:
     ddp, fsdp = sent("no_shard"), sent("full_shard")
     print(f"DDP's strategy, NO_SHARD: {ddp / 1e6:,.0f} MB sent by each rank in a step")
     print(f"FULL_SHARD:               {fsdp / 1e6:,.0f} MB, {fsdp / ddp:.2f} times as much")
 
 
 # %% [markdown]
-# (Not 1.50, because the outermost layers are not gathered twice: their backward follows at once. In
-# fp32, as on page [16](16_groups.md), the same model sends twice the bytes.)
+# It is a little less than one and a half, because the embeddings and the head are gathered only
+# once: their backward comes right after the forward has ended, so they are kept. In fp32, which
+# page [16](16_groups.md) uses, the same model sends twice the bytes.
 #
 # ## What breaks without it
 #
@@ -147,19 +152,29 @@ def half_a_reduction() -> list[float]:
 
 
 # %% [markdown]
-# The ranks have different models now, and nothing has complained. Each has one half that is right
-# and one that is old. You could mend it by gathering the *gradients*, and have DDP again. Or gather
-# the *parameters*, later, just before they are used, and until then throw away the half that is
-# old. The second is FSDP.
+# The ranks have different models now, and there was no error. In each model one half is right and
+# the other half is old. There are two ways to mend this. You could gather the *gradients* before
+# the step: then you have an all-reduce, and DDP. Or you gather the *parameters*, just before they
+# are used next, and until then throw away the half that is old. This is FSDP: the second half of
+# the all-reduce has moved to the next step, and in between each rank holds a part only.
 #
 # ## Predict, then run
 #
 # 1. Three ranks, six numbers each. How many does a rank send in a reduce-scatter?
 # 2. Rank 0 brings `[1, 2]`, rank 1 brings `[3, 4]`. What has rank 1 after a reduce-scatter?
-# 3. `SHARD_GRAD_OP` keeps the parameters from the forward to the backward. What does it send?
+# 3. FSDP's strategy `SHARD_GRAD_OP` gathers the parameters for the forward and keeps them until the
+#    backward is over. How much does it send in a step, compared with DDP?
+#
+# <details><summary>Answers</summary>
+#
+# 1. Four: it has three pieces of two numbers, keeps one piece and sends the other two.
+# 2. `[6]`, the second of the two sums. Rank 0 has `[4]`.
+# 3. Just as much: one all-gather and one reduce-scatter are the two halves of an all-reduce.
+#
+# </details>
 
 
-# %%
+# %% [hidden]
 @on_ranks(2)
 def small() -> list[float]:
     mine = torch.tensor([[1.0, 2.0], [3.0, 4.0]])[dist.get_rank()]
@@ -179,7 +194,7 @@ def answers() -> None:
 def main() -> None:
     two_halves()
     draw()
-    price()
+    traffic()
     half_a_reduction()
     answers()
 

@@ -3,17 +3,22 @@
 # %% [markdown]
 # # Shard: a cut that does not look where it cuts
 #
-# Adam keeps two averages for each parameter. In fp32, with 1.3 billion parameters, they take 10.6
-# GB, and with DDP each GPU has the same ones. It would be enough if each number were updated on
-# *one* GPU. But on which? You could deal out layers, but such a GPT has 24 of them for 16 GPUs, and
-# an embedding as large as two. FSDP takes the flat tensor of page [02](02_flatten.md) and cuts it
-# into pieces of equal length, *chunks*, one for each rank.
+# Adam keeps two averages for each parameter. For 1.3 billion parameters in fp32 they take 10.6 GB,
+# and with DDP each GPU has the same ones. It would be enough if each number were updated on *one*
+# GPU. But on which? You could deal out layers. But such a GPT has 24 blocks, which 16 GPUs cannot
+# share evenly, and an embedding that is as large as two blocks.
+#
+# FSDP does not look at layers. It takes the flat tensor of page [02](02_flatten.md), cuts it into
+# pieces of equal length, and gives each rank one of them. To *shard* a tensor is to keep only a
+# piece of it on each rank, and such a piece is called a *shard*, or a *chunk* of the flat tensor.
+#
+# {{ minifsdp/shard.py padded_shard_numel }}
 #
 # {{ minifsdp/shard.py unpadded_shard_numel }}
 #
 # {{ minifsdp/shard.py shard }}
 #
-# Five numbers, four ranks:
+# Five numbers do not divide by four ranks. What does each rank get?
 
 # %% [hidden]
 from __future__ import annotations
@@ -28,10 +33,12 @@ import torch.distributed as dist
 from draw import strips
 from launch import on_ranks
 from torch import nn
+from train_gpt import GPT
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy
 from minifsdp.shard import shard, unpadded_shard_numel
+from minifsdp.sim.training.presets import find
 
 PICTURE = Path(__file__).with_suffix(".svg")
 
@@ -45,11 +52,13 @@ def five_on_four() -> None:
 
 
 # %% [markdown]
-# In an all-gather every rank has to bring the same amount. So the end is *padded* with zeros, here
-# with three, and the last rank has nothing else. It takes part in each collective all the same.
+# In an all-gather all ranks have to bring equally much. So the end is filled with zeros, here with
+# three: this is *padding*. The last rank has nothing else. It takes part in each collective all the
+# same, because the others would wait for it forever.
 #
-# Now two small layers on three ranks. What shares a flat tensor is a *unit*; here both are one.
-# `model.parameters()` gives the optimizer this rank's chunk, up to where the data end:
+# Now two small layers on three ranks. Modules whose parameters share a flat tensor are a *unit*.
+# Here both layers are one unit. `model.parameters()` gives the optimizer this rank's chunk, without
+# the padding:
 
 
 # %%
@@ -83,13 +92,14 @@ def draw() -> None:
 # ![A strip of 24 numbers in five colours, and below it one of 8 for each rank. The purple bias is
 # on ranks 1 and 2. The last two numbers are red padding.](03_shard.svg)
 #
-# The one thing to notice: the cuts have nothing to do with the colours. Rank 1 has the end of the
-# first weight and the beginning of its bias.
+# The cuts have nothing to do with the colours. Rank 1 has the end of the first weight, and the
+# beginning of its bias.
 #
 # ## Who does not mind
 #
-# To an optimizer a rank has no layers any more, only numbers. That is enough for Adam, whose step
-# for a number depends on that number, its gradient and its two averages, and on no other number:
+# The optimizer of a rank sees no layers any more, only numbers. That is enough for Adam: its step
+# for a number depends on that number, its gradient and its two averages, and on nothing else. So
+# three optimizers with a chunk each do what one does with the whole:
 
 
 # %%
@@ -109,9 +119,9 @@ def adam_on_chunks() -> None:
 def optimizer_memory() -> None:
     for ranks in (1, 2, 4):
         group, _ = dist.new_subgroups(ranks)  # this rank's group, of so many
-        model = FSDP(nn.Linear(100, 100), process_group=group)
+        model = FSDP(GPT(layers=4, width=128), process_group=group)
         optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.randn(100)).sum().backward()
+        model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
         optimizer.step()
         (state,) = optimizer.state.values()
         if dist.get_rank() == 0:
@@ -119,15 +129,16 @@ def optimizer_memory() -> None:
 
 
 # %% [markdown]
-# Half for two ranks, a quarter for four. (The 4 bytes beyond 80,800 count the steps.) Parameters
-# and their gradients are cut alike, so between steps, of the sixteen bytes for each parameter, a
-# rank keeps `16 / N`. The optimizer has less to do, too.
+# With two ranks each has a half, with four a quarter. (Of the bytes, 4 count the steps; they are
+# not sharded.) Parameters and gradients are sharded in the same way. So between steps a rank keeps
+# `16 / N` bytes for each parameter, and its optimizer has less to compute, too.
 #
 # ## What breaks without it
 #
-# An optimizer that wants all its steps to be of the same length divides the gradient by its norm,
-# for which it needs all of it. Here the gradient of a weight is `[3, 4, 6, 8]`. With `NO_SHARD`,
-# which is DDP's strategy, every rank has the whole.
+# The cut is harmless as long as nobody looks at more than one number at a time. Take an optimizer
+# that wants all steps to be equally long. It divides the gradient by its norm, and the norm depends
+# on all numbers. The gradient of the weight here is `[3, 4, 6, 8]`. With the strategy `NO_SHARD`
+# every rank has all of it, as in DDP. What does each rank divide by under `FULL_SHARD`?
 
 
 # %%
@@ -143,25 +154,53 @@ def normalized() -> None:
 
 
 # %% [markdown]
-# The last number should move 2.7 times as far as the first, and moves 1.3 times as far. Nothing has
-# complained, and with four ranks the result would be a third one. So it is with whatever looks at
-# more than one number: clipping by norm; LARS, which wants the norm of each weight; Muon, which
-# wants the matrix. Sums of squares can be added up over ranks, as clipping does on page
-# [20](20_no_sync.md). (minifsdp refuses torch's own, which does not.) A matrix must be gathered.
+# Each rank divides by the norm of its own chunk. The last number should move 2.7 times as far as
+# the first, and moves 1.3 times as far. Training goes on with another direction, and with four
+# ranks it would be a third one. PyTorch's FSDP does this without a word
+# ([seen with torch 2.13](../tests/test_lessons.py)). minifsdp warns when such a norm is taken, and
+# still computes it.
 #
-# It is also why padding is kept from the optimizer. If rank 2 of the picture had eight numbers
-# instead of six, the mean of them would be a quarter too small.
+# The same holds for everything that looks at more than one number: clipping by norm;
+# [LARS](https://arxiv.org/abs/1708.03888), which wants the norm of each weight;
+# [Muon](https://kellerjordan.github.io/posts/muon/), which wants each matrix. Sums of squares can
+# be added up over ranks, which is how clipping works on page [20](20_no_sync.md). A matrix has to
+# be gathered.
+#
+# This is also why the optimizer does not get the padding. If rank 2 of the picture had eight
+# numbers instead of six, with two zeros, their mean would be a quarter too small.
 #
 # ## Predict, then run
 #
-# 1. Nine numbers on eight ranks. How many ranks have nothing?
-# 2. Such a rank takes the norm of its gradient. And the mean?
-# 3. `clip_grad_norm_` is wrong on chunks. What about `clip_grad_value_`?
+# 1. Nine numbers are sharded over eight ranks. How many ranks have nothing but padding?
+# 2. Such a rank takes the norm of its gradient without the padding. What is it? And the mean?
+# 3. `clip_grad_norm_`, which scales all gradients by one factor, is wrong on chunks. What about
+#    `clip_grad_value_`, which limits each number?
+#
+# <details><summary>Answers</summary>
+#
+# 1. Three. Each chunk has two numbers, so four ranks have two each, the fifth has one, and nothing
+#    is left for the others.
+# 2. The norm of no numbers is 0. The mean is 0 divided by 0, which is not a number: a `nan`, and it
+#    spreads to whatever it is added to.
+# 3. It is right, because it looks at one number at a time.
+#
+# </details>
 
 
-# %%
+# %% [hidden]
+def a_large_gpt() -> None:
+    job = find("gpt-1.3b", None, None)
+    with torch.device("meta"):
+        model = job.build()
+    blocks = [part for part in model.modules() if isinstance(part, job.blocks)]
+    sizes = [sum(p.numel() for p in part.parameters()) for part in (model, blocks[0], model.tokens)]
+    assert len(blocks) == 24 and 24 % 16 and round(sizes[2] / sizes[1], 1) == 2.0
+    assert round(8 * sizes[0] / 1e9, 1) == 10.6 and round(sizes[0] / 1e9, 1) == 1.3
+
+
 def answers() -> None:
-    assert [unpadded_shard_numel(9, rank, 8) for rank in range(8)].count(0) == 3  # 1.
+    assert (round(8 / 3, 1), round((8 / 10) / (3 / 5), 1)) == (2.7, 1.3)  # the steps above
+    assert [unpadded_shard_numel(9, rank, 8) for rank in range(8)] == [2] * 4 + [1] + [0] * 3  # 1.
     assert torch.empty(0).norm() == 0 and torch.empty(0).mean().isnan()  # 2. 0, and no number
     parts = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
     parts[0].grad, parts[1].grad = torch.tensor([3.0, 4.0]), torch.tensor([6.0, 8.0])
@@ -176,6 +215,7 @@ def main() -> None:
     adam_on_chunks()
     optimizer_memory()
     normalized()
+    a_large_gpt()
     answers()
 
 

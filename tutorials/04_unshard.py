@@ -3,9 +3,11 @@
 # %% [markdown]
 # # Unshard: who keeps a tensor alive
 #
-# No layer can compute with a chunk. So FSDP gathers a layer's parameters just before it runs, frees
-# them right after, and gathers them again for its backward. How to gather you have seen on page
-# [01](01_collectives.md). How to free? Here are a weight of 4 MB, its use, and three ways.
+# No layer can compute with a chunk. So FSDP gathers the parameters of a layer just before it runs,
+# frees them right after, and gathers them again for its backward. To gather them is to *unshard*
+# them, and to free them is to *reshard*. You have seen on page [01](01_collectives.md) how to
+# gather. How do you free a tensor in Python? Here is a weight of 4 MB that a layer has just used,
+# and three ways to get rid of it. Which of them give the memory back?
 
 # %% [hidden]
 from __future__ import annotations
@@ -20,8 +22,9 @@ import torch
 import torch.distributed as dist
 from draw import bars
 from launch import on_ranks
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from train_gpt import GPT, Block
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, ShardingStrategy
@@ -48,14 +51,17 @@ def three_ways_to_free() -> None:
 
 
 # %% [markdown]
-# A tensor has a shape and a *storage*. The memory is the storage's. Several tensors may share one,
-# and it is freed when the last of them is gone. Here there are two, `flat` and its view `weight`.
-# You have neither name any more in the first line, but the backward needs `weight` for the gradient
-# of `x`, so autograd has *saved* it in the graph that `y` holds. Assigning to `flat.data` puts
-# another storage under `flat`. The saved view has the old one.
+# Only the third. A tensor has a shape and a *storage*, and it is the storage that has the memory.
+# Several tensors can share one storage, and its memory is freed when the last of them is gone. Here
+# two share it, `flat` and its view `weight`.
 #
-# What helps is to shrink the storage itself, under everybody's eyes. Both tensors keep their shapes
-# and have no memory. The backward will need it back, and how it is filled again matters:
+# - `del flat` removes a name. But the backward needs `weight` for the gradient of `x`, so autograd
+#   has *saved* that view in the graph that belongs to `y`.
+# - Assigning to `flat.data` gives `flat` another storage. The saved view still has the old one.
+# - `resize_(0)` shrinks the storage itself. Both tensors keep their shapes, and have no memory.
+#
+# The backward will need the numbers again, so the storage is made large again and filled. It
+# matters how that is done:
 
 
 # %%
@@ -75,39 +81,52 @@ def filled_again() -> None:
 
 
 # %% [markdown]
-# Not filled, it is an error if you are lucky. (A matrix product notices. The backward of `x * w`
-# does not look, and crashes; on a CPU, at least.) Filled, the saved view has its numbers back: it
-# is the *same* storage. But a tensor also has a *version*, which counts how often it was written
-# to, and autograd refuses what was written to since it was saved. `.data` is another tensor with
-# the same storage and a version of its own, so autograd does not see what is written through it.
-# This may hide a mistake. Here the numbers are the old ones.
+# If it is not filled, there is an error, with some luck. (A matrix product looks whether there is
+# memory. The backward of `x * w` does not, and on a CPU the process crashes.)
 #
-# In the engine a unit has two such tensors for its unsharded parameters: `flat_param` for autograd
-# and `data`, its `.data`, for the collectives. They are made once; their storage comes and goes:
+# If it is filled, the saved view has its numbers back, because it has the *same* storage. But a
+# tensor also has a *version*, which counts how often it was written to. Autograd notes the version
+# when it saves a tensor, and refuses the tensor if it has been written to since. That is the second
+# line. The third writes through `flat.data`, which is another tensor with the same storage and a
+# version of its own, so autograd does not see it. In general this hides mistakes. Here it is right,
+# because the numbers that come back are those that were there.
 #
-# {{ minifsdp/support/unsharded_storage.py UnshardedFlatParam.release }}
+# In the engine each unit has two such tensors for its whole parameters: `flat_param`, which
+# autograd knows, and `data`, which is its `.data` and gets what is gathered. Both are made once,
+# and their storage comes and goes. This is how it goes. (`...` stands for lines that are left out.
+# Those here are for views that somebody has kept. Those below have to do with later pages: with
+# streams, page [09](09_streams.md), and with parameters on the host, page [17](17_offload.md).)
 #
-# {{ minifsdp/unshard.py unshard }}
+# {{ minifsdp/support/unsharded_storage.py UnshardedFlatParam.release -any(count
+# -``flat_param`` -inference_mode -trained = -flat_param.data -self.frozen is -storage = -False }}
 #
-# The heart is `launch`: make room, gather into it. (The rest is for pages [09](09_streams.md) and
-# [17](17_offload.md).) Now four layers, each a unit, and the sizes of their storages in a step:
+# And this is how it comes. Find the line that makes room, and the one that gathers:
+#
+# {{ minifsdp/unshard.py unshard -Start to -assert -start_unshard
+# -offloaded = -uploaded = -Allocated -all-gather can -shard = uploaded -sent = -full, blocks
+# -data.copy_ -lambda }}
+#
+# Now the GPT of `make demo`. Each of its four blocks is a unit. What is in no block, the embeddings
+# and the head, is one more unit, the *root*. How large are the storages of the blocks during a
+# step?
 
 
 # %%
 @on_ranks(2)
 def a_step(strategy: ShardingStrategy) -> dict[str, list[int]]:
-    layers, sizes = [nn.Linear(128, 128) for _ in range(4)], {}
-    model = FSDP(nn.Sequential(*layers), sharding_strategy=strategy, backward_prefetch=None,
-                 auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))  # fmt: skip
+    gpt = GPT(layers=4, width=128)
+    blocks, sizes = [*gpt.blocks], {}
+    model = FSDP(gpt, sharding_strategy=strategy, backward_prefetch=None,
+                 auto_wrap_policy=ModuleWrapPolicy({Block}))  # fmt: skip
 
     def look(moment: str, *_: object) -> None:
-        units = model.engine.units[1:]  # the first is the Sequential's, which has no parameters
+        units = model.engine.units[1:]  # the first is the root
         sizes[moment] = [unit.unsharded.flat_param.untyped_storage().nbytes() for unit in units]
 
-    for i, layer in enumerate(layers, 1):
-        layer.register_forward_hook(partial(look, f"forward of {i}"))
-        layer.register_full_backward_pre_hook(partial(look, f"backward of {i}"))
-    loss = model(torch.randn(4, 128, requires_grad=True)).sum()
+    for i, block in enumerate(blocks, 1):
+        block.register_forward_hook(partial(look, f"forward of {i}"))
+        block.register_full_backward_pre_hook(partial(look, f"backward of {i}"))
+    loss = model(torch.zeros(1, 8, dtype=torch.long)).sum()
     look("loss")
     loss.backward()
     look("end")
@@ -118,20 +137,25 @@ def a_step(strategy: ShardingStrategy) -> dict[str, list[int]]:
 def draw() -> None:
     rows = a_step(ShardingStrategy.FULL_SHARD)[0]
     rows["DDP, always"] = a_step(ShardingStrategy.NO_SHARD)[0]["loss"]
-    parts = {row: {f"layer {i}": n for i, n in enumerate(sizes, 1)} for row, sizes in rows.items()}
-    bars(PICTURE, "whole parameters of four layers in memory", parts, "{:,} bytes".format)
+    parts = {row: {f"block {i}": n for i, n in enumerate(sizes, 1)} for row, sizes in rows.items()}
+    bars(PICTURE, "whole parameters of the four blocks in memory", parts, "{:,} bytes".format)
+    one = 4 * sum(p.numel() for p in Block(128).parameters())
+    found = [sum(sizes) for sizes in rows.values()]
+    assert found == [one] * 4 + [0] + [one] * 4 + [0, 4 * one]
 
 
 # %% [markdown]
-# ![Eight bars, each as long as a layer and of its colour: 1 to 4 and back to 1. None at the loss
+# ![Eight bars, each as long as a block and of its colour: 1 to 4 and back to 1. None at the loss
 # and at the end. One for DDP that is four times as long.](04_unshard.svg)
 #
-# The one thing to notice: there is one layer at a time (nothing is gathered ahead), and none at the
-# loss, though the graph has saved all four. (The chunks are there too, half of DDP's bar.)
+# There is one block at a time, and none at the loss, though autograd's graph has saved views of all
+# four. (The rank's own chunks are there as well, always. With two ranks they are half as long as
+# DDP's bar. Nothing is gathered ahead of time here; page [12](12_prefetch.md) does that.)
 #
 # ## What breaks without it
 #
-# The same with `del`: each weight is gathered into a new tensor, used, and dropped.
+# Write the obvious code: gather each weight into a new tensor, use it, and `del` it. How many of
+# four weights are in memory after the forward, and how many after the backward?
 
 
 # %%
@@ -147,21 +171,35 @@ def dropped() -> None:
     alive = [sum(not storage.expired() for storage in storages)]
     x.sum().backward()
     alive.append(sum(not storage.expired() for storage in storages))
-    print(f"layers alive after the forward: {alive[0]}, after the backward: {alive[1]}")
+    print(f"weights in memory after the forward: {alive[0]}, after the backward: {alive[1]}")
 
 
 # %% [markdown]
-# All four, as with DDP. After the backward the saved views are gone, but the graph also holds each
-# `full`, as the place for its gradient, until `x` is dropped. Nothing has complained.
+# All four, as with DDP, and even after the backward. By then the saved views are gone, but the
+# graph also refers to each `full`, because its gradient belongs there, until `x` is dropped. The
+# program is right in every number. It gathers in every step, and saves no memory at all.
+# (`StorageWeakRef` lets us ask whether a storage is still there without keeping it.)
 #
 # ## Predict, then run
 #
 # 1. Under `torch.no_grad()`, is `del` enough?
-# 2. `SHARD_GRAD_OP` gathers once in a step, not twice. How many layers are whole at the loss?
-# 3. The optimizer steps between a forward and its backward. What does autograd say?
+# 2. The strategy `SHARD_GRAD_OP` gathers once in a step instead of twice. How many blocks are whole
+#    at the loss?
+# 3. The optimizer steps between a forward and its backward, and doubles the weight. The backward
+#    gathers again, through `.data`. What does autograd say?
+#
+# <details><summary>Answers</summary>
+#
+# 1. Yes. There is no graph then, so nothing but the name refers to the view.
+# 2. All four. It frees them only after their backward.
+# 3. Nothing, and the gradient of `x` is wrong: 2000 instead of 1000. With an ordinary tensor
+#    autograd would have seen the version and refused. minifsdp looks for this case itself, and
+#    refuses.
+#
+# </details>
 
 
-# %%
+# %% [hidden]
 def answers() -> None:
     without_graph = torch.no_grad()(run_a_layer)
     assert without_graph()[2].grad_fn is None  # 1. yes: there is no graph to hold it

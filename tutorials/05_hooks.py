@@ -3,11 +3,14 @@
 # %% [markdown]
 # # Hooks: a training step from inside autograd
 #
-# The user writes `loss = model(x)` and `loss.backward()`. Inside the first call each layer's
-# parameters have to be gathered just before it runs, and freed after it. Inside the second they
-# have to come back, because the backward of `x @ w` needs `w`, and go when the layer's gradient is
-# there. Both calls are PyTorch's. How do you get a word in? Here are two layers, each with its
-# parameters in one flat tensor, in plain PyTorch. They note every chance.
+# The user writes `loss = model(x)` and `loss.backward()`. During the first call the parameters of
+# each unit have to be gathered just before it runs, and freed after it. During the second they have
+# to come back, because the backward of `x @ w` needs `w`, and they have to go again when the
+# gradient of the unit is there. Both calls are PyTorch's. At which moments can code of ours run?
+#
+# Here are two layers in plain PyTorch, each with its parameters in one flat tensor. They note every
+# moment that there is. Before you read the output: what comes first in the backward, and is the end
+# of the backward the same as the last gradient?
 
 # %% [hidden]
 import contextlib
@@ -21,6 +24,7 @@ import torch
 from draw import strips
 from launch import on_ranks
 from torch import Tensor, nn
+from train_gpt import GPT, Block
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
@@ -29,58 +33,67 @@ from minifsdp.sim.__main__ import parser
 from minifsdp.sim.cli.run import simulate
 from minifsdp.support.param_views import make_views
 from minifsdp.unit import Unit
-from minifsdp.unit_state import TrainingState
 
-PICTURE, NAMES = __file__.replace(".py", ".svg"), ("root", "block 1", "block 2", "block 3")
+PICTURE, NAMES = __file__.replace(".py", ".svg"), ("root", *(f"block {i}" for i in range(1, 5)))
+COLOURS = ("teal", "blue", "purple", "green", "orange")  # of the units, as on page 04
 WORDS = {"before_forward": "pre", "after_forward": "post", "before_backward": "pre"}
 WORDS |= {"after_gradient": "post", "end_of_backward": "end"}
 NOT_AHEAD: Any = {"backward_prefetch": None, "forward_prefetch": False}
 
 
-def noting(moment: str, steps: list[Any]) -> Any:
-    method = getattr(Engine, moment)
+# When a method of the engine has done its work: its name; whose moment it is, 0 is the root; and of
+# each unit whether its parameters are in memory.
+Moment = tuple[str, int, list[bool]]
+
+
+def noting(method: str, steps: list[list[Moment]]) -> Any:
+    original = getattr(Engine, method)
 
     def noted(engine: Engine, *args: Any, **kwargs: Any) -> Any:
-        result = method(engine, *args, **kwargs)
-        boxes = []
-        for unit in engine.units:
-            started = unit.state.training is TrainingState.PRE_BACKWARD
-            there = unit.unsharded.flat_param.untyped_storage().size() > 0
-            boxes.append(("purple" if started else "blue") if there else "")
-        steps[-1].append((WORDS[moment], engine.units.index(args[0]) if args else 0, boxes))
+        result = original(engine, *args, **kwargs)
+        storages = [unit.unsharded.flat_param.untyped_storage() for unit in engine.units]
+        there = [storage.size() > 0 for storage in storages]
+        steps[-1].append((method, engine.units.index(args[0]) if args else 0, there))
         return result
 
-    return patch.object(Engine, moment, noted)
+    return patch.object(Engine, method, noted)
 
 
 @on_ranks(2)
-def train(make: str, calls: str) -> tuple[list[Any], list[Any]]:
-    steps: list[Any] = []
-    blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in NAMES]
-    net = nn.Sequential(blocks[0][0], *(blocks[int(call)] for call in calls))
+def train(make: str, calls: str) -> tuple[list[list[Moment]], list[Any]]:
+    steps: list[list[Moment]] = []
+    gpt = GPT(layers=4, width=128)
+    gpt.blocks = nn.Sequential(*(gpt.blocks[int(call) - 1] for call in calls))
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch("minifsdp.engine.make_views", globals()[make]))
-        for moment in WORDS:
-            stack.enter_context(noting(moment, steps))
-        net = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), **NOT_AHEAD)
-        for _ in range(3):
+        for method in WORDS:
+            stack.enter_context(noting(method, steps))
+        model = FSDP(gpt, auto_wrap_policy=ModuleWrapPolicy({Block}), **NOT_AHEAD)
+        for _ in range(2):
             steps.append([])
-            net(torch.randn(4, 16) + torch.distributed.get_rank()).pow(2).mean().backward()
-    return steps, [unit.sharded_flat_param.grad.tolist() for unit in net.engine.units]
+            model(torch.randint(256, (1, 16))).pow(2).mean().backward()
+    return steps, [unit.sharded_flat_param.grad.tolist() for unit in model.engine.units]
 
 
-def filled(moment: Any) -> int:
-    return sum(map(bool, moment[-1]))
+def filled(moment: Moment) -> int:
+    return sum(moment[-1])
 
 
-def draw(steps: dict[str, list[Any]]) -> None:
+def draw(steps: dict[str, list[Moment]]) -> None:
     rows: list[Any] = []
-    for make, step in steps.items():
-        rows.append((make, []))
+    for heading, step in steps.items():
+        forward = [method for method, *_ in step].index("before_backward")
+        rows.append((heading, []))
+        rows.append(("", [(forward, "", "forward"), (len(step) - forward, "", "backward")]))
         for unit, name in enumerate(NAMES):
-            rows.append((name, [(1, boxes[unit], word * (unit == of)) for word, of, boxes in step]))
-        rows.append(("in all", [(1, "", str(filled(moment))) for moment in step]))
-    strips(PICTURE, "a training step", rows, {"blue": "has memory", "purple": "in its backward"})
+            boxes = [
+                (1, COLOURS[unit] * there[unit], WORDS[method] * (unit == whose))
+                for method, whose, there in step
+            ]
+            rows.append((name, boxes))
+        rows.append(("in memory", [(1, "", str(filled(moment))) for moment in step]))
+    assert all(len(step) == 21 for step in steps.values())
+    strips(PICTURE, "units in memory after each moment of a training step", rows)
 
 
 # %%
@@ -104,26 +117,35 @@ def two_layers() -> None:
 
 
 # %% [markdown]
-# These are the five moments. *Pre-forward* and *post-forward* are lines before and after the
-# computation. *Pre-backward* is a hook on the operation that made the output; it runs just before
-# that operation's backward. *Post-backward* is a hook on the flat tensor: the layer has computed
-# with a view of it, so its gradient is complete when the layer's is. The *end* is a callback. It
-# can only be queued while a backward is running, and runs after the last operation.
+# These are the five moments of FSDP:
 #
-# The hooks are in [autograd_hooks.py](../minifsdp/support/autograd_hooks.py). The post-backward:
+# - *Pre-forward* and *post-forward* are before and after the computation. Here they are ordinary
+#   lines; for a module they are hooks that it calls.
+# - *Pre-backward* is a hook on the operation that made the output. Autograd calls it just before
+#   the backward of that operation, which is the first of the layer.
+# - *Post-backward* is a hook on the flat tensor. The layer has computed with views of it, so its
+#   gradient is complete when all gradients of the layer are.
+# - The *end* is a callback that can be queued while a backward runs. Autograd calls it after the
+#   last operation, so that it comes even if some layer got no gradient.
 #
-# {{ minifsdp/engine.py Engine.after_gradient }}
+# At each of them the engine does its work. This is the post-backward. It frees the parameters, and
+# starts to reduce the gradient:
 #
-# (Prefetching is page 12, `synchronizes` page 20; `may_reduce` is about ranks that use different
-# units.) A tensor may leave a module in an attribute, too, so the pre-backward also comes when
-# autograd needs a saved parameter: `minifsdp/support/saved_tensors.py`.
+# {{ minifsdp/engine.py Engine.after_gradient -post_forward_shard -.prefetch( -elif unit.numel }}
+#
+# (`_stays_after_backward`, `synchronizes` and `may_reduce` are always the same on this page: no,
+# yes, yes. Page [20](20_no_sync.md) changes the second. How the hooks are set is in
+# [autograd_hooks.py](../minifsdp/support/autograd_hooks.py). One more,
+# [saved_tensors.py](../minifsdp/support/saved_tensors.py), is for outputs that leave a module in an
+# attribute, where no hook sees them.)
 #
 # ## What breaks without it
 #
-# Each forward of `layer` makes a new view of the flat tensor, and so does each forward in the
-# engine, for every parameter. Why? They show the same memory as the last ones. Make them once,
-# then, in a model of four *units*, which are gathered and freed as a whole: three blocks, and the
-# *root*, the model itself with the one layer that is in no block. (Nothing is gathered ahead.)
+# Each forward of `layer` makes a new view of the flat tensor. So does each forward in the engine,
+# for every parameter. That looks like a waste: the new views show the same memory as the old ones.
+# So let us make them once. Here is the GPT of `make demo` with its five units, four blocks and the
+# root. Nothing is gathered ahead of time. (`train` is in [the program](05_hooks.py); it notes which
+# units have memory at each moment.)
 
 
 # %%
@@ -132,12 +154,14 @@ def make_once(unit: Unit) -> None:
         make_views(unit)
 
 
-def four_units() -> None:
-    runs = {make: train(make, "123")[0] for make in ("make_views", "make_once")}
-    for make, (steps, _) in runs.items():
-        print(f"{make}: most units at once, by step:", *(max(map(filled, step)) for step in steps))
-    print("the same gradients, in every bit:", runs["make_views"][1] == runs["make_once"][1])
-    draw({make: steps[2] for make, (steps, _) in runs.items()})
+def five_units() -> None:
+    (each, grads), *_ = train("make_views", "1234")
+    (once, grads_of_once), *_ = train("make_once", "1234")
+    for make, steps in {"views in each forward": each, "views made once": once}.items():
+        most = [max(map(filled, step)) for step in steps]
+        print(f"{make}: at most {most[0]} units in memory in step 1, {most[1]} in step 2")
+    print("the same gradients, in every bit:", grads == grads_of_once)
+    draw({"new views in each forward, step 2": each[1], "views made once, step 2": once[1]})
 
 
 def a_gpt_on_virtual_gpus() -> None:
@@ -148,36 +172,51 @@ def a_gpt_on_virtual_gpus() -> None:
 
 
 # %% [markdown]
-# ![Two charts with a row for each of four units and 17 moments side by side. Above, one block at a
+# ![Two charts with a row for each of five units and 21 moments side by side. Above, one block at a
 # time has memory beside the root, in the forward and in the backward. Below, in the backward, the
-# three blocks get it one after the other and all keep it until nearly the end.](05_hooks.svg)
+# four blocks get it one after the other and all keep it until nearly the end.](05_hooks.svg)
 #
-# The one thing to notice is the right half, the backward. Above, the blocks take turns. Below,
-# every "pre" comes before every "post": all units have memory at once, as if nothing were freed.
-# Yet the gradients are right, and in the first step all is. Only the peak of memory gives it away.
+# Compare the right halves, the backward. Above, the blocks take turns. Below, every "pre" comes
+# before every "post", so all units are in memory at once, as if nothing were freed. The gradients
+# are right, and the first step is as it should be. Only the peak of the memory shows that something
+# is wrong. For a GPT of 1.3 billion parameters on virtual GPUs it is most of what sharding had
+# saved.
 #
-# Autograd has a queue of operations that could run now, and takes the one *created* last. Taking a
-# view is an operation. A new view was made just before its layer's computation, so in the backward
-# its turn comes just after. An old one is older than the whole step, and waits until all is done.
+# The reason is how autograd chooses what to do next. It has a queue of operations whose gradients
+# are there, and takes the one that was *created* last in the forward. Taking a view is an
+# operation. A new view was made just before the computation of its layer, so in the backward its
+# turn comes just after. A view from an earlier step is older than all of this step's operations.
+# Its backward waits until everything else is done, and only then is the gradient of the flat tensor
+# complete.
 #
 # ## Predict, then run
 #
 # 1. Block 1 is called twice in each forward, first and last. How often is it gathered in a step,
 #    and how often is its gradient reduced?
-# 2. How many of the four units have memory at once, then?
+# 2. How many of the five units are in memory at once, then?
+#
+# <details><summary>Answers</summary>
+#
+# 1. It is gathered three times: for each of its two calls in the forward, and once in the backward.
+#    Its gradient is reduced once, when both calls have added to it.
+# 2. Three: the root, the block whose turn it is, and block 1. Its backward begins first, with its
+#    last call, and is complete only after its first call, so it stays all the time in between.
+#
+# </details>
 
 
-# %%
+# %% [hidden]
 def answers() -> None:
-    step = train("make_views", "1231")[0][0][2]
-    assert [word for word, unit, _ in step if unit == 1] == ["pre", "post"] * 3  # 1. three and one
-    assert max(map(filled, step)) == 3  # 2. it stays until the backward of its first call is over
+    (each, _), *_ = train("make_views", "12341")
+    moments = [WORDS[method] for method, unit, _ in each[1] if unit == 1]
+    assert moments == ["pre", "post"] * 3  # 1. three and one
+    assert max(map(filled, each[1])) == 3  # 2. the root, block 1 and another
 
 
 # %% [hidden]
 def main() -> None:
     two_layers()
-    four_units()
+    five_units()
     a_gpt_on_virtual_gpus()
     answers()
 

@@ -3,181 +3,196 @@
 # %% [markdown]
 # # Units: how much to gather at once
 #
-# What is gathered together and freed together is a *unit*, and where its borders are is up to you.
-# Take a GPT of 1.3 billion parameters in 24 blocks, on 16 nodes of 8 GPUs. The whole model may be
-# one unit, or each block, or each half of a block: its attention and its MLP. Which is fastest?
+# Modules whose parameters are gathered together and freed together are a *unit*. You decide where
+# the borders of the units are. The whole model may be one unit, or each block, or each half of a
+# block: its attention and its MLP. Small units save memory, large ones save messages. Which is the
+# fastest?
+#
+# ## Saying what the units are
+#
+# A *policy* is asked about each module whether it is to be a unit. `ModuleWrapPolicy({Block})` says
+# yes to every `Block`. Here is the GPT of `make demo` with it. `explain` is a function of minifsdp
+# that lists the units:
 
 # %% [hidden]
-import textwrap
+import functools
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-from unittest.mock import DEFAULT, patch
 
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 import torch
+import torch.distributed as dist
+from draw import bars
 from launch import on_ranks
-from torch import Tensor, nn
+from torch import nn
+from train_gpt import GPT, Block
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ModuleWrapPolicy
+from minifsdp import ModuleWrapPolicy, explain
 from minifsdp.sim.__main__ import parser
 from minifsdp.sim.cli.run import simulate
+from minifsdp.sim.device import VirtualGpu
 from minifsdp.sim.tape import Op
-from minifsdp.sim.views.timeline import svg
+from minifsdp.sim.training.presets import find
 
-PICTURE = Path(__file__).with_suffix(".svg")
-
-
-class Block(nn.Sequential):
-    pass
-
-
-def refusal(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (AttributeError, ValueError) as error:
-        return textwrap.fill(str(error), 90)
-    return ""
+TIME = Path(__file__).with_suffix(".svg")
+MEMORY = TIME.with_stem("07_unit_memory")
+NAMES = {"model": "the whole model", "block": "each block", "part": "each half of a block"}
 
 
 # %%
-RUN = "--model gpt-1.3b --nodes 16 --network 1600 --batch 2 --seq 512 --unit "
+@on_ranks(2)
+def blocks_are_units() -> None:
+    model = FSDP(GPT(layers=4, width=128), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    if dist.get_rank() == 0:
+        explain(model)
+
+
+# %% [markdown]
+# Units may lie inside of others, and a parameter belongs to the innermost one around it. What is in
+# no block (the embeddings, the last norm and the head) belongs to the *root*, the model itself.
+#
+# ## How large?
+#
+# Take a larger GPT, of 1.3 billion parameters in 24 blocks, on 16 nodes of 8 virtual GPUs. (The
+# half blocks leave two norms over in each block, which are a small unit then.) A collective is
+# *exposed* while the GPU has nothing to compute because it waits for it.
+
+
+# %%
+RUN = "--model gpt-1.3b --nodes 16 --network 1600 --batch 2 --seq 512"
+
+
+@functools.cache
+def run(unit: str, words: str = RUN) -> VirtualGpu:
+    return simulate(parser().parse_args([*words.split(), "--unit", unit]))
 
 
 def three_sizes() -> None:
-    tapes = {}
-    for unit in ("model", "block", "part"):
-        gpu = simulate(parser().parse_args((RUN + unit).split()))
-        report, tapes[f"units: {unit}"] = gpu.report(), gpu.tape
-        sent = [op.end - op.start for op in gpu.tape if isinstance(op, Op) and op.sent]
+    for unit, name in NAMES.items():
+        step = run(unit).report()["step"] * 1e3
+        took = [op.end - op.start for op in run(unit).tape if isinstance(op, Op) and op.sent]
         print(
-            f"{unit:5} {report['step'] * 1e3:.0f} ms: {len(sent) // 3:3} collectives a step, none"
-            f" under {min(sent) * 1e3:5.2f} ms; {report['exposed communication'] * 1e3:2.0f} ms"
-            f" nothing but them; {report['peak allocated'] / 2**20:,.0f} MiB at the peak"
+            f"{name:20} {step:4.0f} ms a step; {len(took) // 3:3} collectives in it, "
+            f"the fastest takes {min(took) * 1e3:5.2f} ms"
         )
-    PICTURE.write_text(svg(tapes))
+
+
+# %% [hidden]
+PARTS = {"computing": "compute", "a collective is exposed": "exposed communication", "idle": "idle"}
+
+
+def draw() -> None:
+    time, memory = {}, {}
+    for unit, name in NAMES.items():
+        report = run(unit).report()
+        time[name] = {part: report[key] * 1e3 for part, key in PARTS.items()}
+        peak = report["peak allocated is"]
+        whole = peak["gathered parameters"] + peak.get("unsharded gradients", 0)
+        memory[name] = {
+            "whole parameters and gradients": whole / 1e9,
+            "all else": (report["peak allocated"] - whole) / 1e9,
+        }
+    bars(TIME, "where the time of a step goes, by what is a unit", time, "{:.0f} ms".format)
+    bars(MEMORY, "memory of a GPU at its fullest, by what is a unit", memory, "{:.1f} GB".format)
+    computing = [round(row["computing"]) for row in time.values()]
+    exposed = [round(row["a collective is exposed"]) for row in time.values()]
+    assert (computing, exposed) == ([68, 76, 74], [34, 19, 119])  # the picture's description
+    blocks = [part for part in gpt_of("gpt-1.3b").modules() if type(part).__name__ == "Block"]
+    assert len(blocks) == 24
+
+
+def gpt_of(preset: str) -> nn.Module:
+    with torch.device("meta"):
+        return find(preset, None, None).build()
 
 
 # %% [markdown]
-# ![Three timelines on one scale. Model: a long purple box, then blue, then purple. Block, the
-# shortest: many short purple boxes below blue, which has gaps in the forward only. Part, the
-# longest: more of them, and gaps everywhere. The first has three times the memory.](07_unit.svg)
+# ![Three bars of time. The whole model: 68 ms of computing and 34 of waiting. Each block, the
+# shortest: 76 and 19. Each half of a block, the longest: 74 and 119.](07_unit.svg)
 #
-# The one thing to notice: the gaps in the `compute` lanes (blue), where it waits for purple.
+# ![Three bars of memory. The whole model: 8.1 GB, nearly all of it whole parameters and gradients.
+# Each block 2.7 GB, each half of a block 2.6 GB, with small shares of those.](07_unit_memory.svg)
 #
-# - **model**: nothing can be computed before all of it is there, and the gradient of a flat tensor
-#   is complete when its last part is. The GPU waits at both ends, and holds the whole model.
-# - **block**: while a block is computed with, the next one is gathered. (Only a forward is so quick
-#   that it has to wait for its gathers.)
-# - **part**: the same bytes in three times as many messages. (What is left of a block, a norm, is a
-#   unit as well.) Each has the latency of page [02](02_flatten.md), 0.53 ms among 128 GPUs; 218 of
-#   that alone are 115 ms. And it saves hardly any memory: a block is small beside the model.
+# - **The whole model.** Nothing can be computed before all parameters have arrived, and nothing is
+#   reduced before the last gradient is there. So the GPU waits for the network at both ends of the
+#   step. In between it holds the whole model and all of its gradients.
+# - **Each block.** While the GPU computes with one block, the next one is gathered. Most of the
+#   communication is hidden behind computation.
+# - **Each half of a block.** The same bytes travel in three times as many messages. Each has the
+#   latency of page [02](02_flatten.md), which is 0.53 ms among 128 GPUs, and computing with half a
+#   block does not take long enough to hide it. The memory is hardly less than with blocks, because
+#   a block is small beside everything else already.
 #
-# So a unit should take longer to compute with than to gather, and be small beside the model. The
-# block that a model repeats mostly is both. You say so with a *policy*, which is asked about each
-# module: `ModuleWrapPolicy({Block})` says yes to blocks. Units may be inside of units. A parameter
-# belongs to the innermost one around it, and what is in no block to the *root*, the model itself.
-
-
-# %%
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
-        self.head.weight = self.embed.weight  # one parameter, as in many language models
-        self.blocks = nn.Sequential(*(Block(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
-
-    def forward(self, letters: Tensor) -> Tensor:
-        return self.head(self.blocks(self.embed(letters)))
-
-
-@on_ranks(2)
-def units() -> None:
-    model = FSDP(Model(), auto_wrap_policy=ModuleWrapPolicy({Block}))
-    seen: list[object] = []
-    model.embed.register_forward_hook(lambda *_: seen.append(model.embed.weight))
-    model(torch.arange(10)).sum().backward()
-    if torch.distributed.get_rank() == 0:
-        for unit in model.engine.units:
-            print(unit.label, {info.name: len(info.owners) for info in unit.param_infos})
-        kinds = [type(weight).__name__ for weight in (*seen, model.embed.weight)]
-        print("embed.weight in the forward, and later:", *kinds)
-        print(refusal(lambda: model.embed.weight.norm()))
-
-
-# %% [markdown]
-# The numbers count *owners*, modules that have the parameter. The root's only one has two. In the
-# forward both see the same view of the flat tensor, and autograd adds up the gradients of the two
-# uses. Later both see a *placeholder*: it has a shape, no values, and a message. Without it, a
-# module that is called at the wrong time would compute with freed memory.
-#
-# {{ minifsdp/support/param_access.py ParamInfo.use_unsharded_views }}
+# So a unit should take longer to compute with than to gather, and it should be small beside the
+# model. The block that a model repeats mostly is both.
 #
 # ## What breaks without it
 #
-# An embedding is large. Why should it not be a unit of its own? Then its weight would be in that
-# unit's flat tensor, and the head's weight in the root's. The engine has two checks against this.
-# Here they are taken away, and the model is trained, saved, and loaded into a plain one.
+# Forget the policy. `FSDP(model)` is a valid call, and many a first program has it. Then the whole
+# model is one unit. It is sharded between steps, but not while it is computed with. Here is a GPT
+# of 7 billion parameters on 16 GPUs with 40 GB each:
 
 
 # %%
-def loss(model: nn.Module, letters: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(model(letters), (letters + 1) % 10)  # the next letter
+def forgotten() -> None:
+    for unit in ("block", "model"):
+        try:
+            report = run(
+                unit, "--model gpt-7b --nodes 2 --gpu a100-40 --batch 1 --seq 512"
+            ).report()
+            print(f"{NAMES[unit]:16} {report['peak allocated'] / 1e9:.1f} GB at the peak")
+        except torch.OutOfMemoryError as error:
+            print(f"{NAMES[unit]:16} {type(error).__name__}")
 
 
 @on_ranks(2)
-def embedding_apart() -> None:
-    rank, alphabet, plain = torch.distributed.get_rank(), torch.arange(10), Model()
-    for units, kinds in {"blocks": {Block}, "blocks, embedding": {Block, nn.Embedding}}.items():
-        torch.manual_seed(0)
-        with patch.multiple("minifsdp.wrapping.build", check_sharing=DEFAULT, set_unit=DEFAULT):
-            model = FSDP(Model(), auto_wrap_policy=ModuleWrapPolicy(kinds))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        for _ in range(20):
-            loss(model, alphabet.chunk(2)[rank]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        trained = loss(model, alphabet)
-        plain.load_state_dict(model.state_dict())
-        if rank == 0:
-            print(f"units: {units}. loss {trained:.2f}, loaded {loss(plain, alphabet):.2f}")
-    if rank == 0:
-        print(refusal(lambda: FSDP(Model(), auto_wrap_policy=ModuleWrapPolicy(kinds))))
+def a_warning() -> None:
+    model = FSDP(GPT(layers=4, width=128))
+    if dist.get_rank() == 0:
+        explain(model)
 
 
 # %% [markdown]
-# Two weights that began as copies have parted. Training goes on as if nothing were wrong, and its
-# loss is as good. But the plain model has one weight, keeps what it loads last, and is not the one
-# that was trained. PyTorch's first FSDP (2.13) does just this, unless you pass
-# `use_orig_params=True`; then the forward fails. minifsdp refuses, and changes nothing.
+# With blocks a quarter of the memory is used. Without the policy it is not enough, although each
+# GPU stores only a sixteenth of the model. `explain` warns of such a unit.
 #
 # ## Predict, then run
 #
-# 1. The whole model is one unit. How much does a rank send in a step, compared with DDP?
-# 2. A block is called at two places of the model, and blocks are units. Is that refused?
+# 1. The whole model is one unit. How much does a rank send in a step, compared with DDP? (Page
+#    [01](01_collectives.md): with blocks it is nearly one and a half times as much.)
+# 2. A block is called at two places of a model, and blocks are units. How many units is it?
+#
+# <details><summary>Answers</summary>
+#
+# 1. As much as DDP: one gather and one reduce-scatter, the halves of an all-reduce. The root is not
+#    gathered again for the backward, which begins right after the forward.
+# 2. One. Units are made of modules, not of calls. It is gathered for each call.
+#
+# </details>
 
 
-# %%
+# %% [hidden]
 @on_ranks(2)
 def answers() -> None:
-    model = FSDP(Model())
-    loss(model, torch.arange(10)).backward()
-    assert model.engine.stats.all_gathers == model.engine.stats.reductions == 1  # 1. as much:
-    # a gather and a reduction, the halves of DDP's all-reduce; the root is not gathered twice
-    block = Block(nn.Linear(4, 4))
-    policy = ModuleWrapPolicy({Block})
-    model = FSDP(nn.Sequential(block, nn.Tanh(), block), auto_wrap_policy=policy)
-    assert len(model.engine.units) == 2  # 2. no: the root's, and that of one module
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    model = FSDP(GPT(layers=4, width=128))
+    model(tokens).sum().backward()
+    assert model.engine.stats.all_gathers == model.engine.stats.reductions == 1  # 1. as much
+    gpt = GPT(layers=1, width=128)
+    gpt.blocks = nn.Sequential(gpt.blocks[0], nn.Tanh(), gpt.blocks[0])
+    model = FSDP(gpt, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    assert len(model.engine.units) == 2  # 2. one, and the root
 
 
 # %% [hidden]
 def main() -> None:
+    blocks_are_units()
     three_sizes()
-    units()
-    embedding_apart()
+    draw()
+    forgotten()
+    a_warning()
     answers()
 
 

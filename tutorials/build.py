@@ -2,12 +2,18 @@
 
     python tutorials/build.py              # all of them, or: make tutorials
     python tutorials/build.py 11_limiter   # this one
+    python tutorials/build.py --frames     # only what stands around each page; runs nothing
 
 A tutorial is an ordinary program in percent format::
 
     # %% [markdown]
     # Text of the page. Code of the engine comes in by name, from where it is:
     # {{ minifsdp/limiter.py EventQueue.admit }}
+    #
+    # <details><summary>Answers</summary>
+    #
+    # Text that is there when the reader has opened it.
+    # </details>
     # %%
     def an_experiment() -> None:    # shown, with what it prints when main() calls it
         ...
@@ -15,6 +21,8 @@ A tutorial is an ordinary program in percent format::
     def main() -> None:             # not shown
         an_experiment()
 
+quotes.py gets the code that is named, frame.py what stands around the page: the way to the others,
+minutes, exercises. A shown cell with a function ``answers`` is folded, as answers in the text are.
 A page cannot be stale: what it prints is what happens, and what it names has to be there.
 """
 
@@ -33,21 +41,11 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # as for a page that is run by itself: launch.py, draw.py
-try:
-    import tomllib
-except ImportError:  # Python 3.10, where pytest brings this one along
-    import tomli as tomllib
+from frame import body, framed, tutorials, with_minutes
+from quotes import quoted
 
 MARKDOWN, HIDDEN = "[markdown]", "[hidden]"
-
-
-def tutorials(names: list[str]) -> list[Path]:
-    """Those of these names, or all."""
-    found = sorted(HERE.glob("[0-9][0-9]_*.py"))
-    known = {path.stem for path in found}
-    if not known >= {*names}:
-        sys.exit(f"no such tutorial: {', '.join({*names} - known)}")
-    return [path for path in found if not names or path.stem in names]
+ANSWERS = "<details><summary>Answers</summary>"  # to be opened, after having predicted
 
 
 def cells(source: str) -> Iterator[tuple[str, str]]:
@@ -61,50 +59,24 @@ def page(path: Path) -> str:
     """The text of a page. Runs the tutorial, which may write pictures beside itself."""
     source = path.read_text()
     printed = run(load(path))
-    parts = [f"<!-- made by tutorials/build.py from {path.name} -->"]
-    for kind, body in cells(source):
+    parts = []
+    for kind, inside in cells(source):
         if kind == MARKDOWN:
-            parts.append(prose(body))
+            parts.append(prose(inside))
         elif kind != HIDDEN:
-            parts.append(f"```python\n{body}\n```")
-            for name in functions(body):
+            shown = [f"```python\n{inside}\n```"]
+            for name in functions(inside):
                 if printed.get(name):
-                    parts.append(f"```\n{narrow(printed[name].rstrip())}\n```")
-    return "\n\n".join(parts + exercises(path.stem)) + "\n"
-
-
-def exercises(stem: str) -> list[str]:
-    """What the reader of a page can write now, if there is something."""
-    every = tomllib.loads((HERE / "exercises" / "exercises.toml").read_text())["exercise"]
-    here = [f"`{e['key']}` ({e['title']})" for e in every if e["page"] == stem]
-    if not here:
-        return []
-    return [f"**[Now write it yourself](exercises/README.md)**: {', '.join(here)}."]
+                    shown.append(f"```\n{narrow(printed[name].rstrip())}\n```")
+            folded = "answers" in functions(inside)
+            parts += [ANSWERS, *shown, "</details>"] if folded else shown
+    return framed(path, "\n\n".join(parts))
 
 
 def prose(body: str) -> str:
     """Comments as text, with the engine's code where it is named."""
     text = re.sub(r"^# ?", "", body, flags=re.MULTILINE)
-    return re.sub(r"^\{\{ (\S+) (\S+) \}\}$", lambda m: quote(m[1], m[2]), text, flags=re.MULTILINE)
-
-
-def quote(file: str, name: str) -> str:
-    """The source of a function, a class or a method, and where it is from.
-
-    Raises:
-        KeyError: the file has no such thing.
-    """
-    source = (HERE.parent / file).read_text()
-    found: Any = ast.parse(source)
-    for part in name.split("."):
-        inside = {getattr(node, "name", None): node for node in found.body}
-        if part not in inside:
-            raise KeyError(f"{file} has no {name}")
-        found = inside[part]
-    lines = source.splitlines()[found.lineno - 1 : found.end_lineno]
-    indent = len(lines[0]) - len(lines[0].lstrip())
-    code = "\n".join(line[indent:] for line in lines)
-    return f"```python\n{code}\n```\n<sub>`{name}` in [{file}](../{file})</sub>"
+    return quoted(text)
 
 
 def narrow(text: str) -> str:
@@ -151,7 +123,15 @@ def run(module: ModuleType) -> dict[str, str]:
     return printed
 
 
-if __name__ == "__main__":
-    for tutorial in tutorials(sys.argv[1:]):
+def main(words: list[str]) -> None:
+    only_frames = words[:1] == ["--frames"]
+    for tutorial in tutorials(words[only_frames:]):
         print(tutorial.stem, flush=True)
-        tutorial.with_suffix(".md").write_text(page(tutorial))
+        whole = framed(tutorial, body(tutorial)) if only_frames else page(tutorial)
+        tutorial.with_suffix(".md").write_text(whole)
+    path = HERE / "README.md"
+    path.write_text(with_minutes(path.read_text()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -30,7 +30,8 @@ def test_pages_and_the_path_name_their_exercises():
         (row,) = (line for line in path.splitlines() if f"]({exercise.page}.md)**" in line)
         assert f"`{exercise.key}`" in row, exercise.key
         page = (ROOT / f"tutorials/{exercise.page}.md").read_text()
-        assert f"`{exercise.key}` ({exercise.title})" in page.splitlines()[-1], exercise.key
+        _, _, foot = page.partition("<!-- end of page -->")
+        assert f"`{exercise.key}` ({exercise.title})" in foot, exercise.key
 
 
 def test_a_students_folder_has_docstrings_and_no_solutions(tmp_path):

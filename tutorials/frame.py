@@ -1,0 +1,117 @@
+"""What stands around a page: the way to the others, what to write now, and how long it takes.
+
+Minutes are not guessed. They are counted from what is on the page, by a rule:
+
+- 200 words a minute: a little slower than the 238 at which adults read non-fiction on average
+  (Brysbaert 2019), because this is to be learned from;
+- 9 seconds for a line of code, which are 400 lines an hour: reviewers are told to read 300 to 500
+  (SmartBear's best practices for peer code review);
+- one minute for each experiment: what a program prints, a picture, a question to answer before
+  one runs it. This is our own estimate.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10, where pytest brings this one along
+    import tomli as tomllib
+
+HERE = Path(__file__).parent
+WORDS_PER_MINUTE, SECONDS_PER_LINE, SECONDS_PER_EXPERIMENT = 200, 9, 60
+OPEN, CLOSE = "<!-- page -->", "<!-- end of page -->"
+
+
+def tutorials(names: list[str], folder: Path = HERE) -> list[Path]:
+    """The programs of the pages of these names, or of all, in the order of their numbers."""
+    found = sorted(folder.glob("[0-9][0-9]_*.py"))
+    known = {path.stem for path in found}
+    if not known >= {*names}:
+        sys.exit(f"no such tutorial: {', '.join({*names} - known)}")
+    return [path for path in found if not names or path.stem in names]
+
+
+def minutes(body: str) -> int:
+    """How long it takes to read what is on a page, by the rule above."""
+    code = re.findall(r"^```python\n(.*?)^```", body, re.MULTILINE | re.DOTALL)
+    printed = re.findall(r"^```\n.*?^```$", body, re.MULTILINE | re.DOTALL)
+    prose = re.sub(r"^```.*?^```$", "", body, flags=re.MULTILINE | re.DOTALL)
+    lines = sum(bool(line.strip()) for block in code for line in block.splitlines())
+    _, _, asked = prose.partition("## Predict, then run")
+    questions = re.findall(r"^\d\. ", asked.partition("<details>")[0], re.MULTILINE)
+    experiments = len(printed) + prose.count("![") + len(questions)
+    seconds = len(prose.split()) / WORDS_PER_MINUTE * 60
+    seconds += lines * SECONDS_PER_LINE + experiments * SECONDS_PER_EXPERIMENT
+    return round(seconds / 60)
+
+
+def framed(path: Path, body: str) -> str:
+    """The whole text of a page, of which ``body`` says what it is about."""
+    every = tutorials([], path.parent)
+    place = every.index(path)
+    way = []
+    if place > 0:
+        way.append(f"← {_link(every[place - 1])}")
+    if place + 1 < len(every):
+        way.append(f"{_link(every[place + 1])} →")
+    about = f"[All pages](README.md) · [program of this page]({path.name}) · "
+    head = f"{about}{minutes(body)} minutes"
+    foot = f"[All pages](README.md) · [glossary](glossary.md) · [program]({path.name})"
+    made = f"<!-- made by tutorials/build.py from {path.name} -->"
+    parts = [made, head, OPEN, body, CLOSE, "---", *exercises(path.stem), " · ".join(way), foot]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _link(path: Path) -> str:
+    return f"[{path.stem[:2]} {title(path)}]({path.stem}.md)"
+
+
+def title(path: Path) -> str:
+    """The first heading of the page that this program makes."""
+    (found,) = re.findall(r"^# # (.*)$", path.read_text(), re.MULTILINE)[:1]
+    return str(found)
+
+
+def exercises(stem: str) -> list[str]:
+    """What the reader of a page can write now, if there is something."""
+    every = tomllib.loads((HERE / "exercises" / "exercises.toml").read_text())["exercise"]
+    here = [f"`{e['key']}` ({e['title']})" for e in every if e["page"] == stem]
+    if not here:
+        return []
+    return [f"**[Now write it yourself](exercises/README.md)**: {', '.join(here)}."]
+
+
+def body(path: Path) -> str:
+    """What a page that is there already is about, without its frame."""
+    _, _, rest = path.with_suffix(".md").read_text().partition(f"{OPEN}\n\n")
+    return rest.partition(f"\n\n{CLOSE}")[0]
+
+
+def with_minutes(table: str) -> str:
+    """The path of the pages (README.md), with the minutes of each and their sums.
+
+    A star beside the minutes marks the pages for one afternoon.
+    """
+    pages = [path for path in tutorials([]) if path.with_suffix(".md").exists()]
+    found = {path.stem: minutes(body(path)) for path in pages}
+    afternoon = 0
+
+    def counted(row: re.Match[str]) -> str:
+        nonlocal afternoon
+        number = found.get(row[2], 0)  # 0 until it is made
+        afternoon += number if row[3] else 0
+        return f"{row[1]}{number}{row[3]} |"
+
+    row = r"^(\| \*\*\[\d\d .*\]\((\w+)\.md\)\*\*.* \| )\d+( ★|) \|"
+    table = re.sub(row, counted, table, flags=re.MULTILINE)
+    sums = (
+        f"{len(found)} pages, {_hours(sum(found.values()))} in all; those with a ★, one afternoon, "
+        f"{_hours(afternoon)}."
+    )
+    return re.sub(r"(<!-- sums -->\n).*?(?=<!--)", rf"\g<1>{sums}\n", table, flags=re.DOTALL)
+
+
+def _hours(minutes: int) -> str:
+    return f"{minutes // 60} h {minutes % 60:02} min"
