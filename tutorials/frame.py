@@ -102,9 +102,9 @@ def with_minutes(table: str) -> str:
         nonlocal afternoon
         number = found.get(row[2], 0)  # 0 until it is made
         afternoon += number if row[3] else 0
-        return f"{row[1]}{number}{row[3]} |"
+        return f"{row[1]}{number}{row[3]} | {row[4]} |"
 
-    row = r"^(\| \*\*\[\d\d .*\]\((\w+)\.md\)\*\*.* \| )\d+( ★|) \|"
+    row = r"^(\| \*\*\[\d\d .*\]\((\w+)\.md\)\*\*.* \| )\d+( ★|) \| ([\d ]*) \|$"
     table = re.sub(row, counted, table, flags=re.MULTILINE)
     sums = (
         f"{len(found)} pages, {_hours(sum(found.values()))} in all; those with a ★, one afternoon, "
