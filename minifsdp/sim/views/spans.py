@@ -17,7 +17,7 @@ class Span(NamedTuple):
     start: float
     end: float
     name: str  # of the unit, "loss", "optimizer", or who makes the host wait
-    number: int  # of the unit, in the order of their first gather; -1: none
+    number: int  # of the unit, in the sequence of their first gathers; -1: none
 
 
 def spans(entries: list[Entry]) -> list[Span]:
