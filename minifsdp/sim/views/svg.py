@@ -103,7 +103,7 @@ _STYLE = (
     + """
 text { font: 12px system-ui, sans-serif; fill: #424a53; }
 .ground { fill: #fff; }
-.title { font-size: 14px; font-weight: 600; }
+.title { font-size: 14px; font-weight: 600; } .strong { font-weight: 600; }
 .lane { text-anchor: end; } .tick, .unit, .middle { text-anchor: middle; }
 .unit { fill: #fff; }
 .line { stroke: #8c959f; stroke-opacity: .4; fill: none; }
