@@ -931,6 +931,8 @@ MUTANTS = [
     Mutant("sim/views/trace", "only the first block", "        block = block.next\n", "        block = None\n"),
     Mutant("sim/__main__", "models are tried when it is their turn", "    _try_models([its for _, its in rows])\n", ""),
     Mutant("sim/__main__", "files are looked at in the end", "    check_files({name: getattr(options, name) for name in FILES})\n", ""),
+    Mutant("sim/views/spans", "units are numbered as they come", "sorted({*whose.values()} - {\"\", LOSS, OPTIMIZER}, key=_by_number)", "[u for u in dict.fromkeys(whose.values()) if u not in (\"\", LOSS, OPTIMIZER)]"),
+    Mutant("sim/views/spans", "9 comes after 10", "int(part) if part.isdigit() else part", "part"),
     Mutant("sim/views/spans", "the loss is nobody's", "{\"backward\": LOSS, \"optimizer\"", "{\"optimizer\""),
     Mutant("sim/views/trace", "nobody has asked", "what + frames.get(place, [])", "what"),
     Mutant("sim/figures/advice", "it is advised however little it saves", "return best if best.saves > WORTH else run.nothing", "return best"),
