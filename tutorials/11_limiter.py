@@ -281,11 +281,11 @@ def when_memory_ends() -> None:
 # %% [hidden]
 def answers() -> None:
     kept = [step(f"{SMALL} {limit} --strategy shard_grad_op") for limit in ("none", "2")]
-    assert len({gpu.allocator.reserved.peak for gpu in kept}) == 1
+    assert len({gpu.allocator.reserved.peak for gpu in kept}) == 1  # 1. nothing
     one, two = (step(RUN + limit).report()["step"] for limit in "12")
-    assert one > 1.5 * two
+    assert one > 1.5 * two  # 2. no gather is hidden
     limited, free = (step(SMALL + limit).report()["step"] for limit in ("2", "none"))
-    assert limited > 1.05 * free
+    assert limited > 1.05 * free  # 3. the GPU waits for the host
 
 
 EVENTS = """
