@@ -84,7 +84,7 @@ def two_streams(wait: bool) -> None:
 #
 # ```python
 # side, compute = torch.cuda.Stream(), torch.cuda.current_stream()
-# with torch.cuda.stream(side):        # what is launched inside runs on `side`
+# with torch.cuda.stream(side):  # what is launched inside runs on `side`
 #     x = torch.ones(8192, 8192, device="cuda")
 # compute.wait_event(side.record_event())  # the GPU's compute stream waits; the host does not
 # y = x @ x
