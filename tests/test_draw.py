@@ -1,11 +1,12 @@
 """tutorials/draw.py: what is drawn is what is given."""
 
 import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
 
 import pytest
 
 from minifsdp.sim.views.svg import WIDTH
-from tutorials.draw import bars, strips
+from tutorials.draw import bars, strips, time_line
 
 
 def boxes(path) -> list[dict[str, str]]:
@@ -45,3 +46,16 @@ def test_strips_are_on_one_scale_with_gaps_and_headings(tmp_path):
     found = words(path)
     assert {"title", "heading", "row", "half", "long enough", "gap", "what is blue"} <= {*found}
     assert "x" * 99 not in found  # there is no room for it
+
+
+def test_a_time_line_has_dates_in_proportion_and_a_row_for_each(tmp_path):
+    path = tmp_path / "line.svg"
+    days = ("2021-12-01", "2022-01-01", "2022-12-01")
+    time_line(path, "title", [(d, "blue", f"name {d[:4]}", "what") for d in days])
+    dots = [box for box in boxes(path) if box["width"] == "6.0"]
+    rows = [box for box in boxes(path) if box["width"] == "11.0"]
+    first, second, third = (float(dot["y"]) for dot in dots)
+    assert (second - first) / (third - first) == pytest.approx(31 / 365, abs=0.01)
+    gaps = [float(b["y"]) - float(a["y"]) for a, b in pairwise(rows)]
+    assert gaps[0] == gaps[1] > 12
+    assert {"title", *days, "name 2021", "what", "Jan 2022", "Jul 2022"} <= {*words(path)}

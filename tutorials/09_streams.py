@@ -38,23 +38,26 @@ def a_product() -> None:
 
 
 # %% [markdown]
-# `y = x @ x` computes nothing. It *launches* a *kernel*: it puts an order into a queue, and returns
-# a tensor whose numbers do not exist yet. The *host*, your Python program, goes on; the GPU carries
-# out its orders one by one. The host waits only if it asks for a value, or if the queue is full.
+# `y = x @ x` computes nothing. A function that runs on the GPU is a *kernel*, and this line
+# *launches* one: it puts the kernel into a queue and returns a tensor whose numbers do not exist
+# yet. The *host*, your Python program, goes on, while the GPU takes kernels from the queue one by
+# one. The host waits only if it asks for a value, as `.item()` and `print` do, or if the queue is
+# full.
 #
 # These times are from minifsdp's *virtual GPU*. It sees every operator that torch runs, on tensors
 # without values, and asks what it would take on an A100: its arithmetic at most at 66 % of the data
 # sheet or its bytes at 83 %, whichever is longer, and 6 microseconds of the host. [Half of others'
 # runs](../minifsdp/sim/README.md) are within 5 % of what it says. The engine runs on it as it is.
-# When an order is given, it is clear when it will be carried out:
+# When a kernel is launched, it is already clear when it will run, and on the virtual GPU this is
+# all that a stream is:
 #
 # {{ minifsdp/sim/hardware/clock.py Clock._start }}
 #
 # ## Two queues
-#
-# Such a queue is a *stream*, and there can be several. What is in one stream happens in order. Two
-# streams run beside each other, unless one is told to wait for an *event*: a mark in the other one.
-# The host can be told so, too. Here are three orders, of 3, 2 and 1 seconds. When does each run?
+# Such a queue is a *stream*, and there can be several. Kernels of one stream run one after the
+# other. Two streams run beside each other, unless one is told to wait for an *event*: a mark that
+# is passed when all that was launched before it is done. The host can be told to wait for an event,
+# too. Here are three kernels, of 3, 2 and 1 seconds. When does each of them run?
 
 
 # %%
@@ -72,8 +75,23 @@ def two_streams(wait: bool) -> None:
 
 
 # %% [markdown]
-# The host is at second 0 all the while, until it waits for `b` itself: to make `b` wait for `a` is
-# an order, too. And `b` does not wait for `c`, which came into that stream behind the mark.
+# The host is at second 0 all the while, until it waits for `b` itself: that `b` has to wait for `a`
+# goes into the queue as well. And `b` does not wait for `c`, which came into its stream behind the
+# mark.
+#
+# On a real GPU the same lines are these. `x.record_stream` is for the allocator, page
+# [10](10_allocator.md):
+#
+# ```python
+# side, compute = torch.cuda.Stream(), torch.cuda.current_stream()
+# with torch.cuda.stream(side):  # what is launched inside runs on `side`
+#     x = torch.ones(8192, 8192, device="cuda")
+# compute.wait_event(side.record_event())  # the GPU's compute stream waits; the host does not
+# y = x @ x
+# x.record_stream(compute)
+# ```
+#
+# (`compute.wait_stream(side)` is short for the event and the wait.)
 #
 # ## Reading a step
 #
@@ -89,7 +107,11 @@ def a_step() -> VirtualGpu:
         model = FSDP(module, auto_wrap_policy=units, limit_all_gathers=False)  # page 11
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(6):
-            model(torch.empty(64, 4, 1024)).mean().backward()
+            gpu.phase("forward")  # phases are for the picture
+            loss = model(torch.empty(64, 4, 1024)).mean()
+            gpu.phase("backward")
+            loss.backward()
+            gpu.phase("optimizer")
             optimizer.step()
             optimizer.zero_grad()
             gpu.synchronize()  # the host waits, as it would in loss.item()
@@ -105,23 +127,27 @@ def timeline() -> None:
 
 
 # %% [markdown]
-# ![A timeline. On the host's gray line amber begins before the middle. The compute lane has blue
-# boxes 0, 1, 2, 3, 2, 1, 0; unshard and reduce have purple ones. Below is memory.](09_streams.svg)
+# ![A timeline of a step. The host launches eight gathers in the first fifth and then waits, amber.
+# On the unshard lane gathers 0 to 3 run at the start, then 3, 2, 1 and 0 again. The compute lane is
+# busy with 0, 1, 2, 3, 3, 2, 1, 0 from the end of the first gather on. Reductions 3, 2, 1, 0 run
+# below the backward, but for the last. Memory is below, with its peak marked.](09_streams.svg)
 #
-# The one thing to notice: of 1.7 ms of communication (purple) 1.4 are below computation (blue), and
-# cost no time. (Real kernels slow each other down.) The rest, at both ends, is *exposed*.
+# Each of the four layers has a colour, in all lanes. Of 1.7 ms of communication (lanes `unshard`
+# and `reduce`) 1.4 are beside computation, and cost no time. The rest, at both ends, is *exposed*:
+# the computation has to wait for it.
 #
-# - **host**: gives all its orders, for forward, backward and optimizer, in less than half of the
-#   step. Amber: it waits (`other host stalls`).
-# - **compute**: waits for gather 0. Then it is never short of work; when it is done with 0, 1 is
-#   there. The long box 3 is forward and backward.
+# - **host**: it launches all of forward, backward and optimizer in the first quarter of the step. A
+#   coloured tick is the launch of a gather, with a thread to where it runs. Amber: it waits (`other
+#   host stalls`).
 # - **unshard**: gathers 0 to 3. Then 3 again, which was freed after its forward, and 2, 1, 0.
+# - **compute**: waits for gather 0. Then it is never short of work; when it is done with 0, 1 is
+#   there. A backward takes twice as long as its forward.
 # - **reduce**: the gradient of 3 is reduced beside the backward of 2. That of 0 has nothing to hide
 #   behind, and the optimizer, the sliver at the right, has to wait for it.
 # - **memory**: as the host takes and frees it, ahead of the GPU (page [10](10_allocator.md)).
-#
-# No two purple boxes are beside each other: NCCL, which communicates, does the collectives of a
-# group one after another, in the order of the host's calls. That is page [12](12_prefetch.md).
+#   Gathers and reductions are never beside each other. They are in two streams of FSDP's, but NCCL,
+#   the library that communicates, carries out the collectives of a group of GPUs one by one, in the
+#   sequence of the host's calls. Page [12](12_prefetch.md) is about what follows from that.
 #
 # ## What breaks without it
 #
@@ -143,8 +169,8 @@ def without_the_wait() -> None:
 # gather is there in time and all is right. It is a wrong number on some days.
 #
 # The virtual GPU says it on all days. It knows what each kernel reads and writes, and who was told
-# to wait for what. Two kernels that use the same memory, one of them to write, have to be ordered
-# by a stream or by a wait. If not it is a *race*, whenever they happen to run.
+# to wait for what. Of two kernels that use the same memory, one of them to write, one has to come
+# first by a stream or by a wait. If not it is a *race*, whenever they happen to run.
 #
 # On a CPU the engine is the same, and the compute stream is the host. What it submits to `unshard`
 # is a function that *starts* a gather, in threads of the network library, and returns a second one,
@@ -155,20 +181,30 @@ def without_the_wait() -> None:
 #
 # 1. If all of the engine's streams were one, how long would the step take?
 # 2. The wait is missing, but gathers take no time at all. Is it a race?
+#
+# <details><summary>Answers</summary>
+#
+# 1. More than its computation and its communication together: nothing would run beside anything.
+# 2. Yes. Nothing says which of the two comes first; they only came out that way.
+#
+# </details>
 
 
-# %%
+# %% [hidden]
 def answers() -> None:
     report = a_step().report()
     with patch("minifsdp.sim.streams.STREAMS", ("compute",) * 6):
         assert a_step().report()["step"] > report["compute"] + report["communication"]  # 1. the sum
     at_once = patch("minifsdp.sim.hardware.costs.Cluster.ring_seconds", return_value=0.0)
     with at_once, patch("minifsdp.engine.wait_for_unshard"):
-        assert a_step().races()  # 2. yes: nothing orders the two, they only came out so
+        assert a_step().races()  # 2. yes
 
 
 # %% [hidden]
 def main() -> None:
+    report = a_step().report()
+    hidden, all_of_it = report["overlap"], report["communication"]
+    assert (f"{all_of_it * 1e3:.1f}", f"{hidden * 1e3:.1f}") == ("1.7", "1.4")
     a_product()
     two_streams(wait=False)
     two_streams(wait=True)

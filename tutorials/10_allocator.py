@@ -52,6 +52,27 @@ def asked_and_taken() -> None:
 # segment and every second one is dropped, 10 MiB are free, but not for a tensor of 4 MiB. That is
 # *fragmentation*.
 #
+# PyTorch has a remedy that is off by default: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
+# Then there is one segment for each stream. It gets more memory at its end, page by page, wherever
+# in the GPU that is, and holes in it can be joined. The virtual GPU has it, too (`--alloc`). Twenty
+# tensors grow, one after the other, as activations do when sentences have different lengths:
+
+
+# %%
+def growing(alloc: str) -> int:
+    with cluster(alloc=alloc) as gpu:
+        for i in range(20):
+            tensor = torch.empty((20 + i) * MiB, dtype=torch.uint8)  # 20 to 39 MiB
+            del tensor
+    reserved = gpu.allocator.reserved.peak // MiB
+    print(f"{alloc or 'default':26} {reserved:3} MiB reserved; never more than 39 allocated")
+    return reserved
+
+
+# %% [markdown]
+# By default a block that is too small is of no use for the next tensor, and a new segment is asked
+# for. An expandable segment grows by what is missing.
+#
 # ## Whose memory it is
 #
 # A block that was freed on the host may still be in use on the GPU, which is behind. For the *same
@@ -130,12 +151,13 @@ def with_and_without() -> None:
 
 
 # %% [markdown]
-# ![A timeline. The unshard lane makes six copies at the start, the compute lane works on them
-# until the end. The reserved and active areas rise in six steps and stay, the allocated one stays
-# low.](10_allocator.svg)
+# ![A timeline. The unshard lane makes six copies at the start, the compute lane works on them until
+# the end. The reserved and active areas rise in six steps and stay; the allocated one stays low, at
+# most 48 MiB.](10_allocator.svg)
 #
-# The one thing to notice: there is memory for six. *Allocated* (dark) is what the program means.
-# *Active* is what the GPU is not done with. *Reserved* is what it costs.
+# At the end of the six copies there is memory for six, though never more than one was alive.
+# *Allocated* (dark green) is what the program means. *Active* (light green) is what the GPU is not
+# done with. *Reserved* (gray) is what it costs, and what `nvidia-smi` shows.
 #
 # Without `record_stream` one block is enough, and that is what breaks: the next copy is written to
 # it while the GPU has yet to read the last one. On a real GPU this gives wrong numbers, on some
@@ -150,9 +172,17 @@ def with_and_without() -> None:
 # 1. A tensor of 3 bytes and one of 600: how much is allocated?
 # 2. A tensor is dropped on one stream. The host waits for the GPU. Then another stream asks for the
 #    same size. Does it get that memory?
+#
+# <details><summary>Answers</summary>
+#
+# 1. 512 and 1,024 bytes: multiples of 512.
+# 2. No: what is cached belongs to the stream that it was allocated on. Only when the GPU is full,
+#    all that is cached goes back to the driver, and then every stream can have it.
+#
+# </details>
 
 
-# %%
+# %% [hidden]
 def answers() -> None:
     with cluster() as gpu:
         two = torch.empty(3, dtype=torch.uint8), torch.empty(600, dtype=torch.uint8)
@@ -174,6 +204,7 @@ def answers() -> None:
 # %% [hidden]
 def main() -> None:
     asked_and_taken()
+    assert growing("") > 5 * growing("expandable_segments:True")
     freed_and_not_free()
     with_and_without()
     answers()

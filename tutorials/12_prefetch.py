@@ -1,184 +1,245 @@
-"""Prefetch: python tutorials/12_prefetch.py; the page is 12_prefetch.md."""
+"""When to prefetch: python tutorials/12_prefetch.py; the page is 12_prefetch.md."""
 
 # %% [markdown]
-# # Prefetch: what to gather next, and when to ask
+# # Prefetch: when to ask for the next gather
 #
-# On page [09](09_streams.md) communication is beside computation, and nobody had to see to that.
-# Put four layers on two nodes, and look at the backward. It takes 16.7 ms: its computation and its
-# communication, one after the other. They have streams of their own, and each waits for the other.
+# On page [09](09_streams.md) gathers ran beside the computation, and nobody had to see to that. Now
+# take the GPT of `make demo`, eight times as wide, on two machines of eight GPUs, and look at its
+# backward alone. It takes 27.8 ms. Its computation would take 18 ms, and its communication 10. They
+# have streams of their own, and yet they take turns. **Why does nothing overlap, although the host
+# is far ahead of the GPU?**
 
 # %% [hidden]
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from train_gpt import GPT, Block
 
 from minifsdp import BackwardPrefetch, ModuleWrapPolicy
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.sim import cluster
+from minifsdp.sim import VirtualGpu, cluster
 from minifsdp.sim.figures.report import last_step
-from minifsdp.sim.tape import Mistarget, Op
-from minifsdp.sim.training.history import APPROACHES
-from minifsdp.sim.views.timeline import svg
+from minifsdp.sim.tape import Op
+from minifsdp.sim.views.timeline import table
 
-PICTURE, Layer = Path(__file__).with_suffix(".svg"), nn.TransformerEncoderLayer
-PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
+PICTURE = Path(__file__).with_suffix(".svg")
+WAYS = {
+    "none": None,
+    "POST": BackwardPrefetch.BACKWARD_POST,
+    "PRE": BackwardPrefetch.BACKWARD_PRE,
+}
+ROOMS = {"room for 1": 1, "room for 2": 2, "any room": False}
 
 
 # %%
-def train(make, count=4, kind=Layer, cut=True, wrap=FSDP, **settings):
+@cache
+def a_backward(way: str, room: int, hook: str = "") -> VirtualGpu:
     with cluster(nodes=2) as gpu:
-        module = make(*(kind(1024, 16) for _ in range(count)))
-        model = wrap(module, auto_wrap_policy=ModuleWrapPolicy({Layer, nn.Sequential}), **settings)
+        gpt = GPT(layers=4, width=1024)
+        for block in gpt.blocks:
+            HOOKS[hook](block)  # only used at the end of this page
+        model = FSDP(
+            gpt,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            backward_prefetch=WAYS[way],  # None, BACKWARD_POST or BACKWARD_PRE
+            limit_all_gathers=room,  # units that may be unsharded at once; False: any number
+        )
         for _ in range(3):
-            loss = model(torch.empty(64, 12, 1024)).mean()
+            loss = model(torch.zeros(12, 64, dtype=torch.long)).mean()
             gpu.synchronize()
-            if cut:
-                gpu.step()  # pictures and figures are of what follows, the backward
+            gpu.step()  # pictures and figures are of what follows, the backward
             loss.backward()
             gpu.synchronize()
             gpu.step()
-    return gpu.report(), gpu.tape, model.engine.prefetcher
+    return gpu
 
 
-def three_ways() -> None:
-    tapes = {}
-    for room in (1, 2):
-        for way, when in (("none", None), ("POST", POST), ("PRE", PRE)):
-            report, tape, _ = train(nn.Sequential, backward_prefetch=when, limit_all_gathers=room)
-            tapes[f"a backward; prefetch: {way}, room for {room}"] = tape
-            step, most = report["step"] * 1e3, report["peak reserved"] / 2**20
-            asked = [op.label for op in last_step(tape)[0] if isinstance(op, Op) and op.sent]
-            print(f"room for {room}, {way:4} {step:.1f} ms, {most:.0f} MiB: {', '.join(asked[:4])}")
-    PICTURE.write_text(svg(dict([*tapes.items()][:2] + [*tapes.items()][-1:])))
-
-
-# %% [markdown]
-# ![Three timelines of a backward. Above, gathers, computation and reductions take turns. In the
-# middle reductions are below computation; at the bottom gathers are, too.](12_prefetch.svg)
-#
-# The one thing to notice: what `compute` waits for. Above, a reduction and a gather; in the middle,
-# a gather; below, nothing but the first. (Orange is the limiter; the last has room for two.)
-#
-# NCCL carries out the collectives of a group in the order in which the host launches them. With no
-# prefetch, gather 2 is launched when needed, behind reduction 3, which waits for the backward of 3.
-# So `compute` waits for both, with any room. (A forward has no reductions. A host that is ahead
-# asks early enough.) In a backward somebody has to ask for 2 before reduction 3 is launched.
-# `BACKWARD_PRE`, the default, does it before the backward of 3. Both are in memory then; with room
-# for one it is declined. `BACKWARD_POST` asks when the host has freed 3. With room for one the host
-# waits until `compute` has, too; with two it is far ahead, and POST as good as PRE. PyTorch
-# ([#70235](https://github.com/pytorch/pytorch/pull/70235)), without a limiter then, saw 20 % less
-# latency in 10 % more memory with PRE, less with POST. With such a model and room for two both save
-# 16 % here ([table](../minifsdp/sim/README.md)).
-#
-# ## Which one is next?
-#
-# To ask ahead one has to know what comes. So the engine notes each turn, for the next step:
-#
-# {{ minifsdp/prefetch.py Order.visit }}
-#
-# A wrong guess changes no result, because a prefetch gathers early what would be gathered anyway.
-# It costs memory or time. The target may be *already unsharded*: nothing is gathered ahead. Or *not
-# needed yet*: what is needed queues behind it. Or *already resharded*: its turn is over.
-#
-# Four prefetchers have guessed from four orders. Here minifsdp has one after the other
-# ([history.py](../minifsdp/sim/training/history.py)). `S` and `T` are units with two units inside:
-
-
-# %%
-class Nested(nn.ModuleDict):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.S(x)
-        self.probe(x)  # and nothing comes of it
-        return self.T(x)
-
-
-def nested(a: Layer, b: Layer, probe: Layer, c: Layer, d: Layer) -> nn.Module:
-    s, t = (nn.Sequential(nn.Linear(1024, 1024), *inside) for inside in ((a, b), (c, d)))
-    return Nested({"S": s, "probe": probe, "T": t})
-
-
-def approaches() -> None:
-    for name, approach in APPROACHES.items():
-        _, tape, orders = train(nested, 5, cut=False, wrap=approach.wrap)
-        guess = orders.post_forward_order if name == "fairscale 2" else orders.pre_backward_order
-        wrong = [f"{e.unit} {e.how}" for e in last_step(tape)[0] if isinstance(e, Mistarget)]
-        print(f"{name:11} {' '.join(u.name for u in guess.last):26} {', '.join(wrong) or 'right'}")
-    print("forward    ", *(unit.name for unit in orders.pre_forward_order.current))
-    print("backward   ", *(unit.name for unit in orders.pre_backward_order.current))
+def nine_ways() -> None:
+    rows: dict[str, Any] = {}
+    for name, room in ROOMS.items():
+        for way in WAYS:
+            gpu = a_backward(way, room)
+            report, entries = gpu.report(), last_step(gpu.tape)[0]
+            ms, mib = report["step"] * 1e3, report["peak reserved"] / 2**20
+            rows.setdefault(name, {})[way] = gpu.tape, f"{ms:.1f} ms, {mib:.0f} MiB"
+            sent = [
+                op.label.replace("blocks.", "") for op in entries if isinstance(op, Op) and op.sent
+            ]
+            print(f"{name:10} {way:4} {ms:.1f} ms, {mib:.0f} MiB: {', '.join(sent[:4])}")
+    PICTURE.write_text(table("A backward of four blocks: when the next gather is launched", rows))
 
 
 # %% [markdown]
-# The last two lines are what comes. **fairscale 1** took the forward's beginnings, reversed, for
-# the backward. But `T` begins before the units inside it, both ways. So `T.2` is prefetched when
-# `T` has to come first, and behind `T.1` a `T` that is in use. **fairscale 2** prefetched when a
-# unit was freed. In the backward it did as minifsdp, in the forward it went by the ends: behind
-# `S.2` that is `S`, in use, and behind `probe` it is `T.1`, before `T`. **PyTorch** takes the ends,
-# reversed, for the backward. That is right for `T`, but no forward knows that the loss will not
-# depend on `probe`. **minifsdp** takes the last backward, or PyTorch's guess if there was none.
+# The last column is what the network does first, in the sequence of the launches.
+#
+# ![Nine small timelines of a backward in three rows, for room for 1, 2 and any number of units, and
+# three columns: without prefetch, POST and PRE. In the first column gather, computation and
+# reduction of each block take turns in all rows, for 27.8 ms. Prefetched gathers are launched a
+# block earlier; with room for two or more the computation follows without gaps in both other
+# columns, in 21.5 and 21.4 ms. With room for one, POST takes 24.6 ms and PRE as long as
+# none.](12_prefetch.svg)
+#
+# ## One queue for all collectives
+#
+# Look at the first column, at any room. Gather 2 runs after reduction 3, and reduction 3 needs the
+# gradients that the backward of block 3 computes. So gather 2 runs when that backward is over, and
+# the backward of block 2 waits for both of them.
+#
+# It is not that gather 2 is *launched* late. With any room the host has launched everything in the
+# first milliseconds: follow the threads. But NCCL, the library that communicates between GPUs,
+# carries out the collectives of a group of GPUs one by one, **in the sequence in which the host
+# launches them**. Without prefetch the host launches gather 2 when block 2 needs it. By then it has
+# launched reduction 3, and gather 2 has to queue behind it. A host that is ahead cannot help. In a
+# forward there are no reductions, so there it can.
+#
+# The remedy: launch gather 2 before reduction 3. That is *backward prefetch*. There are two moments
+# for it, and they are the names of the two modes.
+#
+# - **`BACKWARD_PRE`**: before the backward of block 3 is launched. Then gather 2 runs beside that
+#   backward. Both blocks are in memory, so with room for one the limiter declines it.
+# - **`BACKWARD_POST`**: when the host has launched the backward of block 3 and freed its
+#   parameters, but before it launches reduction 3. With room for one the host first has to wait
+#   until the GPU is done with block 3 (page [11](11_limiter.md)), so gather 2 overlaps with nothing
+#   but comes before the reduction. With more room the host does not wait, gather 2 is launched
+#   early as well, and POST is as good as PRE.
+#
+# {{ minifsdp/prefetch.py Prefetcher.pre_backward }}
+#
+# {{ minifsdp/prefetch.py Prefetcher.post_backward }}
+#
+# (How the target is found is the subject of page [13](13_targets.md).)
+#
+# ## How it came about
+#
+# - **November 2021.** A change to fairscale launches the gather of the previous layer when a
+#   layer's backward is over ([#858](https://github.com/facebookresearch/fairscale/pull/858)).
+#   Reductions are then "perfectly overlapped", and its author reports about 20 % more speed.
+#   Launching it *before* the backward "doesn't seem to help further". A simpler version,
+#   [#865](https://github.com/facebookresearch/fairscale/pull/865), was closed in February, because
+#   fairscale had found another way: gathers and reductions in two groups of GPUs, so that NCCL has
+#   two queues.
+# - **December 2021.** PyTorch takes up the idea
+#   ([#69282](https://github.com/pytorch/pytorch/pull/69282)), gathers before the backward, and
+#   measures 20 % more speed and 10 % more memory.
+#   [#70235](https://github.com/pytorch/pytorch/pull/70235) has both modes. With PRE the results are
+#   best and stable. POST takes no more memory, but "did not see expected performance": what it
+#   gathered was often not the next unit (page [13](13_targets.md)). There was no limiter yet, which
+#   is the third row of the picture.
+# - **June 2022.** The same for forwards ([#78841](https://github.com/pytorch/pytorch/pull/78841)),
+#   for hosts that are *not* ahead: `forward_prefetch=True`.
+# - **November 2022.** PRE is proposed as the default
+#   ([#88428](https://github.com/pytorch/pytorch/pull/88428)), which it is today.
+#
+# Here PRE saves 23 % of the backward. For a RoBERTa of 1 GB on a slow network, as PyTorch's authors
+# had one, the virtual GPU predicts that it saves 16 to 22 % of a whole step
+# ([table](../minifsdp/sim/README.md)).
 #
 # ## What breaks without it
 #
-# Two experts take turns, so that no backward is like the last. (It was 20.4 ms without prefetch.)
+# `backward_prefetch=None` takes 30 % longer: 27.8 ms instead of 21.4. Few people set it. More
+# common is this: you want to know where gradients vanish, and log their norm for each block.
 
 
 # %%
-class Experts(nn.Sequential):
-    turn = 0
+def log_norms(block: nn.Module) -> None:
+    def log(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
+        norms.append(grad_input[0].norm().item())  # the host waits for this number
 
-    def forward(self, x: Tensor) -> Tensor:
-        first, left, right, then, last = self
-        self.turn += 1
-        return last(then((left if self.turn % 2 else right)(first(x))))
-
-
-def experts() -> None:
-    for name in ("minifsdp", "PyTorch"):
-        report, *_ = train(Experts, 5, wrap=APPROACHES[name].wrap)
-        wrong = report["mistargeted prefetches"]
-        print(f"{name:8} {report['step'] * 1e3:.1f} ms, mistargeted prefetches: {wrong}")
-    assert train(Experts, 5, limit_all_gathers=3)[0]["step"] > 0.0190  # as much room as PyTorch
+    norms: list[float] = []
+    block.register_full_backward_hook(log)
 
 
-# %% [markdown]
-# One expert is gathered for nothing, and stays until the backward ends. The other one was not in
-# the last backward. It is gathered when it is needed, and so is what follows, which nobody knows.
-# PyTorch guesses from the forward of this very step.
-#
-# ## Predict, then run
-#
-# 1. Without any limit, which of the three is faster than with room for two?
-# 2. Each layer ends with `y.max().item()`. There is a `forward_prefetch=True`. What does it save?
-
-
-# %%
-class Asking(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        y.max().item()
-        return y
-
-
-def answers() -> None:
-    free = {"make": nn.Sequential, "limit_all_gathers": False}
-    runs = [train(**free, backward_prefetch=way)[0]["step"] * 1e3 for way in (None, POST, PRE)]
-    assert [round(ms, 1) for ms in runs] == [20.4, 16.1, 16.1]  # 1. none, but for 0.1 ms of PRE
-    late = train(nn.Sequential, 4, Asking, False)[0]["step"]
-    early = train(nn.Sequential, 4, Asking, False, forward_prefetch=True)[0]["step"]
-    assert early < 0.93 * late  # 2. the host waits in each layer; now it asks for the next before
-    print(f"2. {late * 1e3:.1f} ms without it, {early * 1e3:.1f} with it")
+def logging() -> None:
+    for way in WAYS:
+        quiet, logged = (a_backward(way, 2, hook).report()["step"] * 1e3 for hook in ("", "log"))
+        print(f"{way:4} {quiet:.1f} ms; with a norm logged for each block {logged:.1f} ms")
 
 
 # %% [hidden]
+def ask_for_maximum(block: nn.Module) -> None:
+    block.register_forward_hook(lambda module, args, output: output.max().item() and None)
+
+
+HOOKS = {"": lambda block: None, "log": log_norms}
+
+# %% [markdown]
+# With POST half of what prefetch saves is gone. The host waits for block 3's last number, so it is
+# not ahead any more when it comes to freeing block 3 and asking for the next gather: the GPU has
+# nothing left to do beside that gather. PRE asks before the backward begins, and does not care.
+# This is why PRE is the default: it does not depend on a host that is ahead.
+#
+# ## Predict, then run
+#
+# 1. With any room, `PRE` reserves more memory than with room for two. Does it save time?
+# 2. Each block ends with `output.max().item()` in its *forward*. What can `forward_prefetch=True`
+#    do about that?
+# 3. Two groups of GPUs, one for gathers and one for reductions: which of the three columns would
+#    that change?
+#
+# <details><summary>Answers</summary>
+#
+# 1. No: 21.4 ms with both. One gather ahead is enough to hide it, if a block's backward takes
+#    longer than a gather.
+# 2. The host is not ahead in this forward, so each gather is launched when its block is needed.
+#    With forward prefetch it is launched before the block before, and hidden: forward and backward
+#    take 9 % less.
+# 3. The first one, where there is room for two. Gather 2 would not queue behind reduction 3. (The
+#    virtual GPU has one queue, as minifsdp and PyTorch use one group.)
+#
+# </details>
+
+
+# %% [hidden]
+def asking(forward_prefetch: bool) -> float:
+    with cluster(nodes=2) as gpu:
+        gpt = GPT(layers=4, width=1024)
+        for block in gpt.blocks:
+            ask_for_maximum(block)
+        units = ModuleWrapPolicy({Block})
+        model = FSDP(gpt, auto_wrap_policy=units, forward_prefetch=forward_prefetch)
+        for _ in range(3):
+            model(torch.zeros(12, 64, dtype=torch.long)).mean().backward()
+            gpu.synchronize()
+            gpu.step()
+    return gpu.report()["step"]
+
+
+def answers() -> None:
+    two, more = (a_backward("PRE", room).report() for room in (2, False))
+    assert more["peak reserved"] > two["peak reserved"]  # 1. more memory, and no less time
+    assert f"{more['step'] * 1e3:.1f}" == f"{two['step'] * 1e3:.1f}" == "21.4"
+    assert 0.9 < asking(True) / asking(False) < 0.92  # 2. the next gather is asked for earlier
+    # 3. what is in the way of gather 2 is the reduction of 3, in all rows of the first column
+    for room in ROOMS.values():
+        entries = last_step(a_backward("none", room).tape)[0]
+        sent = [op.label for op in entries if isinstance(op, Op) and op.sent]
+        assert sent[1:3] == ["reduce 'blocks.3'", "all-gather 'blocks.2'"]
+
+
 def main() -> None:
-    three_ways()
-    approaches()
-    experts()
+    nine_ways()
+    logging()
+    found = {
+        name: [f"{a_backward(way, room).report()['step'] * 1e3:.1f}" for way in WAYS]
+        for name, room in ROOMS.items()
+    }
+    assert found == {
+        "room for 1": ["27.8", "24.6", "27.7"],
+        "room for 2": ["27.8", "21.5", "21.4"],
+        "any room": ["27.8", "21.5", "21.4"],
+    }
+    report = a_backward("none", 2).report()
+    assert (round(report["compute"] * 1e3), round(report["communication"] * 1e3)) == (18, 10)
+    post, pre = (a_backward(way, 2, "log").report()["step"] * 1e3 for way in ("POST", "PRE"))
+    assert (f"{post:.1f}", f"{pre:.1f}") == ("24.5", "21.5")
     answers()
 
 

@@ -1,9 +1,9 @@
-"""Two kinds of picture that pages share: bars to compare, strips of boxes to see how things lie.
-
-The third, the timeline of a step, is the virtual GPU's own (minifsdp/sim/views/timeline.py).
+"""Kinds of picture that pages share: bars to compare, strips of boxes to see how things lie, and a
+line of dates. Another, the timeline of a step, is the virtual GPU's own (sim/views/timeline.py).
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from datetime import date
 from pathlib import Path
 
 from minifsdp.sim.views.svg import WIDTH, Drawing
@@ -69,6 +69,36 @@ def strips(
             x += width * scale
     if legend:
         drawing.legend(left, legend)
+    drawing.write(path)
+
+
+def time_line(path: Path, title: str, events: Sequence[tuple[str, str, str, str]]) -> None:
+    """Dates on an axis of years, which runs down, and beside it a row for each event.
+
+    Args:
+        events: in sequence: the day, as "2022-04-11"; a colour; a name; what happened.
+    """
+    drawing, row, dates = Drawing(title), 23.0, 66
+    drawing.text(MARGIN, 20, title, "title")
+    days = [date.fromisoformat(day).toordinal() for day, *_ in events]
+    top, height = 48.0, row * (len(events) - 1)
+    scale = height / (days[-1] - days[0])
+
+    def at(day: int) -> float:
+        return round(top + (day - days[0]) * scale, 1)
+
+    drawing.path(f"M{dates} {top:g}V{top + height:g}", "border")
+    for day in map(date.fromordinal, range(days[0], days[-1] + 1)):
+        if day.day == 1 and day.month in (1, 7):
+            drawing.text(dates - 8, at(day.toordinal()) + 4, f"{day:%b %Y}", "lane")
+    for i, (number, (words, colour, name, what)) in enumerate(zip(days, events, strict=True)):
+        y = round(top + i * row, 1)
+        drawing.path(f"M{dates} {at(number):g}L{dates + 40} {y:g}", "line")
+        drawing.box(dates - 3, at(number) - 3, 6, 6, colour, tip=f"{words} {name}")
+        drawing.box(dates + 40, y - 6, 11, 11, colour)
+        drawing.text(dates + 58, y + 4, words)
+        drawing.text(dates + 136, y + 4, name, "strong")
+        drawing.text(dates + 262, y + 4, what)
     drawing.write(path)
 
 

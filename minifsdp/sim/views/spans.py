@@ -1,5 +1,6 @@
 """Who was busy when: what there is to draw of a tape, and a drawing of it for a terminal."""
 
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -18,13 +19,14 @@ class Span(NamedTuple):
     start: float
     end: float
     name: str  # of the unit, "loss", "optimizer", or who makes the host wait
-    number: int  # of the unit, in the order of their first gather; -1: none
+    number: int  # of the unit, by their names: the same in each pass of a step; -1: none
 
 
 def spans(entries: list[Entry]) -> list[Span]:
     """What there is to draw: work on the streams, together where it is the same unit's and without
     a gap, and the host's waits."""
-    whose, numbers = dict(turns(entries)), dict[str, int]()
+    whose = dict(turns(entries))
+    units = sorted({*whose.values()} - {"", LOSS, OPTIMIZER}, key=_by_number)
     found: list[Span] = []
     open_: dict[str, Span] = {}
     for entry in entries:
@@ -33,9 +35,7 @@ def spans(entries: list[Entry]) -> list[Span]:
             found.append(Span(HOST, entry.launched, entry.until, name, -1))
         elif isinstance(entry, Op) and entry.stream != HOST:
             unit, last = whose[entry], open_.get(entry.stream)
-            if unit not in ("", LOSS, OPTIMIZER):
-                numbers.setdefault(unit, len(numbers))
-            number = numbers.get(unit, -1)
+            number = units.index(unit) if unit in units else -1
             if last is not None and last.name == unit and entry.start - last.end < GAP:
                 open_[entry.stream] = last._replace(end=entry.end)
                 continue
@@ -57,6 +57,11 @@ def turns(entries: list[Entry]) -> Iterator[tuple[Op, str]]:
             if entry.stream == COMPUTE:
                 unit = turn = unit or turn
             yield entry, unit
+
+
+def _by_number(name: str) -> list[str | int]:
+    """To sort by: ``blocks.9`` comes before ``blocks.10``."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _unit(op: Op) -> str:

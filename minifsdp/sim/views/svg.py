@@ -1,9 +1,16 @@
-"""A sheet to draw on: SVG that is read at the width of a README, on light and on dark ground."""
+"""A sheet to draw on: SVG that is read at the width of a README, on light and on dark ground.
 
+The sheet brings its own ground, so that it can be read wherever it is shown: a page may be dark
+while the reader's system is light, and only the system is known to an SVG.
+"""
+
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 
 WIDTH = 860  # pixels; a code host shows that many beside its margins
+UNITS = ("#1f6feb", "#bf3989", "#0a7f8f", "#8250df", "#7a6a10")
+"""Colours of units, in turn; white letters can be read on all of them."""
 
 
 class Drawing:
@@ -35,20 +42,23 @@ class Drawing:
             f'class="{kind}">{title}</rect>'
         )
         if words and width > room(words):
-            self.text(round(x + width / 2, 1), y + height / 2 + 3.5, words, "unit")
+            self.text(round(x + width / 2, 1), y + height / 2 + 4.5, words, "unit")
         self.reach(y + height)
 
     def path(self, steps: str, kind: str) -> None:
         """A path in SVG's own words."""
         self._parts.append(f'<path d="{steps}" class="{kind}"/>')
 
-    def legend(self, left: float, names: dict[str, str]) -> None:
-        """What each kind means, in a row below all that is there."""
-        top = self.bottom + 8
+    def legend(self, left: float, names: Mapping[str, str]) -> None:
+        """What each kind means, below all that is there, in as many rows as it takes."""
+        x, top = left, self.bottom + 8
         for kind, words in names.items():
-            self.box(left, top, 10, 10, kind)
-            self.text(left + 14, top + 9, words, "legend")
-            left += 27 + 6 * len(words)
+            width = 28 + 6.7 * len(words) if words else 14
+            if x > left and x + width > WIDTH:
+                x, top = left, top + 18
+            self.box(round(x, 1), top, 11, 11, kind)
+            self.text(round(x + 16, 1), top + 10, words, "legend")
+            x += width
 
     def reach(self, y: float) -> None:
         """Make the sheet at least this long; a path does not do it by itself."""
@@ -62,6 +72,7 @@ class Drawing:
                 f'width="{WIDTH}" height="{height:g}" role="img" '
                 f'aria-label="{escape(self.label, quote=True)}">',
                 _STYLE,
+                f'<path d="M0 0H{WIDTH}V{height:g}H0Z" class="ground"/>',
                 *self._parts,
                 "</svg>\n",
             ]
@@ -72,25 +83,41 @@ class Drawing:
         Path(path).write_text(str(self))
 
 
+def of_unit(number: int) -> str:
+    """The kind of box that a unit's work is; -1 is nobody's."""
+    return f"unit{number % len(UNITS)}" if number >= 0 else "nobody"
+
+
 def room(words: str) -> float:
     """That words take in a box, in pixels."""
-    return 7 * len(words) + 3
+    return 7.5 * len(words) + 3
 
 
-_STYLE = """<style>
-text { font: 11px system-ui, sans-serif; fill: #57606a; }
-.title { font-size: 13px; font-weight: 600; }
+_COLOURS = "\n".join(
+    f".unit{i} {{ fill: {c}; }} .launch{i} {{ stroke: {c}; stroke-width: 1.5; fill: none; }} "
+    f".thread{i} {{ stroke: {c}; stroke-width: .8; stroke-opacity: .7; fill: none; }}"
+    for i, c in enumerate(UNITS)
+)
+_STYLE = (
+    f"<style>\n{_COLOURS}"
+    + """
+text { font: 12px system-ui, sans-serif; fill: #424a53; }
+.ground { fill: #fff; }
+.title { font-size: 14px; font-weight: 600; } .strong { font-weight: 600; }
 .lane { text-anchor: end; } .tick, .unit, .middle { text-anchor: middle; }
-.unit { font-size: 10px; fill: #fff; }
+.unit { fill: #fff; }
 .line { stroke: #8c959f; stroke-opacity: .4; fill: none; }
 .grid { stroke: #8c959f; stroke-opacity: .25; fill: none; }
 .border { stroke: #57606a; stroke-dasharray: 3 3; fill: none; }
+.peak { fill: #424a53; }
 .blue { fill: #1f6feb; } .lightblue { fill: #4184e4; }
 .purple { fill: #8250df; } .lightpurple { fill: #986ee2; }
 .orange { fill: #e16f24; } .amber { fill: #d4a72c; } .red { fill: #cf222e; }
-.teal { fill: #1b7c83; }
+.teal { fill: #1b7c83; } .nobody { fill: #6e7781; } .optimizer { fill: #424a53; }
 .green { fill: #2da44e; } .lightgreen { fill: #2da44e; fill-opacity: .45; }
 .gray { fill: #8c959f; fill-opacity: .55; } .lightgray { fill: #8c959f; fill-opacity: .35; }
-@media (prefers-color-scheme: dark) { text { fill: #adbac7; } .unit { fill: #fff; }
-  .border { stroke: #adbac7; } }
+@media (prefers-color-scheme: dark) { text { fill: #d1d9e0; } .unit { fill: #fff; }
+  .ground { fill: #0d1117; } .border { stroke: #adbac7; } .peak { fill: #d1d9e0; }
+  .optimizer { fill: #9198a1; } }
 </style>"""
+)

@@ -57,6 +57,12 @@ def test_where_no_unit_says_whose_work_it_is_the_phase_does():
     assert {s.name: s.number for s in spans(tape)} == {"": -1, "b": 0, "loss": -1, "optimizer": -1}
 
 
+def test_units_are_numbered_by_their_names_whatever_comes_first():
+    names = ["blocks.10", "blocks.9", "<root>"]
+    found = spans([op("reduce", i, i + 1.0, f"reduce '{n}'") for i, n in enumerate(names)])
+    assert [span.number for span in found] == [2, 1, 0]
+
+
 def test_as_text_it_is_a_row_for_each_lane():
     assert text(STEP, width=16).splitlines() == [
         "     host --LLLLLL--wwwwww",

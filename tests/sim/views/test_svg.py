@@ -1,8 +1,9 @@
 """sim/views/svg.py: a sheet to draw on."""
 
+import re
 import xml.etree.ElementTree as ElementTree
 
-from minifsdp.sim.views.svg import WIDTH, Drawing
+from minifsdp.sim.views.svg import UNITS, WIDTH, Drawing, of_unit
 
 
 def elements(drawing: Drawing) -> list[ElementTree.Element]:
@@ -39,3 +40,47 @@ def test_a_legend_is_one_row_below_everything():
     assert [box.get("class") for box in boxes] == ["blue", "red"]
     assert len({box.get("y") for box in boxes}) == 1 and float(boxes[0].get("y")) > 80
     assert float(boxes[0].get("x")) == 7 < float(boxes[1].get("x"))
+
+
+def test_a_legend_has_as_many_rows_as_it_takes():
+    drawing = Drawing("")
+    drawing.legend(7, {f"unit{i}": "x" * 30 for i in range(5)})
+    boxes = [e for e in elements(drawing) if e.tag.endswith("rect")]
+    assert len({box.get("y") for box in boxes}) == 2
+    ends = [float(box.get("x")) + 28 + 6.7 * 30 for box in boxes]
+    assert max(ends) <= WIDTH and float(boxes[0].get("x")) == 7 == float(boxes[3].get("x"))
+
+
+def test_it_can_be_read_on_any_ground():
+    drawing = Drawing("")
+    drawing.text(10, 30, "words")
+    (ground,) = [e for e in elements(drawing) if e.get("class") == "ground"]
+    assert ground.get("d") == f"M0 0H{WIDTH}V{drawing.bottom + 10:g}H0Z"
+    style = str(drawing)
+    light, dark = style.split("prefers-color-scheme: dark")
+    for part in (light, dark):  # words and ground change together
+        assert contrast(colour(part, "text"), colour(part, ".ground")) > 7
+    assert all(int(px) >= 12 for px in re.findall(r"(?:font: |font-size: )(\d+)px", style))
+
+
+def test_units_take_turns_with_colours_that_white_letters_can_be_read_on():
+    assert [of_unit(i) for i in (0, 1, len(UNITS), -1)] == ["unit0", "unit1", "unit0", "nobody"]
+    assert all(contrast(unit, "#ffffff") > 4.5 for unit in UNITS)
+    assert all(f".unit{i} {{ fill: {unit}; }}" in str(Drawing("")) for i, unit in enumerate(UNITS))
+
+
+def colour(style: str, kind: str) -> str:
+    (found,) = re.findall(rf"(?m)(?:^|\s){re.escape(kind)} {{[^}}]*fill: #(\w+)", style)[:1]
+    return "#" + (found if len(found) == 6 else "".join(2 * digit for digit in found))
+
+
+def luminance(colour: str) -> float:
+    """As the web's accessibility guidelines define it (WCAG 2)."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
