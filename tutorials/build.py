@@ -8,6 +8,7 @@ A tutorial is an ordinary program in percent format::
     # %% [markdown]
     # Text of the page. Code of the engine comes in by name, from where it is:
     # {{ minifsdp/limiter.py EventQueue.admit }}
+    # {{ one_file 11_limiter }}       # which line of fsdp_in_one_file.py this page improves
     # %%
     def an_experiment() -> None:    # shown, with what it prints when main() calls it
         ...
@@ -33,6 +34,8 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # as for a page that is run by itself: launch.py, draw.py
+import one_file
+
 try:
     import tomllib
 except ImportError:  # Python 3.10, where pytest brings this one along
@@ -85,6 +88,8 @@ def exercises(stem: str) -> list[str]:
 def prose(body: str) -> str:
     """Comments as text, with the engine's code where it is named."""
     text = re.sub(r"^# ?", "", body, flags=re.MULTILINE)
+    lines = r"^\{\{ one_file (\S+) \}\}$"
+    text = re.sub(lines, lambda m: one_file.insert(m[1]), text, flags=re.MULTILINE)
     return re.sub(r"^\{\{ (\S+) (\S+) \}\}$", lambda m: quote(m[1], m[2]), text, flags=re.MULTILINE)
 
 
