@@ -79,6 +79,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from draw import bars
 from launch import on_ranks
+from one_file import FILE, changed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from train_gpt import BATCH, CONTEXT, GPT, Block
@@ -86,7 +87,7 @@ from train_gpt import BATCH, CONTEXT, GPT, Block
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
 
-FILE, PICTURE = Path(fsdp_in_one_file.__file__), Path(__file__).with_suffix(".svg")
+PICTURE = Path(__file__).with_suffix(".svg")
 TEXT = torch.frombuffer(bytearray(FILE.read_bytes()), dtype=torch.uint8).long()
 
 
@@ -118,14 +119,6 @@ def train(model: nn.Module, steps: int = 4) -> tuple[list[float], dict[str, int]
         kept["Adam's averages"] = sum(state.nbytes for state in states)
         losses.append(loss.item())
     return losses, kept
-
-
-def changed(line: str, instead: str) -> ModuleType:
-    """The file with one line changed."""
-    source, module = FILE.read_text(), ModuleType("changed")
-    assert source.count(line) == 1
-    exec(source.replace(line, instead), vars(module))
-    return module
 
 
 def watch(file: ModuleType, units: list[Any]) -> list[int]:
@@ -221,16 +214,14 @@ def draw(rows: dict[str, dict[str, int]]) -> None:
 # GPT is trained again. Before you read on: which of these changes does the loss show?
 
 # %% [hidden]
-CHANGES = {
-    "nothing is changed": ("", ""),
-    "free() does nothing": ("untyped_storage().resize_(0)", "untyped_storage()"),
-    "the shard is a view, not a copy": ("[rank].clone()", "[rank]"),
-    "views are made once": (
-        "zip(self.views(),",
-        "zip(self.__dict__.setdefault('made', [*self.views()]),",
-    ),
-    "gradients are added, not averaged": ("full.grad / self.world", "full.grad"),
-    "gather writes to full, not full.data": ("all_gather(self.full.data", "all_gather(self.full"),
+ONCE = "zip(self.__dict__.setdefault('made', [*self.views()]),"
+CHANGES: dict[str, dict[str, str]] = {
+    "nothing is changed": {},
+    "free() does nothing": {"untyped_storage().resize_(0)": "untyped_storage()"},
+    "the shard is a view, not a copy": {"[rank].clone()": "[rank]"},
+    "views are made once": {"zip(self.views(),": ONCE},
+    "gradients are added, not averaged": {"full.grad / self.world": "full.grad"},
+    "gather writes to full, not full.data": {"all_gather(self.full.data": "all_gather(self.full"},
 }
 
 
@@ -239,7 +230,7 @@ CHANGES = {
 def one_line_changed() -> dict[str, str]:
     expected, table = train(DDP(gpt()))[0], {}
     for change, lines in CHANGES.items():
-        file = changed(*lines) if any(lines) else fsdp_in_one_file
+        file = changed(lines) if lines else fsdp_in_one_file
         model = gpt()
         units = file.fsdp(model, Block)
         gathered = watch(file, units)

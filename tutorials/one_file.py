@@ -1,4 +1,4 @@
-"""Which line of fsdp_in_one_file.py a page improves, as text for it.
+"""Which line of fsdp_in_one_file.py a page improves, as text for it; and the file with it changed.
 
     # {{ one_file 09_streams }}    in a page's text: a sentence about its line
     # {{ one_file table }}         all of them
@@ -8,6 +8,7 @@ right whatever is changed in that file.
 """
 
 from pathlib import Path
+from types import ModuleType
 
 try:
     import tomllib
@@ -34,6 +35,20 @@ def number(text: str) -> int:
     if len(found) != 1:
         raise KeyError(f"{len(found)} lines of {FILE.name} have {text!r}; name one of them")
     return found[0]
+
+
+def changed(lines: dict[str, str]) -> ModuleType:
+    """The file with something else in the place of some of its text.
+
+    Raises:
+        KeyError: a text is not in it, or not in one line only.
+    """
+    source, module = FILE.read_text(), ModuleType(f"changed_{FILE.stem}")
+    for text, instead in lines.items():
+        number(text)
+        source = source.replace(text, instead)
+    exec(source, vars(module))
+    return module
 
 
 def insert(what: str) -> str:
