@@ -14,8 +14,8 @@
 #
 # ```python
 # model = GPT(layers=4, width=128)
-# units = fsdp(model, Block)                            # the new line
-# optimizer = torch.optim.AdamW(model.parameters())     # gets what this rank keeps
+# units = fsdp(model, Block)  # the new line
+# optimizer = torch.optim.AdamW(model.parameters())  # gets what this rank keeps
 # ```
 #
 # ## From a model to units

@@ -82,7 +82,7 @@ def what_a_forward_keeps() -> None:
 # activations of one block. In code it is a function around a call:
 #
 # ```python
-# y = checkpoint(block, x, use_reentrant=False)     # in place of y = block(x)
+# y = checkpoint(block, x, use_reentrant=False)  # in place of y = block(x)
 # ```
 #
 # ("Checkpoint" is an unlucky word: it has nothing to do with files.) A block that is run twice
