@@ -9,6 +9,7 @@ A tutorial is an ordinary program in percent format::
     # %% [markdown]
     # Text of the page. Code of the engine comes in by name, from where it is:
     # {{ minifsdp/limiter.py EventQueue.admit }}
+    # {{ one_file 11_limiter }}       # which line of fsdp_in_one_file.py this page improves
     #
     # <details><summary>Answers</summary>
     #
@@ -41,6 +42,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # as for a page that is run by itself: launch.py, draw.py
+import one_file
 from frame import body, framed, tutorials, with_minutes
 from quotes import quoted
 
@@ -76,6 +78,8 @@ def page(path: Path) -> str:
 def prose(body: str) -> str:
     """Comments as text, with the engine's code where it is named."""
     text = re.sub(r"^# ?", "", body, flags=re.MULTILINE)
+    lines = r"^\{\{ one_file (\S+) \}\}$"
+    text = re.sub(lines, lambda m: one_file.insert(m[1]), text, flags=re.MULTILINE)
     return quoted(text)
 
 

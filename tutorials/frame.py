@@ -20,6 +20,9 @@ except ImportError:  # Python 3.10, where pytest brings this one along
     import tomli as tomllib
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # as in build.py
+import one_file
+
 WORDS_PER_MINUTE, SECONDS_PER_LINE, SECONDS_PER_EXPERIMENT = 200, 9, 60
 OPEN, CLOSE = "<!-- page -->", "<!-- end of page -->"
 
@@ -60,7 +63,19 @@ def framed(path: Path, body: str) -> str:
     head = f"{about}{minutes(body)} minutes"
     foot = f"[All pages](README.md) · [glossary](glossary.md) · [program]({path.name})"
     made = f"<!-- made by tutorials/build.py from {path.name} -->"
-    parts = [made, head, OPEN, body, CLOSE, "---", *exercises(path.stem), " · ".join(way), foot]
+    improves = one_file.mention(path.stem) if path.stem in one_file.lines() else ""
+    parts = [
+        made,
+        head,
+        improves,
+        OPEN,
+        body,
+        CLOSE,
+        "---",
+        *exercises(path.stem),
+        " · ".join(way),
+        foot,
+    ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
