@@ -284,10 +284,10 @@ def as_the_engine_adds() -> bool:
 
 
 def answers() -> None:
-    assert round(12e9 / 64 / 1e9, 2) == 0.19 and round(4e9 / 64 / 1e9, 2) == 0.06
+    assert round(12e9 / 64 / 1e9, 2) == 0.19 and round(4e9 / 64 / 1e9, 2) == 0.06  # 1. 0.19 GB
     below, above = (torch.tensor(weight, dtype=BF16) for weight in (0.0038, 1 / 256))
-    assert below + 1e-5 != below and above + 1e-5 == above
-    assert len(torch.arange(300.0).to(BF16).unique()) == 279
+    assert below + 1e-5 != below and above + 1e-5 == above  # 2. from 1/256 on
+    assert len(torch.arange(300.0).to(BF16).unique()) == 279  # 3. these many
     assert all(as_the_engine_adds())
     assert MixedPrecision().buffer_dtype is None
 

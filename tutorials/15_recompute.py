@@ -279,9 +279,9 @@ def dropout() -> None:
 # %% [hidden]
 def answers() -> None:
     ratio = kept(gpt(), tokens(32, 32)) / kept(gpt(), tokens(16, 64))
-    assert abs(ratio - 1) < 0.01, ratio  # 1.
+    assert abs(ratio - 1) < 0.01, ratio  # 1. they do not change
     large = RUN.replace("a100-80", "a100-40").replace("--batch 8", "--batch 24")
-    assert measure(parser().parse_args((large + "full").split()), 2)[0]["fits"]  # 2.
+    assert measure(parser().parse_args((large + "full").split()), 2)[0]["fits"]  # 2. yes
     assert not measure(parser().parse_args((large + "none").split()), 2)[0]["fits"]
 
 

@@ -38,6 +38,7 @@
 import warnings
 from dataclasses import dataclass
 from functools import cache
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +252,9 @@ def answers() -> None:
         shares
     )  # the picture's text
     slower, faster = Machine("a100-80", 8, 400), Machine("h100", 8, 1600)
-    assert round(enough_tokens(slower)) == 5375 and round(enough_tokens(faster)) == 3225
+    assert round(enough_tokens(slower)) == 5375  # 1. four times as many
+    assert {*signature(enough_tokens).parameters} == {"machine", "dtype_bytes"}  # 2. no model in it
+    assert round(enough_tokens(faster)) == 3225  # 3. more
     latency = 55 * 3e-6 + 8 * 12e-6  # of 64 ranks on 8 nodes
     assert round(latency * 1e3, 2) == 0.26
     assert round(latency * MACHINES["64 A100, 1,600 Gbit/s"].bandwidth / 1e6) == 42
