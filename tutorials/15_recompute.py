@@ -126,7 +126,7 @@ def draw(tapes: dict[str, Any]) -> None:
 # The green staircase is the activations: each block leaves a step in the forward and takes it away
 # in the backward. With *full* recomputation only the narrow peak at the end of the forward is left.
 # It is the *logits*, a number for each token and each word of the vocabulary, which are outside of
-# the blocks. *Selective* recomputation keeps what is expensive to compute (here attention, and
+# the blocks. *Selective recomputation* keeps what is expensive to compute (here attention, and
 # every second matrix product) and runs the rest again ([Korthikanti et
 # al.](https://arxiv.org/abs/2205.05198)).
 #
