@@ -250,8 +250,8 @@ def when_memory_ends() -> None:
 # brought the retries to zero. The factor of almost two that was reported in fairscale's thread does
 # not come out here: a retry of the virtual GPU only costs its calls to the driver and the waiting.
 #
-# In a profile of a real run you can see the rate limiter at work. PyTorch and minifsdp give the wait the
-# same name, and only when there is one:
+# In a profile of a real run you can see the rate limiter at work. PyTorch and minifsdp give the
+# wait the same name, and only when there is one:
 #
 # ```python
 # with torch.profiler.profile() as profile:

@@ -249,9 +249,9 @@ def a_mean_of_gradients() -> None:
 #
 # fp16 has more digits and a shorter reach: gradients below 6e-5 lose digits and those below 6e-8
 # become zero. So fp16 needs *loss scaling*: the loss is multiplied by a large number before the
-# backward, and the gradients are divided by it before the step, which is skipped if one of them has
-# overflowed on any rank (`minifsdp.ShardedGradScaler`). With bf16, which reaches as far as fp32, you
-# need none of this.
+# backward, and the gradients are divided by it before the step, which is skipped if one of them
+# has overflowed on any rank (`minifsdp.ShardedGradScaler`). With bf16, which reaches as far as
+# fp32, you need none of this.
 #
 # ## Predict, then run
 #
