@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -20,6 +21,8 @@ from minifsdp.sim.__main__ import parser
 from minifsdp.sim.cli.run import simulate
 from minifsdp.sim.tape import Wait
 from minifsdp.sim.training.history import APPROACHES
+from minifsdp.sim.training.ordered import ORDERED
+from minifsdp.sim.training.wrapped import ENGINES
 from tests.sim.training.test_history import Crooked, last_step, mistargets, straight, train
 
 README = Path(__file__).parents[1] / "minifsdp" / "sim" / "README.md"
@@ -299,7 +302,8 @@ def approaches() -> str:
     """How others gathered ahead, on a model that is not as simple as they took it for."""
     lines = []
     three = replace(APPROACHES["minifsdp"], limiter=lambda: EventQueue(3))
-    for name, approach in {**APPROACHES, "minifsdp, limit 3": three}.items():
+    ways = {**APPROACHES, "minifsdp, limit 3": three, "ordered frees": ORDERED}
+    for name, approach in ways.items():
         gpu, reports = train(approach, Crooked)
         by_kind, last = mistargets(gpu), gpu.report()
         lines.append(
@@ -317,6 +321,41 @@ def approaches() -> str:
     )
 
 
+ROOM = {
+    "computation": "--model gpt-1.3b --nodes 2 --gpu a100-80 --network 800 --batch 4",
+    "computation, larger units": "--model gpt-7b --nodes 2 --gpu h100 --network 3200 --batch 2",
+    "network": "--model gpt-1.3b --nodes 2 --gpu h100 --network 200 --batch 4 "
+    "--precision bf16-fp32",
+    "launches": "--model gpt-125m --gpu a100-80 --batch 1 --seq 512",
+    "units in units": "--model gpt-1.3b --nodes 2 --gpu a100-80 --network 800 --batch 4 "
+    "--unit part",
+    "offload": "--model gpt-1.3b --nodes 2 --gpu a100-80 --batch 4 --offload yes",
+}
+"""By what binds the step."""
+WAYS = {
+    "PyTorch's queue": "--engine fsdp1",
+    "limit 2": "--limit 2",
+    "FSDP2": "--engine fsdp2",
+}
+
+
+def room() -> str:
+    """Time and reserved memory of ways that have room for two units, or three, as a table."""
+    lines = []
+    for what, setting in ROOM.items():
+        found = [run(f"{setting} {way}") for way in WAYS.values()]
+        with patch.dict(ENGINES, fsdp1=ORDERED):  # another approach, with its own limiter
+            found.append(run(f"{setting} --engine fsdp1 --forward pre"))
+        pytorch, two, _, ordered = found
+        if ordered["step"] > 1.005 * pytorch["step"]:
+            sys.exit(f"ordered frees are slower than PyTorch's queue: {what}")
+        if what != "offload" and ordered["peak reserved"] > 1.001 * two["peak reserved"]:
+            sys.exit(f"ordered frees take more memory than two units: {what}")
+        cells = (f"{f['step'] * 1e3:,.1f}; {f['peak reserved'] / MiB:,.0f}" for f in found)
+        lines.append((what, f"`{setting}`", *cells))
+    return table(("bound by", "run", *WAYS, "ordered frees"), lines)
+
+
 KINDS = ("already unsharded", "not needed yet", "already resharded")
 
 
@@ -326,11 +365,11 @@ def table(head: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def readme_with(**tables: str) -> str:
-    """The README with these tables."""
+def readme_with(target: str = "claims", **tables: str) -> str:
+    """The README with these tables, in the places where this target of `make` writes."""
     text = README.read_text()
     for name, new in tables.items():
-        between = rf"(<!-- make claims writes: {name} -->\n)(.*?)(<!-- end -->)"
+        between = rf"(<!-- make {target} writes: {name} -->\n)(.*?)(<!-- end -->)"
         (found,) = re.findall(between, text, re.DOTALL)
         text = text.replace("".join(found), f"{found[0]}{new}\n{found[2]}")
     return text
@@ -345,6 +384,7 @@ if __name__ == "__main__":
         readme_with(
             claims=claims(rows),
             approaches=approaches(),
+            room=room(),
             t5_variations=t5_variations(),
             allocators=allocators(),
         )

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from minifsdp.sim.cli.run import simulate
+from minifsdp.sim.device import VirtualGpu
 from minifsdp.sim.hardware.gpus import GPUS
 from minifsdp.sim.tape import Note, Phase
 from tests.claims import parser, table
@@ -75,18 +76,26 @@ def predict(run: Run) -> Prediction:
     except torch.OutOfMemoryError as error:
         return Prediction(why=str(error))
     figures = gpu.report()
-    (begin,) = [e.time for e in gpu.tape if isinstance(e, Phase) and e.name == "optimizer"][-1:]
-    (end,) = [e.time for e in gpu.tape if isinstance(e, Note)][-1:]
-    # One micro-batch was simulated: 21 would take 21 times as long to say the same. Each has a
-    # forward and a backward, all together an optimizer.
-    optimizer = end - begin
-    whole = run.micro_batches * (figures["step"] - optimizer) + optimizer
+    whole = accumulated(figures["step"], optimizer_seconds(gpu), run.micro_batches)
     return Prediction(
         tokens=run.micro_batches * options.batch * options.seq / whole,
         tflops=figures["flops"] / figures["step"] / 1e12,
         reserved=figures["peak reserved"] / GiB,
         allocated=figures["peak allocated"] / GiB,
     )
+
+
+def optimizer_seconds(gpu: VirtualGpu) -> float:
+    """Of the last step."""
+    (begin,) = [e.time for e in gpu.tape if isinstance(e, Phase) and e.name == "optimizer"][-1:]
+    (end,) = [e.time for e in gpu.tape if isinstance(e, Note)][-1:]
+    return end - begin
+
+
+def accumulated(step: float, optimizer: float, micro_batches: int) -> float:
+    """Seconds of a step with so many batches. One was simulated: 21 would take 21 times as long to
+    say the same. Each has a forward and a backward, all together an optimizer."""
+    return micro_batches * (step - optimizer) + optimizer
 
 
 def ratio(run: Run, found: Prediction) -> float | None:

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from minifsdp.comm.collectives import Group
 from minifsdp.sim.calibration.kernels import kernels_of
 from minifsdp.sim.calibration.timing import seconds
 from minifsdp.sim.training.models import Block
@@ -10,7 +11,7 @@ from minifsdp.sim.training.models import Block
 LAYERS, WIDTH = 8, 16
 
 
-def launch(device: torch.device) -> float:
+def launch(device: torch.device, group: Group) -> float:
     """Seconds for each kernel: those of a training step whose kernels have next to nothing to do,
     shared out among them. So it has a share of what modules, autograd and the optimizer take."""
     blocks = (Block(WIDTH, 2, 4 * WIDTH, True, False) for _ in range(LAYERS))
@@ -24,10 +25,10 @@ def launch(device: torch.device) -> float:
         optimizer.zero_grad()
 
     step()  # makes the optimizer's states
-    return seconds(step, device) / len(kernels_of(step))
+    return seconds(step, device, group) / len(kernels_of(step))
 
 
-def bandwidth() -> float:
+def bandwidth(group: Group) -> float:
     """Bytes per second that the host reads and writes in its own memory, of one process."""
     x = torch.ones(2**24)
-    return 2 * x.nbytes / seconds(lambda: x.add_(1), x.device)
+    return 2 * x.nbytes / seconds(lambda: x.add_(1), x.device, group)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from minifsdp.comm.collectives import Group
 from minifsdp.sim.calibration.fit import Sample
 from minifsdp.sim.calibration.machine import Device
 from minifsdp.sim.calibration.timing import seconds
@@ -56,7 +57,7 @@ def kernels_of(work: Work) -> list[Kernel]:
     return watch.kernels
 
 
-def products(here: torch.device, dtype: torch.dtype, device: Device) -> list[Sample]:
+def products(here: torch.device, dtype: torch.dtype, device: Device, group: Group) -> list[Sample]:
     """Of matrices of several sizes."""
     samples = []
     for rows, inner, columns in sizes(here, dtype):
@@ -67,7 +68,7 @@ def products(here: torch.device, dtype: torch.dtype, device: Device) -> list[Sam
             return [left @ right for _ in range(LAYERS)]
 
         kernel = next(k for k in kernels_of(work) if k.kind == PRODUCT)
-        samples.append(product_sample(kernel, device, seconds(work, here) / LAYERS))
+        samples.append(product_sample(kernel, device, seconds(work, here, group) / LAYERS))
     return samples
 
 
@@ -87,7 +88,7 @@ def sizes(here: torch.device, dtype: torch.dtype) -> list[tuple[int, int, int]]:
     return [(8 * unit, i * unit, c * unit) for i, c in layers[: 2 if few else None]]
 
 
-def attentions(here: torch.device, dtype: torch.dtype) -> list[Sample]:
+def attentions(here: torch.device, dtype: torch.dtype, group: Group) -> list[Sample]:
     """Of texts of several lengths, forward and backward: by flops, and by flops for each key."""
     samples = []
     lengths = (512, 1024, 2048, 4096) if here.type == "cuda" else (64, 128, 256)
@@ -102,11 +103,11 @@ def attentions(here: torch.device, dtype: torch.dtype) -> list[Sample]:
         kernels = [kernel for kernel in kernels_of(work) if kernel.kind not in (PASS, PRODUCT)]
         done = sum(kernel.done / relative_speed(kernel) for kernel in kernels)
         if done:  # else it was done the plain way, "math"
-            samples.append(Sample(done, done / length, seconds(work, here)))
+            samples.append(Sample(done, done / length, seconds(work, here, group)))
     return samples
 
 
-def passes(here: torch.device, dtype: torch.dtype) -> list[Sample]:
+def passes(here: torch.device, dtype: torch.dtype, group: Group) -> list[Sample]:
     """Of what is between the products of a transformer, forward and backward: by the number of
     kernels, and by bytes."""
     samples = []
@@ -125,12 +126,12 @@ def passes(here: torch.device, dtype: torch.dtype) -> list[Sample]:
 
         kernels = kernels_of(work)
         moved = sum(kernel.moved for kernel in kernels)
-        samples.append(Sample(len(kernels), moved, seconds(work, here)))
+        samples.append(Sample(len(kernels), moved, seconds(work, here, group)))
     return samples
 
 
-def copies(here: torch.device) -> float:
+def copies(here: torch.device, group: Group) -> float:
     """Bytes per second from the host's memory to the device; for a CPU, within it."""
     source = torch.ones(2**24, pin_memory=here.type == "cuda")
     target = torch.empty_like(source, device=here)
-    return source.nbytes / seconds(lambda: target.copy_(source, non_blocking=True), here)
+    return source.nbytes / seconds(lambda: target.copy_(source, non_blocking=True), here, group)

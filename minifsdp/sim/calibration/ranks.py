@@ -74,17 +74,16 @@ def measured(here: torch.device, device: Device) -> Samples:
     assert group is not None
     low, fp32 = torch.bfloat16, torch.float32
     usual = fp32 if device.cpu else low
-    dist.barrier()
     return Samples(
         collectives=collectives.alone(here, group),
         beside=collectives.beside(here, usual, group),
-        launch=[host.launch(here)],
-        passes=kernels.passes(here, usual),
-        attention=kernels.attentions(here, usual),
-        products_fp32=kernels.products(here, fp32, device),
-        products=kernels.products(here, low, device),
-        host=[host.bandwidth()],
-        copies=[kernels.copies(here)],
+        launch=[host.launch(here, group)],
+        passes=kernels.passes(here, usual, group),
+        attention=kernels.attentions(here, usual, group),
+        products_fp32=kernels.products(here, fp32, device, group),
+        products=kernels.products(here, low, device, group),
+        host=[host.bandwidth(group)],
+        copies=[kernels.copies(here, group)],
         taken=[_taken(here)],
     )
 

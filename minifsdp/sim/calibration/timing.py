@@ -1,13 +1,11 @@
 """How long something takes on a device: CUDA's, which does it later, or the CPU's."""
 
-import statistics
 import time
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
-from minifsdp.comm.collectives import add_up
+from minifsdp.comm.collectives import Group, add_up
 
 BATCHES = 9
 """The median of so many counts. Training is disturbed, too, by whatever else a machine does."""
@@ -22,20 +20,22 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds(
-    work: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None = None
-) -> float:
+def seconds(work: Callable[[], object], device: torch.device, group: Group) -> float:
     """Of one call of ``work``, the median of several batches.
 
-    Args:
-        group: all of its ranks do this together, and have to call it as often as each other.
+    All ranks of ``group`` do it at the same time, and the slowest counts: in training the others
+    wait for it at the next collective. Where ranks share a noisy machine that makes a third of a
+    step, though each of them, timed for itself, is as fast as alone.
     """
     work()  # the first call is slower
     count = torch.tensor(max(1.0, LONG_ENOUGH / max(_batch(work, 1, device), 1e-7)), device=device)
-    if group is not None:
-        add_up(count, group, largest=True)
-    repeat = int(count.item())
-    return statistics.median(_batch(work, repeat, device) for _ in range(BATCHES))
+    add_up(count, group, largest=True)  # work may be a collective, so all call it as often
+    times = torch.zeros(BATCHES, dtype=torch.float64, device=device)
+    for at in range(BATCHES):
+        add_up(torch.zeros(1, device=device), group)  # they begin together
+        times[at] = _batch(work, int(count.item()), device)
+    add_up(times, group, largest=True)
+    return times.median().item()
 
 
 def _batch(work: Callable[[], object], count: int, device: torch.device) -> float:

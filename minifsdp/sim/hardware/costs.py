@@ -21,7 +21,9 @@ makers, 2025). Memory that CUDA and NCCL take: Bekman, "Machine Learning Enginee
 1.5 GiB. Figures of GPUs are in gpus.py.
 """
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from math import ceil
 from typing import NamedTuple
 
@@ -130,16 +132,13 @@ class Cluster:
         """A collective over ``ranks``: each sends ``sent`` bytes in a round."""
         if len(ranks) < 2:
             return self.kernel
-        by_node: dict[int, int] = {}
-        for rank in ranks:
-            node = rank // self.gpus_per_node
-            by_node[node] = by_node.get(node, 0) + 1
+        nodes, together = spread(tuple(ranks), self.gpus_per_node)
         steps, crossings, bandwidth = len(ranks) - 1, 0, self.gpu.links
-        if len(by_node) > 1:
+        if nodes > 1:
             # A ring crosses into each node once. But if each node has k of the ranks that do the
             # same at once in other groups, they share its network.
-            crossings = min(len(by_node), steps)
-            rings = self.gpus_per_node // max(by_node.values())
+            crossings = min(nodes, steps)
+            rings = self.gpus_per_node // together
             bandwidth = min(bandwidth, self.network / max(rings, 1))
         # A piece goes once around the ring: over the network once for each node, else within them.
         latency = crossings * self.alpha_network + (steps - crossings) * self.alpha_node
@@ -152,6 +151,13 @@ class Cluster:
     def host_seconds(self, moved: int) -> float:
         """Work of the host in its own memory, while the other processes of the node do the same."""
         return max(moved * self.gpus_per_node / self.host_memory, self.kernel)
+
+
+@cache  # of thousands of ranks, for every collective of a run
+def spread(ranks: tuple[int, ...], gpus_per_node: int) -> tuple[int, int]:
+    """How many nodes some ranks are on, and how many of them are on the same one at most."""
+    by_node = Counter(rank // gpus_per_node for rank in ranks)
+    return len(by_node), max(by_node.values())
 
 
 def filled(kernel: Kernel, tile: int, multiprocessors: int) -> float:

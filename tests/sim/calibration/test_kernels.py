@@ -12,12 +12,19 @@ from minifsdp.sim.tape import Op
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 DEVICE = Device("cpu", 2**30, 2)
+GROUP = object()  # of all ranks, which do it together
 
 
 @pytest.fixture(autouse=True)
 def second(monkeypatch):
     """Nothing is waited for: each piece of work is done once, and takes a second."""
-    monkeypatch.setattr(kernels, "seconds", lambda work, here: work() is None or 1.0)
+
+    def seconds(work, here, group) -> float:
+        assert group is GROUP
+        work()
+        return 1.0
+
+    monkeypatch.setattr(kernels, "seconds", seconds)
 
 
 def step() -> None:
@@ -44,7 +51,7 @@ def test_a_kernels_bytes_are_what_it_reads_and_writes():
 
 
 def test_products_are_sampled_in_many_shapes():
-    samples = kernels.products(CPU, FP32, DEVICE)
+    samples = kernels.products(CPU, FP32, DEVICE, GROUP)
     sizes = kernels.sizes(CPU, FP32)
     assert len({inner for _, inner, _ in sizes}) > 2
     for sample, (rows, inner, columns) in zip(samples, sizes, strict=True):
@@ -55,7 +62,7 @@ def test_products_are_sampled_in_many_shapes():
 
 
 def test_attention_is_sampled_at_many_lengths():
-    samples = kernels.attentions(CPU, FP32)
+    samples = kernels.attentions(CPU, FP32, GROUP)
     lengths = [round(sample.first / sample.second) for sample in samples]
     assert lengths == [64, 128, 256]
     heads, width, length = 16 * 8, 64, 64  # as many tokens each time
@@ -65,7 +72,7 @@ def test_attention_is_sampled_at_many_lengths():
 
 
 def test_passes_are_sampled_by_their_number_and_bytes():
-    small, middle, large = kernels.passes(CPU, FP32)
+    small, middle, large = kernels.passes(CPU, FP32, GROUP)
     assert small.first == middle.first == large.first >= 6 * kernels.LAYERS
     assert large.second == pytest.approx(4 * small.second, rel=0.05)
     (gelu,) = kernels_of(lambda: torch.nn.functional.gelu(torch.ones(1024, 256)))[-1:]
@@ -74,4 +81,4 @@ def test_passes_are_sampled_by_their_number_and_bytes():
 
 
 def test_copies_are_bytes_a_second():
-    assert kernels.copies(CPU) == 4 * 2**24
+    assert kernels.copies(CPU, GROUP) == 4 * 2**24
