@@ -10,4 +10,5 @@ recompute.py    which activations are computed again
 wrapped.py      a model as FSDP wraps it, with all settings
 fsdp2.py        FSDP2's way to gather ahead, to compare with
 history.py      FSDP1's and fairscale's
+ordered.py      one with PyTorch's time and the memory of two units
 """
