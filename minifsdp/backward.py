@@ -17,12 +17,14 @@ import torch
 
 from minifsdp.checks.misplaced_calls import check_first_order, check_in_backward, check_unchanged
 from minifsdp.checks.rank_agreement import GradSource, Moment
+from minifsdp.comm.pieces import whole
 from minifsdp.engine import Engine
 from minifsdp.no_sync import check_unreduced_grad
 from minifsdp.support.autograd_hooks import at_end_of_backward, will_reach
 from minifsdp.support.grad_hooks import change_gradient
 from minifsdp.support.param_views import show_divided_params, use_sharded_views
 from minifsdp.support.saved_tensors import Call, Chain, SavedParameters
+from minifsdp.support.unsharded_views import take_gradient
 from minifsdp.unit import Unit
 from minifsdp.unit_state import TrainingState
 
@@ -119,16 +121,16 @@ class Backward:
         self._gradient_of(unit)
 
     def _gradient_of(self, unit: Unit) -> None:
-        assert unit.unsharded.flat_param.grad is not None
-        # Taken away before it is reduced: nobody may add to it while it is being sent.
-        grad, unit.unsharded.flat_param.grad = unit.unsharded.flat_param.grad, None
+        grad = take_gradient(unit)
         check_first_order(unit, grad)
+        if unit.unreduced_grad is not None:
+            grad = whole(grad)  # what no_sync has left is added to it
         self.engine.after_gradient(unit, change_gradient(unit, grad))
 
     def end_of_backward(self) -> None:
         """Autograd has nothing left to do."""
         for unit in self.engine.units:
-            if unit.unsharded.flat_param.grad is not None:
+            if unit.unsharded.has_gradient:
                 self._gradient_of(unit)  # it came in parts only
         self.agreement.at(Moment.END_OF_A_BACKWARD_BELOW, self.engine.root)
         self.engine.end_of_backward(in_use={call.unit for call in self.calls})

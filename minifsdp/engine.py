@@ -24,6 +24,7 @@ from torch import Tensor
 from minifsdp.api import Stats
 from minifsdp.checks.members import check_lists, check_tree
 from minifsdp.checks.rank_agreement import RankAgreement
+from minifsdp.comm.pieces import Pieces
 from minifsdp.gradients import Gradients
 from minifsdp.limiter import Limiter
 from minifsdp.no_sync import check_unreduced_grad
@@ -119,7 +120,7 @@ class Engine:
                 self.parameters.reshard(unit)
             unit.post_forward_shard = None  # an optimizer may have stepped
             unit.state.start_step()
-            unit.unsharded.flat_param.grad = None
+            unit.unsharded.drop_gradient()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -179,9 +180,9 @@ class Engine:
         wait_for_unshard(unit)
         use_unsharded_views(unit)  # activation checkpointing runs parts of a forward again in here
 
-    def after_gradient(self, unit: Unit, grad: Tensor) -> None:
+    def after_gradient(self, unit: Unit, grad: Tensor | Pieces) -> None:
         """The gradient of the unit, ``[padded_numel]``, is complete: free its parameters, reduce
-        the gradient. Nobody else may hold ``grad``."""
+        the gradient. If it is a tensor nobody else may hold it."""
         unit.state.complete_grad()
         unit.post_forward_shard = None
         if not self._stays_after_backward(unit):

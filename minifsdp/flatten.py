@@ -8,8 +8,10 @@ ranks would be complicated. So the parameters of a unit are concatenated to one 
     bias   [2]      b b         ─┴─>  flat [8]   w w w w w w b b
 
 The layers compute with *views* of it: tensors of the original shapes that share its memory. To
-autograd a view is an operation like any other. The gradients of the views flow back into the flat
-parameter, so each unit has one gradient, which is already flat.
+autograd a view is an operation like any other, and the gradients of the views are the gradient of
+the flat parameter: each unit has one, to be reduced with one collective. (The engine makes its
+views in support/unsharded_views.py, so that these gradients stay where they are until they are
+sent.)
 
 These are pure functions: nothing here depends on ranks, modules or streams.
 """

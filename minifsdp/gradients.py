@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from minifsdp.api import Stats
+from minifsdp.comm.pieces import Pieces, whole
 from minifsdp.no_sync import store_unreduced
 from minifsdp.reduce import (
     Reduction,
@@ -50,13 +51,14 @@ class Gradients:
         """How many there are that the optimizer has not got yet."""
         return len(self._reductions) + len(self._held)
 
-    def reduce(self, unit: Unit, grad: Tensor) -> None:
+    def reduce(self, unit: Unit, grad: Tensor | Pieces) -> None:
         """Start to reduce ``grad``, ``[padded_numel]``, together with what ``no_sync`` has left of
         the unit; that only once in a backward, in which a unit's gradient may come in several
-        parts. Nobody else may hold ``grad``: it is written to."""
+        parts. If it is a tensor nobody else may hold it: it is written to."""
         if unit.unreduced_grad is not None and all(r.unit is not unit for r in self._reductions):
             # What no_sync has left stays as it is until this backward has succeeded.
             waiting = unit.unreduced_grad.grad
+            assert isinstance(grad, Tensor)  # Backward sees to it
             grad = grad.to(torch.promote_types(grad.dtype, waiting.dtype)).add_(waiting)
         for reduction in self._reductions[-2:-1]:
             start_next_part(reduction, self.streams)
@@ -65,10 +67,10 @@ class Gradients:
         self._reductions.append(reduce_gradient(unit, grad, self.streams))
         self.stats.reductions += 1
 
-    def hold(self, unit: Unit, grad: Tensor) -> None:
+    def hold(self, unit: Unit, grad: Tensor | Pieces) -> None:
         """Keep a gradient that is not to be reduced now; a unit's second one is added to it."""
         before = self._held.get(unit)
-        self._held[unit] = grad if before is None else before.add_(grad)
+        self._held[unit] = whole(grad) if before is None else before.add_(whole(grad))
 
     def reduce_held(self, unit: Unit) -> None:
         """Reduce what is held of a unit; if nothing is, zeros: this rank's part of the mean."""

@@ -14,10 +14,11 @@ On a CPU an all-reduce has two parts, a reduce-scatter and an all-gather (comm/c
 reduction has up to three parts, one after the other. Each part is started when the one before is
 complete, one or two units later in the backward, so that the computation hides all of them.
 
-A reduction needs three pieces of memory until its first part is complete: the gradient that is
-sent, what other ranks send, and the result. The engine waits for the first part of one reduction
-before it starts the next (engine.py). So there is at most one such set of memory, and the gradient
-that is being computed.
+Until its first part is complete a reduction needs memory for the gradient that is sent, and for
+what other ranks send, where the result will be. On a CPU the gradient is sent from where autograd
+has left it; for NCCL it is copied together. The engine waits for the first part of one reduction
+before it starts the next (gradients.py). So there is at most one such set of memory, and the
+gradient that is being computed.
 
 Source: Rajbhandari et al., "ZeRO", arXiv:1910.02054.
 """
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from minifsdp.comm.collectives import all_reduce, halves, reduce_scatter
+from minifsdp.comm.pieces import Pieces, whole
 from minifsdp.offload import download
 from minifsdp.streams import Event, Finish, Streams
 from minifsdp.unit import Unit
@@ -51,41 +53,43 @@ class Reduction:
     unit: Unit
     result: Tensor
     event: Event
-    sent: tuple[Tensor, ...] = ()
+    sent: tuple[Tensor | Pieces, ...] = ()
     parts_left: int = 0
     all_reduce: Iterator[Finish] | None = None
 
 
-def reduce_gradient(unit: Unit, grad: Tensor, streams: Streams) -> Reduction:
+def reduce_gradient(unit: Unit, grad: Tensor | Pieces, streams: Streams) -> Reduction:
     """Start the first part of a reduction, on the reduce stream.
 
     Args:
         grad: the gradient of ``unit.unsharded.flat_param``, ``[padded_numel]``, in its dtype or,
-            with what no_sync has left, in a wider one. It may be overwritten.
+            with what no_sync has left, in a wider one. A tensor may be overwritten. Pieces come
+            only for a unit that is shared by the ranks of a shard group, on CPUs.
     """
     # Without this wait the reduction would send what the backward has yet to write.
     written = streams.compute.record_event()
     streams.reduce.wait_event(written)
     shards = unit.shard_group
-    reduction = Reduction(unit, grad, written)
+    reduction = Reduction(unit, unit.padded_shard, written)  # till launch() has begun
     if unit.replicate_group is not None and unit.comm_hook is None:
         # Without a shard group the all-reduce is all there is, so launch() starts one of its parts.
-        reduction.parts_left = halves(grad) - (shards is None)
+        reduction.parts_left = halves(unit.device) - (shards is None)
 
     def launch() -> Finish:
         dtype = unit.precision.reduce_dtype
         cast = grad if dtype is None else grad.to(dtype)
         # Referred to until this part is complete: otherwise the memory could be given to another
         # tensor while the reduce stream still reads it.
-        reduction.result, reduction.sent = cast, (grad, cast)
+        reduction.sent = grad, cast
         if unit.comm_hook is not None:  # a user's own reduction, which waits for its end
-            reduction.result = unit.comm_hook(cast)
+            reduction.result = unit.comm_hook(whole(cast))
             return lambda: None
         if shards is None:
-            return _start_all_reduce_part(reduction, cast)
+            reduction.result = whole(cast)
+            return _start_all_reduce_part(reduction, reduction.result)
         reduction.result, finish = reduce_scatter(
             cast, shards, 1 / shards.size(), unit.tag, unit.label,
-            blocks=unit.layout.trained_blocks,
+            blocks=unit.layout.trained_blocks, sizes=unit.layout.sizes,
         )  # fmt: skip
         return finish
 

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifsdp.comm.blocks import by_rank
+from minifsdp.comm.blocks import of_rank
 from minifsdp.flatten import check_flattenable
 from minifsdp.shard import padded_shard_numel, unpadded_shard_numel
 
@@ -88,6 +88,7 @@ class Rows:
         trained_blocks: those of the parameters that have a gradient; of all, if none has.
         padded_numel: elements of the unsharded flat parameter.
         trained_numel: how many of them can have a gradient: the first ones.
+        sizes: of each parameter among these, and of the padding after it.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Rows:
         self.trained_blocks = self.blocks[: sum(trained) or len(shapes)]
         self.padded_numel = sum(self.blocks) * world_size
         self.trained_numel = sum(self.trained_blocks) * world_size
+        self.sizes = self._sizes()[: 2 * len(self.trained_blocks)]
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
         """Concatenate tensors of these shapes.
@@ -121,10 +123,7 @@ class Rows:
             flat: ``[padded_numel]``; or only the part of it that has a gradient.
             frozen: the other part. If it is left out, there is None for each parameter in it.
         """
-        sizes: list[int] = []
-        for shape, block in zip(self.shapes, self.blocks, strict=True):
-            sizes += [shape.numel(), block * self.world_size - shape.numel()]
-        trained = 2 * len(self.trained_blocks)
+        sizes, trained = self._sizes(), len(self.sizes)
         if flat.numel() == self.padded_numel:
             pieces = torch.split(flat, sizes)
         else:
@@ -141,7 +140,7 @@ class Rows:
         Returns:
             A new tensor ``[padded_numel / world_size]``.
         """
-        return torch.cat(by_rank(flat, self.blocks, self.world_size)[rank])
+        return of_rank(flat, self.blocks, self.world_size, rank)
 
     def optimized_numel(self, rank: int) -> int:
         """How many elements of the shard have a gradient: the first ones. All, if none has."""
@@ -160,6 +159,12 @@ class Rows:
             local = local_shape(shape, rank, self.world_size)
             found.append(piece[: local.numel()].view(local))
         return self._in_order(found)
+
+    def _sizes(self) -> list[int]:
+        sizes: list[int] = []
+        for shape, block in zip(self.shapes, self.blocks, strict=True):
+            sizes += [shape.numel(), block * self.world_size - shape.numel()]
+        return sizes
 
     def _in_order(self, laid: list[Tensor]) -> list[Any]:
         """From the order in which parameters are laid to that of the parameters, with None for

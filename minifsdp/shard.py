@@ -73,6 +73,7 @@ class Chunks:
     Attributes:
         blocks: None, which is one block for each rank; see comm/blocks.py.
         padded_numel: elements of the unsharded flat parameter; all of them can have a gradient.
+        sizes: of the parameters in it, and of the padding.
     """
 
     blocks = trained_blocks = None
@@ -82,6 +83,7 @@ class Chunks:
         self.numel = sum(shape.numel() for shape in shapes)
         self.padded_numel = padded_shard_numel(self.numel, world_size) * world_size
         self.trained_numel = self.padded_numel
+        self.sizes = [*(shape.numel() for shape in shapes), self.padded_numel - self.numel]
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
         """A new tensor ``[numel]``; see flatten.py."""

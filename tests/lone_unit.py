@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from minifsdp import MixedPrecision
 from minifsdp.comm import collectives
 from minifsdp.comm.groups import Placement
+from minifsdp.comm.pieces import Pieces, whole
 from minifsdp.streams import Streams
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.param_access import ParamInfo
@@ -151,10 +152,10 @@ def _collectives(unit: Unit) -> Iterator[None]:
         return lambda: full.copy_(torch.cat(chunks))
 
     def reduce_scatter(
-        flat: Tensor, group: Group, scale: float, *_: object, **__: object
+        flat: Tensor | Pieces, group: Group, scale: float, *_: object, **__: object
     ) -> tuple[Tensor, Callable[[], None]]:
         group.called.append("reduce-scatter")
-        own = flat.tensor_split(group.size())[group.rank()]
+        own = whole(flat).tensor_split(group.size())[group.rank()]
         total = torch.full_like(own, torch.nan)
         return total, lambda: total.copy_(scale * (own + 10 * (group.size() - 1)))
 

@@ -48,7 +48,9 @@ class Patience:
         passed = time.monotonic() - self._counted
         if passed < min(self.left, INTERVAL):
             return
-        left = self.left - passed * share_of_a_core()
+        # Who calls this waits for a turn at most. If much more has passed, the whole machine has
+        # stood still (it was suspended, or moved to another host), and the ranks with it.
+        left = self.left - min(passed, 2 * INTERVAL) * share_of_a_core()
         self.left, self._counted = left if left > SAMPLE else 0.0, time.monotonic()
 
     def at_most(self, seconds: float) -> None:

@@ -160,7 +160,7 @@ def test_traps_go_off_and_ranks_differ_in_the_units_that_they_use():
 
 def a_sum_instead_of_a_mean() -> Iterator[object]:
     def unscaled(collective):
-        return lambda flat, group, scale, *tag: collective(flat, group, 1.0, *tag)
+        return lambda flat, group, scale, *tag, **cuts: collective(flat, group, 1.0, *tag, **cuts)
 
     for collective in (collectives.reduce_scatter, collectives.all_reduce):
         yield replaced(collective, unscaled(collective))

@@ -110,6 +110,15 @@ def test_the_limit_is_in_seconds_of_an_idle_machine(monkeypatch):
         run(time.sleep, 2, 1000, timeout=0.2)
 
 
+def test_a_machine_that_was_suspended_has_not_waited(monkeypatch):
+    """The clock goes on meanwhile, and the ranks do not."""
+    monkeypatch.setattr(patience, "share_of_a_core", lambda: 1.0)
+    limit = patience.Patience(60)
+    limit._counted -= 1000
+    limit.count()
+    assert 57 < limit.left < 59
+
+
 def test_the_start_of_its_processes_is_not_part_of_a_tests_time(monkeypatch):
     limits = []
 

@@ -14,7 +14,8 @@ boxes of the chunks take their places (boxes.py)::
     state_to_save(...)      {"model": {"weight": BoxedTensor [4, 5]},     "optimizer": ...}
 
 What is loaded goes into copies. They replace the model's own when all has been read, so a file that
-turns out to be damaged has changed nothing.
+turns out to be damaged has changed nothing. The states of an optimizer that has not stepped need no
+copies: it has them for nothing but this, and they are forgotten if the load fails.
 """
 
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ from minifsdp.between_steps.boxes import BoxedTensor, boxed
 from minifsdp.between_steps.unit_dtensors import mesh_of_unit
 from minifsdp.rows import local_shape
 from minifsdp.support.dtensors import dtensor, standalone
+from minifsdp.support.pytree import tensors_in
 from minifsdp.unit import Unit
 
 
@@ -71,23 +73,48 @@ def state_to_load(model: nn.Module, *optimizers: Optimizer) -> Iterator[dict[str
 
     Raises:
         RuntimeError: as :func:`minifsdp.as_dtensors`, when the block begins or ends.
+        ValueError: the optimizer that was saved has other groups of parameters.
     """
-    form = InPlace(Tensor.clone)
+    unused: set[int] = set()
+
+    def copy(value: Tensor) -> Tensor:
+        return value if _storage(value) in unused else value.clone()
+
+    form = InPlace(copy)
     with ExitStack() as undo:
         for optimizer in optimizers:
             if not optimizer.state:
                 undo.callback(optimizer.state.clear)
                 _init_optim_state(optimizer)
+                unused.update(map(_storage, tensors_in(list(optimizer.state.values()))))
         with torch.no_grad(), shown_as(form, model, optimizers, writeback=True):
             named = _state(model, optimizers)
             loaded = tree_map(form.boxed, named)
             yield loaded
+            _check_groups(named["optimizer"], loaded["optimizer"])
             params, states = (
                 tree_map(_named_again, named[part], loaded[part])
                 for part in named  # a program may have added parts of its own
             )
             set_state_dict(model, optimizers, model_state_dict=params, optim_state_dict=states)
         undo.pop_all()
+
+
+def _check_groups(here: dict[str, Any], loaded: dict[str, Any]) -> None:
+    """Check that the optimizer that was saved has its parameters in the groups of this one.
+
+    Raises:
+        ValueError: it does not.
+    """
+    pairs = zip(here.get("param_groups", []), loaded.get("param_groups", []), strict=True)
+    for at, (own, found) in enumerate(pairs):
+        if sorted(own["params"]) != sorted(found["params"]):
+            raise ValueError(
+                f"group {at} of the optimizer in the checkpoint has other parameters "
+                f"({len(found['params'])}) than group {at} of this one ({len(own['params'])}). "
+                f"Nothing was loaded. Make the optimizer with the groups that it had when it was "
+                f"saved, or load the model alone: state_to_load(model)."
+            )
 
 
 def _named_again(named: Any, loaded: Any) -> Any:
@@ -98,6 +125,13 @@ def _named_again(named: Any, loaded: Any) -> Any:
 def _state(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> dict[str, Any]:
     params, states = get_state_dict(model, optimizers)
     return {"model": dict(params), "optimizer": states}
+
+
+def _storage(value: Tensor) -> int:
+    """The address of the storage that a tensor has, or this rank's part of a DTensor."""
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    address: int = local.untyped_storage()._cdata
+    return address
 
 
 class InPlace:
@@ -124,7 +158,7 @@ class InPlace:
                 shape = local_shape(shape, unit.shard_rank, unit.shard_world_size)
             local = torch.empty(shape, dtype=chunk.dtype, device="meta")
             self._storages.append(local.untyped_storage())
-            self._boxes[self._storages[-1]._cdata] = tensor
+            self._boxes[_storage(local)] = tensor
             found.append(dtensor(unit, mesh, tensor.shape, local))
         return found
 
@@ -136,5 +170,5 @@ class InPlace:
         if not isinstance(value, Tensor):
             return value
         if isinstance(value, DTensor) and value._local_tensor.is_meta:
-            return self._boxes[value._local_tensor.untyped_storage()._cdata]
+            return self._boxes[_storage(value)]
         return self.own(value)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minifsdp.comm.blocks import Blocks, by_rank
+from minifsdp.comm.blocks import Blocks, of_rank
 from minifsdp.support.param_views import FLAT_PARAM, use_sharded_views
 from minifsdp.unit import Unit
 
@@ -101,7 +101,7 @@ class SummonedParams:
 
     def _own_blocks(self, flat: Tensor, blocks: Blocks | None) -> Tensor:
         """This rank's part of what all ranks have."""
-        return torch.cat(by_rank(flat, blocks, self.unit.shard_world_size)[self.unit.shard_rank])
+        return of_rank(flat, blocks, self.unit.shard_world_size, self.unit.shard_rank)
 
     def _views(self) -> list[Tensor]:
         return self.unit.layout.unflatten(self.flat)

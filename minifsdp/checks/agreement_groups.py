@@ -11,6 +11,7 @@ may have a process group of its own, as experts do. Four ranks, where 0 and 1 sh
 A unit that belongs to one rank alone is in no agreement group, because there is nothing to compare.
 """
 
+from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -52,6 +53,16 @@ def format_by_rank(texts: dict[int, str]) -> str:
         f"rank{'s' * (len(some) > 1)} {', '.join(map(str, some))}: {text}"
         for text, some in ranks.items()
     )
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """``[0, 1, 2, 3]``; of more than eight at equal distances ``[0, 8, ..., 1016]``, so that what
+    thousands of ranks send to one of them stays short. Other ranks have another text."""
+    if len(ranks) > 8:
+        step = ranks[1] - ranks[0]
+        if list(ranks) == [ranks[0] + step * place for place in range(len(ranks))]:
+            return f"[{ranks[0]}, {ranks[1]}, ..., {ranks[-1]}]"
+    return str(list(ranks))
 
 
 def _process_groups(unit: Unit) -> list[Group]:

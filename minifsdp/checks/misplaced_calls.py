@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from minifsdp.comm.pieces import Pieces
 from minifsdp.unit import Unit
 
 
@@ -71,7 +72,7 @@ def check_unchanged(unit: Unit, version: int) -> None:
         )
 
 
-def check_first_order(unit: Unit, grad: Tensor) -> None:
+def check_first_order(unit: Unit, grad: Tensor | Pieces) -> None:
     """Raises RuntimeError: the gradient is to be differentiated itself."""
     if grad.requires_grad:
         raise RuntimeError(

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from minifsdp.checks.agreement_groups import AgreementGroup
+from minifsdp.checks.agreement_groups import AgreementGroup, format_ranks
 from minifsdp.comm.consensus import consensus
 from minifsdp.support.fingerprint import fingerprint
 from minifsdp.unit import Unit
@@ -120,7 +120,7 @@ def _describe(unit: Unit, with_values: bool) -> UnitReport:
         f"replicated over {copies} ranks, {trained}, {when} after forward, "
         f"{precision}{lists}{hook})",
         [f"{info.name!r} {list(info.shape)}" for info in unit.param_infos],
-        {str(dist.get_process_group_ranks(group)): group.group_name for group in groups},
+        {format_ranks(dist.get_process_group_ranks(group)): group.group_name for group in groups},
         _current_values(unit) if with_values else Values(None, None, unit.shard_rank),
     )
 

@@ -1,6 +1,7 @@
 """How ranks communicate.
 
 collectives.py      all-gather, reduce-scatter, all-reduce, broadcast
+pieces.py           a gradient that is sent from where autograd has left it
 blocks.py           where the blocks of each rank are in a tensor that all ranks have
 exchange.py         from one way to divide a tensor among ranks to another
 groups.py           which ranks shard and which replicate: a strategy is two groups and a bit

@@ -35,6 +35,17 @@ def by_rank(flat: Tensor, blocks: Blocks | None, world_size: int) -> list[list[T
     return [list(of_one_rank) for of_one_rank in zip(*parts, strict=True)]
 
 
+def of_rank(flat: Tensor, blocks: Blocks | None, world_size: int, rank: int) -> Tensor:
+    """A copy of the blocks of one rank, end to end.
+
+    Args:
+        flat: ``[world_size * n]``.
+        blocks, world_size: as in :func:`by_rank`, which would make views for all ranks.
+    """
+    blocks = [flat.numel() // world_size] if blocks is None else blocks
+    return torch.cat([matrix[rank] for matrix in _matrices(flat, blocks, world_size)])
+
+
 def together(flat: Tensor, blocks: Blocks | None, world_size: int) -> Tensor:
     """A copy of ``flat`` in which the blocks of each rank are contiguous; ``flat`` itself where
     they are already.

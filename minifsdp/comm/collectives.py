@@ -41,6 +41,7 @@ from torch import Tensor
 from minifsdp.comm import deadlock_watch
 from minifsdp.comm.blocks import Blocks, by_rank, copy_apart, together
 from minifsdp.comm.message_tags import Kind, Message
+from minifsdp.comm.pieces import Pieces, messages, whole
 from minifsdp.streams import Finish
 
 _CHOICE = os.environ.get("MINIFSDP_COLLECTIVES", "")
@@ -81,7 +82,7 @@ def all_gather(
             collective; see deadlock_watch.py.
     """
     message = Message(group, tag, kind, full.itemsize, label)
-    if _native(full):
+    if not direct(full.device):
         apart = blocks if blocks is not None and len(blocks) > 1 else None
         gathered = full if apart is None else torch.empty_like(full)
         arrive = _wait_for([_all_gather(gathered, chunk, group=group, async_op=True)], message)
@@ -102,13 +103,14 @@ def all_gather(
 
 
 def reduce_scatter(
-    flat: Tensor,
+    flat: Tensor | Pieces,
     group: Group,
     scale: float,
     tag: int,
     label: str = "",
     kind: Kind = Kind.REDUCTION,
     blocks: Blocks | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> tuple[Tensor, Finish]:
     """Add up ``scale * flat`` over all ranks and keep this rank's chunk of the sum.
 
@@ -116,48 +118,51 @@ def reduce_scatter(
     of gradients in half precision would overflow where their mean does not.
 
     Args:
-        flat: ``[world_size * n]``, floating point. It may be overwritten, and must stay alive until
-            ``finish`` has run.
+        flat: ``[world_size * n]``, floating point. It must stay alive until ``finish`` has run. A
+            tensor may be overwritten.
         group: the ranks that take part.
         scale: ``1 / world_size`` for a mean.
         tag, label, kind, blocks: as in :func:`all_gather`.
+        sizes: of the pieces that ``flat`` has on some of the ranks; see pieces.py.
 
     Returns:
         The sum, ``[n]``, of the dtype of ``flat``, valid once ``finish`` has run; and ``finish``.
     """
-    message = Message(group, tag, kind, flat.itemsize, label)
-    if _native(flat):
+    message = Message(group, tag, kind, flat.dtype.itemsize, label)
+    if not direct(flat.device):
+        flat = whole(flat)
         total = flat.new_empty(flat.numel() // group.size())
         sent = together(flat, blocks, group.size()).mul_(scale)  # the work keeps it alive
         work = _reduce_scatter(total, sent, group=group, async_op=True)
         return total, _wait_for([work], message)
-    parts = by_rank(flat, blocks, group.size())
-    mine = parts[group.rank()]
-    own = mine[0] if len(mine) == 1 else torch.cat(mine)
+    parts = messages(flat, sizes, blocks, group.size())
+    own = parts[group.rank()]
+    lengths = [len(part) for part in own]  # of the messages that come from each other rank
     received, works, tag = [], [], message.tag
     for to, source in _turns(group):
-        received.append(torch.empty_like(own))
-        works += _exchange(parts[to], to, by_rank(received[-1], blocks, 1)[0], source, group, tag)
+        received.append(torch.empty(sum(lengths), dtype=flat.dtype, device=flat.device))
+        works += _exchange(parts[to], to, torch.split(received[-1], lengths), source, group, tag)
     # In gloo's ring the chunk of rank r is the sum of those of rank r-1, then r-2, ..., and its own
     # last. Addition of floats is not associative: in any other order the result would differ from
     # torch's in the last bit.
-    addends = [*received, own]
-    total = addends[0] if received else own.clone()
+    total = received[0] if received else torch.cat(own)
+    addends = [*(torch.split(part, lengths) for part in received[1:]), own][: len(received)]
 
     arrive = _wait_for(works, message)
     # torch scales each addend, rounds it, and adds it. To scale and add in one operation is faster
     # and leaves the rounding out. It gives the same bits where nothing has to be rounded: if the
     # scale is a power of two, it changes only the exponent (which in fp16 may be too small for it).
-    exact = math.frexp(scale)[0] == 0.5 and flat.dtype is not torch.float16
+    exact = math.frexp(scale)[0] == 0.5 and total.dtype is not torch.float16
 
     def finish() -> None:
         arrive()
         total.mul_(scale)
-        for addend in addends[1:]:
-            if exact:
-                total.add_(addend, alpha=scale)
-            else:
-                total.add_(addend.mul_(scale))
+        for addend in addends:
+            for place, part in zip(torch.split(total, lengths), addend, strict=True):
+                if exact:
+                    place.add_(part, alpha=scale)
+                else:
+                    place.add_(part * scale)
 
     return total, finish
 
@@ -177,7 +182,7 @@ def all_reduce(
         ``finish`` has run.
     """
     kind = Kind.ALL_REDUCTION
-    if _native(flat):
+    if not direct(flat.device):
         flat.mul_(scale)
         message = Message(group, tag, kind, flat.itemsize, label)
         yield _wait_for([dist.all_reduce(flat, group=group, async_op=True)], message)
@@ -187,9 +192,9 @@ def all_reduce(
     yield all_gather(flat, total, group, tag, label, kind)
 
 
-def halves(flat: Tensor) -> int:
-    """How many parts :func:`all_reduce` of ``flat`` has: two, or one if it is torch's own."""
-    return 1 if _native(flat) else 2
+def halves(device: torch.device) -> int:
+    """How many parts an :func:`all_reduce` on ``device`` has: two, or one if it is torch's own."""
+    return 2 if direct(device) else 1
 
 
 def add_up(number: Tensor, group: Group, largest: bool = False) -> None:
@@ -223,12 +228,18 @@ def _exchange(
 ) -> list[dist.Work]:
     # This is what dist.isend and dist.irecv do after checks that take longer than a small message.
     # Messages of one tag arrive in the order in which they were sent.
-    sends = [group.send([tensor], to, tag) for tensor in sent]
-    return sends + [group.recv([tensor], source, tag) for tensor in received]
+    #
+    # Receives first. gloo tells the sender that it may begin, on the connection that this rank's
+    # own data takes. Behind that data the word would arrive when all of it has been sent: the two
+    # directions of the link would take turns. They are waited for last: of three ranks that have
+    # parted ways, one that waits for a receive may not hear that the connections were closed.
+    receives = [group.recv([tensor], source, tag) for tensor in received]
+    return [group.send([tensor], to, tag) for tensor in sent] + receives
 
 
-def _native(tensor: Tensor) -> bool:
-    return NATIVE or tensor.device.type != "cpu"
+def direct(device: torch.device) -> bool:
+    """Whether ranks on these devices send to each other themselves, from wherever a tensor is."""
+    return device.type == "cpu" and not NATIVE
 
 
 def _other(group: Group, label: str) -> Message:
@@ -236,6 +247,8 @@ def _other(group: Group, label: str) -> Message:
 
 
 def _wait_for(works: Sequence[dist.Work | None], message: Message) -> Finish:
+    deadlock_watch.unfinished[message] = works
+
     def finish() -> None:
         deadlock_watch.waiting = message
         try:
@@ -246,5 +259,6 @@ def _wait_for(works: Sequence[dist.Work | None], message: Message) -> Finish:
             raise deadlock_watch.explain(message, error) from error
         finally:
             deadlock_watch.waiting = None
+            deadlock_watch.unfinished.pop(message, None)
 
     return finish

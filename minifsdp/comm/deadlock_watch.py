@@ -23,6 +23,7 @@ import atexit
 import pickle
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -40,6 +41,10 @@ PATIENCE = 4  # as many polls have to find the main thread in the same wait befo
 _KEY = "minifsdp/watch"
 waiting: Message | None = None
 """What the main thread waits for now; None if it does not wait for a message of minifsdp's."""
+unfinished: dict[Message, Sequence[dist.Work | None]] = {}
+"""What was started and has not been waited for. An exception may end a forward whose model is then
+deleted. If a message arrives for a receive that was deleted, gloo stops reading from that
+connection, and the next barrier of the program hangs. So these receives are kept."""
 
 _groups: dict[str, list[dist.ProcessGroup]] = {}  # by name of a group: all groups of its model
 _thread: threading.Thread | None = None
@@ -192,6 +197,7 @@ class _LongWait:
 def _close_all() -> None:
     """Close the connections of a process group that the user has destroyed. Else ranks that wait
     for this one would wait until a timeout, instead of raising at once."""
+    unfinished.clear()
     for name in list(_groups):
         for group in _groups.pop(name):
             _close(group)

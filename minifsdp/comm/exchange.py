@@ -92,10 +92,10 @@ def _send(leaving: Parts, arriving: Parts, like: Tensor, group: Group, label: st
             _send_end_to_end(leaving, arriving, like, group)
             return
         works = []
-        for to, parts in enumerate(leaving):
-            works += [group.send([part], to, message.tag) for part in parts]
         for source, places in enumerate(arriving):
             works += [group.recv([place], source, message.tag) for place in places]
+        for to, parts in enumerate(leaving):
+            works += [group.send([part], to, message.tag) for part in parts]
         for work in works:
             work.wait()
     except RuntimeError as error:

@@ -7,6 +7,7 @@ unsharded_storage.py   the unsharded flat parameter, whose memory is allocated a
 shard_changes.py       what a program does to shards between steps, followed at the next
 tensor_attribute.py    where a module has a parameter or a buffer
 param_access.py        what a module finds where it had a parameter: a view or a placeholder
+unsharded_views.py     the views to compute with, and their gradients as autograd leaves them
 param_views.py         when it finds which: views while unsharded, placeholders while sharded
 saved_tensors.py       what autograd saves of parameters: where to find them, not their memory
 autograd_hooks.py      how to act in the middle of a backward

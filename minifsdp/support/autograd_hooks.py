@@ -47,14 +47,20 @@ def after_gradients_of(inputs: Sequence[Tensor], hook: Callable[[object], None])
 
 
 def when_complete(leaf: Tensor, hook: Callable[[], None]) -> Node:
-    """Call ``hook`` each time the gradient of ``leaf`` has been accumulated into ``leaf.grad``.
+    """Call ``hook`` each time a backward has gone through every use of ``leaf``.
 
     Returns:
-        The node that accumulates the gradient, for :func:`will_reach`.
+        The node at the end of these ways, for :func:`will_reach`. Whoever wants the calls has to
+        keep it.
     """
-    register = leaf.register_post_accumulate_grad_hook
-    register(lambda _: hook())  # type: ignore[no-untyped-call]
-    return get_gradient_edge(leaf).node
+    node = get_gradient_edge(leaf).node
+    if leaf.device.type == "cpu":
+        node.register_hook(lambda *_: hook())  # also if there is nothing to write to ``leaf.grad``
+    else:
+        # While a node's hook runs, autograd refers to what was written: it could not be freed.
+        register = leaf.register_post_accumulate_grad_hook
+        register(lambda _: hook())  # type: ignore[no-untyped-call]
+    return node
 
 
 def at_end_of_backward(

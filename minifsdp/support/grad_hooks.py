@@ -23,14 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minifsdp.comm.pieces import Pieces, whole
 from minifsdp.unit import Unit
 
 
-def change_gradient(unit: Unit, grad: Tensor) -> Tensor:
+def change_gradient(unit: Unit, grad: Tensor | Pieces) -> Tensor | Pieces:
     """Let the hooks of a unit's parameters see and replace a gradient before it is reduced.
 
     Args:
-        grad: ``[padded_numel]``, of ``unit.unsharded.flat_param``; may be overwritten.
+        grad: ``[padded_numel]``, of ``unit.unsharded.flat_param``; may be overwritten if it is in
+            one piece.
 
     Returns:
         The gradient to go on with, of the same shape and dtype.
@@ -40,6 +42,7 @@ def change_gradient(unit: Unit, grad: Tensor) -> Tensor:
     """
     if not any(param._backward_hooks for param in unit.optimized_params):
         return grad
+    grad = whole(grad)
     # Padding belongs to no parameter, and a hook may count elements.
     parts = [grad[: unit.numel]] if unit.mesh is None else unit.layout.unflatten(grad)
     for param, part in zip(unit.optimized_params, parts, strict=True):

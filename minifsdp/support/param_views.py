@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minifsdp.support.divided_param import DividedParameter, mark
 from minifsdp.support.fingerprint import fingerprint
+from minifsdp.support.unsharded_views import views_of
 from minifsdp.unit import Unit
 
 FLAT_PARAM = "_flat_param"  # the name that torch gives it
@@ -33,7 +34,7 @@ def make_views(unit: Unit) -> None:
     # that evaluation. Views that were made without gradients would stop the gradient on its way to
     # the unsharded flat parameter.
     with torch.inference_mode(False):  # this switches gradients on, also inside of no_grad
-        unit.views = unit.layout.unflatten(unit.unsharded.flat_param, unit.unsharded.frozen)
+        unit.views = views_of(unit)
 
 
 def use_unsharded_views(unit: Unit) -> None:

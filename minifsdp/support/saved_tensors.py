@@ -141,8 +141,9 @@ class _Hooks(saved_tensors_hooks):
             if self.outer is not None:
                 return self.outer[0](tensor)
             return tensor, tensor._version
-        look_alike = tensor.new_empty(()).expand(tensor.shape)
-        outer = None if self.outer is None else self.outer[0](look_alike)
+        outer = None
+        if self.outer is not None:
+            outer = self.outer[0](tensor.new_empty(()).expand(tensor.shape))
         place = (tensor.shape, tensor.stride(), tensor.storage_offset())
         return PackedParameter(self.saved, chain, *place, outer)
 

@@ -36,9 +36,12 @@ class UnshardedFlatParam:
             has saved.
         needs_unshard: its memory is allocated and freed. False: it has the memory of the shard,
             which is the whole parameter (NO_SHARD).
-        grad_accumulator: autograd's node that writes to ``flat_param.grad``; None if the unit is
-            frozen.
+        grad_accumulator: autograd's node that a backward comes to last in this unit; None if the
+            unit is frozen.
         frozen: the rest of the memory, if the unit is frozen in part (rows.py).
+        arrived: gradients of views that a backward has computed, by the place of the view in the
+            memory; None if there are none, or if they arrive in ``flat_param.grad``
+            (unsharded_views.py).
     """
 
     flat_param: Tensor
@@ -46,11 +49,21 @@ class UnshardedFlatParam:
     needs_unshard: bool
     grad_accumulator: Node | None
     frozen: Tensor | None = None
+    arrived: dict[int, Tensor] | None = None
 
     def __post_init__(self) -> None:
         self.storage = self.data.untyped_storage()
         self.dtype = self.data.dtype
         self.nbytes = self.data.numel() * self.data.itemsize
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a backward has computed some of the gradient, and nobody has taken it yet."""
+        return self.arrived is not None or self.flat_param.grad is not None
+
+    def drop_gradient(self) -> None:
+        """Forget what a backward has computed of the gradient."""
+        self.arrived = self.flat_param.grad = None
 
     def allocate(self) -> None:
         """Get memory for the shards of all ranks. It has no values yet."""

@@ -1,5 +1,7 @@
 """checkpoint_state.py: saved where it lies, and loaded all or not at all."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy, as_dtensors, state_to_load, state_to_save
+from minifsdp.between_steps import checkpoint_state
 from minifsdp.between_steps.boxes import BoxedTensor
 from tests.between_steps.test_as_dtensors import (
     OURS,
@@ -186,23 +189,58 @@ def test_a_load_that_fails_has_changed_nothing(way, tmp_path):
 def test_chunks_are_saved_from_where_they_are(way):
     model, optimizer = make(way)
     train(model, optimizer, 0)
-    ours = {param.untyped_storage().data_ptr() for param in _memory(model.parameters())}
-    for entry in optimizer.state.values():
-        tensors = (value for value in entry.values() if value.dim())
-        ours |= {value.untyped_storage().data_ptr() for value in _memory(tensors)}
+    ours = _memory([*model.parameters(), *_values(optimizer.state)])
     state = state_to_save(model, optimizer)
     found = [t for name, t in state["model"].items() if name != "steps"]
-    for entry in state["optimizer"]["state"].values():
-        found += [value for value in entry.values() if value.dim()]
+    found += _values(state["optimizer"]["state"])
     assert all(isinstance(tensor, BoxedTensor) is (way == "chunks") for tensor in found)
-    first = lambda pointer: any(0 <= pointer - begin < 2**20 for begin in ours)  # noqa: E731
-    for tensor in found:
-        parts = tensor.parts.values() if way == "chunks" else [tensor._local_tensor]
-        assert all(first(part.data_ptr()) for part in parts if part.numel())
+    assert all(_lies_in(tensor, ours) for tensor in _memory(found))
+
+
+@pytest.mark.parametrize("way", ["chunks", "rows"])
+@on_ranks(2)
+def test_only_what_would_be_lost_is_loaded_into_copies(way):
+    model, optimizer = make(way)
+    params = _memory(model.parameters())
+    made = []
+
+    def init(optimizer) -> None:
+        init_optim_state(optimizer)
+        made.extend(_memory(_values(optimizer.state)))
+
+    def entered() -> tuple[list, list]:
+        with quietly(), state_to_load(model, optimizer) as state:
+            weights = [t for name, t in state["model"].items() if name != "steps"]
+            return _memory(weights), _memory(_values(state["optimizer"]["state"]))
+
+    init_optim_state = checkpoint_state._init_optim_state
+    with patch.object(checkpoint_state, "_init_optim_state", init):
+        weights, states = entered()
+    assert not any(_lies_in(tensor, params) for tensor in weights)
+    assert states and all(_lies_in(tensor, made) for tensor in states)  # no step is lost with them
+    own = _memory(_values(optimizer.state))
+    weights, states = entered()
+    assert not any(_lies_in(tensor, params) for tensor in weights)
+    assert states and not any(_lies_in(tensor, own) for tensor in states)
+
+
+def _values(states):
+    """Of an optimizer, without numbers such as Adam's step."""
+    return [value for entry in states.values() for value in entry.values() if value.dim()]
 
 
 def _memory(tensors):
-    return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+    """The tensors with this rank's values."""
+    found = []
+    for tensor in tensors:
+        boxes = tensor.parts.values() if isinstance(tensor, BoxedTensor) else [tensor]
+        found += [getattr(box, "_local_tensor", box) for box in boxes]
+    return [tensor for tensor in found if tensor.numel()]
+
+
+def _lies_in(tensor, others):
+    storages = (other.untyped_storage() for other in others)
+    return any(0 <= tensor.data_ptr() - s.data_ptr() < s.nbytes() for s in storages)
 
 
 @on_ranks(2)
@@ -218,6 +256,26 @@ def test_sgd_has_no_state_and_is_loaded_all_the_same(tmp_path):
     load_here(model, other, tmp_path)
     assert other.param_groups[0]["lr"] == 0.25 and not other.state
     assert all(map(torch.equal, model.parameters(), saved.parameters()))
+
+
+@on_ranks(2)
+def test_an_optimizer_with_other_groups_is_refused_and_nothing_is_loaded(tmp_path):
+    """More groups in the file than here. Fewer of them are refused by torch: a key is missing."""
+    saved, _ = make("rows")
+    first, *others = saved.parameters()
+    optimizer = torch.optim.AdamW([{"params": [first], "weight_decay": 0.5}, {"params": others}])
+    train(saved, optimizer, 0)
+    save_here(saved, optimizer, tmp_path)
+    model, other = make("rows", lr=0.25)
+    before = [param._local_tensor.clone() for param in model.parameters()]
+    groups = rf"group 0 .* other parameters \(1\) than group 0 of this one \({len(others) + 1}\)"
+    with pytest.raises(ValueError, match=groups):
+        load_here(model, other, tmp_path)
+    assert not other.state and other.param_groups[0]["lr"] == 0.25
+    assert all(map(torch.equal, _memory(model.parameters()), before))
+    with quietly(), state_to_load(model) as state:  # as the message says
+        dcp.load(state, checkpoint_id=tmp_path)
+    assert all(map(torch.equal, _memory(model.parameters()), _memory(saved.parameters())))
 
 
 @on_ranks(2)

@@ -5,7 +5,11 @@ import torch.distributed as dist
 from torch import nn
 
 from minifsdp import CustomPolicy, ShardingStrategy
-from minifsdp.checks.agreement_groups import agreement_groups, format_by_rank
+from minifsdp.checks.agreement_groups import (
+    agreement_groups,
+    format_by_rank,
+    format_ranks,
+)
 from tests.checks.test_rank_agreement import NO_SHARD, every_strategy, wrap
 from tests.parity import alone
 from tests.ranks import on_ranks
@@ -42,3 +46,16 @@ def test_experts_have_groups_of_their_own_and_that_of_all_ranks_comes_last(strat
 
 def test_ranks_that_do_the_same_are_named_together():
     assert format_by_rank({0: "this", 3: "that", 2: "this"}) == "ranks 0, 2: this; rank 3: that"
+
+
+@pytest.mark.direct
+def test_the_ranks_of_a_group_are_said_in_a_few_words():
+    assert format_ranks([0, 2, 1]) == "[0, 2, 1]" and format_ranks([7]) == "[7]"
+    assert format_ranks(range(1024)) == "[0, 1, ..., 1023]"
+    assert format_ranks(range(3, 1024, 8)) == "[3, 11, ..., 1019]"
+
+
+@pytest.mark.direct
+def test_other_ranks_have_another_text():
+    some = [range(9), range(10), range(0, 18, 2), range(1, 10), [*range(8), 9], [*range(8), 9, 10]]
+    assert len({format_ranks(ranks) for ranks in some}) == len(some)

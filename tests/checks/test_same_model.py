@@ -5,10 +5,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from minifsdp import CustomPolicy, MixedPrecision
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.checks import same_model
+from minifsdp.sim import cluster
 from tests.checks.test_rank_agreement import (
     FULL_SHARD,
     HYBRID_SHARD,
@@ -248,3 +250,13 @@ def test_experts_have_values_of_their_own():
     groups = {model[2]: pair, model[3]: alone()}
     policy = CustomPolicy(lambda m: {"process_group": groups[m]} if m in groups else False)
     step(wrap(model, auto_wrap_policy=policy))
+
+
+def test_what_a_rank_says_of_a_unit_is_as_long_on_many_ranks():
+    """The first rank gets it from all of them."""
+    lengths = []
+    for ranks in (16, 1024):
+        with cluster(nodes=ranks // 8):
+            unit = FSDP(nn.Linear(1024, 1)).engine.root
+            lengths.append(len(str(tuple(same_model._describe(unit, with_values=False)))))
+    assert lengths[1] < lengths[0] + 20

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from minifsdp.comm import collectives
-from minifsdp.comm.blocks import by_rank, copy_apart, together
+from minifsdp.comm.blocks import by_rank, copy_apart, of_rank, together
 from tests.ranks import device, run
 
 SIZES = {"two": [2, 1], "one": [3], "empty ones": [0, 2, 0], "many": [5, 1, 4, 2]}
@@ -37,6 +37,17 @@ def test_they_are_views_and_every_element_is_in_one(blocks):
 def test_without_sizes_there_is_one_chunk_for_each_rank():
     parts = by_rank(torch.arange(7), None, 3)
     assert [[part.tolist() for part in own] for own in parts] == [[[0, 1, 2]], [[3, 4]], [[5, 6]]]
+
+
+@pytest.mark.direct
+@every_size
+def test_what_one_rank_has_is_a_copy_of_its_blocks(blocks):
+    for sizes in (blocks, None):
+        flat = torch.arange(3 * sum(blocks))
+        for rank, parts in enumerate(by_rank(flat, sizes, 3)):
+            own = of_rank(flat, sizes, 3, rank)
+            assert torch.equal(own, torch.cat(parts))
+            assert not own.numel() or own.data_ptr() != parts[0].data_ptr()
 
 
 @pytest.mark.direct

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import register_fsdp_forward_method
 from minifsdp.comm import collectives
+from minifsdp.comm.pieces import Pieces
 from tests.hf.models import MODELS, TIED, WAYS, WRITERS, batch, blocks, make, train
 from tests.ranks import on_ranks
 from tests.small import replaced
@@ -187,8 +188,8 @@ def counted_bytes() -> Iterator[Counter[str]]:
     counts: Counter[str] = Counter()
 
     def counting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def counted(whole: torch.Tensor, *args: Any, **settings: Any) -> Any:
-            counts[name] += whole.nbytes
+        def counted(whole: torch.Tensor | Pieces, *args: Any, **settings: Any) -> Any:
+            counts[name] += whole.numel() * whole.dtype.itemsize
             return function(whole, *args, **settings)
 
         return counted

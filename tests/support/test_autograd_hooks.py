@@ -134,15 +134,15 @@ def test_the_end_is_still_to_come_until_it_came_or_never_will(fails):
     assert ended == (["death"] if fails else [True]) and not still[0]()
 
 
-def test_a_hook_of_a_leaf_goes_with_it():
+def test_a_hook_of_a_leaf_goes_with_its_node():
     class Held:
         def hear(self) -> None: ...
 
     held, leaf = Held(), torch.ones(2, requires_grad=True)
-    when_complete(leaf, held.hear)
+    node = when_complete(leaf, held.hear)
     alive = weakref.ref(held)
     del held
     assert alive() is not None
-    del leaf
+    del leaf, node
     gc.collect()
     assert alive() is None

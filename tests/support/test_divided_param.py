@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import MixedPrecision, ShardingStrategy
-from minifsdp.comm import collectives
+from minifsdp.comm import collectives, pieces
 from minifsdp.support.divided_param import is_optimized, unit_of_param
 from tests.ranks import device, on_ranks, run
 from tests.small import batch, layers, replaced, stack
@@ -391,7 +391,7 @@ def reduced():
     original = collectives.reduce_scatter
 
     def noted(flat, *args, **kwargs):
-        found.append(flat.numel())
+        found.append(pieces.whole(flat).numel())
         return original(flat, *args, **kwargs)
 
     with replaced(original, noted):

@@ -16,12 +16,14 @@ import minifsdp.unshard
 from minifsdp import BackwardPrefetch, ForwardPrefetch, ModuleWrapPolicy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.checks.agreement_groups import agreement_groups
+from minifsdp.comm.pieces import whole
 from minifsdp.engine import Engine
 from minifsdp.limiter import NoLimit
 from minifsdp.prefetch import Prefetcher
 from minifsdp.sim.device import VirtualGpu
 from minifsdp.sim.figures.report import ALL_GATHER, last_step
 from minifsdp.sim.tape import COMPUTE, Op
+from minifsdp.support.unsharded_views import take_gradient
 from minifsdp.unit import Unit
 from tests.lone_unit import Lone, lone_unit
 from tests.small import Block, gathered_gradients, replaced, storage, watch
@@ -73,6 +75,11 @@ def gathered_for_backward(engine: Engine, lone: Lone) -> None:
     lone.fill()
     lone.unit.state.run_forward()
     lone.unit.state.start_backward(0)
+
+
+def gradient(unit: Unit) -> Tensor:
+    """What backwards have computed of the unit's gradient, which is taken away."""
+    return whole(take_gradient(unit))
 
 
 def has_views(lone: Lone) -> bool:

@@ -73,7 +73,7 @@ def _before_forward(what: str, want: Any, got: Any) -> str | None:
 
 @check("engine.1", because=_before_forward)
 def a_forward_finds_its_parameters() -> Iterator[Any]:
-    from tutorials.exercises.watching import has_memory, has_views, state, two_units
+    from tutorials.exercises.watching import gradient, has_memory, has_views, state, two_units
 
     for rank in (0, 1):
         with two_units(rank=rank) as (engine, now, following):
@@ -86,12 +86,12 @@ def a_forward_finds_its_parameters() -> Iterator[Any]:
             ]  # fmt: skip
             yield "whether the next unit has memory", has_memory(following)
             (2 * now.module.weight.sum() + 3 * now.module.scale).backward()
-            yield "the gradient after a backward", now.unit.unsharded.flat_param.grad
+            yield "the gradient after a backward", gradient(now.unit)
 
 
 @check("engine.1", because=_before_forward)
 def a_forward_that_is_no_part_of_a_step() -> Iterator[Any]:
-    from tutorials.exercises.watching import has_memory, state, two_units
+    from tutorials.exercises.watching import gradient, has_memory, state, two_units
 
     with two_units() as (engine, now, following):
         engine.before_forward(now.unit, prefetch=False)
@@ -104,7 +104,7 @@ def a_forward_that_is_no_part_of_a_step() -> Iterator[Any]:
             (2 * now.module.weight.sum()).backward()
             yield (
                 f"the gradient after the backward of its {turn} forward",
-                now.unit.unsharded.flat_param.grad,
+                gradient(now.unit),
             )
 
 

@@ -3,7 +3,7 @@
 
 def all_gather(full, chunk, group, tag, label="", kind=Kind.PARAMETERS, blocks=None):
     message = Message(group, tag, kind, full.itemsize, label)
-    if _native(full):
+    if not direct(full.device):
         return _wait_for([_all_gather(full, chunk, group=group, async_op=True)], message)
     mine = chunk.clone()
     received = {group.rank(): mine}
@@ -12,8 +12,8 @@ def all_gather(full, chunk, group, tag, label="", kind=Kind.PARAMETERS, blocks=N
         if rank != group.rank():
             received[rank] = torch.empty_like(mine)
             works += [
-                group.send([mine], rank, message.tag),
                 group.recv([received[rank]], rank, message.tag),
+                group.send([mine], rank, message.tag),
             ]
     wait = _wait_for(works, message)
 

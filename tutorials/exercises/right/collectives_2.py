@@ -1,11 +1,12 @@
 """Scales what it has received in a loop of its own, then adds; slower."""
 
 
-def reduce_scatter(flat, group, scale, tag, label="", kind=Kind.REDUCTION, blocks=None):
+def reduce_scatter(flat, group, scale, tag, label="", kind=Kind.REDUCTION, blocks=None, sizes=None):
+    flat = whole(flat)
     message = Message(group, tag, kind, flat.itemsize, label)
     chunks = list(flat.tensor_split(group.size()))
     rank, size = group.rank(), group.size()
-    if _native(flat):
+    if not direct(flat.device):
         total = flat.new_empty(chunks[rank].shape)
         flat.mul_(scale)
         work = _reduce_scatter(total, flat, group=group, async_op=True)
@@ -14,8 +15,8 @@ def reduce_scatter(flat, group, scale, tag, label="", kind=Kind.REDUCTION, block
     for other in range(size):
         if other != rank:
             got[other] = torch.empty_like(chunks[rank])
-            works.append(group.send([chunks[other]], other, message.tag))
             works.append(group.recv([got[other]], other, message.tag))
+            works.append(group.send([chunks[other]], other, message.tag))
     total = torch.zeros_like(chunks[rank])
     wait = _wait_for(works, message)
 
