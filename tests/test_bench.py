@@ -1,7 +1,6 @@
 """bench/: what can be tried of it without a quiet machine or a GPU."""
 
 import shutil
-import sys
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from minifsdp.sim.hardware.cluster_file import write
 from minifsdp.sim.hardware.costs import Cluster
 from minifsdp.sim.hardware.gpus import preset
 from tests.bench import cpu, gpu
-from tests.patience import run_command
 from tests.sim.calibration.test_machine import CPU, NOTHING
 
 
@@ -82,12 +80,3 @@ def test_collectives_sleep_as_long_as_they_would_take_one_at_a_time(monkeypatch)
         assert slept == pytest.approx([expected] * 2, rel=1e-6) and waited == [1]
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_the_bench_runs():
-    """How fast it is, is not asked here; the limit only ends what hangs."""
-    command = [sys.executable, "-m", "tests.bench.engine", "--rounds", "1"]
-    result = run_command(command, seconds=200)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count(": time ") == 5 and "minifsdp / torch FSDP1: " in result.stdout

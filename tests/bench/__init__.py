@@ -1,1 +1,13 @@
-"""Measurements: `make bench` (engine.py), and `make validate` where there is a GPU (gpu.py)."""
+"""Measurements.
+
+`make bench` (engine.py), `make bench-check` (check.py):
+    models.py         what is trained
+    contenders.py     by whom: minifsdp, DDP, FSDP1, FSDP2
+    steps.py          on all ranks, taking turns
+    meters.py         what is read off, with tensor_memory.c
+    net.py            a slow link between ranks
+    host.py           what the engine itself takes
+    report.py         the table and the picture
+`make bench-checkpoints` (checkpoints.py): saving and loading
+`make validate`: the virtual GPU against a real one (gpu.py), or against CPUs (cpu.py)
+"""

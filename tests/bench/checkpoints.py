@@ -2,8 +2,9 @@
 
 A GPT of 34 M parameters and its AdamW (410 MB in all), 2 ranks, one thread each, with the same
 library, torch.distributed.checkpoint, into the same folder. The contenders take turns, so only the
-ratios mean anything. **memory** is what a rank's live tensors take at most beyond those of model
-and optimizer, as an allocation hook counts them: the resident set of the process, at its peak.
+ratios mean anything. **resume** loads into an optimizer that has not stepped, as programs do that
+go on after a stop; **load** loads into one that has. **memory** is by how much the resident set of
+a rank's process grows at most meanwhile.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, state_to_load, state_to_save
+from tests.bench.meters import forget_resident_peak, resident_peak
 from tutorials.train_gpt import GPT, Block
 
 
@@ -48,10 +50,17 @@ class Contender:
     def __init__(self, way: str) -> None:
         torch.manual_seed(0)
         self.model = WAYS[way](GPT(layers=8, width=512, vocab=8192))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=True)
+        self.optimizer = self.new_optimizer()
         self.model(torch.randint(8192, (1, 32))).logsumexp(-1).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def new_optimizer(self) -> torch.optim.AdamW:
+        return torch.optim.AdamW(self.model.parameters(), foreach=True)
+
+    def resume(self, folder: Path) -> None:
+        self.optimizer = self.new_optimizer()
+        self.load(folder)
 
     def save(self, folder: Path) -> None:
         dcp.save(state_to_save(self.model, self.optimizer), checkpoint_id=folder)
@@ -79,18 +88,6 @@ class Torchs(Contender):
         )  # fmt: skip
 
 
-def peak() -> int:
-    """Of the memory of this process, in bytes, since :func:`forget_peak` (Linux)."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
-
-
-def forget_peak() -> int:
-    """Returns what it is now."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return peak()
-
-
 def bench(rank: int, rounds: int, folder: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -99,22 +96,22 @@ def bench(rank: int, rounds: int, folder: str) -> None:
     seconds: dict[tuple[str, str], list[float]] = {}
     memory: dict[tuple[str, str], list[int]] = {}
     for _ in range(rounds):
-        for what in ("save", "load"):
+        for what in ("save", "load", "resume"):
             for way, contender in contenders.items():
                 dist.barrier()
-                before, start = forget_peak(), time.perf_counter()
+                before, start = forget_resident_peak(), time.perf_counter()
                 getattr(contender, what)(Path(folder, way))
                 dist.barrier()
                 seconds.setdefault((what, way), []).append(time.perf_counter() - start)
-                memory.setdefault((what, way), []).append(peak() - before)
+                memory.setdefault((what, way), []).append(resident_peak() - before)
     if rank == 0:
-        for what in ("save", "load"):
+        for what in ("save", "load", "resume"):
             for way in ("rows", "chunks"):
                 pairs = zip(seconds[what, way], seconds[what, "torch"], strict=True)
                 ratio = statistics.median(mine / theirs for mine, theirs in pairs)
                 most, theirs = max(memory[what, way]), max(memory[what, "torch"])
                 print(
-                    f"{what} {way:6} / torch's fully_shard  {ratio:.2f} of its time; at most "
+                    f"{what:6} {way:6} / torch's fully_shard  {ratio:.2f} of its time; at most "
                     f"{most / 2**20:.0f} MiB more than before (torch {theirs / 2**20:.0f})"
                 )
     dist.barrier()

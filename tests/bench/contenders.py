@@ -1,0 +1,153 @@
+"""Who takes part in `make bench`: minifsdp in its layouts and strategies, and PyTorch's own.
+
+Each makes a model that trains; the settings are those that its users would choose. Models compute
+on CPUs in fp32, on GPUs in fp32 or bf16.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed.fsdp as theirs
+from torch import nn
+from torch.distributed.fsdp.wrap import CustomPolicy as TheirPolicy
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import minifsdp
+from tests.bench.alone import MessagesAlone
+from tutorials.train_gpt import Block
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all contenders are given.
+
+    Attributes:
+        bf16: parameters and gradients are sent, and used, in 16 bits.
+        offload: shards are in the host's memory.
+    """
+
+    device: torch.device
+    bf16: bool = False
+    offload: bool = False
+
+
+Wrap = Callable[[nn.Module, Setting], nn.Module]
+
+
+def _local(model: nn.Module, setting: Setting) -> nn.Module:
+    """No communication: what computing alone takes, of a rank with the whole model."""
+    return model.to(setting.device)
+
+
+def _ddp(model: nn.Module, setting: Setting, **options: bool) -> nn.Module:
+    return DDP(model.to(setting.device), **options)
+
+
+def _messages(model: nn.Module, setting: Setting, gathers: int) -> nn.Module:
+    return MessagesAlone(model, setting.device, gathers)
+
+
+def _is_block(module: nn.Module) -> bool:
+    return isinstance(module, Block)
+
+
+def _is_block_or_end(module: nn.Module) -> bool:
+    """A block, an embedding or the head: nothing but a norm is left for the root."""
+    head = isinstance(module, nn.Linear) and module.bias is None
+    return head or isinstance(module, Block | nn.Embedding)
+
+
+def _flat(
+    library: Any,
+    policy: Any,
+    strategy: str,
+    units: Callable[[nn.Module], bool] = _is_block,
+    **options: bool,
+) -> Wrap:
+    """minifsdp or FSDP1, whose arguments are the same."""
+
+    def wrap(model: nn.Module, setting: Setting) -> nn.Module:
+        precision = torch.bfloat16 if setting.bf16 else None
+        return library.FullyShardedDataParallel(  # type: ignore[no-any-return]
+            model,
+            sharding_strategy=library.ShardingStrategy[strategy],
+            auto_wrap_policy=policy(units),
+            mixed_precision=library.MixedPrecision(precision, precision),
+            cpu_offload=library.CPUOffload(setting.offload),
+            device_id=setting.device,
+            **options,
+        )
+
+    return wrap
+
+
+_mini = partial(_flat, minifsdp, minifsdp.CustomPolicy)
+_fsdp1 = partial(_flat, theirs, TheirPolicy)
+
+
+def _fully_shard(
+    model: nn.Module,
+    setting: Setting,
+    reshard: bool,
+    tuned: bool = False,
+    keep_last: bool = False,
+    library: Any = theirs,
+) -> nn.Module:
+    """FSDP2, or minifsdp as it.
+
+    Args:
+        tuned: each block asks for the next one, and no unshard waits for the one before.
+        keep_last: the last block keeps its parameters for the backward, which comes at once.
+    """
+    options: dict[str, Any] = {}
+    if setting.bf16:
+        options["mp_policy"] = theirs.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    if setting.offload:
+        options["offload_policy"] = theirs.CPUOffloadPolicy(pin_memory=False)
+    model.to("cpu" if setting.offload else setting.device)
+    blocks: list[Any] = [module for module in model.modules() if isinstance(module, Block)]
+    for block in blocks:
+        freed = reshard and not (keep_last and block is blocks[-1])
+        library.fully_shard(block, reshard_after_forward=freed, **options)
+    root: Any = library.fully_shard(model, reshard_after_forward=reshard, **options)
+    if tuned:
+        for before, after in pairwise(blocks):
+            before.set_modules_to_forward_prefetch([after])
+            after.set_modules_to_backward_prefetch([before])
+        for module in (root, *blocks):
+            module._set_unshard_async_op(True)
+    return root  # type: ignore[no-any-return]
+
+
+CONTENDERS: dict[str, Wrap] = {
+    "local": _local,
+    "messages": partial(_messages, gathers=2),
+    "messages grad_op": partial(_messages, gathers=1),
+    "DDP": _ddp,
+    "DDP bucket view": partial(_ddp, gradient_as_bucket_view=True),
+    "FSDP1": _fsdp1("FULL_SHARD"),
+    "FSDP1 prefetch": _fsdp1("FULL_SHARD", forward_prefetch=True),
+    "FSDP1 orig": _fsdp1("FULL_SHARD", use_orig_params=True),
+    "FSDP1 grad_op": _fsdp1("SHARD_GRAD_OP"),
+    "FSDP1 ends": _fsdp1("FULL_SHARD", _is_block_or_end),
+    "FSDP2": partial(_fully_shard, reshard=True),
+    "FSDP2 tuned": partial(_fully_shard, reshard=True, tuned=True),
+    "FSDP2 grad_op": partial(_fully_shard, reshard=False),
+    "mini": _mini("FULL_SHARD"),
+    "mini prefetch": _mini("FULL_SHARD", forward_prefetch=True),
+    "mini grad_op": _mini("SHARD_GRAD_OP", forward_prefetch=True),
+    "mini ends": _mini("FULL_SHARD", _is_block_or_end, forward_prefetch=True),
+    "mini rows": _mini("FULL_SHARD", forward_prefetch=True, use_orig_params=True),
+    "mini rows grad_op": _mini("SHARD_GRAD_OP", forward_prefetch=True, use_orig_params=True),
+    "mini rows keep last": partial(_fully_shard, reshard=True, keep_last=True, library=minifsdp),
+    "mini no_shard": _mini("NO_SHARD"),
+}
+"""By the names that `--only` takes. Those with bf16 or offload leave out what has neither."""
+ALONE = ("local", "messages", "messages grad_op")
+"""They train for themselves, so that their losses are not those of the others."""
+PLAIN = (*ALONE, "DDP", "DDP bucket view")
+"""They have neither a `MixedPrecision` nor an offload of their own."""

@@ -1,0 +1,191 @@
+"""What the engine itself takes, on one rank without the others, whose collectives do nothing.
+
+`make bench ARGS="--model deep"`: for each unit and step. 100 nested units of one small layer on two
+ranks. The time is that of the CPU, all threads, beyond a plain module's.
+
+`make bench ARGS="--model ranks"`: whether it takes longer where there are more ranks, for wrapping,
+for the first step and for a later one. Collectives of torch's "fake" backend copy a chunk for each
+rank, so they would take longer themselves; here they fill their results with one operation.
+"""
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import minifsdp
+from minifsdp.comm.pieces import Pieces, whole
+
+UNITS, WARM_UP = 100, 3
+RANKS = (8, 1024)
+
+
+def _nested(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    return wrap(nn.Sequential(*(wrap(nn.Linear(16, 16)) for _ in range(UNITS - 1))))
+
+
+WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "local": lambda module: module,
+    "FSDP1": lambda module: TorchFSDP(module, device_id=torch.device("cpu")),
+    "FSDP2": lambda module: fully_shard(module),
+    "mini": lambda module: minifsdp.FullyShardedDataParallel(module),
+    "mini rows": lambda m: minifsdp.FullyShardedDataParallel(m, use_orig_params=True),
+}
+
+
+@contextmanager
+def _one_of(ranks: int) -> Iterator[None]:
+    """Inside, this process is rank 0, and there is no other one."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def host_times(rounds: int) -> dict[str, list[float]]:
+    """Microseconds for each unit and step, by contender; they take turns."""
+
+    def half(flat: torch.Tensor | Pieces, *_: Any, **__: Any) -> tuple[torch.Tensor, Any]:
+        flat = whole(flat)  # one copy, as of what is small in a message
+        return flat[: len(flat) // 2].clone(), lambda: None
+
+    nothing = lambda *_, **__: lambda: None  # noqa: E731
+    # gloo's messages are ours, so that the fake group's functions do not stand in for them.
+    with (
+        _one_of(2),
+        patch("minifsdp.unshard.all_gather", nothing),
+        patch("minifsdp.reduce.reduce_scatter", half),
+    ):
+        models = {name: _nested(wrap) for name, wrap in WRAPS.items()}
+        x, times = torch.randn(4, 16), {name: list[float]() for name in models}
+        for turn in range(-WARM_UP, rounds):
+            for name, model in models.items():
+                start = time.process_time()
+                model(x).sum().backward()
+                if turn >= 0:
+                    times[name].append((time.process_time() - start) / UNITS * 1e6)
+    return times
+
+
+def over_local(times: dict[str, list[float]], name: str) -> float:
+    """The median of what it takes beyond a plain module."""
+    pairs = zip(times[name], times["local"], strict=True)
+    return statistics.median(time - local for time, local in pairs)
+
+
+class Layer(nn.Module):
+    """Two parameters with a row for each of 1,024 ranks, so that no layout pads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(max(RANKS), 4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x @ self.up.T @ self.down
+
+
+class Work(NamedTuple):
+    """Of one contender, in what the meter counts."""
+
+    wrapping: float
+    first: float  # forward and backward
+    later: float
+
+
+Meter = Callable[[Callable[[], Any]], float]
+
+
+def milliseconds(function: Callable[[], Any]) -> float:
+    """Of the CPU."""
+    start = time.process_time()
+    function()
+    return (time.process_time() - start) * 1e3
+
+
+class Results(TorchDispatchMode):
+    """Counts the tensors that operators return. One that cuts a tensor for 1,024 ranks is one call,
+    and returns as many."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.count += len(found) if isinstance(found, (list, tuple)) else 1
+        return found
+
+
+def results(function: Callable[[], Any]) -> int:
+    """Of all operators."""
+    with Results() as counter:
+        function()
+    return counter.count
+
+
+def work(meter: Meter, ranks: int, units: int = UNITS, rounds: int = 3) -> dict[str, Work]:
+    """By contender, on so many ranks: the least of some rounds, so that other programs matter less.
+    What is made only once is not counted."""
+    found = {}
+    with _one_of(ranks), _silent_collectives():
+        for name, wrap in list(WRAPS.items())[1:]:
+            _work(meter, wrap, 1)
+            every = [_work(meter, wrap, units) for _ in range(rounds)]
+            found[name] = Work(*map(min, zip(*every, strict=True)))
+    return found
+
+
+def _work(meter: Meter, wrap: Callable[[nn.Module], nn.Module], units: int) -> Work:
+    layers, wrapped = [Layer() for _ in range(units)], list[nn.Module]()
+
+    def build() -> None:
+        wrapped.append(wrap(nn.Sequential(*map(wrap, layers))))
+
+    def step() -> None:
+        wrapped[0](torch.ones(1, 4)).sum().backward()
+
+    return Work(meter(build), meter(step), meter(step))
+
+
+@contextmanager
+def _silent_collectives() -> Iterator[None]:
+    """Inside, a collective fills its result, by one operation whatever the number of ranks."""
+
+    def fill(*args: Any, **named: Any) -> None:
+        result, *_ = (*args, *named.values())
+        if isinstance(result, list):  # FSDP1 on a CPU has one for each rank, which are views
+            result = result[0]._base
+        result.fill_(0.01)
+
+    names = ("all_gather_single", "all_gather_into_tensor", "all_gather")
+    names += ("reduce_scatter_single", "reduce_scatter_tensor")
+    with ExitStack() as stack:
+        stack.enter_context(patch("minifsdp.comm.collectives.NATIVE", True))
+        for name in ("_all_gather", "_reduce_scatter"):
+            stack.enter_context(patch(f"minifsdp.comm.collectives.{name}", fill))
+        for name in names:
+            if hasattr(dist, name):  # torch 2.13 has renamed some
+                stack.enter_context(patch.object(dist, name, fill))
+        yield
+
+
+def ratios(few: dict[str, Work], many: dict[str, Work]) -> list[str]:
+    """A line for each contender: what it takes on many ranks, and how many times that on few."""
+    lines = []
+    for name, at in many.items():
+        pairs = zip(Work._fields, at, few[name], strict=True)
+        parts = (f"{what} {a:7,.1f} ({a / b:.2f} x)" for what, a, b in pairs)
+        lines.append(f"  {name:10}{'   '.join(parts)}")
+    return lines

@@ -1,0 +1,62 @@
+"""The table, the ratios and the picture of what `make bench` has measured."""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from tests.bench.models import WORKLOADS
+from tutorials.draw import bars
+
+MIB = 2**20
+Found = dict[str, dict[str, Any]]
+
+
+def ratio(found: Found, name: str, other: str) -> tuple[float, float, float]:
+    """A step's time to another contender's in the same round: the median, and the quartiles."""
+    pairs = zip(found[name]["readings"], found[other]["readings"], strict=True)
+    ratios = [mine[0] / theirs[0] for mine, theirs in pairs]
+    if len(ratios) < 2:
+        return ratios[0], ratios[0], ratios[0]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return middle, low, high
+
+
+def median(found: Found, name: str, of: int) -> float:
+    """Of a part of a contender's readings (meters.Reading)."""
+    return statistics.median(reading[of] for reading in found[name]["readings"])
+
+
+def ideal_seconds(workload: str, ranks: int, mbit: float, local: float) -> float:
+    """What a step with whole parameters gathered twice and gradients reduced once takes at least,
+    if all of it hides: the longer one of computing and of sending."""
+    sent = 3 * WORKLOADS[workload].nbytes * (ranks - 1) / ranks
+    return max(local, sent * 8 / (mbit * 1e6)) if mbit else local
+
+
+def table(found: Found, workload: str, ranks: int, mbit: float) -> str:
+    """A row for each contender. Ratios with their quartiles; the rest are medians."""
+    reference = next((name for name in ("local", "DDP") if name in found), next(iter(found)))
+    head = ["", "ms", f"/ {reference}", "quartiles", "/ ideal", "CPU ms", "MiB sent", "faults"]
+    rows = [[*head, "MiB tensors", "MiB RSS"]]
+    ideal = ideal_seconds(workload, ranks, mbit, median(found, reference, 0))
+    for name, each in found.items():
+        middle, low, high = ratio(found, name, reference)
+        seconds, cpu, sent, faults = (median(found, name, part) for part in range(4))
+        peaks = [f"{each[k] / MIB:.1f}" if k in each else "" for k in ("tensors", "resident")]
+        times = [f"{seconds * 1e3:.0f}", f"{middle:.2f}", f"{low:.2f} to {high:.2f}"]
+        times += [f"{seconds / ideal:.2f}", f"{cpu * 1e3:.0f}"]
+        rows.append([name, *times, f"{sent / MIB:.1f}", f"{faults:,.0f}", *peaks])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    )
+
+
+def picture(path: Path, found: Found, title: str) -> None:
+    """A bar for each contender: its step's time to that of computing alone."""
+    rows = {
+        name: {"computing alone": 1.0, "more than that": max(ratio(found, name, "local")[0] - 1, 0)}
+        for name in found
+        if name != "local"
+    }
+    bars(path, title, rows, "{:.2f}".format)

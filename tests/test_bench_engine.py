@@ -1,0 +1,165 @@
+"""bench/: that `make bench` counts what it says it counts, and finds what is wrong or too much. How
+fast anything is, is not asked here.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.bench import check, engine, net
+from tests.bench.contenders import CONTENDERS, PLAIN
+from tests.bench.host import over_local
+from tests.bench.meters import build_counter
+from tests.bench.models import WORKLOADS
+from tests.bench.report import ideal_seconds, median, ratio, table
+from tests.bench.steps import check_losses, measured
+from tests.patience import run_command
+
+READINGS = {
+    "local": {"readings": [(1.0, 1.0, 0, 0), (4.0, 1.0, 0, 0), (1.0, 1.0, 0, 0)]},
+    "mini": {
+        "readings": [(2.0, 1.5, 2**21, 10), (4.0, 1.5, 2**21, 10), (3.0, 1.5, 2**21, 10)],
+        "tensors": 3 * 2**20,
+        "resident": 2**20,
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts a CPU's tensors")
+def test_all_contenders_train_alike_and_are_counted():
+    """The model of `make demo`. Bytes and memory do not depend on how busy a machine is."""
+    found = measured("tiny", list(CONTENDERS), ranks=2, rounds=1)
+    whole = WORKLOADS["tiny"].nbytes
+    sent = {name: median(found, name, 2) / (whole / 2) for name in found}
+    assert sent["local"] < 0.05  # barriers
+    for name, times in {
+        "DDP": 2, "FSDP1 grad_op": 3, "FSDP2": 4, "mini": 3, "mini grad_op": 2, "mini no_shard": 2,
+        "messages": 3, "messages grad_op": 2,
+    }.items():  # fmt: skip
+        assert times * 0.85 < sent[name] < times * 1.1, (name, sent[name])
+    tensors = {name: each["tensors"] / whole for name, each in found.items()}
+    assert tensors["DDP"] - tensors["local"] == pytest.approx(1, abs=0.1)  # its buckets
+    assert tensors["mini"] < tensors["local"] - 0.2  # half of the parameters, and a unit
+    assert sent["messages"] == pytest.approx(sent["mini"], rel=0.01)
+    assert sent["messages grad_op"] == pytest.approx(sent["mini grad_op"], rel=0.01)
+    rows = table(found, "tiny", 2, 0).splitlines()
+    assert [row.partition("  ")[0] for row in rows[1:]] == list(CONTENDERS)
+
+
+def test_a_contender_with_another_loss_is_found():
+    check_losses({"DDP": [1.0, 2.0], "mini": [1.0, 2.000001]}, bf16=False)
+    with pytest.raises(ValueError, match=r"step 1: mini has the loss 2\.1, DDP has 2\.0"):
+        check_losses({"DDP": [1.0, 2.0], "mini": [1.0, 2.1]}, bf16=True)
+    with pytest.raises(ValueError, match="nan"):
+        check_losses({"DDP": [1.0], "mini": [float("nan")]}, bf16=False)
+
+
+def test_tensors_are_counted_to_the_byte(tmp_path):
+    """All threads' ones, also if another thread frees them; not what is no tensor's."""
+    library = build_counter(tmp_path)
+    if library is None:
+        pytest.skip("there is no C compiler")
+    code = """
+import threading, torch
+from tests.bench.meters import Tensors
+tensors = Tensors()
+first = torch.empty(1000)
+tensors.forget_peak()
+before = tensors.peak()
+second = [torch.empty(100_000)]
+worker = threading.Thread(target=lambda: (second.clear(), torch.empty(300_000)))
+worker.start(); worker.join()
+other = bytearray(10_000_000)
+third = torch.empty(50_000)
+print(tensors.peak() - before)
+tensors.forget_peak()
+print(tensors.peak() - before)
+"""
+    command = ["env", f"LD_PRELOAD={library}", sys.executable, "-W", "ignore", "-c", code]
+    result = run_command(command)
+    assert result.stdout.split() == ["1200000", "200000"], result.stderr
+
+
+def test_ratios_are_those_of_rounds():
+    """Each round's own: a machine that was busy in a round was so for all."""
+    assert ratio(READINGS, "mini", "local")[0] == 2.0
+    assert median(READINGS, "mini", 0) == 3.0 and median(READINGS, "mini", 2) == 2**21
+    _, local, mini = table(READINGS, "comm", 2, 0).splitlines()
+    assert mini.split()[:3] == ["mini", "3000", "2.00"] and local.split()[2] == "1.00"
+    assert mini.split()[-4:] == ["2.0", "10", "3.0", "1.0"]
+
+
+def test_at_best_a_step_takes_as_long_as_computing_or_as_sending():
+    seconds = 3 * WORKLOADS["comp"].nbytes / 2 * 8 / 1e9
+    assert ideal_seconds("comp", 2, 1000, local=0.1) == seconds > 0.1
+    assert ideal_seconds("comp", 2, 1000, local=9.0) == 9.0
+    assert ideal_seconds("comp", 2, 0, local=0.1) == 0.1
+
+
+def test_a_bound_that_is_not_met_fails(monkeypatch, capsys):
+    monkeypatch.setattr(check, "RUNS", {("comm", 3, 0): [check.Bound("mini", "local", 2.0)]})
+    found = READINGS | {"messages": READINGS["mini"]}
+    monkeypatch.setattr(check, "measured", lambda *_, **__: found)
+    times = {"local": [1.0], "FSDP1": [401.0], "mini": [61.0]}
+    monkeypatch.setattr(check, "host_times", lambda rounds: times)
+    assert check.main() == 0
+    times["mini"] = [61.2]
+    assert check.main() == 1 and capsys.readouterr().out.count("TOO MUCH") == 2
+    monkeypatch.setattr(check, "RUNS", {("comm", 3, 0): [check.Bound("mini", "local", 1.9)]})
+    times["mini"] = [61.0]
+    assert check.main() == 1 and "and nothing else: 2.00)" in capsys.readouterr().out
+
+
+def test_bytes_and_memory_have_bounds():
+    whole = WORKLOADS["comm"].nbytes / 2
+    found = {
+        "mini rows keep last": {"readings": [(1.0, 1.0, whole * 2.6, 0)]},
+        "mini": {"tensors": 3},
+        "mini ends": {"tensors": 2},
+        "FSDP1": {"tensors": 4},
+    }
+    assert check.amounts(found, 2, "comm") == [True, True]
+    found["mini"]["tensors"] = 4
+    found["mini rows keep last"]["readings"] = [(1.0, 1.0, whole * 3, 0)]
+    assert check.amounts(found, 2, "comm") == [False, False]
+
+
+def test_with_a_setting_that_they_do_not_have_some_are_left_out(capsys):
+    options = engine.parser().parse_args(["--bf16"])
+    assert not set(engine.names_of(options)) & set(PLAIN)
+    assert "without local, messages" in capsys.readouterr().out
+    assert engine.names_of(engine.parser().parse_args([])) == list(CONTENDERS)
+
+
+def test_without_root_a_slow_link_is_skipped_with_a_word(monkeypatch, capsys):
+    monkeypatch.setattr(net.os, "geteuid", lambda: 1000)
+    assert engine.main(["--net", "100"]) == 0
+    assert (
+        "skipped: no link of 100 Mbit/s can be made here: it takes root" in capsys.readouterr().out
+    )
+
+
+def test_links_are_shaped_and_gone_afterwards():
+    why = net.missing()
+    if why:
+        pytest.skip(why)
+    with net.links(2, 100):
+        for rank in range(2):
+            words = ["tc", "-n", net._name(rank), "qdisc", "show", "dev", net.DEVICE]
+            shown = subprocess.run(words, capture_output=True, text=True).stdout
+            assert "tbf" in shown and "rate 100Mbit" in shown
+    there = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    assert net._name("bridge") not in there and net._name(0) not in there
+
+
+@pytest.mark.slow
+def test_the_host_is_timed_beyond_a_plain_module(tmp_path):
+    command = [sys.executable, "-m", "tests.bench.engine", "--model", "deep", "--rounds", "1"]
+    result = run_command([*command, "--json", tmp_path / "times"], seconds=200)
+    assert result.returncode == 0, result.stderr
+    assert json.loads((tmp_path / "times").read_text()).keys() >= {"local", "FSDP1", "mini"}
+    assert over_local({"local": [1.0, 5.0, 2.0], "mini": [4.0, 6.0, 4.0]}, "mini") == 2.0
