@@ -49,6 +49,8 @@ def _prose(page: str) -> str:
     text = page.partition("<!-- page -->")[2].partition("<!-- end of page -->")[0]
     text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
     text = re.sub(r"<sub>.*?</sub>|`[^`]*`|[Tt]orch \d\.\d+", "", text, flags=re.S)
+    # Numbers of lines and of pages to come, which one_file.py looks up.
+    text = re.sub(r"\[\d+\]\(fsdp_in_one_file\.py#L\d+\)|\| \d\d \|", "", text)
     text = re.sub(r"\[(?:\d\d|[^\]]*#\d+)\]\([^)]*\)|\]\([^)]*\)", "]", text)
     return re.sub(r"^\d\. |\bpages? \d\d\b|\b20\d\d\b", "", text, flags=re.M)
 

@@ -26,19 +26,10 @@ def test_every_address_on_a_page_is_the_source_of_a_fact(name):
     assert {*ADDRESS.findall(prose)} == sources
 
 
-# Read again for the second edition are the others; a page leaves this set when all is covered.
-NOT_YET = {"09_streams", "11_limiter", "12_prefetch", "16_groups", "17_offload", "20_no_sync"}
-NOT_YET |= {"22_hybrid", "25_fsdp2", "06_one_file", "13_targets", "14_precision", "15_recompute"}
-NOT_YET |= {"23_settings"}
-
-
 @pytest.mark.parametrize("name", [name for name in PAGES if name[:2].isdigit()])
 def test_every_figure_in_the_prose_comes_from_somewhere(name):
     """What ran printed it, code or an assertion has it, or it is a fact about others."""
-    if name in NOT_YET:
-        assert uncovered(name), f"{name} can leave NOT_YET"
-    else:
-        assert uncovered(name) == []
+    assert uncovered(name) == []
 
 
 def test_a_figure_that_nothing_covers_is_found(tmp_path, monkeypatch):

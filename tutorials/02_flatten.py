@@ -139,6 +139,10 @@ def by_views() -> None:
 # %% [markdown]
 # The layer has no parameters any more. What the optimizer has to be given is the flat tensor.
 #
+# (To write each gradient into its place is a copy. On a CPU minifsdp's engine saves it: there it
+# sends the gradients of the views from where autograd has left them, and small ones together. See
+# [`unsharded_views.py`](../minifsdp/support/unsharded_views.py).)
+#
 # ## What breaks without it
 #
 # The layer had to lose its parameters for this. There is a shorter way to let parameters use other

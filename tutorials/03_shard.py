@@ -163,7 +163,7 @@ def normalized() -> None:
 # The same holds for everything that looks at more than one number: clipping by norm;
 # [LARS](https://arxiv.org/abs/1708.03888), which wants the norm of each weight;
 # [Muon](https://kellerjordan.github.io/posts/muon/), which wants each matrix. Sums of squares can
-# be added up over ranks, which is how clipping works on page [20](20_no_sync.md). A matrix has to
+# be added up over ranks, which is how clipping works on page [21](21_clip_grad.md). A matrix has to
 # be gathered.
 #
 # This is also why the optimizer does not get the padding. If rank 2 of the picture had eight

@@ -117,7 +117,7 @@ def three_formats() -> None:
 # next to the weight. While the learning rate is large it works; when it has decayed, or when you
 # fine-tune, the model stops learning, and no error says so.
 # ([torchtune#2254](https://github.com/meta-pytorch/torchtune/issues/2254) is such a case, as
-# reported, with a learning rate of 6e-7.)
+# reported.)
 #
 # *Mixed precision* keeps each number where it can be rounded with least harm
 # ([Micikevicius et al.](https://arxiv.org/abs/1710.03740)): products are computed in bf16, and
@@ -185,8 +185,9 @@ def draw(tapes: dict[str, Any], steps: list[int]) -> None:
 # the step takes 281 ms and not 242.](14_precision.svg)
 #
 # Most of the gain in time is that of the matrix products. (The simulator's fp32 does not use TF32,
-# with which an A100 would do 156 TFLOPS.) The bytes halve where both are in bf16. With reductions
-# in fp32 they fall by a third only. Is that worth it?
+# with which an A100 would do 156 TFLOPS by [its data
+# sheet](https://www.nvidia.com/en-us/data-center/a100/).) The bytes halve where both are in bf16.
+# With reductions in fp32 they fall by a third only. Is that worth it?
 #
 # ## What breaks without fp32 in the reduction
 #
@@ -286,8 +287,10 @@ def as_the_engine_adds() -> bool:
 
 def answers() -> None:
     assert round(12e9 / 64 / 1e9, 2) == 0.19 and round(4e9 / 64 / 1e9, 2) == 0.06  # 1. 0.19 GB
+    one, ends = torch.ones(2, dtype=BF16), torch.tensor([2.0, 0.0], dtype=BF16)
+    assert [round(x, 3) for x in torch.nextafter(one, ends).tolist()] == [1.008, 0.996]
     below, above = (torch.tensor(weight, dtype=BF16) for weight in (0.0038, 1 / 256))
-    assert below + 1e-5 != below and above + 1e-5 == above  # 2. from 1/256 on
+    assert below + 1e-5 != below and above + 1e-5 == above and round(1 / 256, 4) == 0.0039  # 2. so
     assert len(torch.arange(300.0).to(BF16).unique()) == 279  # 3. these many
     assert all(as_the_engine_adds())
     assert MixedPrecision().buffer_dtype is None

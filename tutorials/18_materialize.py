@@ -3,17 +3,19 @@
 # %% [markdown]
 # # Materialize: a model that never exists whole
 #
-# So far there was a model, and FSDP cut it up. A GPT of 7 billion parameters takes 27 GB, and each
-# of the eight processes on a machine builds one. That is 214 GB before the first chunk is cut. And
-# of the random numbers that each of them has drawn, it will keep an eighth.
+# So far there was a model, and FSDP cut it up. But where was it before? A GPT of 7 billion
+# parameters takes 27 GB in fp32. A machine with eight GPUs runs eight processes, and each of them
+# builds the whole model in the host's memory, draws random numbers for all of it, and keeps an
+# eighth. Could a process do without the rest?
 #
-# PyTorch can build a model without all that. On the *meta* device a tensor has a shape and a dtype,
-# but no memory, and operations only find out which shape comes out:
+# PyTorch can build a model without memory. On the *meta* device a tensor has a shape and a dtype,
+# but no values. Operations on it only find out which shape the result has:
 
 # %% [hidden]
+import contextlib
 import gc
 import warnings
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,165 +26,278 @@ import torch
 import torch.distributed as dist
 from draw import bars
 from launch import on_ranks
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from train_gpt import CONTEXT, GPT, Block
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ModuleWrapPolicy, ShardingStrategy
+from minifsdp import ModuleWrapPolicy
 from minifsdp.shard import shard
-from minifsdp.sim import cluster
 from minifsdp.sim.training.presets import MODELS
 
-META, LINEAR = torch.device("meta"), ModuleWrapPolicy({nn.Linear})
+BLOCKS, MiB = ModuleWrapPolicy({Block}), 2**20
+DEMO = {"layers": 4, "width": 128}
 
 
-def held() -> float:
-    """MiB of all tensors of this process, each piece of memory once."""
-    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and not x.is_meta]
+def held() -> int:
+    """Bytes of all tensors of this process, each piece of memory counted once."""
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor) and not x.is_meta]
     storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({s.data_ptr(): s.nbytes() for s in storages}.values()) / 2**20
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+def loss_of(model: nn.Module) -> float:
+    """Of random tokens, the same ones each time."""
+    tokens = torch.randint(256, (4, CONTEXT + 1), generator=torch.Generator().manual_seed(1))
+    return cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).item()
 
 
 # %%
 def seven_billion() -> None:
     with torch.device("meta"):
-        params = list(MODELS["gpt-7b"].build().parameters())
+        model = MODELS["gpt-7b"].build()
+        answer = model(torch.zeros(1, 8, dtype=torch.long))
+    params = list(model.parameters())
     size, addresses = sum(param.nbytes for param in params), {param.data_ptr() for param in params}
-    print(f"{size / 1e9:.1f} GB, {8 * size / 1e9:.0f} GB for eight, at the addresses {addresses}")
+    print(f"{size / 1e9:.1f} GB of parameters, at the addresses {addresses}")
+    print(f"a forward of 8 tokens gives a tensor of shape {list(answer.shape)}")
 
 
 # %% [markdown]
-# Memory and values come when FSDP makes a unit, inner units first. Each gets memory, gets values,
-# and is cut to a chunk before the next one gets anything:
+# So each rank builds the model on meta, and gives it to `FSDP`. When FSDP makes a unit, it
+# *materializes* it: the parameters of the unit get memory and values. Then the unit is cut, the
+# shard is kept, and the rest is freed, before the next unit gets anything. Only one unit at a time
+# is whole. This is the heart of it:
 #
-# {{ minifsdp/wrapping/materialize.py materialize }}
+# {{ minifsdp/wrapping/materialize.py materialize -Give memory -shared: Shared
+# -for attribute in _on_meta -if device.type -_tie( -for name in _on_meta }}
 #
-# Values come from one of three places. Most of torch's own modules have `reset_parameters()`, which
-# they call when they are built. For others there is `param_init_fn`, a function of yours, called
-# with each module, on meta. Or rank 0 has read a checkpoint: there the model is
-# built as usual, elsewhere on meta, and with `sync_module_states=True` rank 0 sends what it has,
-# unit by unit. Here are sixteen layers of 1 MiB, on four ranks. (`held()` is in MiB.)
+# (`modules` are those of a unit. `_hidden_units` hides the units inside, which have their values
+# already.) And this gives values, if the user has no other wish:
+#
+# {{ minifsdp/wrapping/materialize.py _reset -Memory for all }}
+#
+# `reset_parameters()` is a method that most of PyTorch's modules have. They call it when they are
+# built, to draw their random values. So it can be called again when there is memory. A module
+# without it is refused by name, and the user is told what to do.
+#
+# Here is the GPT of `make demo` on four ranks, built by each of them, and built on meta. `most` is
+# what a rank has in memory at the worst moment. (`fullest`, in [the program](18_materialize.py),
+# looks at each cut.)
 
 
 # %%
-def build(device: torch.device, **settings: Any) -> dict[str, float]:
-    gc.collect()
-    before, moments = held(), []
-
-    def cut(flat: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        chunk = shard(flat, *arguments)
-        parts = {"chunks": (len(moments) + 1) * chunk.nbytes / 2**20, "layers": 0.0}
-        parts["one laid end to end"] = flat.nbytes / 2**20
-        moments.append(parts | {"layers": round(held() - before - sum(parts.values()), 2)})
-        return chunk
-
-    with device:
-        module = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16)))
-    with patch("minifsdp.shard.shard", cut):
-        _model = FSDP(module, auto_wrap_policy=LINEAR, **settings)
-    assert round(held() - before, 2) == 4  # all chunks, and nothing else
-    return max(moments, key=lambda parts: sum(parts.values()))
-
-
 @on_ranks(4)
-def three_ways() -> list[dict[str, float]]:
-    here = torch.get_default_device()
-    there = here if dist.get_rank() == 0 else META
-    memory = partial(nn.Module.to_empty, device=here, recurse=False)  # and no values
-    return [build(here), build(there, sync_module_states=True, param_init_fn=memory), build(META)]
+def two_ways() -> list[dict[str, float]]:
+    most = []
+    for device in (torch.get_default_device(), torch.device("meta")):
+        with fullest() as parts:
+            with device:
+                gpt = GPT(**DEMO)
+            _model = FSDP(gpt, auto_wrap_policy=BLOCKS)
+        most.append(parts)
+        del gpt, _model
+    return most
+
+
+# %% [hidden]
+@contextlib.contextmanager
+def fullest() -> Iterator[dict[str, float]]:
+    """The parts of what a rank has in memory when a unit is cut, at the worst of these moments."""
+    gc.collect()
+    before, shards, worst = held(), [], {}
+
+    def cut(flat: Tensor, *arguments: Any) -> Tensor:
+        shards.append(shard(flat, *arguments))
+        kept = sum(one.nbytes for one in shards)
+        parts = {"shards": kept, "modules": held() - before - kept - flat.nbytes}
+        parts["flat tensor of a unit"] = flat.nbytes
+        if sum(parts.values()) > sum(worst.values()):
+            worst.update(parts)
+        return shards[-1]
+
+    with patch("minifsdp.shard.shard", cut):
+        yield worst
 
 
 def draw() -> None:
-    (whole, sender, _), *_, (_, receiver, meta) = three_ways()
-    rows = {"all ranks build it": whole, "rank 0 builds it and sends": sender}
-    rows |= {"the others receive": receiver, "all have it on meta": meta}
-    title = "at most on each of four ranks, for a model of 16 MiB"
-    bars(Path(__file__).with_suffix(".svg"), title, rows, "{:g} MiB".format)
+    (built, meta), *_ = two_ways()
+    rows = {"each rank builds the model": built, "the model is on meta": meta}
+    rows = {name: {k: v / MiB for k, v in parts.items()} for name, parts in rows.items()}
+    title = "memory of each of four ranks, at most, while FSDP wraps a model of 3.3 MiB"
+    bars(Path(__file__).with_suffix(".svg"), title, rows, "{:.1f} MiB".format)
+    found = [[round(v, 1) for v in parts.values()] for parts in rows.values()]
+    assert found == [[0.2, 3.3, 0.8], [0.8, 0.8, 0.8]], found  # as the picture's text says
 
 
 # %% [markdown]
-# ![Four bars of parts. Where the model is built: 0.25 MiB of chunks, 16 of layers, 1 of a layer
-# laid end to end. Where it is received or on meta: 4, 1 and 1 MiB.](18_materialize.svg)
+# ![Two bars of memory. Each rank builds the model: 0.2 MiB of shards, 3.3 of modules, 0.8 of a flat
+# tensor, 4.3 together. On meta: 0.8, 0.8 and 0.8, 2.3 together.](18_materialize.svg)
 #
-# The one thing to notice: where the model is built, most is there when the first layer is cut: all
-# layers, one of them laid end to end, and its chunk. Elsewhere it is when the last is cut: that
-# layer, twice, and all chunks. These 4 MiB stay. Rank 0 has to have what it sends.
+# If a rank builds the model, the worst moment is the first cut: all modules are there, and one unit
+# a second time, in its flat tensor. If the model is on meta, the worst moment is one of the last
+# cuts: all shards, and one unit twice. The shards stay. For this small model the unit is a large
+# part. For the one with 7 billion parameters on eight ranks it is 1.6 GB, twice a block, beside 3.3
+# GB of shards: five in place of 27.
 #
-# Buffers are on meta, too. What `reset_parameters()` forgets to fill is whatever was in that
-# memory, and nobody can tell. Two other mistakes are told, by name: a module that has no way to its
-# values, and a function that sets values where there is no memory yet:
+# ## Which values?
+#
+# The demo's GPT draws its matrices with a standard deviation of 0.02. It does so in its own
+# `__init__`, after the modules have drawn theirs. What do they have after they were on meta?
 
 
 # %%
-class Scaled(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(2, 2))
-        self.scale = nn.Parameter(torch.ones(2))
+def own_values(module: nn.Module) -> None:
+    module.to_empty(device=torch.get_default_device(), recurse=False)  # memory, without values
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
 
 
-def refused() -> None:
-    for init_fn in (None, lambda module: [nn.init.ones_(p) for p in module.parameters()]):
-        with cluster(kind="cpu"):
-            with META:
-                module = Scaled()
-            try:
-                FSDP(module, auto_wrap_policy=LINEAR, param_init_fn=init_fn)
-            except ValueError as error:
-                print(error)
-
-
-# %% [markdown]
-# ## What breaks without it
-#
-# Rank 0 has read a checkpoint, a unit matrix. Rank 1 has not. They are wrapped without and with
-# `sync_module_states`, and the parameter is gathered:
-
-
-# %%
 @on_ranks(2)
-def gathered(strategy: ShardingStrategy, sync: bool) -> list[list[float]]:
-    torch.manual_seed(dist.get_rank())
-    layer = nn.Linear(2, 2, bias=False)
-    if dist.get_rank() == 0:
-        nn.init.eye_(layer.weight)
-    model = FSDP(layer, sharding_strategy=strategy, sync_module_states=sync)
-    return [[round(x, 2) for x in row] for row in model.state_dict()["weight"].tolist()]
-
-
-def patchwork() -> None:
-    for sync in (False, True):
-        print(f"sync_module_states={sync}: {gathered(ShardingStrategy.FULL_SHARD, sync)[0]}")
+def deviations() -> list[Any]:
+    found, device = [], torch.get_default_device()
+    for name in ("built by each rank", "reset_parameters()", "param_init_fn=own_values"):
+        torch.manual_seed(0)
+        with device if "built" in name else torch.device("meta"):
+            gpt = GPT(**DEMO)
+        init_fn = own_values if "own" in name else None
+        model = FSDP(gpt, auto_wrap_policy=BLOCKS, param_init_fn=init_fn)
+        loss, values = loss_of(model), model.state_dict()
+        found.append([values[key].std().item() for key in ("token.weight", "head.weight")])
+        if dist.get_rank() == 0:
+            print(f"{name:24}  embedding {found[-1][0]:.3f}, head {found[-1][1]:.3f}, "
+                  f"loss {loss:.2f}")  # fmt: skip
+    return found
 
 
 # %% [markdown]
-# Each rank has cut its chunk out of its own model. Together they are a patchwork that no rank ever
-# had, half a checkpoint and half noise. Nothing is refused: minifsdp compares names and sizes of
-# units between ranks, not their values. (A patchwork of noise and noise is noise, and does less
-# harm. But it is another one for each number of ranks. Give them all the same seed.)
+# The values that `__init__` has drawn were drawn on meta, which means nowhere. What
+# `reset_parameters()` draws are PyTorch's defaults: an embedding with a deviation of 1, fifty times
+# as large. No error says so, and the model trains. It is just not the model that you wrote, and a
+# run with other settings that built it in memory starts from another one. So the model's own way to
+# initialize belongs in a function of its own, `param_init_fn`. FSDP calls it with each module.
+#
+# Such a function must fill only what the module has itself (`recurse=False` above), and not what is
+# below it. PyTorch's first FSDP had that wrong in its own default until [a
+# rework](https://github.com/pytorch/pytorch/pull/104189): an outer unit gave new values to inner
+# ones that had theirs already. minifsdp hides the inner ones, as you have seen.
+#
+# ## What breaks: a table that nobody fills
+#
+# A buffer (page [14](14_precision.md)) is on meta, too. Here positions are not learned but a fixed
+# table of sines, which is computed when the module is built. There is no parameter in it, so its
+# author sees nothing to reset:
+
+
+# %%
+class Places(nn.Module):
+    def __init__(self, context: int, width: int) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.empty(context, width))
+        self.fill()
+
+    def fill(self) -> None:
+        rows, columns = (torch.arange(n, dtype=torch.float32) for n in self.table.shape)
+        self.table.copy_(torch.sin(rows[:, None] / 10 ** (4 * columns / len(columns))))
+
+    def reset_parameters(self) -> None:
+        pass  # there are no parameters
+
+    def forward(self, places: Tensor) -> Tensor:
+        return self.table[places]
+
+
+class ThatFills(Places):
+    def reset_parameters(self) -> None:
+        self.fill()
+
+
+@on_ranks(2)
+def forgotten() -> list[float]:
+    torch.use_deterministic_algorithms(True)  # new memory is all NaN
+    losses = []
+    for kind in (Places, ThatFills):
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            gpt = GPT(**DEMO)
+            gpt.place = kind(CONTEXT, DEMO["width"])
+        losses.append(loss_of(FSDP(gpt, auto_wrap_policy=BLOCKS)))
+    return losses
+
+
+def a_table() -> None:
+    forgot, filled = forgotten()[0]
+    print(f"loss, if reset_parameters() fills the table: {filled:.2f}; if not: {forgot}")
+
+
+# %% [markdown]
+# The table is whatever was in that memory before, and nobody can tell. Often it is zeros, and then
+# the model does not know positions. The experiment shows NaN because of its first line. With it
+# PyTorch [fills new memory with NaN](https://docs.pytorch.org/docs/stable/deterministic.html), so
+# that you see what nobody has filled. Use it once with every model that you build on meta.
+#
+# This happens to good libraries. In transformers the table of positions of a model [read memory
+# that nobody had written](https://github.com/huggingface/transformers/issues/45902), and in a
+# library that uses it ranks other than 0 [began with a loss of
+# NaN](https://github.com/NovaSky-AI/SkyRL/issues/1709).
 #
 # ## Predict, then run
 #
-# 1. Without `sync_module_states`, but with `NO_SHARD`, what has rank 1?
-# 2. The sixteen layers are on the CPU, and there are eight GPUs. `FSDP(model.to(device))` needs
-#    more than 16 MiB of each. What does `FSDP(model, device_id=device)` need?
+# 1. Two ranks materialize the GPT from the seed 0, and so do four. Do both begin with the same
+#    parameters?
+# 2. Each rank has another seed. Does any rank then have a block that came from one seed?
+#
+# <details><summary>Answers</summary>
+#
+# 1. Yes. Each rank draws the values of a whole unit and then cuts it, so how many ranks there are
+#    makes no difference.
+# 2. No. Each rank cuts its shard out of its own values, and a gathered block is pieced together
+#    from all of them. That is another model for each number of ranks, and minifsdp refuses to train
+#    it. Page [19](19_sync_states.md) is about such mixtures.
+#
+# </details>
 
 
-# %%
+# %% [hidden]
+@on_ranks(2)
+def of_two(seeds: int) -> Tensor:
+    return materialized(seeds)
+
+
+@on_ranks(4)
+def of_four(seeds: int) -> Tensor:
+    return materialized(seeds)
+
+
+def materialized(seeds: int) -> Tensor:
+    torch.manual_seed(dist.get_rank() % seeds)
+    with torch.device("meta"):
+        gpt = GPT(**DEMO)
+    model = FSDP(gpt, auto_wrap_policy=BLOCKS)
+    block = [value.flatten() for name, value in model.state_dict().items() if "blocks.0" in name]
+    return torch.cat(block)
+
+
 def answers() -> None:
-    checkpoint, other = gathered(ShardingStrategy.NO_SHARD, False)
-    assert checkpoint == [[1, 0], [0, 1]] != other  # 1. its noise: there are two models
-    with cluster(gpus_per_node=8) as gpu:
-        with torch.device("cpu"):
-            model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16)))
-        FSDP(model, auto_wrap_policy=LINEAR, device_id=torch.get_default_device())
-    assert gpu.allocator.allocated.peak == 4 * 2**20  # 2. it moves layers one at a time: 2 + 1 + 1
+    same, mixed = of_two(1)[0], of_two(2)[0]
+    assert torch.equal(same, of_four(1)[0])  # 1. yes
+    assert torch.equal(mixed[:999], same[:999]) and not torch.equal(mixed[-999:], same[-999:])  # 2.
+    with torch.device("meta"):
+        big = MODELS["gpt-7b"].build()
+    block, size = (sum(p.nbytes for p in m.parameters()) for m in (big.blocks[0], big))
+    sizes = round(2 * block / 1e9, 1), round(size / 8e9, 1), round(size / 1e9)
+    assert sizes == (1.6, 3.3, 27)
 
 
 # %% [hidden]
 def main() -> None:
     seven_billion()
     draw()
-    refused()
-    patchwork()
+    (_, defaults, own), _ = deviations()
+    assert round(defaults[0]) == 1 and own[0] < 0.021 and defaults[0] > 49 * own[0]
+    a_table()
     answers()
 
 

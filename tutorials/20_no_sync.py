@@ -1,182 +1,309 @@
-"""Gradients: python tutorials/20_no_sync.py; the page is 20_no_sync.md."""
+"""Accumulating gradients: python tutorials/20_no_sync.py; the page is 20_no_sync.md."""
 
 # %% [markdown]
-# # Gradients: adding up, waiting, clipping
+# # Accumulating gradients: to reduce now or later
 #
-# You want to step after 4,096 samples on each GPU, and 1,024 fit. So you run four *micro-batches*,
-# and step once. With DDP you put the first three into `no_sync()`, to save communication, so you do
-# with FSDP. It takes about twice the memory and is hardly faster. Then you clip: an error.
+# You want an optimizer step after 2,048 tokens on each GPU, and only 512 fit into its memory. So
+# you run four *micro-batches* of 512 tokens and step once. PyTorch makes that easy, because a
+# backward *adds* to `.grad`. Divide each loss by four, call `backward()` four times, and then step.
+# This is *gradient accumulation*.
 #
-# ## Adding up over ranks
+# With several ranks there is a choice. The gradients can be averaged over the ranks after each
+# micro-batch, or once, after the last. In DDP the second is done with a context, `no_sync()`,
+# around the first three micro-batches. It saves three of four all-reduces and costs nothing. FSDP
+# has `no_sync()`, too. What does it save there, and what does it cost?
 #
-# When a unit's gradient is complete (page [05](05_hooks.md)), every rank has all of it, from its
-# own data. What a rank needs is its chunk of their mean. It is reduced on a stream of its own:
+# ## Two places to add up
 #
-# {{ minifsdp/reduce.py reduce_gradient }}
+# When the gradient of a unit is complete, each rank has all of it, computed from its own data. What
+# a rank needs is its own shard of the mean over all ranks. This starts to compute it, on a stream
+# of its own:
 #
-# (`shards is None` is NO_SHARD; `comm_hook` is a user's.) Look at `1 / shards.size()`. Each rank
-# scales what it brings *before* it is added. Why not divide the sum? Two of 40,000, in fp16:
+# {{ minifsdp/reduce.py reduce_gradient -Start the first part -reduction = Reduction
+# -if unit.replicate_group -dtype = -cast = -Referred to -tensor while
+# -reduction.sent -if unit.comm_hook -if shards is None }}
+#
+# (`blocks` is for page [26](26_rows.md), `sizes` says where a CPU may cut the gradient, `tag` and
+# `label` are a number and a name for the message.) At the end of the backward the result goes to
+# where the optimizer looks:
+#
+# {{ minifsdp/reduce.py store_gradient -Add the result -unit.unreduced_grad = None }}
+#
+# The last line is the first place to add up: `.grad` of the shard. What is added has been reduced
+# already. The other place is before the reduction. Inside of `no_sync()` the gradient of a unit is
+# not reduced. It stays on its rank, as large as the unit, and is added to. The first backward
+# outside of `no_sync()` reduces the sum.
+#
+# Do both give the same? Here is the GPT of `make demo` on two ranks, with four micro-batches in
+# each of five steps, against DDP with its `no_sync()`. (`tokens`, in [the program](20_no_sync.py),
+# gives each rank other data.)
 
 # %% [hidden]
+import functools
+import textwrap
 import warnings
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 import torch
 import torch.distributed as dist
 from launch import on_ranks
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
+from train_gpt import CONTEXT, GPT
+from train_gpt import Block as DemoBlock
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, ShardingStrategy
 from minifsdp.comm.collectives import reduce_scatter
 from minifsdp.sim import VirtualGpu, cluster
+from minifsdp.sim.training.models import Block, next_token
+from minifsdp.sim.training.presets import MODELS
 from minifsdp.sim.views.timeline import svg
 
+PICTURE = Path(__file__).with_suffix(".svg")
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, *_ = ShardingStrategy
+torch.set_num_threads(1)
+
+
+def tokens(count: int) -> Iterator[Tensor]:
+    sampler = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(count):
+        yield torch.randint(256, (2, CONTEXT + 1), generator=sampler)
+
+
+def demo(wrap: Any = FSDP) -> nn.Module:
+    torch.manual_seed(0)
+    policy = {"auto_wrap_policy": ModuleWrapPolicy({DemoBlock})} if wrap is FSDP else {}
+    return wrap(GPT(layers=4, width=128), **policy)
+
+
+def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
+    return cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
 
 # %%
+def train(model: nn.Module, waits: bool, steps: int = 5) -> Tensor:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, rows in enumerate(tokens(4 * steps), 1):
+        last = number % 4 == 0
+        with model.no_sync() if waits and not last else nullcontext():
+            (loss_of(model, rows) / 4).backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.cat([value.flatten() for value in model.state_dict().values()])
+
+
 @on_ranks(2)
-def before_or_after() -> None:
-    for before, after in ((1.0, 0.5), (0.5, 1.0)):
-        grad = torch.full((2,), 40_000.0, dtype=torch.float16)
-        chunk, finish = reduce_scatter(grad, dist.group.WORLD, scale=before, tag=0)
-        finish()
-        print(f"times {before} before the sum, {after} after it: {(chunk * after).item()}")
+def against_ddp() -> None:
+    ddp = train(demo(DDP), waits=True)
+    for waits in (True, False):
+        off = (train(demo(FSDP), waits) - ddp).abs().max().item()
+        print(f"no_sync: {waits!s:5}  largest difference to DDP: {off:.0e}")
+        assert off == 0 if waits else 0 < off < 1e-6
 
 
 # %% [markdown]
-# fp16 ends at 65,504. Only at a backward's end do results get to where the optimizer looks:
+# With `no_sync()` the numbers are added in the same sequence as in DDP, and the parameters are
+# equal in every bit. If each micro-batch is reduced at once, the same numbers are added in another
+# sequence, and the last bits are rounded differently.
 #
-# {{ minifsdp/reduce.py store_gradient }}
+# ## What it saves, and what it costs
 #
-# ## Twice before a step
-#
-# The last line is `.grad` adding up as always, but chunks. Instead a gradient may wait. Inside of
-# `no_sync()` a backward leaves it on its rank, and the first backward outside reduces the sum. Both
-# ways, on 8 virtual GPUs, with 8 layers of 64 MiB, each a unit:
+# The GPT of 1.3 billion parameters of page [16](16_groups.md), on the same eight virtual GPUs with
+# 100 Gbit/s between machines, and four micro-batches of 512 tokens:
 
 
 # %%
-def step(model: nn.Module, waits: bool, samples: int, width: int, batches: int = 4) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for last in (False,) * (batches - 1) + (True,):
-        with model.no_sync() if waits and not last else nullcontext():
-            (model(torch.randn(samples, width)).pow(2).mean() / 4).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+MACHINES = {"gpu": "a100-40", "nodes": 4, "gpus_per_node": 2, "network": 100e9 / 8}
 
 
+@functools.cache
 def virtual(strategy: ShardingStrategy, waits: bool, batches: int = 4) -> VirtualGpu:
-    with cluster(nodes=2, gpus_per_node=4) as gpu:
-        model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(8)))
-        policy = ModuleWrapPolicy({nn.Linear})
-        model = FSDP(model, sharding_strategy=strategy, auto_wrap_policy=policy)
+    with cluster(**MACHINES) as gpu:
+        module, policy = MODELS["gpt-1.3b"].build(), ModuleWrapPolicy({Block})
+        model = FSDP(module, sharding_strategy=strategy, auto_wrap_policy=policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):  # the second step is measured
-            step(model, waits, samples=1024, width=4096, batches=batches)
+            for number in range(1, batches + 1):
+                with model.no_sync() if waits and number < batches else nullcontext():
+                    (next_token(model, batch=1, length=512) / batches).backward()
+            optimizer.step()
+            optimizer.zero_grad()
             gpu.step()
     return gpu
 
 
-def two_ways() -> None:
-    for strategy in (NO_SHARD, FULL_SHARD):
-        gpus = {way: virtual(strategy, way == "no_sync") for way in ("reduced at once", "no_sync")}
-        for way, gpu in gpus.items():
-            sent, peak = (gpu.report()[name] / 2**20 for name in ("bytes sent", "peak allocated"))
-            print(f"{strategy.name:10}  {way:15}  {sent:5,.0f} MiB sent, {peak:5,.0f} allocated")
-    Path(__file__).with_suffix(".svg").write_text(svg({way: gpu.tape for way, gpu in gpus.items()}))
+def what_it_saves() -> None:
+    for strategy in (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD):
+        for waits in (False, True):
+            report = virtual(strategy, waits).report()
+            print(f"{strategy.name:13}  {'no_sync' if waits else 'at once'}  "
+                  f"{report['bytes sent'] / 1e9:4.1f} GB sent, {report['step']:.2f} s, "
+                  f"peak {report['peak allocated'] / 1e9:4.1f} GB")  # fmt: skip
+
+
+# %% [hidden]
+def draw() -> None:
+    names = {"FULL_SHARD, reduced at once": False, "FULL_SHARD with no_sync": True}
+    PICTURE.write_text(svg({name: virtual(FULL_SHARD, w).tape for name, w in names.items()}))
+    sent = {(s, w): virtual(s, w).report()["bytes sent"]
+            for s in (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD) for w in (False, True)}  # fmt: skip
+    size = sum(p.numel() * 4 for p in virtual_params())
+    assert (round(size / 1e9, 1), round(size / 2**30, 1)) == (5.3, 4.9) and round(
+        size * 7 / 8 / 1e9, 1
+    ) == 4.6
+    assert round(sent[FULL_SHARD, True] / sent[FULL_SHARD, False], 2) == 0.74
+    steps = [virtual(FULL_SHARD, waits).report()["step"] for waits in (True, False)]
+    peaks = [virtual(FULL_SHARD, w).report()["peak allocated"] / 2**30 for w in names.values()]
+    assert round(steps[0] / steps[1], 2) == 0.76 and (round(peaks[0], 1), round(peaks[1])) == (
+        4.4,
+        12,
+    )
+    assert sent[NO_SHARD, True] * 4 == sent[NO_SHARD, False] == sent[SHARD_GRAD_OP, False]
+    assert sent[SHARD_GRAD_OP, True] == sent[NO_SHARD, True]
+
+
+def virtual_params() -> list[nn.Parameter]:
+    with torch.device("meta"):
+        return list(MODELS["gpt-1.3b"].build().parameters())
 
 
 # %% [markdown]
-# To gather the model, 512 MiB, a rank sends 7/8 of it, 448, and to reduce as much. FULL_SHARD has
-# two gathers and a reduction for each micro-batch: 12 times 448. `no_sync` leaves out three
-# reductions, a quarter. NO_SHARD, as DDP, only all-reduces, 896 each, and saves three quarters. And
-# what waits is no chunk: until the other ranks have added theirs, a rank keeps its own of *all*
-# parameters, 512 MiB.
+# To gather the whole model, 5.3 GB, a rank sends seven eighths of it, 4.6 GB, and to reduce its
+# gradient as much. Count how often it does that in a step:
 #
-# ![Two timelines of four forwards and backwards. Above, the reduce lane is busy in each backward.
-# Below, it is empty until the fourth, and the memory climbs to twice the height.](20_no_sync.svg)
+# - `NO_SHARD`, like DDP, all-reduces once for each micro-batch, which is two times 4.6 GB.
+#   `no_sync` leaves one of four.
+# - `SHARD_GRAD_OP` gathers and reduces once for each micro-batch. In `no_sync` it keeps what it has
+#   gathered until the last, so one gather and one reduction are left.
+# - `FULL_SHARD` gathers twice and reduces once for each micro-batch, 12 times in all. `no_sync`
+#   leaves out three reductions, so 9 are left. That is a quarter of the bytes and, on this slow
+#   network, a quarter of the time.
 #
-# The one thing to notice is the green area, memory over time, below the empty part of the `reduce`
-# lane. The ramp of the first backward, 512 MiB, stays until the fourth has reduced it. The two
-# after it are minifsdp's own: a backward that fails must leave nothing, so its gradients are added
-# to what waits when it ends. One set, as in FSDP1, is 1.9 times the memory, not 2.3. With
-# FULL_SHARD accumulate *without* `no_sync`, unless it is reductions that the GPU waits for. The
-# sums are the same but for rounding, and those of `no_sync` are DDP's:
+# And the memory grows, because a gradient that is not reduced is not cut either. Each rank has to
+# keep its own gradient of *all* parameters, 5.3 GB.
+#
+# ![Two timelines of four forwards and backwards with the memory below. Above, the reduce lane is
+# busy in each backward, and at most 4.4 GiB are allocated. Below, it is empty until the fourth
+# backward. Memory climbs in the first backward and stays high, with a peak of 12 GiB at the end of
+# the second and of the third.](20_no_sync.svg)
+#
+# Follow the dark green area of the lower timeline. In the first backward it climbs by 5.3 GB (4.9
+# GiB), the gradients that wait. In the second and the third it climbs once more and falls at the
+# end. This second set is minifsdp's own: a backward that fails must not change anything, so its
+# gradients are added to the waiting ones only when it has ended. (PyTorch's first FSDP adds at once
+# and has one set.)
+#
+# ## What breaks: a model that fitted
+#
+# Take a model that needs sharding. With 7 billion parameters on 4 GPUs of 40 GB, and two
+# micro-batches of 512 tokens, it trains with `FULL_SHARD` and Adam. Somebody adds `no_sync()`, as
+# it was in the DDP script:
+
+
+# %%
+def seven_billion(waits: bool) -> str:
+    with torch.device("meta"):
+        module = MODELS["gpt-7b"].build()
+    with cluster("a100-40", gpus_per_node=4) as gpu:
+        model = FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        for step in (1, 2):
+            try:
+                with model.no_sync() if waits else nullcontext():
+                    (next_token(model, batch=1, length=512) / 2).backward()
+                (next_token(model, batch=1, length=512) / 2).backward()
+            except torch.OutOfMemoryError:
+                return f"out of memory in step {step}"
+            with torch.device("cpu"):  # where Adam counts its steps
+                optimizer.step()
+            optimizer.zero_grad()
+    return f"at most {gpu.report()['peak allocated'] / 1e9:.1f} GB"
+
+
+def a_model_that_fitted() -> None:
+    for waits in (False, True):
+        print(f"no_sync: {waits!s:5}  {seven_billion(waits)}")
+
+
+# %% [markdown]
+# Whole gradients, 27 GB, are what FSDP was to avoid. Here they do not even fit in the first step,
+# when Adam has no averages yet. Libraries have learned this: one has `no_sync` as a setting [that
+# is off, since it can increase the peak memory](https://github.com/verl-project/verl/pull/7095). So
+# with `FULL_SHARD` reduce each micro-batch at once, unless the GPU waits for reductions and there
+# is memory to spare.
+#
+# The other mistake is to forget the backward outside, so that a step is made while gradients still
+# wait. In DDP each rank then steps with its own gradients, and the models drift apart, without an
+# error. Here it is refused:
 
 
 # %%
 @on_ranks(2)
-def against_ddp() -> None:
-    trained = []
-    for wrap in (DDP, FSDP):
-        torch.manual_seed(0)
-        model = wrap(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
-        torch.manual_seed(dist.get_rank())  # other data on every rank
-        for _ in range(10):
-            step(model, waits=True, samples=4, width=8)
-        trained.append(torch.cat([value.flatten() for value in model.state_dict().values()]))
-    print("equal in every bit:", torch.equal(*trained))
+def all_in_no_sync() -> None:
+    model = demo()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (rows,) = tokens(1)
+    with model.no_sync():
+        loss_of(model, rows).backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        if dist.get_rank() == 0:
+            print(textwrap.fill(str(error), 90))
 
 
 # %% [markdown]
-# ## Clipping, and what breaks without it
-#
-# Clipping scales all gradients by `max_norm / norm`, if the norm of all together is larger than
-# `max_norm`. No rank knows it, but the squares of the chunks' norms add up to its square. So
-# `model.clip_grad_norm_()` all-reduces one number. `torch.nn.utils.clip_grad_norm_` would take a
-# chunk for all there is, and chunks refuse it. Not so here. The gradient is `[3, 4, 0, 12]`:
-
-
-# %%
-@on_ranks(2)
-def clip(whose: str, mean: list[float]) -> list[float]:
-    model = FSDP(nn.Linear(4, 1, bias=False))
-    model(torch.tensor([mean]) * (0.5 + dist.get_rank())).sum().backward()  # dy/dw = x
-    (param,) = model.parameters()
-    if whose == "torch's":
-        param.is_sharded = False  # it is one
-        torch.nn.utils.clip_grad_norm_([param], max_norm=1.0)
-    else:
-        model.clip_grad_norm_(max_norm=1.0)
-    return [round(x, 2) for x in param.grad.tolist()]
-
-
-def both() -> None:
-    for whose in ("the model's", "torch's"):
-        print(f"{whose:11} leaves, by rank: {clip(whose, [3.0, 4.0, 0.0, 12.0])}")
-
-
-# %% [markdown]
-# Its norm is 13; torch's divides by those of the chunks, 5 and 12. What comes out has norm 1.41 and
-# points elsewhere than the gradient. The ranks do not even drift apart: they train one model,
-# wrongly. (PyTorch's FSDP1 lets you do it. Its `model.clip_grad_norm_()` is right.)
-#
 # ## Predict, then run
 #
-# 1. `SHARD_GRAD_OP` gathers for each micro-batch, in `no_sync` once for all. What does that save?
-# 2. Every rank's chunk has a norm below `max_norm`. Can there be anything to clip?
+# 1. `reduce_gradient` scales what a rank brings by `1 / shards.size()`, *before* the sum. In fp16
+#    the largest number is 65,504. On two ranks a gradient is 40,000 each. What is the mean, if one
+#    adds first and divides then?
+# 2. With two micro-batches instead of four, of which one is in `no_sync()`, what becomes of the
+#    peak of `FULL_SHARD`?
+#
+# <details><summary>Answers</summary>
+#
+# 1. Infinite: the sum does not fit into fp16, and half of infinity is infinity. Divided before, it
+#    is 40,000.
+# 2. It falls from 13.3 GB to 10.1. There is no second backward inside of `no_sync()`, so there is
+#    only one set of whole gradients.
+#
+# </details>
 
 
-# %%
+# %% [hidden]
+@on_ranks(2)
+def mean_of_two(before: float, after: float) -> float:
+    grad = torch.full((2,), 40_000.0, dtype=torch.float16)
+    chunk, finish = reduce_scatter(grad, dist.group.WORLD, scale=before, tag=0)
+    finish()
+    return (chunk * after).item()
+
+
 def answers() -> None:
-    each, once = (virtual(SHARD_GRAD_OP, w).report()["bytes sent"] for w in (False, True))
-    assert once / each == 2 / 8  # 1. six of eight: one gather and one reduction remain
-    one, none = (virtual(FULL_SHARD, w, 2).report()["peak allocated"] for w in (True, False))
-    assert round(one / none, 1) == 1.9  # with two micro-batches there is no second set
-    assert clip("the model's", [0.8, 0.0, 0.0, 0.8])[0] == [0.71, 0.0]  # 2. yes: of norm 1.13
+    assert 4 * 512 == 2_048 and round(4 * 6.7) == 27  # tokens of a step; GB of 6.7 billion
+    assert torch.finfo(torch.float16).max == 65_504
+    assert mean_of_two(1.0, 0.5)[0] == float("inf") and mean_of_two(0.5, 1.0)[0] == 40_000  # 1.
+    peaks = [virtual(FULL_SHARD, True, n).report()["peak allocated"] for n in (4, 2)]
+    peaks = [round(peak / 1e9, 1) for peak in peaks]
+    assert peaks == [13.3, 10.1], peaks  # 2. it falls
 
 
 # %% [hidden]
 def main() -> None:
-    before_or_after()
-    two_ways()
     against_ddp()
-    both()
+    what_it_saves()
+    draw()
+    a_model_that_fitted()
+    all_in_no_sync()
     answers()
 
 

@@ -3,31 +3,52 @@
 # %% [markdown]
 # # Hybrid sharding: a fast road and a slow one
 #
-# A model of 1.85 billion parameters trains on one machine of 8 GPUs, in steps of 237 ms. You rent
-# 127 machines more. Each GPU computes as much as before, on data of its own, and sends 10.6 GB in a
-# step, in bfloat16, instead of 9.3. And a step takes 641 ms.
+# A model of 1.85 billion parameters trains on one machine of 8 GPUs, and a step takes 145 ms. You
+# rent 127 machines more, 1,024 GPUs in all, and shard the model over all of them. Each GPU computes
+# as much as before, on data of its own. In a step it sends 10.6 GB instead of 9.3, which is hardly
+# more. And yet a step takes 641 ms. Where does half a second come from?
 #
 # ## What a collective costs
 #
-# The GPUs of a machine talk over NVLink, here at 300 GB/s each. To the others a machine has a
-# network: 200 Gbit/s are 25 GB/s, for its 8 GPUs together. In a *ring* each rank passes on to the
-# next what it got from the one before. The virtual GPU takes this long for it:
+# There are two kinds of road between GPUs. Inside a machine there is NVLink, which for an A100
+# moves 300 GB/s in each direction
+# ([its data sheet](https://www.nvidia.com/en-us/data-center/a100/) adds both up, to 600 GB/s).
+# Between machines there is a network, here one of 200 Gbit/s, which are 25 GB/s. That is what one
+# machine has, so its 8 GPUs share it.
 #
-# {{ minifsdp/sim/hardware/costs.py Cluster.ring_seconds }}
+# An all-gather is done in a *ring*: each rank passes on to the next rank what it has just got from
+# the one before, until everything has been everywhere. With `n` ranks that takes `n - 1` steps. The
+# virtual GPU computes the time of a collective from two things, the bytes and the number of steps.
+# (A machine is called a *node* in the code, as in most texts on clusters.)
 #
-# A ring of all ranks leaves each machine once, with all the bytes. So 1,024 GPUs gather at the pace
-# of one network. And the ring has 1,023 steps. Each takes time even to send next to nothing: 3
-# microseconds within a machine, 12 if it leaves one, as 128 of them do. That is 4 ms a gather.
+# {{ minifsdp/sim/hardware/costs.py Cluster.ring_seconds -if len(ranks) < 2 }}
+#
+# Now the two reasons can be seen. First, *bandwidth*, how many bytes a road moves in a second: a
+# ring of all ranks crosses from each machine into the next one with all the bytes, so everybody
+# goes at the pace of the network. Second, *latency*: each step takes time even if it moves next to
+# nothing, here 3 microseconds within a machine and 12 between two. The ring of 1,024 ranks has
+# 1,023 steps, and 128 of them are between machines. That makes 4 ms for a gather, before its first
+# byte is counted.
 #
 # ## A row for each machine
 #
-# HYBRID_SHARD makes each machine a row of the grid (page [16](16_groups.md)). Chunks are dealt
-# out along the row, so gathers stay on the fast road, and so does the first half of a reduction. A
-# rank has its chunk of the mean over its *machine* then. Its column all-reduces that, in halves:
+# `HYBRID_SHARD` uses the grid of page [16](16_groups.md): each machine is a row, and parameters are
+# sharded along the row only. So each machine has the whole model, cut into 8 chunks, and every
+# gather stays on NVLink. A reduction has two parts. The first is a reduce-scatter along the row,
+# after which a rank has its chunk of the mean over its *machine*. The second is an all-reduce along
+# the column, between the ranks that have the same chunk, one in each machine. After it the chunk is
+# the mean over all ranks. This starts the second part:
 #
 # {{ minifsdp/reduce.py start_next_part }}
 #
-# Here are 8 of the 32 layers of a GPT of 7 billion parameters, on two networks:
+# (With NCCL the all-reduce is one collective. On a CPU it is started in two halves, a
+# reduce-scatter and an all-gather, as on page [01](01_collectives.md). This is why it counts
+# `parts_left`. `download` is for page [17](17_offload.md).) It runs on a stream of its own, so that
+# it can use the network while the next reduce-scatter uses NVLink.
+#
+# The model is a quarter of a GPT of 7 billion parameters, 8 of its 32 layers, trained in bfloat16.
+# We try it on two networks, the one above and one that is 16 times as fast. `waits` is the part of
+# a step in which a GPU has nothing to compute:
 
 # %% [hidden]
 import functools
@@ -42,9 +63,12 @@ import torch.distributed as dist
 from draw import bars
 from launch import on_ranks
 from torch import nn
+from torch.nn.functional import cross_entropy
+from train_gpt import GPT
+from train_gpt import Block as DemoBlock
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ShardingStrategy, comm, reduce
+from minifsdp import ModuleWrapPolicy, ShardingStrategy, comm, reduce
 from minifsdp.sim import VirtualGpu
 from minifsdp.sim.__main__ import parser
 from minifsdp.sim.cli.run import simulate
@@ -55,20 +79,18 @@ from minifsdp.sim.training.presets import MODELS
 MODELS["gpt-7b:quarter"] = Job(lambda: Gpt(4096, 8, 32), (Block,), next_token)
 SIZES = [(200, 1), (200, 8), (200, 32), (200, 128), (3200, 8), (3200, 128)]
 RUN = "--model gpt-7b:quarter --gpu a100-80 --batch 2 --network {} --nodes {} --strategy {}_shard"
+HYBRID = ShardingStrategy.HYBRID_SHARD
 by_host = comm.groups.groups_by_host
+
+
+def collectives(gpu: VirtualGpu) -> list[Op]:
+    return [op for op in gpu.tape if isinstance(op, Op) and op.sent]
 
 
 # %%
 @functools.cache
 def step(network: int, machines: int, strategy: str) -> VirtualGpu:
     return simulate(parser().parse_args(RUN.format(network, machines, strategy).split()), steps=2)
-
-
-def leaves_a_machine(gpu: VirtualGpu) -> float:
-    columns = [op for op in gpu.tape if isinstance(op, Op) and op.stream == "replicate"]
-    if columns:  # each of 8 GPUs has one; the tape is of two steps
-        return 8 * sum(op.sent for op in columns) / 2
-    return gpu.report()["bytes sent"] * (gpu.cluster.nodes > 1)
 
 
 def scaling() -> None:
@@ -83,93 +105,182 @@ def scaling() -> None:
             name = f"{network:4} Gbit/s {8 * machines:5,} GPUs  {strategy:6}"
             times = f"{computes + waits:4.0f} ms {waits:3.0f} ms"
             print(f"{name} {times}  {peak:.1f} GB      {sent:4.1f} GB          {out:4.1f} GB")
-            rows[name] = {"computes": computes, "waits for others": waits}
-    bars(Path(__file__).with_suffix(".svg"), "one step", rows, "{:.0f} ms".format)
+            rows[name] = {"computes": computes, "waits for collectives": waits}
+    title = "Time of one training step, in milliseconds"
+    bars(Path(__file__).with_suffix(".svg"), title, rows, "{:.0f} ms".format)
+
+
+# %% [hidden]
+def leaves_a_machine(gpu: VirtualGpu) -> float:
+    columns = [op for op in gpu.tape if isinstance(op, Op) and op.stream == "replicate"]
+    if columns:  # each of 8 GPUs has one; the tape is of two steps
+        return 8 * sum(op.sent for op in columns) / 2
+    return gpu.report()["bytes sent"] * (gpu.cluster.nodes > 1)
 
 
 # %% [markdown]
-# FULL_SHARD first. On the slow network 10.5 GB leave a machine at 20 GB/s (80 % of 25), and a
-# quarter of the time is hidden behind the computation. From 64 to 1,024 GPUs the bytes stay, but
-# 26 gathers and reductions have 960 steps more, each. That makes 0.1 s.
+# ![Eleven bars, each divided into computing and waiting. The computing part is equally long in all
+# of them, about 140 ms. With 200 Gbit/s the waiting grows with the number of GPUs, to 500 ms for
+# FULL_SHARD and 325 ms for HYBRID_SHARD. With 3,200 Gbit/s there is little of it.](22_hybrid.svg)
 #
-# HYBRID_SHARD sends less over the network, but not little. A GPU all-reduces only its chunk. But
-# the eight of a machine have eight of them, and an all-reduce is two halves: twice the model,
-# instead of three times. The rest of the gain is steps: a gather has 7. The fast network is faster
-# than NVLink, and there HYBRID_SHARD gains nothing for this model. One of 1.3 billion has smaller
-# layers and 74 collectives of 4 ms to hide: on 1,024 GPUs 352 ms, or 151. It costs memory: a chunk
-# is an eighth, here 2.8 GB with Adam's averages, on any number of machines.
+# The blue parts are all nearly as long as each other: every GPU computes the same. What more
+# machines add is waiting.
 #
-# ![Bars, mostly in pairs. With 200 Gbit/s they grow with the number of GPUs, and most of them is
-# waiting. With 3,200 all are nearly as short as that of 8 GPUs.](22_hybrid.svg)
+# Read `FULL_SHARD` first. On the slow network 10.5 GB leave each machine, at 20 GB/s (the virtual
+# network reaches 80 % of its 25). That takes half a second, of which a quarter is hidden behind the
+# computation. From 64 to 1,024 GPUs the bytes stay the same, but each of the 26 collectives of a
+# step has 960 steps more. This makes the last 0.1 s.
 #
-# The one thing to notice: all blue parts are nearly equal. More machines add only purple, time in
-# which a GPU has nothing to compute. Hybrid sharding makes that slower, but does not end it.
+# `HYBRID_SHARD` sends less over the network, but not little. With `FULL_SHARD` the model leaves
+# each machine three times in a step: gathered for the forward, gathered for the backward, reduced.
+# With `HYBRID_SHARD` each of the 8 GPUs all-reduces one eighth of the model, and an all-reduce is
+# two rounds, so it is twice. The rest of the gain is latency: a gather has 7 steps and not 1,023.
 #
-# Believe the order of the bars, not the milliseconds: nobody is late, NCCL knows [ways with fewer
-# steps](https://arxiv.org/abs/2506.20252), and no real cluster was compared.
+# The fast network moves 400 GB/s, more than NVLink, and there `HYBRID_SHARD` gains little for this
+# model: with 64 GPUs it even loses. With a smaller model latency weighs more. A GPT of 1.3 billion
+# parameters has 74 collectives in a step, each with 4 ms of latency. On 1,024 GPUs with the fast
+# network its step takes 352 ms, and 151 with `HYBRID_SHARD`.
+#
+# The price is memory. A chunk is an eighth of the model on any number of machines. Here chunk and
+# Adam's two averages take 2.8 GB, and with `FULL_SHARD` on 1,024 GPUs 0.02.
+#
+# Trust which bar is longer, not the milliseconds. The virtual machines never have a slow neighbour,
+# and NCCL also knows [a way with fewer steps than a ring](https://arxiv.org/abs/2506.20252), which
+# is not modelled here. Nothing on this page was compared with a real cluster. To shard in groups
+# that are as small as memory allows is the idea of [MiCS](https://arxiv.org/abs/2205.00119), from
+# 2022. `HYBRID_SHARD` came to PyTorch with
+# [pytorch#89915](https://github.com/pytorch/pytorch/pull/89915).
 #
 # ## What breaks without it
 #
-# Four real ranks, two on each of two "machines". All weights are 1, rank `r` has the gradient
-# `r + 1`, and the learning rate is 0.1. One step; then without the second half of the reduction;
-# then with the two groups swapped, so that machines replicate and columns shard:
+# Leave the second part out, and nothing fails. Here is the GPT of `make demo` with two blocks, on
+# four real ranks that pretend to be two machines of two. They learn to name the next letter, each
+# machine from its own half of the alphabet. Look at the losses, and tell which run is wrong:
 
 
 # %%
 @on_ranks(4)
-def two_machines(how: str) -> float:
+def two_machines(second_part: bool) -> tuple[float, float]:
     with patch.object(comm.groups, "hosts_of", lambda group: ["a", "a", "b", "b"]):
         row, column = by_host(dist.group.WORLD)
-    pair = (column, row) if how == "groups swapped" else (row, column)
-    layer = nn.Linear(4, 1, bias=False)
-    nn.init.ones_(layer.weight)
-    model = FSDP(layer, process_group=pair, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    nothing = iter([lambda: None] * 2)
-    all_reduce = (lambda *_: nothing) if how == "no second half" else reduce.all_reduce
+    torch.manual_seed(0)
+    model = FSDP(GPT(layers=2, width=128), process_group=(row, column), sharding_strategy=HYBRID,
+                 auto_wrap_policy=ModuleWrapPolicy({DemoBlock}))  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+    half = torch.arange(26).view(2, 13)[dist.get_rank() // 2]  # a to m, or n to z
+    nothing = iter([lambda: None] * 1000)
+    all_reduce = reduce.all_reduce if second_part else lambda *_: nothing
     with patch.object(reduce, "all_reduce", all_reduce):
-        model(torch.full((1, 4), dist.get_rank() + 1.0)).sum().backward()
-    optimizer.step()
-    return round(model.state_dict()["weight"].mean().item(), 2)
+        for _ in range(30):
+            loss = next_letter(model, half)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return loss.item(), next_letter(model, torch.arange(26)).item()
 
 
-def broken() -> None:
-    for how in ("as it is", "no second half", "groups swapped"):
-        print(f"{how:14}  weights, by rank: {two_machines(how)}")
-    with patch.object(comm.groups, "groups_by_host", lambda group: by_host(group)[::-1]):
-        wrong = simulate(parser().parse_args(RUN.format(200, 8, "hybrid").split()), steps=2)
-    print(f"64 GPUs, 200 Gbit/s, groups swapped: {wrong.report()['step'] * 1e3:,.0f} ms")
+def without_the_second_part() -> None:
+    for second_part in (True, False):
+        losses = two_machines(second_part)
+        own, whole = ([f"{losses[rank][which]:.2f}" for rank in (0, 2)] for which in (0, 1))
+        print(f"second part: {second_part!s:5}  loss on its own half: {', '.join(own)}; "
+              f"on the alphabet: {', '.join(whole)}")  # fmt: skip
+
+
+# %% [hidden]
+def next_letter(model: nn.Module, letters: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(model(letters[None])[0], (letters + 1) % 26)
 
 
 # %% [markdown]
-# Without the second half each machine trains a model of its own. With the groups swapped the result
-# is right, but a step takes nine times as long: each of the eight GPUs of a machine gathers over
-# its network. A `process_group` is a pair (shard, replicate), and a `device_mesh` is (replicate,
-# shard), here and in PyTorch.
+# (The two numbers are those of the two machines; `next_letter` is in
+# [the program](22_hybrid.py).) Without the second part the losses that you see while training are
+# as small as they should be, or smaller. But each machine has trained a model of its own, on its
+# own data, and is lost on the data of the other. A checkpoint has one of the two.
 #
-# ## Predict, then run
-#
-# 1. How much longer does it take to gather *nothing* among 1,024 GPUs than among the 8 of a row?
-# 2. With 3,200 Gbit/s and 64 GPUs both hardly wait. Why does HYBRID_SHARD take longer?
+# A second mistake gives the right model, and takes its time. The groups are two, and are easily
+# swapped: a `process_group` is a pair (shard, replicate), and a `device_mesh` has the dimensions
+# (replicate, shard), the other way round, here and in PyTorch. If columns shard and machines
+# replicate, every gather goes over the network, and the 8 GPUs of a machine do that at once:
 
 
 # %%
+def swapped_groups() -> None:
+    with patch.object(comm.groups, "groups_by_host", lambda group: by_host(group)[::-1]):
+        wrong = simulate(parser().parse_args(RUN.format(200, 8, "hybrid").split()), steps=2)
+    right = step(200, 8, "hybrid").report()["step"]
+    print(f"64 GPUs, 200 Gbit/s: {right * 1e3:.0f} ms; groups swapped: "
+          f"{wrong.report()['step'] * 1e3:,.0f} ms")  # fmt: skip
+
+
+# %% [markdown]
+# ## Predict, then run
+#
+# 1. How many times as long does it take to gather *nothing* among 1,024 GPUs as among the 8 of a
+#    row?
+# 2. With 3,200 Gbit/s and 64 GPUs both strategies hardly wait. Why does `HYBRID_SHARD` compute for
+#    longer?
+# 3. Four ranks are two machines of two. On rank `r` the gradient is `r + 1`. Which mean does each
+#    rank use if the second part is left out?
+#
+# <details><summary>Answers</summary>
+#
+# 1. 201 times: 128 steps of 12 microseconds and 895 of 3, against 7 of 3.
+# 2. Its optimizer has more to do. Each rank steps an eighth of the model and not a 64th. That
+#    takes 6 ms more.
+# 3. Ranks 0 and 1 use 1.5, and ranks 2 and 3 use 3.5. The mean of all would be 2.5.
+#
+# </details>
+
+
+# %% [hidden]
+@on_ranks(4)
+def gradients() -> float:
+    with patch.object(comm.groups, "hosts_of", lambda group: ["a", "a", "b", "b"]):
+        pair = by_host(dist.group.WORLD)
+    layer = FSDP(nn.Linear(4, 1, bias=False), process_group=pair, sharding_strategy=HYBRID)
+    nothing = iter([lambda: None] * 2)
+    with patch.object(reduce, "all_reduce", lambda *_: nothing):
+        layer(torch.full((1, 4), dist.get_rank() + 1.0)).sum().backward()
+    return next(layer.parameters()).grad.mean().item()
+
+
 def answers() -> None:
     ring = step(200, 128, "full").cluster.ring_seconds
     ratio = ring(0, [*range(1024)]) / ring(0, [*range(8)])
-    assert round(ratio) == 201  # 1. times: 128 x 12 + 895 x 3 microseconds, to 7 x 3
+    assert round(ratio) == 201 and round(ratio * 7 * 3) == 128 * 12 + 895 * 3  # 1. times as long
     full, hybrid = (step(3200, 8, strategy).report()["compute"] for strategy in ("full", "hybrid"))
-    assert hybrid - full > 0.006  # 2. its optimizer has chunks to step that are 8 times as large
+    assert 0.006 < hybrid - full < 0.007  # 2. its optimizer has chunks that are 8 times as large
+    assert gradients() == [1.5, 1.5, 3.5, 3.5] and (1 + 2 + 3 + 4) / 4 == 2.5  # 3. its machine's
+
+
+def claims() -> None:
+    many, few = step(200, 128, "full"), step(200, 8, "full").cluster
+    assert many.cluster.world_size - 1 == 1023 and many.cluster.nodes - 1 == 127
+    assert 200 / 8 == 25 and 200 / 8 * few.links_reached == 20 and 3200 / 8 == 16 * 25 == 400
+    with torch.device("meta"):
+        numel = sum(p.numel() for p in MODELS["gpt-7b:quarter"].build().parameters())
+    assert round(numel / 1e9, 2) == 1.85
+    assert round(4 * 3 * numel / 8 / 1e9, 1) == 2.8 and round(12 * numel / 1024 / 1e9, 2) == 0.02
+    report = many.report()
+    assert 0.2 < report["overlap"] / report["communication"] < 0.28  # a quarter
+    assert len(collectives(many)) == 26 * 2  # in two steps
+    longer = [many.cluster.ring_seconds(0, [*range(ranks)]) for ranks in (64, 1024)]
+    assert 1023 - 63 == 960 and round(26 * (longer[1] - longer[0]), 1) == 0.1
     small = "--model gpt-1.3b --network 3200 --nodes 128 --batch 4 --seq 512 --strategy {}_shard"
     runs = [simulate(parser().parse_args(small.format(s).split())) for s in ("full", "hybrid")]
     assert [round(gpu.report()["step"] * 1e3) for gpu in runs] == [352, 151]  # ms
+    gathered, reduced = 25 + 24, 25  # 24 blocks and the root, which is not gathered again
+    assert len(collectives(runs[0])) % (gathered + reduced) == 0 and gathered + reduced == 74
 
 
 # %% [hidden]
 def main() -> None:
     scaling()
-    broken()
+    without_the_second_part()
+    swapped_groups()
     answers()
+    claims()
 
 
 if __name__ == "__main__":

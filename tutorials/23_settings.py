@@ -229,7 +229,7 @@ def slow_network() -> None:
 #
 # 1. The network of the 64 A100 is replaced by one of 400 Gbit/s for each node. From how many
 #    tokens on do gathers hide?
-# 2. The model has 70 billion parameters instead of 1.3. How does $T^*$ change?
+# 2. The model has fifty times as many parameters. How does $T^*$ change?
 # 3. The 64 A100 are replaced by 64 H100, on the same network. Do you need more tokens or fewer?
 #
 # <details><summary>Answers</summary>
@@ -255,6 +255,7 @@ def answers() -> None:
     assert round(enough_tokens(slower)) == 5375  # 1. four times as many
     assert {*signature(enough_tokens).parameters} == {"machine", "dtype_bytes"}  # 2. no model in it
     assert round(enough_tokens(faster)) == 3225  # 3. more
+    assert round(sum(param.numel() for param in GPT.blocks[0].parameters()) / 1e6) == 50
     latency = 55 * 3e-6 + 8 * 12e-6  # of 64 ranks on 8 nodes
     assert round(latency * 1e3, 2) == 0.26
     assert round(latency * MACHINES["64 A100, 1,600 Gbit/s"].bandwidth / 1e6) == 42

@@ -3,30 +3,49 @@
 # %% [markdown]
 # # Parity: a loss that falls proves nothing
 #
-# Here are two sharded engines, A and B, and their losses. Each has trained the same small model on
-# two ranks, from the same seed and on the same data. In one of the two engines no rank ever sees a
-# gradient of the other rank. Which one?
+# You have written a sharded engine. The model trains, and the loss falls. Is the engine right?
+#
+# Here are two engines, A and B. Each trains the GPT of `make demo`, with two blocks, on two ranks,
+# from the same seed and on the same data. In one of the two no rank ever sees a gradient of the
+# other rank. Before you read on: which one?
 
 # %% [hidden]
 import inspect
 import sys
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tests/ is beside tutorials/
 
 import pytest
+import torch
 from draw import strips
 from launch import on_ranks
+from torch.nn.functional import cross_entropy
+from train_gpt import GPT, Block
 
 from minifsdp import ShardingStrategy, comm, reduce, shard, unshard
 from minifsdp.sim import cluster
 from tests import fuzz, lagging
+from tests.models import Case
+from tests.mutants import MUTANTS
 from tests.parity import CASES, difference, full_parameters, reference, sharded, train
 
-MODELS = ("mlp_nested", "twice", "unused", "frozen", "conv", "odd")
+MODELS = {"gpt": "GPT", "twice": "called twice", "unused": "unused layer"}
+MODELS |= {"frozen": "frozen layer", "conv": "convolutions", "odd": "odd sizes"}
+
+
+def letters():
+    return ((torch.randint(26, (2, 1)) + torch.arange(32)) % 26,)  # of the alphabet, in sequence
+
+
+def next_letter(output, tokens):
+    return cross_entropy(output.flatten(0, 1), (tokens.flatten() + 1) % 26)
+
+
+CASES["gpt"] = Case(lambda: GPT(layers=2, width=128), (Block,), letters, next_letter)
 
 
 @contextmanager
@@ -46,18 +65,28 @@ def mistake(name):
 def two_engines() -> None:
     for engine, name in {"A": "no reduction", "B": "no mistake"}.items():
         with mistake(name):
-            losses = train(sharded(CASES["mlp_nested"]), CASES["mlp_nested"], steps=6)
+            losses = train(sharded(CASES["gpt"]), CASES["gpt"], steps=6)
         print(engine, *(f"{loss:.3f}" for loss in losses))
 
 
 # %% [markdown]
-# It is A. Each of its ranks takes a chunk of its own gradient for a chunk of the mean. Gradient
-# descent forgives that, as it did on page [00](00_ddp.md). A falling loss proves nothing.
+# It is A. After each backward a rank of A takes a chunk of its own gradient where it should have
+# taken a chunk of the mean of all gradients. Gradient descent forgives that, as it did on page
+# [00](00_ddp.md): every rank still goes downhill, each on a hill of its own. So a loss that falls
+# says nothing about whether the ranks train together.
 #
-# So compare with what is right: DDP, from the same seed, on the same data. After
-# three steps all losses and parameters must be the same. This is that test, made from the project's
-# own (in `tests/`; they need pytest). A mistake is a function, a piece of its source, and what to
-# put there. The first makes engine A.
+# ## Compare with what is right
+#
+# What should the numbers be? There is something that knows: DDP, PyTorch's own, trained from the
+# same seed on the same data. Sharding says where numbers are kept, and should not change them. So
+# after some steps all losses and all parameters must be the same as DDP's. This is called *parity*.
+# The test below does it in four lines, with functions of the project's own tests (`reference`
+# trains DDP; they are in [tests/parity.py](../tests/parity.py) and need pytest).
+#
+# But is the test any good? You find out by making mistakes on purpose, and looking whether it
+# notices. Such a mistake is called a *mutant*. Here each is a function of the engine, a piece of
+# its source, and what to put there instead (`mistake`, in [the program](24_parity.py), does that).
+# The first one makes engine A. The last one is a mistake in the test itself:
 
 
 # %%
@@ -69,7 +98,7 @@ def gap(name: str, strategy: str = "FULL_SHARD") -> float:
 
 
 MISTAKES = {
-    "no reduction": (comm.collectives.reduce_scatter, "add_(addend, alpha=scale)", "copy_(addend)"),
+    "no reduction": (comm.collectives.reduce_scatter, "add_(part, alpha=scale)", "copy_(part)"),
     "a sum of replicas, not a mean": (reduce._start_all_reduce_part, "1 / replicas.size()", "1.0"),
     "padding comes first": (shard.shard, "shard[:unpadded]", "shard[size - unpadded :]"),
     "overwrites what is there": (reduce.store_gradient, "before.add_(grad)", "grad"),
@@ -82,33 +111,53 @@ MISTAKES = {
 def engine_a() -> None:
     for test in ("same data on every rank", "other data on every rank"):
         with mistake("no reduction"), mistake(test):
-            print(f"{test}: {gap('mlp_nested'):.2g} from DDP")
+            print(f"{test}: {gap('gpt'):.2g} from DDP")
 
 
 # %% [markdown]
-# ## What breaks without other data
+# ## What breaks without other data on every rank
 #
-# It is tempting to give all ranks the same batch. Then A passes in every bit: the mean of two equal
-# gradients is that gradient, and who does not reduce misses nothing. On other data A is off, but by
-# half a thousandth. A test that calls this close lets it through again.
+# It is tempting to give all ranks the same batch, because then one process can compute what should
+# come out. On the same data engine A passes in every bit. The mean of two equal gradients is that
+# gradient, so an engine that does not reduce misses nothing. Such a test cannot see the worst
+# mistake that there is.
 #
-# How close is close? Addition rounds, but `a + b` is `b + a` in every bit: with two ranks nothing
-# but zero will do. With three, order matters: `0.1 + 0.2 + 0.3` is 0.6000000000000001, backwards it
-# is 0.6. Only there is a bound fair (`tests/parity.py` has one, and why).
+# On other data the test does find A, but look at the number. Three steps are not enough for two
+# ranks to drift far apart. A test with a tolerance, one that calls a difference of a hundredth
+# "close enough", lets A through again. (For some of the models below a thousandth is enough.) So
+# how close is close? Additions of floating-point numbers round, but `a + b` and `b + a` round to
+# the same bits. With two ranks a mean has one addition, so nothing but a difference of zero will
+# do. With three ranks it matters which two are added first: `0.1 + 0.2 + 0.3` is
+# 0.6000000000000001, and `0.3 + 0.2 + 0.1` is 0.6. Only there a bound is fair, and it can be
+# computed from the number of additions (`BOUND` in tests/parity.py says how).
 #
-# ## Every strategy, every kind of model, every program
+# ## Every strategy, and every kind of model
 #
-# ![Four groups of strips, a strip for each strategy, in it a box for each of six models. Without a
-# mistake all is green. Each of three mistakes is red in other places.](24_parity.svg)
+# One model is not enough either. Each column below is a small model with something that may go
+# wrong: a layer that is called twice, one that is not used in this step, one that is frozen, and so
+# on. Each row is a strategy. A box is green if training under minifsdp gives the same bits as under
+# DDP, and else it says how large the difference is:
 #
-# The one thing to notice: each mistake is red in other places. A box compares with DDP, on two
-# ranks; a red one says how far off it is. Only where there are replicas the line of the second
-# mistake runs (HYBRID_SHARD is two of them here, as NO_SHARD is), and only two of the models have
-# an odd number of elements in a unit, which is padded. `make test-all` has thousands of boxes.
+# ![Four charts, each with three strategies as rows and six models as columns. Without a mistake all
+# 18 boxes are green. With no reduction all are red. With a sum of replicas the rows no_shard and
+# hybrid_shard are red. With padding in front only two boxes of full_shard are red.](24_parity.svg)
 #
-# The fourth is green in all of them: gradients are cleared after each step, so there is nothing to
-# overwrite. Somebody has to think of two backwards before a step. Or nobody: `tests/fuzz.py` makes
-# up models, settings and programs, and compares after each operation. Here is one that fails:
+# No two mistakes make the same boxes red. The one in the all-reduce shows only where there are
+# replicas. (On two ranks `hybrid_shard` is two machines of one GPU, so it has replicas, as
+# `no_shard` has.) The one in the padding shows only in two of the six models, those with a unit
+# that has an odd number of elements; the others need no padding on two ranks. Had you tested the
+# GPT with `full_shard` alone, two of the three mistakes would have passed. The project's own
+# tests have thousands of such boxes.
+#
+# ## Every program
+#
+# The fourth mistake, "overwrites what is there", is green everywhere. The gradient of a second
+# backward replaces that of the first one, and none of the tests above calls backward twice before a
+# step. Somebody has to think of that, and of everything else that a user might do. Or nobody has
+# to: a *fuzzer* makes up tests at random. [tests/fuzz.py](../tests/fuzz.py) makes up a model, its
+# settings, and a program of operations (forward, backward, step, clear the gradients, save, ...).
+# It runs them under minifsdp and under a plain reference, and compares after each operation. The
+# same seed makes up the same program, so that what has failed can be run again. This one fails:
 
 
 # %%
@@ -121,20 +170,29 @@ def a_random_program() -> None:
 
 
 # %% [markdown]
-# ## Waits
+# ## Every wait
 #
-# The fifth mistake computes before the gather has been waited for. On a CPU the data may be there
-# by chance. So the tests bring a device on which nothing happens before somebody waits for it, and
-# what is to come is NaN. The virtual GPU ([09](09_streams.md)) sees who reads what, not numbers.
+# The fifth mistake computes with parameters before their gather has been waited for. That is a race
+# (page [09](09_streams.md)), and on a CPU the data may have arrived in time by chance. A test that
+# passes by chance proves nothing. So the tests bring a device on which nothing happens until
+# somebody waits for it. Work that is submitted is only put into a queue, and memory that it has yet
+# to fill contains NaN, "not a number":
 #
-# {{ tests/lagging.py DeferringStream }}
+# {{ tests/lagging.py DeferringStream.submit }}
+#
+# {{ tests/lagging.py DeferringStream.advance }}
+#
+# An event has the number of work items before it as its `mark`, and waiting for it calls `advance`.
+# A program that waits for everything it reads gets the same numbers as always. One that forgets to
+# wait computes with NaN, every time. The virtual GPU can tell, too: it notes who writes and who
+# reads each piece of memory, and reports a read that is not ordered after the write.
 
 
 # %%
 @on_ranks(2)
 def deferring() -> None:
     with lagging.deferring_device(), mistake("computes too early"):
-        losses = train(sharded(CASES["twice"]), CASES["twice"])
+        losses = train(sharded(CASES["gpt"]), CASES["gpt"])
     print("losses on that device:", *map(float, losses))
 
 
@@ -146,26 +204,55 @@ def virtual_gpu(name: str = "computes too early") -> list:
 
 
 # %% [markdown]
-# Mistakes test the tests. `make mutants` makes more than three hundred, one at a time, and each has
-# to fail a test. One that nothing can fail is worth nothing.
+# So five mistakes took four kinds of test: other data on each rank, many models and strategies,
+# random programs, and devices on which a missing wait shows. `make mutants` does for the whole
+# project what this page did with six: it makes more than 1,000 mistakes, one at a time, and for
+# each a test has to fail. A test that no mistake can make fail is worth nothing.
 #
 # ## Predict, then run
 #
-# 1. On one rank, how much of the picture is red?
-# 2. Does the virtual GPU notice the fourth mistake?
+# 1. The picture is made on two ranks. On one rank, how many of its boxes are red?
+# 2. Does the virtual GPU notice the fourth mistake, "overwrites what is there"?
+# 3. You compare with DDP after the first forward only, before any backward. Which of the six
+#    mistakes can show in its loss?
+#
+# <details><summary>Answers</summary>
+#
+# 1. None. With one rank there is nobody whose gradient could be missed, the sum of one replica is
+#    its mean, and nothing is padded.
+# 2. No. All waits are where they should be. It sees who reads what and when, and not which numbers.
+# 3. Padding that comes first, and computing too early. They spoil the parameters that the forward
+#    uses. The first, the second and the fourth spoil gradients, and the sixth is in the data, which
+#    is then the same for DDP.
+#
+# </details>
 
 
-# %%
+# %% [hidden]
+@on_ranks(2)
+def first_losses():
+    case, equal = CASES["odd"], []
+    for name in MISTAKES:
+        lags = lagging.deferring_device() if name == "computes too early" else nullcontext()
+        with mistake(name):
+            (expected,), _ = reference("odd", steps=1)
+            with lags:
+                equal.append(torch.equal(train(sharded(case), case, steps=1)[0], expected))
+    return equal
+
+
 def answers() -> None:
     (rows,) = on_ranks(1)(cells.body)()
     assert "'red'" not in str(rows)  # 1. nothing: there is nobody to disagree with
     assert not virtual_gpu("overwrites what is there")  # 2. no: it sees waits, not numbers
+    found, _ = first_losses()
+    assert found == [True, True, False, True, False, True]  # 3. the third and the fifth
 
 
 # %% [hidden]
 @on_ranks(2)
 def cells():
-    rows = [("", [(1.0, "", name) for name in MODELS])]
+    rows = [("", [(1.0, "", name) for name in MODELS.values()])]
     for name in ("no mistake", *list(MISTAKES)[:3]):
         rows.append((name, []))
         with mistake(name):
@@ -177,13 +264,18 @@ def cells():
 
 
 def matrix():
+    rows, _ = cells()
     legend = {"green": "equal to DDP in every bit", "red": "the largest difference from DDP"}
-    strips(Path(__file__).with_suffix(".svg"), "minifsdp against DDP", cells()[0], legend)
+    title = "Training under minifsdp compared with DDP, without and with mistakes"
+    strips(Path(__file__).with_suffix(".svg"), title, rows, legend)
+    red = [[b[1] == "red" for b in boxes] for name, boxes in rows if name.endswith("shard")]
+    assert [sum(row) for row in red] == [0, 0, 0, 6, 6, 6, 0, 6, 6, 2, 0, 0]  # 18 in the first
 
 
 def main() -> None:
     for page in (two_engines, engine_a, matrix, a_random_program, deferring, virtual_gpu, answers):
         page()
+    assert len(MUTANTS) > 1000 and 6 * 3 == 18
 
 
 if __name__ == "__main__":

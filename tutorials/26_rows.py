@@ -3,9 +3,14 @@
 # %% [markdown]
 # # Rows: parameters that keep their names
 #
-# In chunks (page [03](03_shard.md)) a unit is one vector to an optimizer, without names or shapes.
-# With `use_orig_params=True` it is divided in *rows*, as by FSDP2 (page [25](25_fsdp2.md)): each
-# rank has some rows of every parameter. Both train like DDP, until you want no decay for biases:
+# Weight decay pulls parameters towards zero in each step. It is meant for matrices. Biases and the
+# weights of LayerNorms are usually spared, and a training program does that by their names: it
+# makes two groups of parameters for the optimizer, with another `weight_decay` each.
+#
+# Page [25](25_fsdp2.md) has shown two ways to divide a unit among ranks, in *chunks* of one flat
+# tensor and in *rows* of each parameter. minifsdp can do both; `use_orig_params=True` asks for
+# rows. Here the GPT of `make demo`, with two blocks, is trained in both ways and under DDP. Which
+# lines will say True?
 
 # %% [hidden]
 import warnings
@@ -20,170 +25,231 @@ import torch.distributed as dist
 from draw import strips
 from launch import on_ranks
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
+from train_gpt import GPT, Block
 
 from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import ModuleWrapPolicy
 from minifsdp.comm.blocks import by_rank
 from minifsdp.reduce import reduce_scatter
 from minifsdp.rows import Rows, check_divisible
 
+POLICY = ModuleWrapPolicy({Block})
 
-def net():
+
+def gpt():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    return GPT(layers=2, width=128)
+
+
+def loss_of(model):
+    letters = (torch.randint(26, (2, 1)) + torch.arange(32)) % 26
+    return cross_entropy(model(letters).flatten(0, 1), (letters.flatten() + 1) % 26)
+
+
+def say(*words):
+    if dist.get_rank() == 0:
+        print(*words)
 
 
 # %%
-WAYS = {"DDP": DDP, "chunks": FSDP, "rows": partial(FSDP, use_orig_params=True)}
+WAYS = {
+    "DDP": DDP,
+    "chunks": partial(FSDP, auto_wrap_policy=POLICY),
+    "rows": partial(FSDP, auto_wrap_policy=POLICY, use_orig_params=True),
+}
 
 
-def train(model: nn.Module, undecayed: str) -> list[torch.Tensor]:
+def train(model: nn.Module, spared: tuple[str, ...]) -> list[torch.Tensor]:
     groups = [{"params": [], "weight_decay": 0.5}, {"params": [], "weight_decay": 0.0}]
     for name, param in model.named_parameters():
-        groups[name.endswith(undecayed)]["params"].append(param)
-    optimizer = torch.optim.AdamW(groups, lr=0.1)
+        groups[any(word in name for word in spared)]["params"].append(param)
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=0.003)
     torch.manual_seed(dist.get_rank())  # other data on every rank
     for _ in range(5):
-        (loss := model(torch.randn(4, 8)).pow(2).mean()).backward()
+        loss = loss_of(model)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return [loss, *model.state_dict().values()]
 
 
 @on_ranks(2)
-def no_decay() -> None:
-    for undecayed in ("nothing", "bias"):
-        ddp, *others = [train(wrap(net()), undecayed) for wrap in WAYS.values()]
-        equal = (all(map(torch.equal, ddp, other)) for other in others)
-        print(f"no decay for {undecayed}; chunks, rows equal to DDP:", *equal)
+def weight_decay() -> None:
+    for spared in ((), ("norm", "bias")):
+        ddp, *others = [train(wrap(gpt()), spared) for wrap in WAYS.values()]
+        for way, found in zip(("chunks", "rows"), others, strict=True):
+            equal = all(map(torch.equal, ddp, found))
+            who = ", ".join(spared) or "nothing"
+            say(f"spared: {who:10} in {way:6} loss {found[0]:.5f}; as DDP, bit for bit: {equal}")
 
 
 # %% [markdown]
-# Loss and parameters are compared bit by bit. With chunks no name ends in "bias", so biases decay.
-# Here is a layer on two ranks, with a weight `[3, 2]` of rows `a`, `b`, `c` and a bias of elements
-# `x`, `y`, `z`. What one rank has of one parameter is a *block*:
+# ## What breaks without names
+#
+# In chunks a parameter of the optimizer is a flat tensor, `blocks.0._flat_param`, and no name has
+# "norm" or "bias" in it. So the second group stays empty, and everything decays. There is no error
+# and no warning, and the loss still falls. In rows the same program does what it says.
+#
+# ## Where the rows are
+#
+# Here is one linear layer on two ranks. Its weight is `[3, 2]`, with the rows `a`, `b` and `c` of
+# two elements each. Its bias has the three elements `x`, `y`, `z`, which are rows of one element:
 
 
 # %% [hidden]
 @on_ranks(2)
 def layouts():
     found, colour = [], ("blue", "orange")[dist.get_rank()]
-    for name in ("chunks", "rows"):
+    for settings in ({}, {"use_orig_params": True}):
         layer, full = nn.Linear(2, 3), []
         nn.utils.vector_to_parameters(torch.arange(1.0, 10), layer.parameters())
-        unit = (model := WAYS[name](layer)).engine.root
+        unit = (model := FSDP(layer, **settings)).engine.root
         layer.register_forward_hook(lambda *_, u=unit, f=full: f.extend(u.unsharded.data.int()))
         model(torch.ones(2))
         at = torch.cat(by_rank(torch.arange(len(full)), unit.layout.blocks, 2)[dist.get_rank()])
         assert [full[i] for i in at] == unit.padded_shard.tolist()
         boxes = [(1, colour if n else "gray", "0aabbccxyz"[n]) for n in full]
         found.append([box if i in at else (1, "", "") for i, box in enumerate(boxes)])
+    assert unit.layout.blocks == [4, 2]
     return found
 
 
 def draw():
-    titles, strip = {"chunks: each rank has one block": 6, "rows: each rank has two": 8}, []
+    titles = {"in chunks: each rank has one piece of the flat tensor": 6}
+    titles["in rows: each rank has a block of the weight and a block of the bias"] = 8
+    strip = []
     for (title, weight), *ranks in zip(titles.items(), *layouts(), strict=True):
         names = [(weight, "", "weight"), (len(ranks[0]) - weight, "", "bias")]
         strip += [(title, []), ("", names), ("rank 0", ranks[0]), ("rank 1", ranks[1])]
-    strips(Path(__file__).with_suffix(".svg"), "one layer on two ranks", strip)
+    title = "Which elements of one unsharded linear layer each of two ranks keeps"
+    strips(Path(__file__).with_suffix(".svg"), title, strip)
 
 
 # %% [markdown]
-# ![Two groups of two strips. Above, rank 0 has five boxes, and rank 1 the next five. Below, each
-# rank has four boxes of the weight and two of the bias, and rank 1's end with zeros.](26_rows.svg)
+# ![Two groups of two strips. Above, in chunks, rank 0 has a, a, b, b, c, and rank 1 has c, x, y, z
+# and a zero. Below, in rows, rank 0 has a, a, b, b of the weight and x, y of the bias, and rank 1
+# has c, c and two zeros, then z and a zero.](26_rows.svg)
 #
-# The one thing to notice: above, row `c` is on both ranks, and below it is on one. Each parameter
-# has its own zeros (gray). Without them rank 0 would have 4 + 2 numbers and rank 1 only 2 + 1, so
-# the bias would begin at another place. NCCL's collectives need equally many from each rank.
+# What one rank has of one parameter is called a *block* here. Above, row `c` is cut in two. Below
+# it is on rank 1 as a whole, and each parameter has padding of its own. That padding is not
+# negligence. NCCL's collectives take equally many elements from each rank, and each parameter has
+# to be in the same place on all ranks. Three rows on two ranks are two rows and one row, so the
+# last rank gets a row of zeros.
 #
 # ## The same collectives
 #
-# The strips show places in the unsharded flat parameter. Layers compute with views of it, so each
-# parameter has to be one piece. A rank's shard is its blocks, end to end:
+# A gathered unit looks the same in both ways. It is one flat tensor in which all parameters lie end
+# to end, and layers compute with views of it, as on page [02](02_flatten.md). Only the cut is
+# another one. A rank's shard is its blocks, put together:
 #
-# {{ minifsdp/rows.py Rows.shard }}
+# {{ minifsdp/rows.py Rows.shard -The blocks }}
 #
-# {{ minifsdp/comm/blocks.py by_rank }}
+# {{ minifsdp/comm/blocks.py of_rank -A copy of }}
 #
-# `blocks` is `[4, 2]` for this layer, and `None` for chunks. Collectives take it as an argument. On
-# a CPU they send each block from its place to its place. NCCL needs all blocks of a rank in one
-# piece, so on a GPU they are copied, before a reduction and after a gather.
+# `blocks` is the size of one block for each parameter, `[4, 2]` for this layer. `_matrices` cuts
+# the flat tensor into parameters, and each of these into one block for each rank. For chunks
+# `blocks` is None. All-gather and reduce-scatter take `blocks` as an argument. On a CPU each block
+# is sent from its place to its place. NCCL wants all that belongs to one rank in one piece, so on a
+# GPU blocks are copied together before a reduction, and apart after a gather. This is the copy that
+# FSDP2 makes, too.
 #
-# The parameters are `DTensor`s, which know that other ranks have more rows. A norm of one is that
-# of all its rows. So torch's clipping, refused on chunks (page [20](20_no_sync.md)), is right here:
+# What the optimizer sees are `DTensor`s, which know that other ranks have more rows. The norm of a
+# DTensor is that of all its rows, on all ranks. So `torch.nn.utils.clip_grad_norm_`, which is
+# refused for chunks because it would see one rank's chunks only, is right here:
 
 
 # %%
 @on_ranks(2)
 def clip() -> None:
     for name in ("DDP", "rows"):
-        model = WAYS[name](net())
-        model(torch.randn(4, 8) + dist.get_rank()).pow(2).mean().backward()
-        print(f"{name}: norm {nn.utils.clip_grad_norm_(model.parameters(), 0.1).item():.5f}")
+        model = WAYS[name](gpt())
+        torch.manual_seed(dist.get_rank())
+        loss_of(model).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.1)
+        say(f"{name}: the norm of all gradients is {norm.item():.5f}")
 
 
 # %% [markdown]
 # ## What is frozen is not reduced
 #
-# In the unsharded flat parameter frozen parameters come last. The trained ones are one piece, and
-# nothing else has a gradient. (Chunks refuse that: page 25.) Like LoRA, this trains thin layers:
+# Fine-tuning often trains a small part of a model and *freezes* the rest: frozen parameters have
+# `requires_grad=False` and get no gradient. (In chunks a unit is frozen as a whole; page
+# [25](25_fsdp2.md).) In rows a unit lays its frozen parameters at the end of the flat tensor. Then
+# all that has a gradient is one piece at its beginning, and only that is reduced. Here only vectors
+# are trained, the biases and the LayerNorms, and all matrices are frozen:
 
 
 # %%
 @on_ranks(2)
-def adapter() -> None:
-    for trained in (True, False):
-        model = WAYS["rows"](nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4), nn.Linear(4, 64)))
-        model.module[0].requires_grad_(trained)
+def only_vectors() -> None:
+    for trained in ("everything", "only vectors"):
+        model = WAYS["rows"](gpt())
+        for param in model.parameters():
+            param.requires_grad_(trained == "everything" or param.dim() == 1)
         with mock.patch("minifsdp.reduce.reduce_scatter", wraps=reduce_scatter) as reduction:
-            model(torch.randn(2, 64)).sum().backward()
-        print(f"reduced: {reduction.call_args.args[0].numel()} of {model.engine.root.padded_numel}")
+            loss_of(model).backward()
+        sent = sum(call.args[0].numel() for call in reduction.call_args_list)
+        every = sum(unit.padded_numel for unit in model.engine.units)
+        say(f"{trained} trained: {sent:,} of {every:,} elements are reduced")
 
 
 # %% [markdown]
 # ## What it costs
 #
-# Each parameter is padded to at least one row for each rank. Elements on 1, 8 and 64 ranks:
+# Each parameter is padded until it has as many rows as a multiple of the number of ranks. For a
+# large matrix that is nothing, and for a matrix with few rows it is a lot. This is how many
+# elements a parameter has with its padding, on 1, 8 and 64 ranks:
 
 
 # %%
 def padding() -> None:
+    print(f"{'shape':12} {'1 rank':>10} {'8 ranks':>10} {'64 ranks':>10}")
     for shape in ((4096, 4096), (4096,), (8, 4096), (1, 4096)):
         numels = [Rows([torch.Size(shape)], [True], ranks).padded_numel for ranks in (1, 8, 64)]
         print(f"{shape!s:12}", *(f"{numel:10,}" for numel in numels))
 
 
 # %% [markdown]
-# A unit in chunks has fewer zeros than ranks. With rows an optimizer has a `DTensor` for each
-# parameter, and operations on it run PyTorch's Python code first. So a step takes the host longer.
+# A unit in chunks never has more zeros than ranks. There is a cost in time, too. An optimizer has
+# one parameter for each unit in chunks, and one for each matrix and vector in rows. And each of
+# them is a DTensor, for which PyTorch runs Python code before each operation. So a step takes the
+# host longer. This is why minifsdp has both, and chunks are the default.
 #
 # ## Predict, then run
 #
-# 1. You freeze a matrix after the optimizer was made. Does it have to be made again?
-# 2. A temperature is a parameter of shape `[]`. Which rank has it?
+# 1. You make an optimizer, train a while, and then freeze a matrix. Do you have to make the
+#    optimizer again, so that it leaves the matrix alone?
+# 2. A temperature is a parameter of one number, of shape `[]`. Which rank has it?
+# 3. A thin matrix is `[4, 4096]`. How much of what 8 ranks keep of it is padding?
+#
+# <details><summary>Answers</summary>
+#
+# 1. No. It has no gradient any more, and an optimizer skips what has none, weight decay included.
+# 2. None: it has no rows. minifsdp refuses it by name, and says that a shape of `[1]` would do.
+# 3. Half. Each rank has room for one row, and 4 of the 8 ranks have a row of zeros.
+#
+# </details>
 
 
-# %%
+# %% [hidden]
 @on_ranks(2)
 def answers() -> None:
-    model = WAYS["rows"](net())
+    model = WAYS["rows"](gpt())
     optimizer = torch.optim.AdamW(model.parameters())
-    weight = model.module[0].weight.requires_grad_(False)
+    weight = model.module.head.weight.requires_grad_(False)
     before = weight.full_tensor()
-    model(torch.ones(8)).sum().backward()
+    loss_of(model).backward()
     optimizer.step()
     assert torch.equal(weight.full_tensor(), before)  # 1. no
     TestCase().assertRaises(ValueError, check_divisible, {"t": torch.tensor(1.0)})  # 2. no rows
-
-
-# %% [markdown]
-# Next: [27](27_checkpoints.md), how to save what is spread over ranks.
+    assert Rows([torch.Size((4, 4096))], [True], 8).padded_numel == 2 * 4 * 4096  # 3. half of it
 
 
 # %% [hidden]
 def main() -> None:
-    for experiment in (no_decay, draw, clip, adapter, padding, answers):
+    for experiment in (weight_decay, draw, clip, only_vectors, padding, answers):
         experiment()
 
 

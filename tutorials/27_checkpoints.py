@@ -3,64 +3,115 @@
 # %% [markdown]
 # # Checkpoints: saved by two ranks, loaded by three
 #
-# Training takes weeks, and machines fail every day. What each rank could save is its own part. What
-# is that? Here is Adam's state for a layer with a weight `[3, 2]` and a bias `[3]`, on two ranks:
+# A long training has to survive that a machine fails. So it saves its state from time to time, a
+# *checkpoint*, and goes on from there. With a whole model that is one call of `torch.save`. Here
+# each rank has only a part. May every rank simply save its own part to a file of its own?
+#
+# Let us try it with the GPT of `make demo`, with two blocks. Two ranks train it and write a file
+# each. Then they are started again and read the files, once as they were and once with the numbers
+# of the two ranks exchanged. That happens: torchrun's documentation says in capitals that [`RANK`
+# is NOT stable](https://docs.pytorch.org/docs/stable/elastic/run.html) from one start to the next.
+# What do you expect of the loss?
 
 # %% [hidden]
+import math
 import tempfile
 import warnings
-from functools import partial
 from pathlib import Path
+from unittest import TestCase
 
 warnings.filterwarnings("ignore")
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from checkpoints import Checkpoints
 from draw import strips
 from launch import on_ranks
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
+from train_gpt import GPT, Block
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import as_dtensors, state_to_load, state_to_save
+from minifsdp import ModuleWrapPolicy, state_to_load, state_to_save
 
-ROWS = partial(FSDP, use_orig_params=True)
+WAYS = ("under DDP", "in chunks", "in rows")
 
 
-def layer():
-    torch.manual_seed(0)
-    return nn.Linear(2, 3)
+def gpt(way="in chunks", seed=0):
+    torch.manual_seed(seed)
+    model = GPT(layers=2, width=128)
+    settings = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "use_orig_params": way == "in rows"}
+    model = DDP(model) if way == "under DDP" else FSDP(model, **settings)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.003)
+
+
+def train(model, optimizer, steps):
+    torch.manual_seed(0)  # the same data on any number of ranks, so that losses can be compared
+    for _ in range(steps):
+        letters = (torch.randint(26, (2, 1)) + torch.arange(32)) % 26
+        loss = cross_entropy(model(letters).flatten(0, 1), (letters.flatten() + 1) % 26)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
 
 
 # %%
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> torch.Tensor:
-    torch.manual_seed(0)  # the same data on any number of ranks, so that losses can be compared
-    for _ in range(steps):
-        (loss := model(torch.randn(4, 2)).pow(2).mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return loss.detach()
-
-
 @on_ranks(2)
-def show() -> None:
-    model = FSDP(layer())
-    train(model, optimizer := torch.optim.Adam(model.parameters()), 1)
-    for param in model.parameters():
-        print("the optimizer has:", {k: list(v.shape) for k, v in optimizer.state[param].items()})
-    for name, entry in state_to_save(model, optimizer)["optimizer"]["state"].items():
-        for offset, part in entry["exp_avg"].parts.items():
-            print(
-                f"{name} {list(entry['exp_avg'].shape)}: at {list(offset)} a box {list(part.shape)}"
-            )
+def a_file_for_each_rank(folder: str) -> list[float]:
+    model, optimizer = gpt()
+    train(model, optimizer, 20)
+    torch.save([param.data for param in model.parameters()], f"{folder}/{dist.get_rank()}")
+    dist.barrier()
+    losses = []
+    for restarted_as in (dist.get_rank(), 1 - dist.get_rank()):
+        model, optimizer = gpt(seed=1)
+        parts = torch.load(f"{folder}/{restarted_as}")
+        for param, part in zip(model.parameters(), parts, strict=True):
+            param.data.copy_(part)
+        losses.append(train(model, optimizer, 1))
+    print(f"loss after loading: {losses[0]:.2f}, with ranks 0 and 1 exchanged: {losses[1]:.2f}")
+    return losses
 
 
 # %% [markdown]
-# The optimizer has five numbers on one rank and four on the other, without a name. Three ranks
-# could not use them, nor two with other units, nor a single process. `state_to_save` says what
-# they are: *boxes* of parameters, of which each has a name, a shape and a place.
-# `torch.distributed.checkpoint` (DCP) saves boxes, each rank its own, and can cut other boxes out
-# of them when it loads.
+# ## What breaks without names
+#
+# After the exchange the loss is 5.55, and there was no error. That is the logarithm of 256, the
+# loss of a model that knows nothing of its 256 tokens. The first half of each unit and the second
+# half have changed places. They have the same shape, a vector without a name, so nothing could
+# notice. Three ranks could not have loaded these files at all, nor could two ranks with other
+# units, nor a program that wants the whole model.
+#
+# So a part has to say what it is a part of. This is what each rank has of the state of a linear
+# layer after a step with Adam, first as the optimizer sees it, and then as
+# `minifsdp.state_to_save` describes it:
+
+
+# %%
+@on_ranks(2)
+def one_layer() -> None:
+    layer = FSDP(nn.Linear(2, 3))
+    optimizer = torch.optim.Adam(layer.parameters())
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    for param in layer.parameters():
+        print("the optimizer has", {k: list(v.shape) for k, v in optimizer.state[param].items()})
+    for name, entry in state_to_save(layer, optimizer)["optimizer"]["state"].items():
+        average = entry["exp_avg"]
+        for offset, part in average.parts.items():
+            print(f"exp_avg of {name} {list(average.shape)}: at {list(offset)} {list(part.shape)}")
+
+
+# %% [markdown]
+# The weight is `[3, 2]` and the bias `[3]`, so there are 9 numbers, and the chunks have 5 and 4.
+# `state_to_save` divides each chunk into *boxes*. A box is a rectangular piece of one parameter. It
+# has the parameter's name and whole shape, and the place at which it begins. "At [2, 0] [1, 1]" is
+# one number, the first one of the last row. PyTorch's library for such files,
+# `torch.distributed.checkpoint` (*DCP*), works with boxes as well: each rank writes its own, and a
+# rank that loads may ask for other boxes, which are put together from those in the files.
 #
 # ## A range is a few boxes
 
@@ -77,124 +128,181 @@ def cut():
 
 
 def draw():
-    def cells(numbers, colour):
-        return [(1, colour, " aabbccxyz"[n]) for n in numbers]
+    def cells(numbers, colours):
+        return [(1, colours[n > 6], " aabbccxyz"[n]) for n in numbers]
 
-    strip = [("what each rank has: a chunk", [])]
+    strip = [("what each rank has: a chunk, cut without a look at rows and parameters", [])]
     for rank, (chunk, _) in enumerate(ranks := cut()):
-        strip.append((f"rank {rank}", [(5 * rank, "", ""), *cells(chunk, "blue")]))
-    strip.append(("as boxes of the weight (rows a, b, c) and of the bias (x, y, z)", []))
+        strip.append((f"rank {rank}", [(5 * rank, "", ""), *cells(chunk, ("blue", "orange"))]))
+    strip.append(("what it saves: boxes of the weight and of the bias", []))
     for rank, (_, params) in enumerate(ranks):
-        parts = [(5 * rank, "", "")]
+        parts = [(5.5 * rank, "", "")]
         for number, numbers in enumerate(part for param in params for part in param):
-            parts += [(0.5 * bool(number), "", ""), *cells(numbers, "orange")]
+            parts += [(0.5 * bool(number), "", ""), *cells(numbers, ("blue", "orange"))]
         strip.append((f"rank {rank}", parts))
-    strips(Path(__file__).with_suffix(".svg"), "from chunks to boxes, for one unit", strip)
+    legend = {"blue": "weight, rows a, b, c of two elements", "orange": "bias, x, y, z"}
+    picture = Path(__file__).with_suffix(".svg")
+    strips(picture, "From chunks to boxes, for one linear layer on two ranks", strip, legend)
 
 
 # %% [markdown]
-# ![Two groups of strips. Rank 0 has the chunk aabbc, and rank 1 cxyz. Below, the same as boxes:
-# rank 0 has aabb and c, rank 1 c and xyz.](27_checkpoints.svg)
+# ![Two groups of two strips. As chunks rank 0 has a, a, b, b, c, and rank 1 has c, x, y, z. As
+# boxes rank 0 has a box of a, a, b, b and one of c, and rank 1 has a box of c and one of x, y,
+# z.](27_checkpoints.svg)
 #
-# The cut went through row `c` of the weight, so rank 0 has a box of two whole rows and a box of one
-# number. In general these are the rest of a row, whole rows, and the beginning of a row:
+# The cut went through row `c`. So rank 0 has a box of two whole rows, and a box of one number. In
+# general, a range of elements of a matrix is the end of a row, some whole rows, and the beginning
+# of a row:
 #
-# {{ minifsdp/between_steps/boxes.py boxes }}
+# {{ minifsdp/between_steps/boxes.py boxes -Divide elements -if not shape }}
 #
-# The boxes are views of the chunk. So nothing is sent to another rank and nothing is copied: a
-# chunk is written from where it is, and so are Adam's two moments, which are cut in the same way.
+# (`_inside` makes the boxes of a part of one row. For a matrix that is one box; for a tensor of
+# more dimensions it calls `boxes` again.) A box is a *view* of the chunk. So to save in chunks,
+# nothing is sent to another rank and nothing is copied: everything is written from where it is, and
+# so are Adam's two averages, which are cut in the same way.
 #
 # ## Saved by two, loaded by three
 #
-# What is loaded goes into copies, which take effect when the block ends. If a file turns out to be
-# damaged, DCP raises an error inside of the block, and the model is what it was before.
+# Two ranks train the GPT in chunks, save, and train two steps more. Then three ranks load what was
+# saved, into a model with other random numbers, under DDP, in chunks and in rows. They train the
+# same two steps:
 
 
 # %%
 @on_ranks(2)
 def two_ranks(folder: str) -> float:
-    model = FSDP(layer())
-    train(model, optimizer := torch.optim.Adam(model.parameters()), 3)
+    model, optimizer = gpt()
+    train(model, optimizer, 20)
     dcp.save(state_to_save(model, optimizer), checkpoint_id=folder)
-    return train(model, optimizer, 2).item()
+    return train(model, optimizer, 2)
 
 
 @on_ranks(3)
 def three_ranks(folder: str, way: str) -> float:
-    model = {"DDP": DDP, "chunks": FSDP, "rows": ROWS}[way](layer())
-    optimizer = torch.optim.Adam(model.parameters())
+    model, optimizer = gpt(way, seed=1)
     with state_to_load(model, optimizer) as state:
         dcp.load(state, checkpoint_id=folder)
-    return train(model, optimizer, 2).item()
+    return train(model, optimizer, 2)
 
 
-# %%
-def two_and_three() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        print(f"saved by 2 ranks in chunks; two steps later a loss of {two_ranks(folder)[0]:.6f}")
-        for way in ("DDP", "chunks", "rows"):
-            print(f"loaded by 3 ranks, {way}; two steps later {three_ranks(folder, way)[0]:.6f}")
+def two_and_three(folder: str) -> None:
+    print(f"saved by 2 ranks in chunks; two steps later the loss is {two_ranks(folder)[0]:.4f}")
+    for way in WAYS:
+        print(f"loaded by 3 ranks {way}; two steps later {three_ranks(folder, way)[0]:.4f}")
 
 
 # %% [markdown]
-# Programs that were written for torch call its own functions, `get_state_dict` and
-# `set_state_dict`, which want DTensors, with values to compute with. `as_dtensors` shows them, as
-# if the model were in rows (page [26](26_rows.md)). For that ranks do exchange what they have:
-# here rank 0 sends a `c`.
+# `state_to_load` gives the same boxes, as copies to be filled. At the end of the block they take
+# effect. If a file turns out to be damaged, DCP raises an error inside of the block, and model and
+# optimizer are what they were before.
+#
+# Programs that were written for PyTorch's own FSDP call its functions `get_state_dict` and
+# `set_state_dict` instead. These want DTensors with values that one can compute with, and a box is
+# no such thing. Inside of `with minifsdp.as_dtensors(model, optimizer):` the model looks as if it
+# were in rows (page [26](26_rows.md)). This takes messages, because ranks have to exchange what
+# they have until each has whole rows: in the picture rank 0 would send its `c` to rank 1.
+#
+# ## Killed at any time
+#
+# A process may also be killed while it writes a checkpoint. Then some files are there and some are
+# not, and the program that goes on must not take them for a checkpoint. DCP writes a list of all
+# that a checkpoint contains, `.metadata`, and it writes that last. So a checkpoint is complete if
+# this file is there. [checkpoints.py](checkpoints.py) makes use of that. It saves while the next
+# steps run (`dcp.async_save` copies the state and writes in the background), keeps the two newest
+# complete checkpoints, and goes on from the newest one. Here the process is "killed" while it
+# writes the checkpoint of step 4:
 
 
 # %%
 @on_ranks(2)
-def as_rows() -> None:
-    with as_dtensors(model := FSDP(layer())):
-        for name, param in model.named_parameters():
-            print(f"{name}: {list(param.shape)}, of which {list(param.to_local().shape)} is here")
+def killed(folder: str) -> None:
+    model, optimizer = gpt()
+    own = {"steps": torch.zeros(1)}  # what only this rank has
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
+    about = Path(folder), model, optimizer, schedule, {"layers": 2}
+    checkpoints, losses = Checkpoints(*about), []
+    for step in range(1, 5):
+        losses.append(train(model, optimizer, 1))
+        own["steps"] += 1
+        if step % 2 == 0:
+            checkpoints.save(step, own)
+    checkpoints.close()
+    if dist.get_rank() == 0:
+        Path(folder, "step-000004", ".metadata").unlink()  # as if it had not come to this
+    done = Checkpoints(*about).resume(own)
+    again = [train(model, optimizer, 1) for _ in range(done, 4)]
+    print(f"it goes on after step {done}, as its own count says, {own['steps'].item():.0f}")
+    print("the same losses as before, in every bit:", again == losses[done:])
 
 
 # %% [markdown]
-# ## Killed at any time
+# The optimizer's averages have to be saved with the parameters, and so has all else that the next
+# step depends on: the schedule of the learning rate, the states of random number generators, and
+# each rank's place in its data. The last two differ from rank to rank. `own` is for these.
+# `make demo ARGS="--checkpoint DIR"` does all of that. You may stop it with `kill -9` and give the
+# same command again. It ends with the same bits as a run that was never stopped.
 #
-# `make demo ARGS="--checkpoint DIR"` saves while it trains: the state is copied, and written during
-# the next steps. After a `kill -9` the same command goes on from the newest complete checkpoint, to
-# the same bits; under `torchrun --max-restarts` without hands. A checkpoint is complete if its list
-# of contents, `.metadata`, is there, which is written last. [checkpoints.py](checkpoints.py) does
-# this, and saves what one forgets: schedule, random states, and each rank's place in its data.
-#
-# A checkpoint of others may be a program: DCP reads `.metadata` with `pickle`, which calls what the
-# file names. checkpoints.py has a reader that knows a dozen names and calls nothing else.
+# One warning. The `.metadata` of DCP is read with Python's `pickle`, and a pickle may call any
+# function that it names. So to load a checkpoint from strangers is to run their program.
+# checkpoints.py reads it with a reader that knows a dozen names and refuses all others.
 #
 # ## Predict, then run
 #
-# 1. In the checkpoint biases have another weight decay than weights. Can chunks load it?
-# 2. Is what was saved still right after the next step, or are these the optimizer's own tensors?
+# 1. You call `state = state_to_save(model)`, train one step, and only then `dcp.save(state)`. Is
+#    the model in the checkpoint that of before the step?
+# 2. The GPT has 470,528 parameters. How many numbers does each of two ranks write, with AdamW?
+# 3. Somebody has trained in rows, with less weight decay for biases. Can you go on in chunks?
+#
+# <details><summary>Answers</summary>
+#
+# 1. No, it is that of after it. Boxes are views, and what they show changes with the model. (After
+#    `dcp.save` or `dcp.async_save` has returned you may train on: it is written, or copied.)
+# 2. 705,792: half of the parameters, and half of two averages for each. (And a few that count
+#    steps.)
+# 3. No. One flat parameter has one weight decay. `FSDP.optim_state_dict_to_load` says so, names two
+#    parameters, and changes nothing.
+#
+# </details>
 
 
-# %%
+# %% [hidden]
 @on_ranks(2)
 def answers() -> None:
-    rows, chunks = ROWS(layer()), FSDP(layer())
+    model, optimizer = gpt()
+    train(model, optimizer, 1)
+    state = state_to_save(model, optimizer)
+    box = next(part for tensor in state["model"].values() for part in tensor.parts.values())
+    before = box.clone()
+    train(model, optimizer, 1)
+    assert not torch.equal(before, box)  # 1. what is to be saved has changed
+    averages = [(e["exp_avg"], e["exp_avg_sq"]) for e in state["optimizer"]["state"].values()]
+    saved = [*state["model"].values(), *sum(averages, ())]
+    numel = sum(part.numel() for tensor in saved for part in tensor.parts.values())
+    assert numel == 705_792 == 3 * 470_528 // 2  # 2. half of three of each
+    rows, _ = gpt("in rows")
     groups = [{"params": [p], "weight_decay": p.dim() / 10} for p in rows.parameters()]
     state = FSDP.optim_state_dict(rows, torch.optim.AdamW(groups))
-    try:
-        FSDP.optim_state_dict_to_load(chunks, torch.optim.AdamW(chunks.parameters()), state)
-    except ValueError as error:  # 1. no: one flat parameter has one weight decay
-        print(str(error).partition(" in the state")[0])
-    optimizer = torch.optim.AdamW(chunks.parameters(), lr=0.1)
-    train(chunks, optimizer, 1)
-    saved = FSDP.optim_state_dict(chunks, optimizer)["state"]["weight"]["exp_avg"]
-    before = saved.clone()
-    train(chunks, optimizer, 1)
-    assert torch.equal(saved, before)  # 2. it is a copy
+    with TestCase().assertRaisesRegex(
+        ValueError, "are in one parameter group"
+    ):  # 3. one for each chunk
+        FSDP.optim_state_dict_to_load(model, optimizer, state)
 
 
 # %% [markdown]
-# That is all. The [README](../README.md) has the source in order; `make test` says what you break.
+# This was the last page. The [README](../README.md) has a map of the source, and you have read most
+# of what is in it. Change something, and let `make test` tell you what you broke.
 
 
 # %% [hidden]
 def main() -> None:
-    for experiment in (show, draw, two_and_three, as_rows, answers):
-        experiment()
+    with tempfile.TemporaryDirectory() as folder:
+        right, wrong = a_file_for_each_rank(folder)[0]
+        assert right < 2 and abs(wrong - math.log(256)) < 0.01  # a model that knows nothing: 5.55
+        one_layer()
+        draw()
+        two_and_three(f"{folder}/two")
+        killed(f"{folder}/killed")
+        answers()
 
 
 if __name__ == "__main__":

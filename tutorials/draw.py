@@ -103,5 +103,6 @@ def time_line(path: Path, title: str, events: Sequence[tuple[str, str, str, str]
 
 
 def _left(names: Iterable[str]) -> int:
-    """Where the names of rows end."""
-    return MARGIN + 8 + round(6.8 * max(map(len, names), default=0))
+    """Where the names of rows end. Capitals are wider."""
+    widths = (len(name) * (8.6 if name.isupper() else 6.8) for name in names)
+    return MARGIN + 8 + round(max(widths, default=0))
