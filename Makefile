@@ -10,7 +10,7 @@ INSTALLED := $(if $(filter .venv/%,$(PY)),.venv/installed)
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-hf student grade hint mistake lab evidence \
         kit-check autograder lint matrix fuzz mutants \
-        claims predictions tutorials bench bench-checkpoints validate wheel clean
+        claims predictions scale tutorials bench bench-check bench-checkpoints validate wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 12
@@ -76,12 +76,18 @@ claims: $(INSTALLED)  ## what others have measured, on the virtual GPU: minifsdp
 predictions: $(INSTALLED)  ## published training runs, and what the virtual GPU says of them
 	@$(PY) -W ignore::UserWarning -m tests.predictions
 
+scale: $(INSTALLED)  ## from 8 GPUs to 4,096, beside FSDP1's and FSDP2's schedules
+	@$(PY) -W ignore::UserWarning -m tests.scale
+
 tutorials: $(INSTALLED)  ## the pages in tutorials/, by running them
 	@$(PY) tutorials/build.py $(ARGS)
 	@$(if $(ARGS),,$(PY) -W ignore tutorials/explorer.py)
 
-bench: $(INSTALLED)  ## against torch's FSDP1 and DDP, as ratios
-	@$(PY) -m tests.bench.engine $(ARGS)
+bench: $(INSTALLED)  ## against torch's DDP, FSDP1 and FSDP2, as ratios; see ARGS="--help"
+	@$(PY) $(QUIETLY) -m tests.bench.engine $(ARGS)
+
+bench-check: $(INSTALLED)  ## whether the ratios are within their bounds on this machine
+	@$(PY) $(QUIETLY) -m tests.bench.check
 
 bench-checkpoints: $(INSTALLED)  ## saving and loading, against torch's fully_shard
 	@$(PY) -m tests.bench.checkpoints $(ARGS)
