@@ -105,8 +105,8 @@ def against_ddp() -> None:
     ddp = train(demo(DDP), waits=True)
     for waits in (True, False):
         off = (train(demo(FSDP), waits) - ddp).abs().max().item()
-        print(f"no_sync: {waits!s:5}  largest difference to DDP: {off:.0e}")
-        assert off == 0 if waits else 0 < off < 1e-6
+        assert off == 0 if waits else 0 < off < 1e-6  # how much it is depends on the CPU
+        print(f"no_sync: {waits!s:5}  largest difference to DDP:", "0" if waits else "below 1e-6")
 
 
 # %% [markdown]

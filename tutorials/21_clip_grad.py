@@ -90,8 +90,8 @@ def against_ddp() -> None:
             optimizer.zero_grad()
         trained[wrap] = torch.cat([value.flatten() for value in model.state_dict().values()])
     off = (trained[DDP] - trained[FSDP]).abs().max().item()
-    print(f"norm {norms[DDP]:.4f} and {norms[FSDP]:.4f}; after ten steps off by {off:.0e}")
-    assert 0 < off < 1e-6
+    assert 0 < off < 1e-6  # how much it is depends on the CPU
+    print(f"norm {norms[DDP]:.4f} and {norms[FSDP]:.4f}; after ten steps off by less than 1e-6")
 
 
 # %% [markdown]

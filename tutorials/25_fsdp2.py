@@ -112,7 +112,7 @@ def side_by_side() -> list[list[float]]:
                 here = param.to_local() if hasattr(param, "to_local") else param
                 say(f"    {name:23} {tuple(param.shape)}, of which here {tuple(here.shape)}")
         found.append(train(model))
-        say("    losses:", *(f"{loss:.5f}" for loss in found[-1]))
+        say("    losses:", *(f"{loss:.3f}" for loss in found[-1]))
     return found
 
 

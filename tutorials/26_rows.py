@@ -82,7 +82,7 @@ def weight_decay() -> None:
         for way, found in zip(("chunks", "rows"), others, strict=True):
             equal = all(map(torch.equal, ddp, found))
             who = ", ".join(spared) or "nothing"
-            say(f"spared: {who:10} in {way:6} loss {found[0]:.5f}; as DDP, bit for bit: {equal}")
+            say(f"spared: {who:10} in {way:6} loss {found[0]:.3f}; as DDP, bit for bit: {equal}")
 
 
 # %% [markdown]
@@ -168,7 +168,7 @@ def clip() -> None:
         torch.manual_seed(dist.get_rank())
         loss_of(model).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.1)
-        say(f"{name}: the norm of all gradients is {norm.item():.5f}")
+        say(f"{name}: the norm of all gradients is {norm.item():.3f}")
 
 
 # %% [markdown]

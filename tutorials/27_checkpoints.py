@@ -186,9 +186,9 @@ def three_ranks(folder: str, way: str) -> float:
 
 
 def two_and_three(folder: str) -> None:
-    print(f"saved by 2 ranks in chunks; two steps later the loss is {two_ranks(folder)[0]:.4f}")
+    print(f"saved by 2 ranks in chunks; two steps later the loss is {two_ranks(folder)[0]:.2f}")
     for way in WAYS:
-        print(f"loaded by 3 ranks {way}; two steps later {three_ranks(folder, way)[0]:.4f}")
+        print(f"loaded by 3 ranks {way}; two steps later {three_ranks(folder, way)[0]:.2f}")
 
 
 # %% [markdown]
