@@ -30,9 +30,9 @@ READINGS = {
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts a CPU's tensors")
-def test_all_contenders_train_alike_and_are_counted():
-    """The model of `make demo`. Bytes and memory do not depend on how busy a machine is."""
-    found = measured("tiny", list(CONTENDERS), ranks=2, rounds=1)
+def test_all_contenders_train_alike_and_send_what_they_should():
+    """The model of `make demo`. Bytes do not depend on how busy a machine is, nor does memory."""
+    found = measured("tiny", list(CONTENDERS), ranks=2, rounds=1, counts=False)
     whole = WORKLOADS["tiny"].nbytes
     sent = {name: median(found, name, 2) / (whole / 2) for name in found}
     assert sent["local"] < 0.05  # barriers
@@ -41,13 +41,19 @@ def test_all_contenders_train_alike_and_are_counted():
         "messages": 3, "messages grad_op": 2,
     }.items():  # fmt: skip
         assert times * 0.85 < sent[name] < times * 1.1, (name, sent[name])
-    tensors = {name: each["tensors"] / whole for name, each in found.items()}
-    assert tensors["DDP"] - tensors["local"] == pytest.approx(1, abs=0.1)  # its buckets
-    assert tensors["mini"] < tensors["local"] - 0.2  # half of the parameters, and a unit
     assert sent["messages"] == pytest.approx(sent["mini"], rel=0.01)
     assert sent["messages grad_op"] == pytest.approx(sent["mini grad_op"], rel=0.01)
     rows = table(found, "tiny", 2, 0).splitlines()
     assert [row.partition("  ")[0] for row in rows[1:]] == list(CONTENDERS)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts a CPU's tensors")
+def test_memory_is_counted_of_each_contender_alone():
+    found, whole = measured("tiny", ["local", "DDP", "mini"], 2, 1), WORKLOADS["tiny"].nbytes
+    tensors = {name: each["tensors"] / whole for name, each in found.items()}
+    assert tensors["DDP"] - tensors["local"] == pytest.approx(1, abs=0.1)  # its buckets
+    assert tensors["mini"] < tensors["local"] - 0.2  # half of the parameters, and a unit
 
 
 def test_a_contender_with_another_loss_is_found():
@@ -104,11 +110,13 @@ def test_a_bound_that_is_not_met_fails(monkeypatch, capsys):
     monkeypatch.setattr(check, "RUNS", {("comm", 3, 0): [check.Bound("mini", "local", 2.0)]})
     found = READINGS | {"messages": READINGS["mini"]}
     monkeypatch.setattr(check, "measured", lambda *_, **__: found)
-    times = {"local": [1.0], "FSDP1": [401.0], "mini": [61.0]}
+    times = {"local": [1.0], "FSDP1": [401.0], "mini": [61.0], "one file": [51.0]}
     monkeypatch.setattr(check, "host_times", lambda rounds: times)
     assert check.main() == 0
     times["mini"] = [61.2]
-    assert check.main() == 1 and capsys.readouterr().out.count("TOO MUCH") == 2
+    out = (check.main(), capsys.readouterr().out)
+    assert out[0] == 1 and out[1].count("TOO MUCH") == 2
+    assert "one_file.py: 50)" in out[1] and "one_file.py: 0.12)" in out[1]
     monkeypatch.setattr(check, "RUNS", {("comm", 3, 0): [check.Bound("mini", "local", 1.9)]})
     times["mini"] = [61.0]
     assert check.main() == 1 and "and nothing else: 2.00)" in capsys.readouterr().out

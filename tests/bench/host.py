@@ -26,8 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import minifsdp
 from minifsdp.comm.pieces import Pieces, whole
+from tutorials import fsdp_in_one_file
 
 UNITS, WARM_UP = 100, 3
+ONE_FILE = "one file"
 RANKS = (8, 1024)
 
 
@@ -42,6 +44,15 @@ WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "mini": lambda module: minifsdp.FullyShardedDataParallel(module),
     "mini rows": lambda m: minifsdp.FullyShardedDataParallel(m, use_orig_params=True),
 }
+
+
+def _one_file() -> nn.Module:
+    """The same layers, sharded by the 92 lines of tutorials/fsdp_in_one_file.py. They do what no
+    FSDP can do without: views, memory that comes and goes, hooks. They check nothing, wait for each
+    message, and know one kind of model."""
+    model = _nested(lambda module: module)
+    fsdp_in_one_file.fsdp(model, nn.Linear)
+    return model
 
 
 @contextmanager
@@ -69,8 +80,10 @@ def host_times(rounds: int) -> dict[str, list[float]]:
         _one_of(2),
         patch("minifsdp.unshard.all_gather", nothing),
         patch("minifsdp.reduce.reduce_scatter", half),
+        patch.object(fsdp_in_one_file, "all_gather", nothing),
+        patch.object(fsdp_in_one_file, "reduce_scatter", nothing),
     ):
-        models = {name: _nested(wrap) for name, wrap in WRAPS.items()}
+        models = {name: _nested(wrap) for name, wrap in WRAPS.items()} | {ONE_FILE: _one_file()}
         x, times = torch.randn(4, 16), {name: list[float]() for name in models}
         for turn in range(-WARM_UP, rounds):
             for name, model in models.items():
