@@ -14,7 +14,7 @@ from tests.bench.contenders import CONTENDERS, PLAIN
 from tests.bench.host import over_local
 from tests.bench.meters import build_counter
 from tests.bench.models import WORKLOADS
-from tests.bench.report import ideal_seconds, median, ratio, table
+from tests.bench.report import ideal_seconds, median, perfect_seconds, ratio, table
 from tests.bench.steps import check_losses, measured
 from tests.patience import run_command
 
@@ -106,6 +106,20 @@ def test_at_best_a_step_takes_as_long_as_computing_or_as_sending():
     assert ideal_seconds("comp", 2, 0, local=0.1) == 0.1
 
 
+def test_no_schedule_is_faster_than_its_link_and_its_computation():
+    """Of two blocks and a root that are computed in no time, and that are sent in no time."""
+    given, rate = WORKLOADS["comp"], 1e6 / 8 * 2  # bytes of parameters in a second, at 1 Mbit/s
+    sent = 3 * given.nbytes - (given.nbytes - given.layers * given.block_nbytes)
+    assert perfect_seconds("comp", 2, 1, local=0.0, gathers=2) == pytest.approx(sent / rate)
+    assert perfect_seconds("comp", 2, 1e12, local=9.0, gathers=2) == pytest.approx(9.0)
+    # A fast link, whose first and last messages have nothing to hide behind.
+    ends = 2 * (given.nbytes - given.layers * given.block_nbytes + given.block_nbytes)
+    assert perfect_seconds("comp", 2, 1, 1e5, gathers=1) == pytest.approx(1e5 + ends / rate, abs=1)
+    # In between it is more than either.
+    whole = 2 * given.nbytes / rate
+    assert perfect_seconds("comp", 2, 1, local=whole, gathers=1) > 1.2 * whole
+
+
 def test_a_bound_that_is_not_met_fails(monkeypatch, capsys):
     monkeypatch.setattr(check, "RUNS", {("comm", 3, 0): [check.Bound("mini", "local", 2.0)]})
     found = READINGS | {"messages": READINGS["mini"]}
@@ -116,7 +130,7 @@ def test_a_bound_that_is_not_met_fails(monkeypatch, capsys):
     times["mini"] = [61.2]
     out = (check.main(), capsys.readouterr().out)
     assert out[0] == 1 and out[1].count("TOO MUCH") == 2
-    assert "one_file.py: 50)" in out[1] and "one_file.py: 0.12)" in out[1]
+    assert "shard: 50)" in out[1] and "shard: 0.12)" in out[1]
     monkeypatch.setattr(check, "RUNS", {("comm", 3, 0): [check.Bound("mini", "local", 1.9)]})
     times["mini"] = [61.0]
     assert check.main() == 1 and "and nothing else: 2.00)" in capsys.readouterr().out
@@ -127,7 +141,7 @@ def test_bytes_and_memory_have_bounds():
     found = {
         "mini rows keep last": {"readings": [(1.0, 1.0, whole * 2.6, 0)]},
         "mini": {"tensors": 3},
-        "mini ends": {"tensors": 2},
+        "mini lean": {"tensors": 2},
         "FSDP1": {"tensors": 4},
     }
     assert check.amounts(found, 2, "comm") == [True, True]

@@ -4,6 +4,7 @@ flat_parameter.py      the sharded flat parameter, which the optimizer sees
 divided_param.py       the DTensors that it sees of a unit in rows, and the flat one behind them
 dtensors.py            how such DTensors are made
 unsharded_storage.py   the unsharded flat parameter, whose memory is allocated and freed
+freed_memory.py        why the memory that a step frees stays with the process, on a CPU
 shard_changes.py       what a program does to shards between steps, followed at the next
 tensor_attribute.py    where a module has a parameter or a buffer
 param_access.py        what a module finds where it had a parameter: a view or a placeholder

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from minifsdp.support.autograd_hooks import when_complete
+from minifsdp.support.freed_memory import keep_freed_memory
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # to print tensors whose memory is freed ends the process
 class UnshardedFlatParam:
     """The shards of all ranks, in rank order, in one dtype.
 
@@ -151,6 +152,8 @@ class UnshardedFlatParams:
         self._made[leaf.dtype] = made
         if needs_unshard:
             made.storage.resize_(0)
+            if data.device.type == "cpu":
+                keep_freed_memory(made, made.nbytes)
         return made
 
     def _hook(self) -> Callable[[], None]:

@@ -29,13 +29,15 @@ class MessagesAlone(nn.Module):
         blocks = [_numel(module) for module in model.modules() if isinstance(module, Block)]
         root = _numel(model) - sum(blocks)
         self.gathered = [self._memory(numel, device) for numel in [root, *blocks * gathers]]
+        # What a rank keeps is somewhere else in memory: it is copied to its place as well.
+        self.shards = [full.chunk(self.ranks)[0].clone() for full in self.gathered]
         self.reduced = [self._memory(numel, device) for numel in [*blocks, root]]
 
     def forward(self, tokens: Tensor) -> Tensor:
         output: Tensor = self.model(tokens)
         group = dist.group.WORLD
-        for tag, full in enumerate(self.gathered):
-            all_gather(full, full.chunk(self.ranks)[group.rank()], group, tag)()
+        for tag, (full, shard) in enumerate(zip(self.gathered, self.shards, strict=True)):
+            all_gather(full, shard, group, tag)()
         for tag, flat in enumerate(self.reduced):
             _, finish = reduce_scatter(flat, group, 1 / self.ranks, tag)
             finish()

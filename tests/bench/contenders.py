@@ -66,7 +66,7 @@ def _flat(
     policy: Any,
     strategy: str,
     units: Callable[[nn.Module], bool] = _is_block,
-    **options: bool,
+    **options: Any,
 ) -> Wrap:
     """minifsdp or FSDP1, whose arguments are the same."""
 
@@ -85,6 +85,14 @@ def _flat(
     return wrap
 
 
+def _keep_last(model: nn.Module, setting: Setting) -> nn.Module:
+    """The last block keeps its parameters for the backward, which comes at once."""
+    blocks: Any = model.blocks
+    blocks[-1] = _mini("SHARD_GRAD_OP", lambda module: False)(blocks[-1], setting)
+    return _mini("FULL_SHARD", forward_prefetch=True)(model, setting)
+
+
+POST, THEIR_POST = (of.BackwardPrefetch.BACKWARD_POST for of in (minifsdp, theirs))
 _mini = partial(_flat, minifsdp, minifsdp.CustomPolicy)
 _fsdp1 = partial(_flat, theirs, TheirPolicy)
 
@@ -133,14 +141,15 @@ CONTENDERS: dict[str, Wrap] = {
     "FSDP1 prefetch": _fsdp1("FULL_SHARD", forward_prefetch=True),
     "FSDP1 orig": _fsdp1("FULL_SHARD", use_orig_params=True),
     "FSDP1 grad_op": _fsdp1("SHARD_GRAD_OP"),
-    "FSDP1 ends": _fsdp1("FULL_SHARD", _is_block_or_end),
+    "FSDP1 lean": _fsdp1("FULL_SHARD", _is_block_or_end, backward_prefetch=THEIR_POST),
     "FSDP2": partial(_fully_shard, reshard=True),
     "FSDP2 tuned": partial(_fully_shard, reshard=True, tuned=True),
     "FSDP2 grad_op": partial(_fully_shard, reshard=False),
     "mini": _mini("FULL_SHARD"),
     "mini prefetch": _mini("FULL_SHARD", forward_prefetch=True),
     "mini grad_op": _mini("SHARD_GRAD_OP", forward_prefetch=True),
-    "mini ends": _mini("FULL_SHARD", _is_block_or_end, forward_prefetch=True),
+    "mini keep last": _keep_last,
+    "mini lean": _mini("FULL_SHARD", _is_block_or_end, backward_prefetch=POST),
     "mini rows": _mini("FULL_SHARD", forward_prefetch=True, use_orig_params=True),
     "mini rows grad_op": _mini("SHARD_GRAD_OP", forward_prefetch=True, use_orig_params=True),
     "mini rows keep last": partial(_fully_shard, reshard=True, keep_last=True, library=minifsdp),

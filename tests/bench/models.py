@@ -26,7 +26,7 @@ class Workload:
     def model(self) -> nn.Module:
         """The same on all ranks, and each time."""
         torch.manual_seed(0)
-        return GPT(self.layers, self.width, self.vocab, context=max(self.tokens[1], 64))
+        return self._gpt()
 
     def batches(self, rank: int, device: torch.device) -> list[Tensor]:
         """Different ones on each rank, for as many steps, which are then repeated."""
@@ -36,8 +36,31 @@ class Workload:
     @property
     def nbytes(self) -> int:
         """Of all parameters."""
+        return _nbytes(self._on_meta())
+
+    @property
+    def block_nbytes(self) -> int:
+        """Of the parameters of one block."""
+        return _nbytes(self._on_meta().blocks[0])
+
+    @property
+    def shares_of_computing(self) -> tuple[float, float]:
+        """One block's, and the head's, by the weights that are multiplied with."""
+        model = self._on_meta()
+        block, head = (_nbytes(part) for part in (model.blocks[0], model.head))
+        whole = self.layers * block + head
+        return block / whole, head / whole
+
+    def _gpt(self) -> GPT:
+        return GPT(self.layers, self.width, self.vocab, context=max(self.tokens[1], 64))
+
+    def _on_meta(self) -> GPT:
         with torch.device("meta"):
-            return sum(p.nbytes for p in GPT(self.layers, self.width, self.vocab).parameters())
+            return self._gpt()
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(param.nbytes for param in module.parameters())
 
 
 WORKLOADS = {

@@ -33,6 +33,28 @@ def ideal_seconds(workload: str, ranks: int, mbit: float, local: float) -> float
     return max(local, sent * 8 / (mbit * 1e6)) if mbit else local
 
 
+def perfect_seconds(workload: str, ranks: int, mbit: float, local: float, gathers: int) -> float:
+    """What no schedule can beat, where each block is a unit and the rest is the root's: nothing but
+    the link and the computation takes time, and any number of units may be gathered ahead.
+
+    Args:
+        gathers: of each block in a step. The root is gathered once.
+    """
+    given = WORKLOADS[workload]
+    wire = (ranks - 1) / ranks * 8 / (mbit * 1e6)  # seconds for each byte of parameters
+    root = (given.nbytes - given.layers * given.block_nbytes) * wire
+    block = given.block_nbytes * wire
+    forward, head = (share * local / 3 for share in given.shares_of_computing)
+    link, computed = root, 0.0
+    for _ in range(given.layers):
+        link += block
+        computed = max(link, computed) + forward
+    # A backward takes twice as long as its forward. What it leads to last, the first block's
+    # gradient and the embeddings', can be sent only after it.
+    computed += 3 * head + given.layers * 2 * forward + block + root
+    return max(computed, (gathers + 1) * given.layers * block + 2 * root)
+
+
 def table(found: Found, workload: str, ranks: int, mbit: float) -> str:
     """A row for each contender. Ratios with their quartiles; the rest are medians."""
     reference = next((name for name in ("local", "DDP") if name in found), next(iter(found)))
