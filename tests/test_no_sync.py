@@ -159,7 +159,10 @@ def test_what_comes_in_parts_waits_and_is_added_once(strategy):
     )
     for pattern in ("s", "ws", "wws"):
         model.zero_grad()
+        before = model.engine.stats.reductions
         run_pattern(model, pattern)
+        reductions = model.engine.stats.reductions - before
+        assert pattern != "s" or reductions == 2, "one for each unit, not for each part"
         losses = [plain(batch(step=at)).pow(2).sum() for at in range(len(pattern))]
         assert_same_gradients(gathered_gradients(model), mean_gradients(plain, *losses))
         check_at_rest(model)
