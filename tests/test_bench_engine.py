@@ -48,6 +48,16 @@ def test_all_contenders_train_alike_and_send_what_they_should():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("option", ["--bf16", "--offload"])
+def test_other_settings_run(option):
+    """Of those that have the setting one each; what does not train raises."""
+    options = engine.parser().parse_args([option, "--only", *CONTENDERS])
+    names = [name for name in engine.names_of(options) if name in ("FSDP1", "FSDP2", "mini")]
+    given = {"bf16": options.bf16, "offload": options.offload}
+    assert list(measured("tiny", names, 2, 1, counts=False, **given)) == names
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts a CPU's tensors")
 def test_memory_is_counted_of_each_contender_alone():
     found, whole = measured("tiny", ["local", "DDP", "mini"], 2, 1), WORKLOADS["tiny"].nbytes
@@ -154,6 +164,9 @@ def test_with_a_setting_that_they_do_not_have_some_are_left_out(capsys):
     options = engine.parser().parse_args(["--bf16"])
     assert not set(engine.names_of(options)) & set(PLAIN)
     assert "without local, messages" in capsys.readouterr().out
+    assert any("FSDP1" in name for name in engine.names_of(engine.parser().parse_args(["--bf16"])))
+    names = engine.names_of(engine.parser().parse_args(["--offload"]))
+    assert any("FSDP1" in name for name in names) == torch.cuda.is_available()
     assert engine.names_of(engine.parser().parse_args([])) == list(CONTENDERS)
 
 

@@ -15,6 +15,8 @@ import json
 import sys
 from pathlib import Path
 
+import torch
+
 from tests.bench import net
 from tests.bench.contenders import CONTENDERS, PLAIN
 from tests.bench.host import RANKS, UNITS, host_times, milliseconds, over_local, ratios, work
@@ -44,7 +46,11 @@ def names_of(options: argparse.Namespace) -> list[str]:
     if not options.bf16 and not options.offload:
         return names
     print(f"without {', '.join(PLAIN)}, which have no such setting")
-    return [name for name in names if name not in PLAIN]
+    names = [name for name in names if name not in PLAIN]
+    if options.offload and not torch.cuda.is_available():
+        print("without FSDP1, whose offload pins memory, which takes an accelerator")
+        names = [name for name in names if not name.startswith("FSDP1")]
+    return names
 
 
 def main(argv: list[str]) -> int:
