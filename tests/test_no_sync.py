@@ -162,7 +162,9 @@ def test_what_comes_in_parts_waits_and_is_added_once(strategy):
         before = model.engine.stats.reductions
         run_pattern(model, pattern)
         reductions = model.engine.stats.reductions - before
-        assert pattern != "s" or reductions == 2, "one for each unit, not for each part"
+        # One for each unit, not for each part. What has waited is one more: when the backward
+        # begins, autograd does not know that it will come to a unit inside of a checkpoint.
+        assert reductions == 2 + ("w" in pattern)
         losses = [plain(batch(step=at)).pow(2).sum() for at in range(len(pattern))]
         assert_same_gradients(gathered_gradients(model), mean_gradients(plain, *losses))
         check_at_rest(model)

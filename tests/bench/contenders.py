@@ -85,13 +85,6 @@ def _flat(
     return wrap
 
 
-def _keep_last(model: nn.Module, setting: Setting) -> nn.Module:
-    """The last block keeps its parameters for the backward, which comes at once."""
-    blocks: Any = model.blocks
-    blocks[-1] = _mini("SHARD_GRAD_OP", lambda module: False)(blocks[-1], setting)
-    return _mini("FULL_SHARD", forward_prefetch=True)(model, setting)
-
-
 POST, THEIR_POST = (of.BackwardPrefetch.BACKWARD_POST for of in (minifsdp, theirs))
 _mini = partial(_flat, minifsdp, minifsdp.CustomPolicy)
 _fsdp1 = partial(_flat, theirs, TheirPolicy)
@@ -148,7 +141,6 @@ CONTENDERS: dict[str, Wrap] = {
     "mini": _mini("FULL_SHARD"),
     "mini prefetch": _mini("FULL_SHARD", forward_prefetch=True),
     "mini grad_op": _mini("SHARD_GRAD_OP", forward_prefetch=True),
-    "mini keep last": _keep_last,
     "mini lean": _mini("FULL_SHARD", _is_block_or_end, backward_prefetch=POST),
     "mini rows": _mini("FULL_SHARD", forward_prefetch=True, use_orig_params=True),
     "mini rows grad_op": _mini("SHARD_GRAD_OP", forward_prefetch=True, use_orig_params=True),
