@@ -25,6 +25,7 @@ from minifsdp.api import Stats
 from minifsdp.checks.members import check_lists, check_tree
 from minifsdp.checks.rank_agreement import RankAgreement
 from minifsdp.comm.pieces import Pieces
+from minifsdp.comm.transport import wait_for_readers
 from minifsdp.gradients import Gradients
 from minifsdp.limiter import Limiter
 from minifsdp.no_sync import check_unreduced_grad
@@ -205,10 +206,6 @@ class Engine:
         """
         for unit in self.agreement.late:
             self.gradients.reduce_held(unit)
-        self.gradients.finish()
-        if self.agreement.diverged:
-            self.prefetcher.pre_backward_order.forget()  # every rank has seen another one
-            self.agreement.diverged = False
         for unit in self.units:
             if self._stays_after_backward(unit):
                 unit.kept_version = unit.sharded_flat_param._version
@@ -217,6 +214,11 @@ class Engine:
                 self.parameters.reshard(unit)
             unit.post_forward_shard = None
             unit.state.end_backward()
+        wait_for_readers()  # an optimizer may be about to write to the shards
+        self.gradients.finish()
+        if self.agreement.diverged:
+            self.prefetcher.pre_backward_order.forget()  # every rank has seen another one
+            self.agreement.diverged = False
 
     def stays_after_forward(self, unit: Unit) -> bool:
         """Whether a unit keeps its parameters when its forward ends. By its training state:

@@ -33,6 +33,7 @@ from minifsdp.backward import Backward
 from minifsdp.between_steps.state_dict_calls import StateDictCalls
 from minifsdp.checks.misplaced_calls import check_summoned
 from minifsdp.checks.rank_agreement import Moment
+from minifsdp.comm.transport import wait_for_readers
 from minifsdp.engine import Engine
 from minifsdp.precision import output_cast, prepare_inputs
 from minifsdp.support.autograd_hooks import after_gradients_of, before_gradient_of
@@ -167,6 +168,7 @@ class Hooks:
                 close(other)
                 if not self.engine.stays_after_forward(other) and other not in self.summoned:
                     self.engine.parameters.reshard(other)
+            wait_for_readers()  # the program may change parameters now
             if not torch.is_grad_enabled() and not self._graph_waits:  # no backward will come
                 show_divided_params(self.engine.units)
 

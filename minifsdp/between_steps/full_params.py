@@ -24,6 +24,7 @@ from minifsdp.checks.rank_agreement import Moment
 from minifsdp.checks.same_model import remember_values
 from minifsdp.comm.collectives import all_gather
 from minifsdp.comm.message_tags import Kind
+from minifsdp.comm.transport import wait_for_readers
 from minifsdp.hooks import Hooks
 from minifsdp.offload import HOST
 from minifsdp.support.fingerprint import fingerprint
@@ -111,6 +112,7 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[N
             if shown:
                 params.register()
                 summoned.append(params)
+        wait_for_readers()  # the block may change parameters, and this writes them back
         yield
         if options.writeback:
             for params in summoned:  # check all before any is written

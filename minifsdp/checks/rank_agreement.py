@@ -37,9 +37,11 @@ import torch
 
 from minifsdp.checks.agreement_groups import AgreementGroup, agreement_groups, format_by_rank
 from minifsdp.checks.same_model import compare_models, forget_values
-from minifsdp.comm.consensus import first_problem, gather_numbers
+from minifsdp.comm.collectives import Group, direct
+from minifsdp.comm.consensus import first_problem, gather_numbers, groups_with_peers
 from minifsdp.comm.deadlock_watch import watch
 from minifsdp.comm.message_tags import Kind, messages_started
+from minifsdp.comm.neighbors import find_neighbors
 from minifsdp.unit import Unit
 
 CHECKED_STEPS = 2
@@ -166,9 +168,16 @@ class RankAgreement:
         if problem is not None:
             self._all_failed = True
             raise ValueError(problem)
+        for process_group in self._process_groups() if direct(self._device) else ():
+            find_neighbors(process_group)
         self._compared, self._compared_values = True, forward
         if forward:
             forget_values(self.units)
+
+    def _process_groups(self) -> list[Group]:
+        """Those that units are sharded and replicated in, in the order of the units."""
+        found = [groups_with_peers((unit.shard_group, unit.replicate_group)) for unit in self.units]
+        return list(dict.fromkeys(group for groups in found for group in groups))
 
     # ----------------------------------------------------------------------------------- moments
 

@@ -1,6 +1,9 @@
 """How ranks communicate.
 
 collectives.py      all-gather, reduce-scatter, all-reduce, broadcast
+transport.py        what carries a message: gloo, or memory that the other rank reads
+same_machine.py     ranks on one machine read each other's memory
+neighbors.py        which ranks these are
 pieces.py           a gradient that is sent from where autograd has left it
 blocks.py           where the blocks of each rank are in a tensor that all ranks have
 exchange.py         from one way to divide a tensor among ranks to another

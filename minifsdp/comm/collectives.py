@@ -15,13 +15,14 @@ An all-reduce is a reduce-scatter followed by an all-gather of its result.
 Each function *starts* its collective and returns ``finish``, which waits for it (see streams.py).
 So the rank can compute in between. An all-reduce has one ``finish`` for each of its two halves.
 
-**On CPU** ranks send to each other directly, out of and into views of the flat tensors. gloo's own
-collectives waste half of what they move: its reduce-scatter is a copy, a full all-reduce (twice the
-bytes) and a slice, and its all-gather goes through a temporary of full size. Each rank adds up what
-it receives in the order in which gloo does it, so sums equal torch's bit for bit. Direct messages
-also have tags (message_tags.py). Without tags, where two ranks reduce different units, gloo's
-all-reduce would add up what does not belong together, or end the process.
-``MINIFSDP_COLLECTIVES=native`` selects torch's collectives instead, for comparison.
+**On CPU** data goes from rank to rank directly, out of and into views of the flat tensors: by gloo
+or, on one machine, straight from memory to memory (transport.py). gloo's own collectives waste half
+of what they move: its reduce-scatter is a copy, a full all-reduce (twice the bytes) and a slice,
+and its all-gather goes through a temporary of full size. Each rank adds up what it receives in the
+order in which gloo does it, so sums equal torch's bit for bit. Direct messages also have tags
+(message_tags.py). Without tags, where two ranks reduce different units, gloo's all-reduce would add
+up what does not belong together, or end the process. For comparison, ``MINIFSDP_COLLECTIVES=gloo``
+has ranks on one machine send as well, and ``native`` selects torch's collectives.
 
 **On CUDA** torch's collectives are used, because NCCL does all of this well.
 
@@ -38,15 +39,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minifsdp.comm import deadlock_watch
 from minifsdp.comm.blocks import Blocks, by_rank, copy_apart, together
 from minifsdp.comm.message_tags import Kind, Message
 from minifsdp.comm.pieces import Pieces, messages, whole
+from minifsdp.comm.transport import Work, exchange, wait_for
 from minifsdp.streams import Finish
 
 _CHOICE = os.environ.get("MINIFSDP_COLLECTIVES", "")
-if _CHOICE not in ("", "native"):
-    raise ValueError(f"MINIFSDP_COLLECTIVES is 'native' or unset, not {_CHOICE!r}")
+if _CHOICE not in ("", "gloo", "native"):
+    raise ValueError(f"MINIFSDP_COLLECTIVES is 'gloo', 'native' or unset, not {_CHOICE!r}")
 NATIVE = _CHOICE == "native"
 
 Group = dist.ProcessGroup
@@ -63,6 +64,7 @@ def all_gather(
     label: str = "",
     kind: Kind = Kind.PARAMETERS,
     blocks: Blocks | None = None,
+    lend: bool = False,
 ) -> Finish:
     """Fill ``full`` with the chunks of all ranks, in rank order.
 
@@ -76,6 +78,9 @@ def all_gather(
         kind: what is gathered.
         blocks: sizes of the pieces of ``chunk``, where these do not stay together in ``full``; see
             blocks.py. None: they do. (In the exercises it is always None.)
+        lend: when ``finish`` has run, other ranks may still read ``chunk``. Before it is changed,
+            call :func:`~minifsdp.comm.transport.wait_for_readers`. (To wait in ``finish`` is right,
+            too, and slower.)
 
     Raises:
         RuntimeError: (``finish`` does) another rank does not take part, has ended, or is in another
@@ -85,7 +90,7 @@ def all_gather(
     if not direct(full.device):
         apart = blocks if blocks is not None and len(blocks) > 1 else None
         gathered = full if apart is None else torch.empty_like(full)
-        arrive = _wait_for([_all_gather(gathered, chunk, group=group, async_op=True)], message)
+        arrive = wait_for([_all_gather(gathered, chunk, group=group, async_op=True)], message)
 
         def finish() -> None:
             arrive()
@@ -93,13 +98,13 @@ def all_gather(
                 copy_apart(gathered, full, apart, group.size())
 
         return finish
-    parts, own, tag = by_rank(full, blocks, group.size()), by_rank(chunk, blocks, 1)[0], message.tag
-    works = []
+    parts, own = by_rank(full, blocks, group.size()), by_rank(chunk, blocks, 1)[0]
+    works: list[Work] = []
     for to, source in _turns(group):
-        works += _exchange(own, to, parts[source], source, group, tag)
+        works += exchange(own, to, parts[source], source, message)
     for part, block in zip(parts[group.rank()], own, strict=True):
         part.copy_(block)  # while the other ranks' travel
-    return _wait_for(works, message)
+    return wait_for(works, message, lend)
 
 
 def reduce_scatter(
@@ -134,21 +139,22 @@ def reduce_scatter(
         total = flat.new_empty(flat.numel() // group.size())
         sent = together(flat, blocks, group.size()).mul_(scale)  # the work keeps it alive
         work = _reduce_scatter(total, sent, group=group, async_op=True)
-        return total, _wait_for([work], message)
+        return total, wait_for([work], message)
     parts = messages(flat, sizes, blocks, group.size())
     own = parts[group.rank()]
     lengths = [len(part) for part in own]  # of the messages that come from each other rank
-    received, works, tag = [], [], message.tag
+    received, works = list[Tensor](), list[Work]()
     for to, source in _turns(group):
         received.append(torch.empty(sum(lengths), dtype=flat.dtype, device=flat.device))
-        works += _exchange(parts[to], to, torch.split(received[-1], lengths), source, group, tag)
+        places = torch.split(received[-1], lengths)
+        works += exchange(parts[to], to, places, source, message)
     # In gloo's ring the chunk of rank r is the sum of those of rank r-1, then r-2, ..., and its own
     # last. Addition of floats is not associative: in any other order the result would differ from
     # torch's in the last bit.
     total = received[0] if received else torch.cat(own)
     addends = [*(torch.split(part, lengths) for part in received[1:]), own][: len(received)]
 
-    arrive = _wait_for(works, message)
+    arrive = wait_for(works, message)
     # torch scales each addend, rounds it, and adds it. To scale and add in one operation is faster
     # and leaves the rounding out. It gives the same bits where nothing has to be rounded: if the
     # scale is a power of two, it changes only the exponent (which in fp16 may be too small for it).
@@ -185,7 +191,7 @@ def all_reduce(
     if not direct(flat.device):
         flat.mul_(scale)
         message = Message(group, tag, kind, flat.itemsize, label)
-        yield _wait_for([dist.all_reduce(flat, group=group, async_op=True)], message)
+        yield wait_for([dist.all_reduce(flat, group=group, async_op=True)], message)
         return
     total, finish = reduce_scatter(flat, group, scale, tag, label, kind)
     yield finish
@@ -201,7 +207,7 @@ def add_up(number: Tensor, group: Group, largest: bool = False) -> None:
     """Replace ``number`` by its sum over all ranks, or by the largest. Waits for the result."""
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     work = dist.all_reduce(number, op, group=group, async_op=True)
-    _wait_for([work], _other(group, "the sum of a number over all ranks"))()
+    wait_for([work], _other(group, "the sum of a number over all ranks"))()
 
 
 def broadcast(tensor: Tensor, group: Group) -> None:
@@ -210,7 +216,7 @@ def broadcast(tensor: Tensor, group: Group) -> None:
     # transposed tensor would arrive with its elements in another order.
     sent = tensor.contiguous()
     work = dist.broadcast(sent, group=group, group_src=0, async_op=True)
-    _wait_for([work], _other(group, "the broadcast of rank 0's values"))()
+    wait_for([work], _other(group, "the broadcast of rank 0's values"))()
     if sent is not tensor:
         tensor.copy_(sent)
 
@@ -223,20 +229,6 @@ def _turns(group: Group) -> Iterator[tuple[int, int]]:
         yield (rank + distance) % world_size, (rank - distance) % world_size
 
 
-def _exchange(
-    sent: Sequence[Tensor], to: int, received: Sequence[Tensor], source: int, group: Group, tag: int
-) -> list[dist.Work]:
-    # This is what dist.isend and dist.irecv do after checks that take longer than a small message.
-    # Messages of one tag arrive in the order in which they were sent.
-    #
-    # Receives first. gloo tells the sender that it may begin, on the connection that this rank's
-    # own data takes. Behind that data the word would arrive when all of it has been sent: the two
-    # directions of the link would take turns. They are waited for last: of three ranks that have
-    # parted ways, one that waits for a receive may not hear that the connections were closed.
-    receives = [group.recv([tensor], source, tag) for tensor in received]
-    return [group.send([tensor], to, tag) for tensor in sent] + receives
-
-
 def direct(device: torch.device) -> bool:
     """Whether ranks on these devices send to each other themselves, from wherever a tensor is."""
     return device.type == "cpu" and not NATIVE
@@ -244,21 +236,3 @@ def direct(device: torch.device) -> bool:
 
 def _other(group: Group, label: str) -> Message:
     return Message(group, 0, Kind.OTHER, 1, label)
-
-
-def _wait_for(works: Sequence[dist.Work | None], message: Message) -> Finish:
-    deadlock_watch.unfinished[message] = works
-
-    def finish() -> None:
-        deadlock_watch.waiting = message
-        try:
-            for work in works:
-                if work is not None:  # a rank outside of the group has none
-                    work.wait()
-        except RuntimeError as error:
-            raise deadlock_watch.explain(message, error) from error
-        finally:
-            deadlock_watch.waiting = None
-            deadlock_watch.unfinished.pop(message, None)
-
-    return finish

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minifsdp.comm import same_machine
 from minifsdp.comm.message_tags import Message
 from minifsdp.comm.wait_reports import Wait, WaitReport, called_from, deadlocked, torch_collective
 
@@ -41,7 +42,7 @@ PATIENCE = 4  # as many polls have to find the main thread in the same wait befo
 _KEY = "minifsdp/watch"
 waiting: Message | None = None
 """What the main thread waits for now; None if it does not wait for a message of minifsdp's."""
-unfinished: dict[Message, Sequence[dist.Work | None]] = {}
+unfinished: dict[Message, Sequence[Any]] = {}
 """What was started and has not been waited for. An exception may end a forward whose model is then
 deleted. If a message arrives for a receive that was deleted, gloo stops reading from that
 connection, and the next barrier of the program hangs. So these receives are kept."""
@@ -127,7 +128,8 @@ class _LongWait:
 
     def publish(self, answered: int) -> None:
         """Write this rank's report, which answers the first ``answered`` questions."""
-        report = WaitReport.on(self.wait, answered)
+        unread = {(m.key, m.count) for m in list(unfinished) if not m.until_read}
+        report = WaitReport.on(self.wait, unread, answered)
         # If the wait has ended meanwhile, the report may mix what was true before and after that,
         # and other ranks would find a deadlock where there is none.
         if (waiting or torch_collective()) == self.wait:
@@ -204,6 +206,7 @@ def _close_all() -> None:
 
 
 def _close(group: dist.ProcessGroup) -> None:
+    same_machine.leave(group)
     # gloo cannot cancel a receive. But when one times out, gloo closes all connections of its
     # group, and all other waits of the group end with an error. So this one times out at once.
     with suppress(RuntimeError):

@@ -60,7 +60,7 @@ class Message:
         label: of the unit, for errors; or, for other kinds, what the message is.
     """
 
-    __slots__ = ("count", "group", "key", "kind", "label", "verdict")
+    __slots__ = ("count", "group", "key", "kind", "label", "until_read", "verdict")
 
     def __init__(
         self, group: dist.ProcessGroup, number: int, kind: Kind, size: int, label: str
@@ -78,6 +78,7 @@ class Message:
         self.key: Key = (name, number, kind.value, size)
         self.count = started[self.key] = started.get(self.key, 0) + 1
         self.group, self.label, self.kind = group, label, kind
+        self.until_read = False  # this rank waits until others have read its part (same_machine.py)
         self.verdict: str | None = None  # why it will never arrive; deadlock_watch.py sets it
 
     @property
@@ -87,6 +88,20 @@ class Message:
         _, number, kind, size = self.key
         size = size.bit_length() - 1
         return 1 << 30 | (number & 0x3FFF) << 16 | kind << 13 | size << 11 | self.count & 0x7FF
+
+    @property
+    def serial(self) -> int:
+        """As the tag, with twice the bits, so that no two messages of a group have the same one:
+        unit: 31 | kind: 3 | bytes per element: 2 | count: 27."""
+        _, number, kind, size = self.key
+        unit, count = number & (1 << 31) - 1, self.count & (1 << 27) - 1
+        return unit << 32 | kind << 29 | (size.bit_length() - 1) << 27 | count
+
+    @property
+    def line(self) -> int:
+        """The unit and the kind, without what changes from message to message: bits 13 to 29 of the
+        tag. One unit's messages of one kind come one after another."""
+        return self.tag >> 13 & 0x1FFFF
 
     def __str__(self) -> str:
         return _WORDS.get(self.kind, "{}").format(self.label, self.key[-1])

@@ -1,10 +1,10 @@
 """Receives into tensors of its own, and copies them at the end; slower."""
 
 
-def all_gather(full, chunk, group, tag, label="", kind=Kind.PARAMETERS, blocks=None):
+def all_gather(full, chunk, group, tag, label="", kind=Kind.PARAMETERS, blocks=None, lend=False):
     message = Message(group, tag, kind, full.itemsize, label)
     if not direct(full.device):
-        return _wait_for([_all_gather(full, chunk, group=group, async_op=True)], message)
+        return wait_for([_all_gather(full, chunk, group=group, async_op=True)], message)
     mine = chunk.clone()
     received = {group.rank(): mine}
     works = []
@@ -15,7 +15,7 @@ def all_gather(full, chunk, group, tag, label="", kind=Kind.PARAMETERS, blocks=N
                 group.recv([received[rank]], rank, message.tag),
                 group.send([mine], rank, message.tag),
             ]
-    wait = _wait_for(works, message)
+    wait = wait_for(works, message)
 
     def finish():
         wait()

@@ -10,7 +10,7 @@ def reduce_scatter(flat, group, scale, tag, label="", kind=Kind.REDUCTION, block
         total = flat.new_empty(chunks[rank].shape)
         flat.mul_(scale)
         work = _reduce_scatter(total, flat, group=group, async_op=True)
-        return total, _wait_for([work], message)
+        return total, wait_for([work], message)
     got, works = {}, []
     for other in range(size):
         if other != rank:
@@ -18,7 +18,7 @@ def reduce_scatter(flat, group, scale, tag, label="", kind=Kind.REDUCTION, block
             works.append(group.recv([got[other]], other, message.tag))
             works.append(group.send([chunks[other]], other, message.tag))
     total = torch.zeros_like(chunks[rank])
-    wait = _wait_for(works, message)
+    wait = wait_for(works, message)
 
     def finish():
         wait()

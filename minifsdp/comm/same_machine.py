@@ -1,0 +1,240 @@
+"""Ranks on one machine read each other's memory.
+
+What gloo sends goes through the network code of the system even if both ranks are on one machine:
+it is copied in and out, in pieces, by two threads that need the cores on which the ranks compute.
+Linux can also copy straight from the memory of another process, at once. So a rank only says where
+its data is, and the other one fetches it::
+
+    rank 0, lends                              rank 1, reads
+
+    board: message 7 is at address a  <-------  looks at rank 0's board until message 7 is there
+    memory at a                       ------->  copies it to its own memory
+    looks at rank 1's board           ------->  board: message 7 is read
+    until message 7 is read
+
+A *board* is memory of this process with a line for each unit and kind of message, in which a loan
+stands until the other rank has read it. Nothing is sent at all: each rank writes to its own board
+and reads those of others. Ranks that cannot do so send by gloo: those on other machines, in other
+containers, or on a system that forbids it.
+
+Sources: process_vm_readv(2); Open MPI's "vader" transport and others call it cross memory attach.
+"""
+
+import ctypes
+import mmap
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import Tensor
+
+from minifsdp.comm.message_tags import Message
+
+# A line is written from right to left, and is read by another process. On x86-64 that one sees what
+# was written in that order; other processors may reorder it.
+USABLE = (
+    sys.platform == "linux"
+    and platform.machine() == "x86_64"
+    and os.environ.get("MINIFSDP_COLLECTIVES") != "gloo"
+)
+_LENT, _ADDRESSES, _READ, _WORDS = range(4)  # numbers of eight bytes
+_LINES = 1 << 17  # for each unit and kind (Message.line); untouched lines take no memory
+_SPINS, _PAUSE = 300, 5e-5  # looks at the other's board without a pause; seconds between later ones
+
+Group = dist.ProcessGroup
+bytes_lent = 0
+"""What other ranks have got of this one in this way."""
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+class Board:
+    """This rank's board for one other rank."""
+
+    def __init__(self) -> None:
+        memory = mmap.mmap(-1, 8 * _WORDS * (_LINES + 1))
+        self._numbers = memoryview(memory).cast("q")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        _boards.append(self)
+
+    def write(self, line: int, place: int, number: int) -> None:
+        """Write one number of a line."""
+        self._numbers[line * _WORDS + place] = number
+
+    def close(self) -> None:
+        """Tell the other rank that there will be nothing more: in a line after all others."""
+        self.write(_LINES, _LENT, 1)
+
+
+_boards: list[Board] = []
+"""None is unmapped: other ranks may look at it for as long as this process lives."""
+
+
+class Neighbor:
+    """Another rank of a group, on this machine.
+
+    Args:
+        rank: its number in the group.
+        process: its process id.
+        address: of its board for this rank.
+        board: this rank's board for it.
+        timeout: seconds that anything of it is waited for.
+    """
+
+    def __init__(self, rank: int, process: int, address: int, board: Board, timeout: float) -> None:
+        self.rank, self.process, self.address, self.board = rank, process, address, board
+        self.timeout = timeout
+        self.loans: dict[int, Loan] = {}  # by line; those that it may not have read yet
+        self._line = (ctypes.c_int64 * _WORDS)()
+
+    def loan_before(self, message: Message) -> "Loan | None":
+        """What still stands in the line of a message that is to be lent: the same unit's message
+        before it. Wait for it first."""
+        return self.loans.get(message.line)
+
+    def line(self, number: int) -> "ctypes.Array[ctypes.c_int64]":
+        """What stands in a line of its board for this rank now."""
+        read_memory(self.process, self.address + 8 * _WORDS * number, self._line)
+        return self._line
+
+    def wait_until(self, condition: Callable[[], bool], message: Message) -> None:
+        """Look again and again, first at once, for it is usually soon. After that read also what
+        else is lent to this rank: the other one may wait for that.
+
+        Raises:
+            RuntimeError: it will not come true, since the other rank has ended, has left the group
+                or waits elsewhere.
+        """
+        for _ in range(_SPINS):
+            if condition():
+                return
+            os.sched_yield()  # there may be more ranks than cores
+        deadline = time.monotonic() + self.timeout
+        while not condition():
+            time.sleep(_PAUSE)
+            for fetch in list(_unread):
+                with suppress(RuntimeError):  # that is for whoever waits for it
+                    fetch.read_if_lent()
+            if message.verdict is not None:  # deadlock_watch.py has found out
+                raise RuntimeError("it waits elsewhere")
+            if self.line(_LINES)[_LENT] and not condition():
+                raise RuntimeError(f"rank {self.rank} of the group has left it")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"rank {self.rank} of the group did not come in time")
+
+
+class Loan:
+    """Tensors of this rank that a neighbor is to read, as a message.
+
+    Args:
+        tensors: contiguous. They are kept alive, and must not change, until they are read.
+    """
+
+    def __init__(self, neighbor: Neighbor, tensors: Sequence[Tensor], message: Message) -> None:
+        global bytes_lent
+        bytes_lent += sum(tensor.nbytes for tensor in tensors)
+        self.neighbor, self.tensors, self.message = neighbor, tensors, message
+        self.line, self.serial = message.line, message.serial
+        assert self.line not in neighbor.loans, message
+        addresses = (tensor.data_ptr() for tensor in tensors)
+        self._addresses = (ctypes.c_int64 * len(tensors))(*addresses)
+        neighbor.board.write(self.line, _ADDRESSES, ctypes.addressof(self._addresses))
+        neighbor.board.write(self.line, _LENT, self.serial)  # last: from now on it is read
+        neighbor.loans[self.line] = self
+
+    def is_read(self) -> bool:
+        """Whether the neighbor has read it."""
+        loans = self.neighbor.loans
+        if loans.get(self.line) is self and self.neighbor.line(self.line)[_READ] == self.serial:
+            del loans[self.line]
+        return loans.get(self.line) is not self
+
+    def wait(self) -> None:
+        """Wait until the neighbor has read it."""
+        self.message.until_read = True
+        self.neighbor.wait_until(self.is_read, self.message)
+
+
+class Fetch:
+    """A message that a neighbor lends, and that is read when it is waited for.
+
+    Args:
+        tensors: contiguous, of the sizes that the neighbor's have; written.
+    """
+
+    def __init__(self, neighbor: Neighbor, tensors: Sequence[Tensor], message: Message) -> None:
+        self.neighbor, self.tensors, self.message = neighbor, tensors, message
+        self.line, self.serial = message.line, message.serial
+        self.copied = False
+        _unread[self] = None
+
+    def read_if_lent(self) -> bool:
+        """Copy it, if it is there and has not been copied. Returns whether it is copied."""
+        neighbor = self.neighbor
+        if self.copied or neighbor.line(self.line)[_LENT] != self.serial:
+            return self.copied
+        # Once more: now that the serial number is there, so is what was written before it.
+        start = neighbor.line(self.line)[_ADDRESSES]
+        addresses = (ctypes.c_int64 * len(self.tensors))()
+        read_memory(neighbor.process, start, addresses)
+        for address, tensor in zip(addresses, self.tensors, strict=True):
+            _copy(neighbor.process, address, tensor.data_ptr(), tensor.nbytes)
+        neighbor.board.write(self.line, _READ, self.serial)
+        _unread.pop(self, None)
+        self.copied = True
+        return True
+
+    def wait(self) -> None:
+        """Wait for the loan, and copy it."""
+        self.neighbor.wait_until(self.read_if_lent, self.message)
+
+
+_unread: dict[Fetch, None] = {}
+"""What this rank has begun to fetch, and has not copied; in the order in which it began."""
+neighbors: "WeakKeyDictionary[Group, dict[int, Neighbor]]" = WeakKeyDictionary()
+"""The other ranks on this machine, by group and rank; neighbors.py finds them."""
+
+
+def leave(group: Group) -> None:
+    """This rank takes no more part in a group. Neighbors that wait for it stop waiting."""
+    for neighbor in neighbors.get(group, {}).values():
+        neighbor.board.close()
+    for fetch in list(_unread):
+        if fetch.message.group is group:
+            _unread.pop(fetch, None)
+
+
+def read_memory(process: int, address: int, into: "ctypes.Array[ctypes.c_int64]") -> None:
+    """Copy from the memory of another process.
+
+    Raises:
+        RuntimeError: there is no such process any more, no such memory, or no permission.
+    """
+    _copy(process, address, ctypes.addressof(into), ctypes.sizeof(into))
+
+
+def _copy(process: int, address: int, into: int, nbytes: int) -> None:
+    here, there = _Range(), _Range()
+    done = 0
+    while done < nbytes:  # Linux copies at most 2 GiB at once
+        here.address, there.address = into + done, address + done
+        here.nbytes = there.nbytes = nbytes - done
+        copied = _readv(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        if copied <= 0:
+            why = os.strerror(ctypes.get_errno())
+            raise RuntimeError(f"the memory of process {process} cannot be read: {why}")
+        done += copied
+
+
+if USABLE:
+    _libc = ctypes.CDLL(None, use_errno=True)
+    _readv = _libc.process_vm_readv
+    _readv.restype = ctypes.c_ssize_t
+    _readv.argtypes = [ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong]

@@ -1,0 +1,92 @@
+"""What carries a message from one rank to another: gloo, or memory that the other one reads.
+
+collectives.py says who sends what to whom. Here each part of that is started, and waited for.
+
+Ranks on one machine only lend what they have (same_machine.py). A rank that has got all that it
+waits for could go on at once, and leave the others to read its part when they come to it. But who
+changes or frees memory has to wait until it is read. So a gradient, which is freed after it has
+been reduced, is waited for at once; a shard changes only when an optimizer steps, and all of them
+are waited for together, at the end of a backward (:func:`wait_for_readers`).
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from minifsdp.comm import deadlock_watch, same_machine
+from minifsdp.comm.message_tags import Message
+from minifsdp.comm.same_machine import Fetch, Loan
+from minifsdp.streams import Finish
+
+Work = dist.Work | Loan | Fetch
+_lent: deque[Loan] = deque()
+"""What other ranks may not have read yet, and nobody has waited for."""
+
+
+def exchange(
+    sent: Sequence[Tensor], to: int, received: Sequence[Tensor], source: int, message: Message
+) -> list[Work]:
+    """Start to send some tensors to one rank of the message's group, and to receive others from one
+    rank, which may be another. All of them are contiguous."""
+    group, tag, near = message.group, message.tag, same_machine.neighbors.get(message.group, {})
+    # This is what dist.isend and dist.irecv do after checks that take longer than a small message.
+    # Messages of one tag arrive in the order in which they were sent.
+    #
+    # Receives first. gloo tells the sender that it may begin, on the connection that this rank's
+    # own data takes. Behind that data the word would arrive when all of it has been sent: the two
+    # directions of the link would take turns. They are waited for last: of three ranks that have
+    # parted ways, one that waits for a receive may not hear that the connections were closed.
+    receives = [] if source in near else [group.recv([tensor], source, tag) for tensor in received]
+    sends = [] if to in near else [group.send([tensor], to, tag) for tensor in sent]
+    works: list[Work] = [*sends, *receives]
+    if source in near:
+        works.append(Fetch(near[source], received, message))
+    if to in near:
+        before = near[to].loan_before(message)
+        if before is not None:
+            _finish([before], before.message)
+        works.append(Loan(near[to], sent, message))
+    return works
+
+
+def wait_for(works: Sequence[Work | None], message: Message, lend: bool = False) -> Finish:
+    """The function that waits for what was started for a message.
+
+    Args:
+        lend: not until others have read this rank's part; :func:`wait_for_readers` does that.
+
+    Raises:
+        RuntimeError: (the function does) another rank does not take part, has ended, or is in
+            another collective; see deadlock_watch.py.
+    """
+    deadlock_watch.unfinished[message] = works
+    if lend:
+        while _lent and _lent[0].is_read():  # it keeps what it lends, which may be a copy
+            _lent.popleft()
+        _lent.extend(work for work in works if isinstance(work, Loan))
+        works = [work for work in works if not isinstance(work, Loan)]
+    # Fetches first, and loans last: for its loan each rank waits until the other one has fetched.
+    ordered = sorted(works, key=lambda work: isinstance(work, Loan) - isinstance(work, Fetch))
+    return lambda: _finish(ordered, message)
+
+
+def wait_for_readers() -> None:
+    """Wait until other ranks have read all that was lent to them."""
+    while _lent:
+        loan = _lent.popleft()
+        _finish([loan], loan.message)
+
+
+def _finish(works: Sequence[Work | None], message: Message) -> None:
+    deadlock_watch.waiting = message
+    try:
+        for work in works:
+            if work is not None:  # a rank outside of the group has none
+                work.wait()
+    except RuntimeError as error:
+        raise deadlock_watch.explain(message, error) from error
+    finally:
+        deadlock_watch.waiting = None
+        deadlock_watch.unfinished.pop(message, None)

@@ -1,0 +1,46 @@
+"""neighbors.py: which ranks read each other's memory."""
+
+import os
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from minifsdp.comm import neighbors, same_machine
+from minifsdp.comm.neighbors import find_neighbors
+from tests.comm.near import NEEDED, check_all, near
+from tests.ranks import on_ranks
+
+pytestmark = NEEDED
+
+
+@on_ranks(3)
+def test_ranks_of_one_machine_find_each_other():
+    group = near()
+    found = same_machine.neighbors[group]
+    assert set(found) == set(range(3)) - {dist.get_rank()}
+    processes: list = [None] * 3
+    dist.all_gather_object(processes, os.getpid())
+    assert all(near.process == processes[rank] for rank, near in found.items())
+    find_neighbors(group)  # once is enough
+    assert same_machine.neighbors[group] is found
+
+
+@on_ranks(3)
+def test_if_one_of_two_ranks_cannot_read_both_send():
+    """Rank 1 is in a container, where the number of another process is somebody else's."""
+    group, reads = dist.new_group(), neighbors._reads
+
+    def reads_other(process: int, address: int, expected: int) -> bool:
+        return reads(process, address, expected + (dist.get_rank() == 1))
+
+    with patch.object(neighbors, "_reads", reads_other):
+        find_neighbors(group)
+    rank = dist.get_rank()
+    assert set(same_machine.neighbors[group]) == (set() if rank == 1 else {0, 2} - {rank})
+    check_all(group)
+
+
+@on_ranks(2)
+def test_where_memory_cannot_be_read_nobody_is_near():
+    with patch.object(same_machine, "USABLE", False):
+        assert same_machine.neighbors[near()] == {}

@@ -1,0 +1,151 @@
+"""same_machine.py: loans, and what becomes of them if a rank does not come."""
+
+import os
+import time
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minifsdp.comm import deadlock_watch, same_machine
+from minifsdp.comm.collectives import all_gather
+from minifsdp.comm.message_tags import Kind, Message
+from minifsdp.comm.transport import wait_for, wait_for_readers
+from tests.comm.near import NEEDED, mine, near, say, wait_until_said
+from tests.comm.test_deadlock_watch import alone_in_the_world
+from tests.ranks import on_ranks
+
+pytestmark = NEEDED
+
+
+@on_ranks(2)
+def test_a_line_is_free_again_when_its_last_message_is_read():
+    """Rank 0 lends three times before rank 1 reads once. It waits, and loses nothing."""
+    group, finishes, fulls = near(), [], [torch.empty(2) for _ in range(3)]
+    if dist.get_rank() == 1:
+        wait_until_said("rank 0 is about to lend again")
+        time.sleep(0.02)
+    for number, full in enumerate(fulls):
+        if dist.get_rank() == 0 and number == 1:
+            say("rank 0 is about to lend again")
+        chunk = torch.tensor([10.0 * dist.get_rank() + number])
+        finish = all_gather(full, chunk, group, 7, lend=True)
+        if dist.get_rank() == 1:
+            finish()
+        finishes.append(finish)
+    for finish in finishes if dist.get_rank() == 0 else ():
+        finish()
+    wait_for_readers()
+    assert [full.tolist() for full in fulls] == [[0.0, 10.0], [1.0, 11.0], [2.0, 12.0]]
+
+
+@on_ranks(2)
+def test_units_whose_tags_are_alike_are_not_mixed_up():
+    """A tag holds 14 bits of a unit's number. These two are the same in it, and take turns in one
+    line, each with the same count of messages before it."""
+    group = near()
+    for count in range(3):
+        for unit in (5, 5 + (1 << 14)):
+            full, chunk = torch.empty(2), torch.tensor([float(unit + count + dist.get_rank())])
+            all_gather(full, chunk, group, unit, lend=count == 1)()
+            assert full.tolist() == [unit + count, unit + count + 1.0]
+    wait_for_readers()
+
+
+@on_ranks(2)
+def test_all_is_read_although_linux_copies_a_part_at_a_time():
+    """At most 2 GiB; here it is 8 bytes."""
+    readv = same_machine._readv
+
+    def short(process, here, ones, there, others, flags):
+        for memory in (here._obj, there._obj):
+            memory.nbytes = min(memory.nbytes, 8)
+        return readv(process, here, ones, there, others, flags)
+
+    group, full = near(), torch.empty(20)
+    with patch.object(same_machine, "_readv", short):
+        all_gather(full, mine(10), group, 7)()
+    assert torch.equal(full, torch.cat([mine(10, of=0), mine(10, of=1)]))
+
+
+@on_ranks(3)
+def test_messages_may_be_started_and_finished_in_any_order():
+    """A rank that waits reads what else is lent to it: else each would wait to be read."""
+    group, fulls, finishes = near(), {}, []
+    for tag in (1, 2) if dist.get_rank() == 0 else (2, 1):
+        fulls[tag] = torch.empty(12)
+        finishes.append(all_gather(fulls[tag], mine(4) + tag, group, tag))
+    for finish in finishes:
+        finish()
+    for tag in (1, 2):
+        expected = [mine(4, of=rank) + tag for rank in range(3)]
+        assert torch.equal(fulls[tag], torch.cat(expected))
+
+
+def parted(lent: bool) -> str:
+    """Each rank waits for what the other one has not started or, if ``lent``, not read."""
+    group, rank = near(), dist.get_rank()
+    deadlock_watch.watch([group])
+    neighbor = same_machine.neighbors[group][1 - rank]
+    with (
+        patch.multiple(deadlock_watch, POLL=0.05, PATIENCE=2),
+        pytest.raises(RuntimeError) as error,
+    ):
+        if lent:
+            first = Message(group, 5, Kind.OTHER, 4, "message 5")
+            deadlock_watch.unfinished[first] = []  # started; rank 1 will not read it
+        if rank == 0 and lent:
+            wait_for([same_machine.Loan(neighbor, [torch.ones(4)], first)], first)()
+        else:
+            own = Message(group, 6 + rank, Kind.OTHER, 4, f"message {6 + rank}")
+            wait_for([same_machine.Fetch(neighbor, [torch.ones(4)], own)], own)()
+    dist.barrier()  # another group is as it was
+    return str(error.value)
+
+
+@pytest.mark.parametrize("lent", [False, True])
+def test_ranks_that_part_ways_raise(lent):
+    for text in alone_in_the_world(parted, lent):
+        assert "have parted ways" in text, text
+        assert "rank 0: in message" in text or "rank 1: in message" in text
+
+
+def left() -> str:
+    """Rank 1 has destroyed its process group; it is still there."""
+    group = near()
+    deadlock_watch.watch([group])
+    if dist.get_rank() == 1:
+        same_machine.leave(group)
+        time.sleep(1)
+        return ""
+    with pytest.raises(RuntimeError) as error:
+        all_gather(torch.empty(8), mine(4), group, 7, "'block'")()
+    return str(error.value)
+
+
+def test_a_rank_that_has_left_is_not_waited_for():
+    text, _ = alone_in_the_world(left)
+    assert "in the gather of the parameters of unit 'block'" in text
+    assert "rank 1 of the group has left it" in text
+
+
+def ended() -> str:
+    """Rank 1 does not take part; for rank 0 it is a process that has ended."""
+    group = near()
+    if dist.get_rank() == 1:
+        return ""
+    process = os.fork()
+    if process == 0:
+        os._exit(0)
+    os.waitpid(process, 0)
+    same_machine.neighbors[group][1].process = process
+    with pytest.raises(RuntimeError) as error:
+        all_gather(torch.empty(8), mine(4), group, 7, "'block'")()
+    return str(error.value)
+
+
+def test_a_rank_that_has_ended_is_not_waited_for():
+    text, _ = alone_in_the_world(ended)
+    assert "rank 0 waited in the gather of the parameters of unit 'block'" in text
+    assert "cannot be read: No such process" in text
