@@ -717,7 +717,7 @@ MUTANTS = [
     Mutant("backward", "parts are never reduced", "                self._gradient_of(unit)  # it came", "                pass  # it came", noticed_by="no_sync"),
     Mutant("engine", "the order of those who are apart is kept", "self.prefetcher.pre_backward_order.forget()", "pass", noticed_by="backward"),
     Mutant("engine", "a second backward finds idle units", "unit.state.end_backward()", "unit.state.start_step()", noticed_by="backward"),
-    Mutant("engine", "computes before the data is there", "        wait_for_unshard(unit)\n        use_unsharded_views(unit)  # activation", "        use_unsharded_views(unit)  # activation"),
+    Mutant("engine", "computes before the data is there", "        wait_for_unshard(unit)\n        use_unsharded_views(unit)  # activation", "        use_unsharded_views(unit)  # activation", noticed_by="backward"),
     Mutant("backward", "parameters() lists views after a death", "at_end_of_backward(self.end_of_backward, self._hide_all)", "at_end_of_backward(self.end_of_backward, lambda: None)"),
     Mutant("backward", "nobody hears of a dead one", "        self.agreement.failed()\n", "        pass\n", noticed_by="promises/ranks_agree"),
     Mutant("backward", "what was cleared still waits", "            check_unreduced_grad(unit)\n", "            pass\n", noticed_by="no_sync"),

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from minifsdp.comm import same_machine
+
 SOURCE = Path(__file__).with_name("tensor_memory.c")
 
 
@@ -36,8 +38,9 @@ def read() -> Reading:
 
 
 def bytes_sent() -> int:
-    """By this process, over all its TCP connections: `tcpi_bytes_sent` of each."""
-    total = 0
+    """By this process, over all its TCP connections (`tcpi_bytes_sent` of each), and what other
+    ranks have read of its memory."""
+    total = same_machine.bytes_lent
     for name in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from minifsdp.comm import same_machine
 from tests.bench import net
 from tests.bench.contenders import ALONE, CONTENDERS, Setting
 from tests.bench.meters import (
@@ -60,6 +61,7 @@ def _rank(rank: int, function: Callable[..., Any], job: Job, *args: Any) -> None
     torch.set_num_threads(1)
     if job.slow_link:
         net.enter(rank, job.parent)
+        same_machine.USABLE = False  # as if the ranks were on several
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
