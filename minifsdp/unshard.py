@@ -40,9 +40,7 @@ def unshard(unit: Unit, streams: Streams) -> None:
         if unit.shard_group is not None:
             sent = shard if shard.dtype is unit.unsharded.dtype else shard.to(unit.unsharded.dtype)
             full, blocks = unit.unsharded.data, unit.layout.blocks
-            return all_gather(
-                full, sent, unit.shard_group, unit.tag, unit.label, blocks=blocks, lend=True
-            )
+            return all_gather(full, sent, unit.shard_group, unit.tag, unit.label, blocks=blocks)
         unit.unsharded.data.copy_(shard)  # casts as well
         return lambda: None
 

@@ -64,13 +64,13 @@ def all_gather(
     label: str = "",
     kind: Kind = Kind.PARAMETERS,
     blocks: Blocks | None = None,
-    lend: bool = False,
 ) -> Finish:
     """Fill ``full`` with the chunks of all ranks, in rank order.
 
     Args:
         full: ``[world_size * n]``, written.
-        chunk: ``[n]``, this rank's part; same dtype and device as ``full``.
+        chunk: ``[n]``, this rank's part; same dtype and device as ``full``. Other ranks may read it
+            even after ``finish``, if it is of parameters, until transport.wait_for_readers().
         group: the ranks that take part.
         tag: the unit's number, the same on all ranks. Several collectives may be under way at the
             same time; message_tags.py makes a tag for each of them.
@@ -78,9 +78,6 @@ def all_gather(
         kind: what is gathered.
         blocks: sizes of the pieces of ``chunk``, where these do not stay together in ``full``; see
             blocks.py. None: they do. (In the exercises it is always None.)
-        lend: when ``finish`` has run, other ranks may still read ``chunk``. Before it is changed,
-            call :func:`~minifsdp.comm.transport.wait_for_readers`. (To wait in ``finish`` is right,
-            too, and slower.)
 
     Raises:
         RuntimeError: (``finish`` does) another rank does not take part, has ended, or is in another
@@ -104,7 +101,7 @@ def all_gather(
         works += exchange(own, to, parts[source], source, message)
     for part, block in zip(parts[group.rank()], own, strict=True):
         part.copy_(block)  # while the other ranks' travel
-    return wait_for(works, message, lend)
+    return wait_for(works, message)
 
 
 def reduce_scatter(

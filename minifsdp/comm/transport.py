@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minifsdp.comm import deadlock_watch, same_machine
-from minifsdp.comm.message_tags import Message
+from minifsdp.comm.message_tags import Kind, Message
 from minifsdp.comm.same_machine import Fetch, Loan
 from minifsdp.streams import Finish
 
@@ -51,18 +51,16 @@ def exchange(
     return works
 
 
-def wait_for(works: Sequence[Work | None], message: Message, lend: bool = False) -> Finish:
-    """The function that waits for what was started for a message.
-
-    Args:
-        lend: not until others have read this rank's part; :func:`wait_for_readers` does that.
+def wait_for(works: Sequence[Work | None], message: Message) -> Finish:
+    """The function that waits for what was started for a message. If that is of parameters it does
+    not wait until others have read this rank's part; :func:`wait_for_readers` does.
 
     Raises:
         RuntimeError: (the function does) another rank does not take part, has ended, or is in
             another collective; see deadlock_watch.py.
     """
     deadlock_watch.unfinished[message] = works
-    if lend:
+    if message.kind is Kind.PARAMETERS:
         while _lent and _lent[0].is_read():  # it keeps what it lends, which may be a copy
             _lent.popleft()
         _lent.extend(work for work in works if isinstance(work, Loan))

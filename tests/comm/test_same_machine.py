@@ -30,7 +30,7 @@ def test_a_line_is_free_again_when_its_last_message_is_read():
         if dist.get_rank() == 0 and number == 1:
             say("rank 0 is about to lend again")
         chunk = torch.tensor([10.0 * dist.get_rank() + number])
-        finish = all_gather(full, chunk, group, 7, lend=True)
+        finish = all_gather(full, chunk, group, 7)
         if dist.get_rank() == 1:
             finish()
         finishes.append(finish)
@@ -48,7 +48,7 @@ def test_units_whose_tags_are_alike_are_not_mixed_up():
     for count in range(3):
         for unit in (5, 5 + (1 << 14)):
             full, chunk = torch.empty(2), torch.tensor([float(unit + count + dist.get_rank())])
-            all_gather(full, chunk, group, unit, lend=count == 1)()
+            all_gather(full, chunk, group, unit)()
             assert full.tolist() == [unit + count, unit + count + 1.0]
     wait_for_readers()
 
@@ -75,7 +75,7 @@ def test_messages_may_be_started_and_finished_in_any_order():
     group, fulls, finishes = near(), {}, []
     for tag in (1, 2) if dist.get_rank() == 0 else (2, 1):
         fulls[tag] = torch.empty(12)
-        finishes.append(all_gather(fulls[tag], mine(4) + tag, group, tag))
+        finishes.append(all_gather(fulls[tag], mine(4) + tag, group, tag, kind=Kind.OTHER))
     for finish in finishes:
         finish()
     for tag in (1, 2):

@@ -4,7 +4,7 @@ import gc
 import time
 import weakref
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
 from minifsdp.comm import collectives, same_machine
 from minifsdp.comm.collectives import all_gather
+from minifsdp.comm.message_tags import Kind
 from minifsdp.comm.transport import exchange, wait_for, wait_for_readers
 from tests.comm.near import NEEDED, at, check_all, mine, near, say, wait_until_said
 from tests.patience import Patience
@@ -41,7 +42,7 @@ def test_four_ranks_get_what_gloo_gives():
 
 def test_a_rank_reads_before_it_waits_to_be_read():
     """Else no rank would read at once: all would wait, and read only since they find nothing."""
-    order, message = [], SimpleNamespace()
+    order, message = [], Mock(kind=Kind.REDUCTION)
     fetch, loan = (object.__new__(kind) for kind in (same_machine.Fetch, same_machine.Loan))
     gloo = SimpleNamespace(wait=lambda: order.append("gloo"))
     with (
@@ -82,7 +83,7 @@ def test_no_word_is_given_of_gloo():
 def test_a_rank_that_lends_goes_on_before_it_is_read():
     """And `wait_for_readers` tells when it may change what it has lent."""
     group, full, chunk = near(), torch.empty(8), mine(4)
-    finish = all_gather(full, chunk, group, 7, lend=True)
+    finish = all_gather(full, chunk, group, 7)
     if dist.get_rank() == 0:
         finish()
         say("rank 0 has gone on")
@@ -102,9 +103,9 @@ def test_a_rank_that_lends_goes_on_before_it_is_read():
 
 @reads_memory
 @on_ranks(2)
-def test_without_lending_a_rank_waits_until_it_is_read():
+def test_what_is_not_of_parameters_is_waited_for_until_it_is_read():
     group, full, chunk = near(), torch.empty(8), mine(4)
-    finish = all_gather(full, chunk, group, 7)
+    finish = all_gather(full, chunk, group, 7, kind=Kind.OTHER)
     if dist.get_rank() == 0:
         finish()
         assert at("rank 1 reads")
@@ -124,14 +125,14 @@ def test_what_is_lent_lives_until_it_is_read_and_no_longer():
     group, full = near(), torch.empty(8)
     copy = mine(4)  # as a unit's shard is, in mixed precision
     alive = weakref.ref(copy)
-    finish = all_gather(full, copy, group, 7, lend=True)
+    finish = all_gather(full, copy, group, 7)
     del copy
     gc.collect()
     assert alive() is not None
     finish()
     dist.barrier()  # both have read
     del finish
-    all_gather(torch.empty(8), mine(4), group, 8, lend=True)()  # the next one drops the last one
+    all_gather(torch.empty(8), mine(4), group, 8)()  # the next one drops the last one
     gc.collect()
     assert alive() is None
     wait_for_readers()

@@ -1,7 +1,7 @@
 """Receives into tensors of its own, and copies them at the end; slower."""
 
 
-def all_gather(full, chunk, group, tag, label="", kind=Kind.PARAMETERS, blocks=None, lend=False):
+def all_gather(full, chunk, group, tag, label="", kind=Kind.PARAMETERS, blocks=None):
     message = Message(group, tag, kind, full.itemsize, label)
     if not direct(full.device):
         return wait_for([_all_gather(full, chunk, group=group, async_op=True)], message)
