@@ -11,8 +11,8 @@ comes next (prefetch.py), and sends gradients on their way (gradients.py):
   and they show the same memory.
 - **After gradient.** Free the unit first, so that what is gathered next can have its memory. Gather
   what comes next. Start to reduce the gradient, or hold it on this rank.
-- **End of backward.** Wait for all reductions, and give the optimizer its gradients. Free what is
-  still there: a unit whose outputs had no part in the loss, for example.
+- **End of backward.** Free what is still there: a unit whose outputs had no part in the loss, for
+  example. Wait for all reductions, and give the optimizer its gradients.
 """
 
 from collections.abc import Iterator

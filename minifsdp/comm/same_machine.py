@@ -59,7 +59,7 @@ class Board:
     """This rank's board for one other rank."""
 
     def __init__(self) -> None:
-        memory = mmap.mmap(-1, 8 * _WORDS * (_LINES + 1))
+        memory = mmap.mmap(-1, 8 * _WORDS * (_LINES + 1), mmap.MAP_PRIVATE)
         self._numbers = memoryview(memory).cast("q")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         _boards.append(self)
