@@ -181,6 +181,7 @@ MUTANTS = [
     Mutant("comm/same_machine", "a deadlock is not ended", "if message.verdict is not None:", "if False:"),
     Mutant("comm/same_machine", "does not say what it waits for", "        self.message.until_read = True\n", ""),
     Mutant("comm/same_machine", "only the first 2 GiB", "        done += copied\n", "        done = nbytes\n"),
+    Mutant("comm/same_machine", "of whatever size", "        if lent != nbytes:\n", "        if False:\n"),
     Mutant("comm/same_machine", "never waits to be read", "self.neighbor.line(self.line)[_READ] == self.serial:", "True:", noticed_by="comm/transport"),
     Mutant("comm/neighbors", "any process of that number", "    return found[0] == expected\n", "    return True\n"),
     Mutant("comm/neighbors", "one of the two sends, the other reads", "        if theirs[rank]  # else", "        if True  # else"),

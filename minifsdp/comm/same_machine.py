@@ -35,14 +35,15 @@ from torch import Tensor
 
 from minifsdp.comm.message_tags import Message
 
-# A line is written from right to left, and is read by another process. On x86-64 that one sees what
-# was written in that order; other processors may reorder it.
+# The first number of a line is written last, and another process reads it. On x86-64 that one sees
+# what was written in that order; other processors may reorder it.
 USABLE = (
     sys.platform == "linux"
     and platform.machine() == "x86_64"
     and os.environ.get("MINIFSDP_COLLECTIVES") != "gloo"
 )
-_LENT, _ADDRESSES, _READ, _WORDS = range(4)  # numbers of eight bytes
+_LENT, _ADDRESSES, _NBYTES, _READ = range(4)  # the numbers of a line
+_LINE = 4 * 8  # bytes
 _LINES = 1 << 17  # for each unit and kind (Message.line); untouched lines take no memory
 _SPINS, _PAUSE = 300, 5e-5  # looks at the other's board without a pause; seconds between later ones
 
@@ -59,14 +60,14 @@ class Board:
     """This rank's board for one other rank."""
 
     def __init__(self) -> None:
-        memory = mmap.mmap(-1, 8 * _WORDS * (_LINES + 1), mmap.MAP_PRIVATE)
+        memory = mmap.mmap(-1, _LINE * (_LINES + 1), mmap.MAP_PRIVATE)
         self._numbers = memoryview(memory).cast("q")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         _boards.append(self)
 
     def write(self, line: int, place: int, number: int) -> None:
         """Write one number of a line."""
-        self._numbers[line * _WORDS + place] = number
+        self._numbers[4 * line + place] = number
 
     def close(self) -> None:
         """Tell the other rank that there will be nothing more: in a line after all others."""
@@ -92,7 +93,7 @@ class Neighbor:
         self.rank, self.process, self.address, self.board = rank, process, address, board
         self.timeout = timeout
         self.loans: dict[int, Loan] = {}  # by line; those that it may not have read yet
-        self._line = (ctypes.c_int64 * _WORDS)()
+        self._line = (ctypes.c_int64 * 4)()
 
     def loan_before(self, message: Message) -> "Loan | None":
         """What still stands in the line of a message that is to be lent: the same unit's message
@@ -101,7 +102,7 @@ class Neighbor:
 
     def line(self, number: int) -> "ctypes.Array[ctypes.c_int64]":
         """What stands in a line of its board for this rank now."""
-        read_memory(self.process, self.address + 8 * _WORDS * number, self._line)
+        read_memory(self.process, self.address + _LINE * number, self._line)
         return self._line
 
     def wait_until(self, condition: Callable[[], bool], message: Message) -> None:
@@ -139,13 +140,15 @@ class Loan:
 
     def __init__(self, neighbor: Neighbor, tensors: Sequence[Tensor], message: Message) -> None:
         global bytes_lent
-        bytes_lent += sum(tensor.nbytes for tensor in tensors)
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        bytes_lent += nbytes
         self.neighbor, self.tensors, self.message = neighbor, tensors, message
         self.line, self.serial = message.line, message.serial
         assert self.line not in neighbor.loans, message
         addresses = (tensor.data_ptr() for tensor in tensors)
         self._addresses = (ctypes.c_int64 * len(tensors))(*addresses)
         neighbor.board.write(self.line, _ADDRESSES, ctypes.addressof(self._addresses))
+        neighbor.board.write(self.line, _NBYTES, nbytes)
         neighbor.board.write(self.line, _LENT, self.serial)  # last: from now on it is read
         neighbor.loans[self.line] = self
 
@@ -181,7 +184,10 @@ class Fetch:
         if self.copied or neighbor.line(self.line)[_LENT] != self.serial:
             return self.copied
         # Once more: now that the serial number is there, so is what was written before it.
-        start = neighbor.line(self.line)[_ADDRESSES]
+        _, start, lent, _ = neighbor.line(self.line)
+        nbytes = sum(tensor.nbytes for tensor in self.tensors)
+        if lent != nbytes:
+            raise RuntimeError(f"rank {neighbor.rank} has {lent} bytes where {nbytes} are expected")
         addresses = (ctypes.c_int64 * len(self.tensors))()
         read_memory(neighbor.process, start, addresses)
         for address, tensor in zip(addresses, self.tensors, strict=True):

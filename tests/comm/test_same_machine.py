@@ -54,6 +54,22 @@ def test_units_whose_tags_are_alike_are_not_mixed_up():
 
 
 @on_ranks(2)
+def test_a_message_of_another_size_is_refused():
+    """gloo would end the process. Without this what lies behind the tensor would be read."""
+    group = near()
+    message = Message(group, 5, Kind.OTHER, 4, "message 5")
+    other = same_machine.neighbors[group][1 - dist.get_rank()]
+    works = (
+        same_machine.Loan(other, [mine(4)], message),
+        same_machine.Fetch(other, [torch.empty(2), torch.empty(3)], message),
+    )
+    with pytest.raises(RuntimeError, match=r"rank \d has 16 bytes where 20 are expected"):
+        wait_for(works, message)()
+    dist.barrier()
+    same_machine.leave(group)
+
+
+@on_ranks(2)
 def test_all_is_read_although_linux_copies_a_part_at_a_time():
     """At most 2 GiB; here it is 8 bytes."""
     readv = same_machine._readv
