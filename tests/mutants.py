@@ -201,7 +201,7 @@ MUTANTS = [
     Mutant("support/freed_memory", "what is freed is given back", "        mallopt(_TRIM_THRESHOLD, min(2 * sum(_pieces.values()), _MOST))\n", ""),
     Mutant("support/freed_memory", "the user's choice is replaced", "if sys.platform != \"linux\" or any(name in os.environ for name in _USERS):", "if sys.platform != \"linux\":"),
     Mutant("support/freed_memory", "owners count for good", "WeakKeyDictionary[object, int] = WeakKeyDictionary()", "dict[object, int] = {}"),
-    Mutant("support/unsharded_storage", "freed memory is given back to the system", "                keep_freed_memory(made, made.nbytes)\n", "                pass\n", noticed_by="support/freed_memory"),
+    Mutant("support/unsharded_storage", "freed memory is given back to the system", "            keep_freed_memory(made, made.nbytes)", "            pass", noticed_by="support/freed_memory"),
     Mutant("support/unsharded_views", "the last of two gradients", "arrived[place] + grad if place in arrived else grad", "grad"),
     Mutant("support/unsharded_views", "autograd's own tensor is added to", "arrived[place] + grad if", "arrived[place].add_(grad) if"),
     Mutant("support/unsharded_views", "frozen parameters want gradients", "        ctx.mark_non_differentiable(*frozen)\n", ""),

@@ -152,8 +152,8 @@ class UnshardedFlatParams:
         self._made[leaf.dtype] = made
         if needs_unshard:
             made.storage.resize_(0)
-            if data.device.type == "cpu":
-                keep_freed_memory(made, made.nbytes)
+        if data.device.type == "cpu":
+            keep_freed_memory(made, made.nbytes)  # also where only gradients come and go
         return made
 
     def _hook(self) -> Callable[[], None]:

@@ -87,3 +87,12 @@ def test_a_unit_whose_memory_comes_and_goes_is_an_owner(monkeypatch):
         lone.unit.compute_in(torch.float64)
         found, expected = owners.get(lone.unit.unsharded), lone.unit.unsharded.nbytes
         assert found == expected > 0
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("needs_unshard", [True, False])
+def test_gradients_come_and_go_where_nothing_is_sharded_too(needs_unshard, monkeypatch):
+    owners = {}
+    monkeypatch.setattr(unsharded_storage, "keep_freed_memory", owners.__setitem__)
+    made = unsharded_storage.UnshardedFlatParams().add(torch.ones(6), True, needs_unshard, 6)
+    assert owners == {made: 24}
