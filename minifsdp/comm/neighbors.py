@@ -36,9 +36,8 @@ def find_neighbors(group: Group) -> None:
     }
     mine = [boards[rank].address if rank in boards else 0 for rank in range(group.size())]
     theirs = [row[group.rank()] for row in _gather(group, mine)]
-    timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     same_machine.neighbors[group] = {
-        rank: Neighbor(rank, others[rank][0], theirs[rank], board, timeout)
+        rank: Neighbor(rank, others[rank][0], theirs[rank], board)
         for rank, board in boards.items()
         if theirs[rank]  # else only one of the two could read
     }

@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -86,12 +87,10 @@ class Neighbor:
         process: its process id.
         address: of its board for this rank.
         board: this rank's board for it.
-        timeout: seconds that anything of it is waited for.
     """
 
-    def __init__(self, rank: int, process: int, address: int, board: Board, timeout: float) -> None:
+    def __init__(self, rank: int, process: int, address: int, board: Board) -> None:
         self.rank, self.process, self.address, self.board = rank, process, address, board
-        self.timeout = timeout
         self.loans: dict[int, Loan] = {}  # by line; those that it may not have read yet
         self._line = (ctypes.c_int64 * 4)()
 
@@ -117,7 +116,8 @@ class Neighbor:
             if condition():
                 return
             os.sched_yield()  # there may be more ranks than cores
-        deadline = time.monotonic() + self.timeout
+        store: Any = dist.distributed_c10d._get_default_store()
+        deadline = time.monotonic() + store.timeout.total_seconds()  # init_process_group has set it
         while not condition():
             time.sleep(_PAUSE)
             for fetch in list(_unread):
@@ -153,11 +153,17 @@ class Loan:
         neighbor.loans[self.line] = self
 
     def is_read(self) -> bool:
-        """Whether the neighbor has read it."""
+        """Whether the neighbor has read it, or never will, since it has ended."""
         loans = self.neighbor.loans
-        if loans.get(self.line) is self and self.neighbor.line(self.line)[_READ] == self.serial:
-            del loans[self.line]
-        return loans.get(self.line) is not self
+        if loans.get(self.line) is not self:
+            return True
+        try:
+            if self.neighbor.line(self.line)[_READ] != self.serial:
+                return False
+        except RuntimeError:
+            pass  # who needs something of it will hear of that
+        del loans[self.line]
+        return True
 
     def wait(self) -> None:
         """Wait until the neighbor has read it."""
@@ -209,9 +215,11 @@ neighbors: "WeakKeyDictionary[Group, dict[int, Neighbor]]" = WeakKeyDictionary()
 
 
 def leave(group: Group) -> None:
-    """This rank takes no more part in a group. Neighbors that wait for it stop waiting."""
+    """This rank takes no more part in a group. Neighbors that wait for it stop waiting, and it does
+    not wait for them."""
     for neighbor in neighbors.get(group, {}).values():
         neighbor.board.close()
+        neighbor.loans.clear()
     for fetch in list(_unread):
         if fetch.message.group is group:
             _unread.pop(fetch, None)

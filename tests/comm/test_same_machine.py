@@ -2,7 +2,8 @@
 
 import os
 import time
-from unittest.mock import patch
+from datetime import timedelta
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -140,10 +141,60 @@ def left() -> str:
     return str(error.value)
 
 
+@on_ranks(2)
+def test_what_was_lent_in_a_group_that_is_left_holds_up_nobody():
+    """A program may make other groups after a failure. Nobody has read this, and nobody will."""
+    group, other = near(), near()
+    finish = all_gather(torch.empty(2), mine(1), group, 7)
+    if dist.get_rank() == 0:
+        finish()  # and not on rank 1
+    dist.barrier()
+    same_machine.leave(group)
+    full = torch.empty(2)
+    all_gather(full, mine(1), other, 7)()
+    wait_for_readers()
+    assert torch.equal(full, torch.cat([mine(1, of=0), mine(1, of=1)]))
+
+
+@on_ranks(2)
+def test_who_does_not_come_is_not_waited_for_longer_than_the_process_group_says():
+    group, store = near(), Mock(timeout=timedelta(seconds=0.1))
+    if dist.get_rank() == 0:
+        fetch = same_machine.Fetch(
+            same_machine.neighbors[group][1], [mine(1)], Message(group, 5, Kind.OTHER, 4, "")
+        )
+        with (
+            patch.object(dist.distributed_c10d, "_get_default_store", lambda: store),
+            pytest.raises(RuntimeError, match="rank 1 of the group did not come in time"),
+        ):
+            fetch.wait()
+    dist.barrier()
+    same_machine.leave(group)
+
+
+@on_ranks(2)
+def test_who_has_ended_will_not_read():
+    """Where a rank waits to be read it goes on. It hears of the end where it wants something."""
+    group = near()
+    (neighbor,) = same_machine.neighbors[group].values()
+    message = Message(group, 5, Kind.OTHER, 4, "message 5")
+    loan = same_machine.Loan(neighbor, [mine(1)], message)
+    neighbor.process = ended_process()
+    assert loan.is_read() and not neighbor.loans
+
+
 def test_a_rank_that_has_left_is_not_waited_for():
     text, _ = alone_in_the_world(left)
     assert "in the gather of the parameters of unit 'block'" in text
     assert "rank 1 of the group has left it" in text
+
+
+def ended_process() -> int:
+    process = os.fork()
+    if process == 0:
+        os._exit(0)
+    os.waitpid(process, 0)
+    return process
 
 
 def ended() -> str:
@@ -151,11 +202,7 @@ def ended() -> str:
     group = near()
     if dist.get_rank() == 1:
         return ""
-    process = os.fork()
-    if process == 0:
-        os._exit(0)
-    os.waitpid(process, 0)
-    same_machine.neighbors[group][1].process = process
+    same_machine.neighbors[group][1].process = ended_process()
     with pytest.raises(RuntimeError) as error:
         all_gather(torch.empty(8), mine(4), group, 7, "'block'")()
     return str(error.value)
