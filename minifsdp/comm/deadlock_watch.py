@@ -128,8 +128,7 @@ class _LongWait:
 
     def publish(self, answered: int) -> None:
         """Write this rank's report, which answers the first ``answered`` questions."""
-        unread = {(m.key, m.count) for m in list(unfinished) if not m.until_read}
-        report = WaitReport.on(self.wait, unread, answered)
+        report = WaitReport.on(self.wait, answered)
         # If the wait has ended meanwhile, the report may mix what was true before and after that,
         # and other ranks would find a deadlock where there is none.
         if (waiting or torch_collective()) == self.wait:

@@ -60,7 +60,7 @@ class Message:
         label: of the unit, for errors; or, for other kinds, what the message is.
     """
 
-    __slots__ = ("count", "group", "key", "kind", "label", "until_read", "verdict")
+    __slots__ = ("count", "group", "key", "kind", "label", "verdict")
 
     def __init__(
         self, group: dist.ProcessGroup, number: int, kind: Kind, size: int, label: str
@@ -78,7 +78,6 @@ class Message:
         self.key: Key = (name, number, kind.value, size)
         self.count = started[self.key] = started.get(self.key, 0) + 1
         self.group, self.label, self.kind = group, label, kind
-        self.until_read = False  # this rank waits until others have read its part (same_machine.py)
         self.verdict: str | None = None  # why it will never arrive; deadlock_watch.py sets it
 
     @property

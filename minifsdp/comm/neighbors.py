@@ -32,7 +32,7 @@ def find_neighbors(group: Group) -> None:
     boards = {
         rank: Board()
         for rank, (process, address, expected) in enumerate(others)
-        if rank != group.rank() and same_machine.USABLE and _reads(process, address, expected)
+        if rank != group.rank() and same_machine.POSSIBLE and _reads(process, address, expected)
     }
     mine = [boards[rank].address if rank in boards else 0 for rank in range(group.size())]
     theirs = [row[group.rank()] for row in _gather(group, mine)]
@@ -63,6 +63,6 @@ def _reads(process: int, address: int, expected: int) -> bool:
 def _allow_siblings() -> None:
     """Where Linux has Yama, as on Ubuntu, a process may read the memory of its children only,
     unless that one allows it. This one allows those that its parent has started."""
-    if same_machine.USABLE:
+    if same_machine.POSSIBLE:
         set_ptracer = 0x59616D61
         ctypes.CDLL(None).prctl(set_ptracer, ctypes.c_ulong(os.getppid()), 0, 0, 0)

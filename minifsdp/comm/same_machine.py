@@ -14,8 +14,9 @@ its data is, and the other one fetches it::
 
 A *board* is memory of this process with a line for each unit and kind of message, in which a loan
 stands until the other rank has read it. Nothing is sent at all: each rank writes to its own board
-and reads those of others. Ranks that cannot do so send by gloo: those on other machines, in other
-containers, or on a system that forbids it.
+and reads those of others. A rank that is late finds a copy: nobody waits for it for long. Ranks
+that cannot do this send by gloo: those on other machines, in other containers, or on a system that
+forbids it. All do, unless ``MINIFSDP_COLLECTIVES=memory`` asks for this file.
 
 Sources: process_vm_readv(2); Open MPI's "vader" transport and others call it cross memory attach.
 """
@@ -38,15 +39,14 @@ from minifsdp.comm.message_tags import Message
 
 # The first number of a line is written last, and another process reads it. On x86-64 that one sees
 # what was written in that order; other processors may reorder it.
-USABLE = (
-    sys.platform == "linux"
-    and platform.machine() == "x86_64"
-    and os.environ.get("MINIFSDP_COLLECTIVES") != "gloo"
-)
+POSSIBLE = sys.platform == "linux" and platform.machine() == "x86_64"
+WANTED = os.environ.get("MINIFSDP_COLLECTIVES") == "memory"
 _LENT, _ADDRESSES, _NBYTES, _READ = range(4)  # the numbers of a line
 _LINE = 4 * 8  # bytes
 _LINES = 1 << 17  # for each unit and kind (Message.line); untouched lines take no memory
-_SPINS, _PAUSE = 300, 5e-5  # looks at the other's board without a pause; seconds between later ones
+_SPINS = 300  # looks at the other's board without a pause
+_PAUSE, _LONGEST = 5e-5, 1e-3  # seconds between later ones: a tenth of what has passed
+_LONG = 0.01  # seconds to wait until a neighbor reads what it has been lent
 
 Group = dist.ProcessGroup
 bytes_lent = 0
@@ -64,6 +64,7 @@ class Board:
         memory = mmap.mmap(-1, _LINE * (_LINES + 1), mmap.MAP_PRIVATE)
         self._numbers = memoryview(memory).cast("q")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.closed = False
         _boards.append(self)
 
     def write(self, line: int, place: int, number: int) -> None:
@@ -73,6 +74,7 @@ class Board:
     def close(self) -> None:
         """Tell the other rank that there will be nothing more: in a line after all others."""
         self.write(_LINES, _LENT, 1)
+        self.closed = True
 
 
 _boards: list[Board] = []
@@ -118,15 +120,17 @@ class Neighbor:
             os.sched_yield()  # there may be more ranks than cores
         store: Any = dist.distributed_c10d._get_default_store()
         deadline = time.monotonic() + store.timeout.total_seconds()  # init_process_group has set it
+        pause = _PAUSE
         while not condition():
-            time.sleep(_PAUSE)
+            time.sleep(pause)
+            pause = min(1.1 * pause, _LONGEST)
             for fetch in list(_unread):
                 with suppress(RuntimeError):  # that is for whoever waits for it
                     fetch.read_if_lent()
             if message.verdict is not None:  # deadlock_watch.py has found out
                 raise RuntimeError("it waits elsewhere")
-            if self.line(_LINES)[_LENT] and not condition():
-                raise RuntimeError(f"rank {self.rank} of the group has left it")
+            if self.board.closed or (self.line(_LINES)[_LENT] and not condition()):
+                raise RuntimeError(f"this rank or rank {self.rank} of the group has left it")
             if time.monotonic() > deadline:
                 raise RuntimeError(f"rank {self.rank} of the group did not come in time")
 
@@ -142,12 +146,10 @@ class Loan:
         global bytes_lent
         nbytes = sum(tensor.nbytes for tensor in tensors)
         bytes_lent += nbytes
-        self.neighbor, self.tensors, self.message = neighbor, tensors, message
+        self.neighbor, self.message = neighbor, message
         self.line, self.serial = message.line, message.serial
         assert self.line not in neighbor.loans, message
-        addresses = (tensor.data_ptr() for tensor in tensors)
-        self._addresses = (ctypes.c_int64 * len(tensors))(*addresses)
-        neighbor.board.write(self.line, _ADDRESSES, ctypes.addressof(self._addresses))
+        self._show(tensors)
         neighbor.board.write(self.line, _NBYTES, nbytes)
         neighbor.board.write(self.line, _LENT, self.serial)  # last: from now on it is read
         neighbor.loans[self.line] = self
@@ -166,9 +168,35 @@ class Loan:
         return True
 
     def wait(self) -> None:
-        """Wait until the neighbor has read it."""
-        self.message.until_read = True
+        """Wait until the memory may change or be freed: until the neighbor has read it or, if that
+        takes long, until there is a copy for it. It may be in a call that reads nothing."""
+        for _ in range(_SPINS):
+            if self.is_read():
+                return
+            os.sched_yield()
+        start = time.monotonic()
+        while not self.is_read():
+            if time.monotonic() > start + _LONG:
+                return self._leave_a_copy()
+            time.sleep(_PAUSE)
+
+    def wait_until_read(self) -> None:
+        """Wait until the next message may be written to the same line."""
         self.neighbor.wait_until(self.is_read, self.message)
+
+    def _leave_a_copy(self) -> None:
+        before = self.tensors, self._addresses
+        self._show([tensor.clone() for tensor in self.tensors])
+        # Who has begun to read before that reads what was there before; it is soon done.
+        while not self.is_read() and self.neighbor.line(self.line)[_READ] == -self.serial:
+            time.sleep(_PAUSE)
+        del before
+
+    def _show(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+        addresses = (tensor.data_ptr() for tensor in tensors)
+        self._addresses = (ctypes.c_int64 * len(tensors))(*addresses)
+        self.neighbor.board.write(self.line, _ADDRESSES, ctypes.addressof(self._addresses))
 
 
 class Fetch:
@@ -189,6 +217,8 @@ class Fetch:
         neighbor = self.neighbor
         if self.copied or neighbor.line(self.line)[_LENT] != self.serial:
             return self.copied
+        # First say so: from here on the addresses stay as they are, until all is read.
+        neighbor.board.write(self.line, _READ, -self.serial)
         # Once more: now that the serial number is there, so is what was written before it.
         _, start, lent, _ = neighbor.line(self.line)
         nbytes = sum(tensor.nbytes for tensor in self.tensors)
@@ -247,7 +277,7 @@ def _copy(process: int, address: int, into: int, nbytes: int) -> None:
         done += copied
 
 
-if USABLE:
+if POSSIBLE:
     _libc = ctypes.CDLL(None, use_errno=True)
     _readv = _libc.process_vm_readv
     _readv.restype = ctypes.c_ssize_t

@@ -2,15 +2,16 @@
 
 collectives.py says who sends what to whom. Here each part of that is started, and waited for.
 
-Ranks on one machine only lend what they have (same_machine.py). A rank that has got all that it
-waits for could go on at once, and leave the others to read its part when they come to it. But who
-changes or frees memory has to wait until it is read. So a gradient, which is freed after it has
-been reduced, is waited for at once; a shard changes only when an optimizer steps, and all of them
-are waited for together, at the end of a backward (:func:`wait_for_readers`).
+Ranks on one machine only lend what they have (same_machine.py), where that is asked for. A rank
+that has got all that it waits for could go on at once, and leave the others to read its part when
+they come to it. But who changes or frees memory has to see to it first that all can be read. So a
+gradient, which is freed after it has been reduced, is seen to at once; a shard changes only when an
+optimizer steps, and all of them are seen to together, at the end of a backward
+(:func:`wait_for_readers`).
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -46,7 +47,7 @@ def exchange(
     if to in near:
         before = near[to].loan_before(message)
         if before is not None:
-            _finish([before], before.message)
+            _finish([before.wait_until_read], before.message)
         works.append(Loan(near[to], sent, message))
     return works
 
@@ -65,24 +66,24 @@ def wait_for(works: Sequence[Work | None], message: Message) -> Finish:
             _lent.popleft()
         _lent.extend(work for work in works if isinstance(work, Loan))
         works = [work for work in works if not isinstance(work, Loan)]
-    # Fetches first, and loans last: for its loan each rank waits until the other one has fetched.
+    # Fetches first, and loans last: these wait until the other rank has fetched.
     ordered = sorted(works, key=lambda work: isinstance(work, Loan) - isinstance(work, Fetch))
-    return lambda: _finish(ordered, message)
+    waits = [work.wait for work in ordered if work is not None]  # who is not in the group has none
+    return lambda: _finish(waits, message)
 
 
 def wait_for_readers() -> None:
-    """Wait until other ranks have read all that was lent to them."""
+    """Wait until other ranks have read all that was lent to them, or there is a copy for them."""
     while _lent:
         loan = _lent.popleft()
-        _finish([loan], loan.message)
+        _finish([loan.wait], loan.message)
 
 
-def _finish(works: Sequence[Work | None], message: Message) -> None:
+def _finish(waits: Sequence[Callable[[], object]], message: Message) -> None:
     deadlock_watch.waiting = message
     try:
-        for work in works:
-            if work is not None:  # a rank outside of the group has none
-                work.wait()
+        for wait in waits:
+            wait()
     except RuntimeError as error:
         raise deadlock_watch.explain(message, error) from error
     finally:

@@ -11,9 +11,6 @@ Rank 1 has not started gather 7 and cannot start it while it waits, and so it is
 reduction 4. Neither will ever go on. This is true however old the reports are: whichever of the two
 went on first would have needed what the other one had not started.
 
-A rank that has lent its memory (same_machine.py) may also wait until the others have read it. It
-goes on only after they have, so a report tells what its rank has started and not read.
-
 Calls of torch's own collectives by the user, such as ``dist.barrier()``, are not counted. They are
 recognized in the main thread's stack instead.
 """
@@ -59,22 +56,19 @@ class WaitReport(NamedTuple):
     waits_for: str  # in words, with the line of the program
     ranks: tuple[int, ...]  # all of them have to take part
     awaited: tuple[Key, int] | None  # the key of the message and its count; None: torch's own
-    until_read: bool  # all have started it, and this rank waits until they have read its part
     started: dict[Key, int]
-    unread: set[tuple[Key, int]]  # what this rank has started and not read
     answered: int  # how many questions whether the rank still waits came before this report
 
     @staticmethod
-    def on(wait: Wait, unread: set[tuple[Key, int]], answered: int) -> "WaitReport":
+    def on(wait: Wait, answered: int) -> "WaitReport":
         """This rank's report on its wait."""
-        until_read = False
         if isinstance(wait, Message):
             ranks = tuple(dist.get_process_group_ranks(wait.group))
-            text, awaited, until_read = str(wait), (wait.key, wait.count), wait.until_read
+            text, awaited = str(wait), (wait.key, wait.count)
         else:
             text, ranks, awaited = f"torch.distributed.{wait.name}()", wait.ranks, None
         text += called_from(main_thread_frame())
-        return WaitReport(text, ranks, awaited, until_read, dict(started), unread, answered)
+        return WaitReport(text, ranks, awaited, dict(started), answered)
 
 
 def deadlocked(reports: dict[int, WaitReport]) -> set[int]:
@@ -97,7 +91,7 @@ def deadlocked(reports: dict[int, WaitReport]) -> set[int]:
 
 
 def _missing(rank: int, reports: dict[int, WaitReport]) -> list[int]:
-    """The waiting ranks that have not started, or not read, what ``rank`` waits for."""
+    """The waiting ranks that have not started what ``rank`` waits for."""
     report, missing = reports[rank], []
     for other in report.ranks:
         theirs = reports.get(other)
@@ -107,8 +101,6 @@ def _missing(rank: int, reports: dict[int, WaitReport]) -> list[int]:
             if theirs.awaited is not None:  # it is not in a collective of torch's
                 missing.append(other)
         elif theirs.started.get(report.awaited[0], 0) < report.awaited[1]:
-            missing.append(other)
-        if report.until_read and report.awaited in theirs.unread:
             missing.append(other)
     return missing
 

@@ -61,7 +61,7 @@ def _rank(rank: int, function: Callable[..., Any], job: Job, *args: Any) -> None
     torch.set_num_threads(1)
     if job.slow_link:
         net.enter(rank, job.parent)
-        same_machine.USABLE = False  # as if the ranks were on several
+    same_machine.WANTED = not job.slow_link  # that is as between machines
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:

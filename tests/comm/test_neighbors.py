@@ -42,5 +42,5 @@ def test_if_one_of_two_ranks_cannot_read_both_send():
 
 @on_ranks(2)
 def test_where_memory_cannot_be_read_nobody_is_near():
-    with patch.object(same_machine, "USABLE", False):
+    with patch.object(same_machine, "POSSIBLE", False):
         assert same_machine.neighbors[near()] == {}

@@ -15,11 +15,10 @@ from tests.ranks import on_ranks
 A, B, C = (("group", unit, 0, 4) for unit in range(3))
 
 
-def waits(awaited, ranks=(0, 1), until_read=False, unread=(), **started) -> WaitReport:
+def waits(awaited, ranks=(0, 1), **started) -> WaitReport:
     """A report of a rank that has started so many messages of each kind."""
     counts = {"a": A, "b": B, "c": C}
-    started = {counts[name]: n for name, n in started.items()}
-    return WaitReport("", ranks, awaited, until_read, started, set(unread), 0)
+    return WaitReport("", ranks, awaited, {counts[name]: n for name, n in started.items()}, 0)
 
 
 FOUND = {  # reports by rank, and the ranks in a deadlock
@@ -59,28 +58,6 @@ FOUND = {  # reports by rank, and the ranks in a deadlock
     ),
     "one in torch's own": ({0: waits(None, a=1), 1: waits((A, 2), a=2)}, {0, 1}),
     "both in torch's own": ({0: waits(None, a=1), 1: waits(None, a=2)}, set()),
-    "one lends to the other, who waits for it elsewhere": (
-        {
-            0: waits((A, 1), until_read=True, a=1),
-            1: waits((B, 1), a=1, b=1, unread=[(A, 1)]),
-        },
-        {0, 1},
-    ),
-    "one lends to the other, who has read it": (
-        {0: waits((A, 1), until_read=True, a=1), 1: waits((B, 1), a=1, b=1)},
-        set(),
-    ),
-    "one waits for what the other one has only not read": (
-        {0: waits((A, 1), a=1), 1: waits((B, 1), a=1, b=1, unread=[(A, 1)])},
-        set(),
-    ),
-    "one lends to the other, who is busy with that": (
-        {
-            0: waits((A, 1), (0, 1, 2), until_read=True, a=1),
-            1: waits((A, 1), (0, 1, 2), a=1, unread=[(A, 1)]),
-        },
-        set(),
-    ),
     "in torch's own, after it has sent": ({0: waits(None, a=2), 1: waits((A, 2), a=2)}, set()),
 }
 

@@ -64,9 +64,7 @@ def _tensors(given: Any) -> Iterator[Tensor]:
 def on_two_ranks() -> Iterator[Any]:
     """The same training with DDP and with FSDP, from the same parameters."""
     from minifsdp import FullyShardedDataParallel, ModuleWrapPolicy
-    from minifsdp.comm import same_machine
 
-    same_machine.USABLE = False  # as between machines, so that all is sent, and counted
     ddp: Any = nn.parallel.DistributedDataParallel(_model())
     expected = _train(ddp, None)
     model = FullyShardedDataParallel(_model(), auto_wrap_policy=ModuleWrapPolicy({Block}))
