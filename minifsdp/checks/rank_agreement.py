@@ -37,7 +37,6 @@ import torch
 
 from minifsdp.checks.agreement_groups import AgreementGroup, agreement_groups, format_by_rank
 from minifsdp.checks.same_model import compare_models, forget_values
-from minifsdp.comm import same_machine
 from minifsdp.comm.collectives import Group, direct
 from minifsdp.comm.consensus import first_problem, gather_numbers, groups_with_peers
 from minifsdp.comm.deadlock_watch import watch
@@ -169,8 +168,7 @@ class RankAgreement:
         if problem is not None:
             self._all_failed = True
             raise ValueError(problem)
-        wanted = same_machine.WANTED and direct(self._device)
-        for process_group in self._process_groups() if wanted else ():
+        for process_group in self._process_groups() if direct(self._device) else ():
             find_neighbors(process_group)
         self._compared, self._compared_values = True, forward
         if forward:

@@ -16,13 +16,14 @@ import torch
 from minifsdp.comm import same_machine
 from minifsdp.comm.collectives import Group, all_gather
 from minifsdp.comm.message_tags import Kind
-from minifsdp.comm.same_machine import Board, Neighbor, read_memory
+from minifsdp.comm.process_memory import POSSIBLE, read_memory
+from minifsdp.comm.same_machine import Board, Neighbor
 
 
 def find_neighbors(group: Group) -> None:
     """From now on, ranks of ``group`` that are on one machine read each other's memory. All of its
-    ranks have to call this. Nothing, if they have done so before."""
-    if group in same_machine.neighbors:
+    ranks have to call this. Nothing, if they have done so before, or if it is not asked for."""
+    if group in same_machine.neighbors or not same_machine.WANTED:
         return
     same_machine.neighbors[group] = {}
     _allow_siblings()
@@ -32,7 +33,7 @@ def find_neighbors(group: Group) -> None:
     boards = {
         rank: Board()
         for rank, (process, address, expected) in enumerate(others)
-        if rank != group.rank() and same_machine.POSSIBLE and _reads(process, address, expected)
+        if rank != group.rank() and POSSIBLE and _reads(process, address, expected)
     }
     mine = [boards[rank].address if rank in boards else 0 for rank in range(group.size())]
     theirs = [row[group.rank()] for row in _gather(group, mine)]
@@ -63,6 +64,6 @@ def _reads(process: int, address: int, expected: int) -> bool:
 def _allow_siblings() -> None:
     """Where Linux has Yama, as on Ubuntu, a process may read the memory of its children only,
     unless that one allows it. This one allows those that its parent has started."""
-    if same_machine.POSSIBLE:
+    if POSSIBLE:
         set_ptracer = 0x59616D61
         ctypes.CDLL(None).prctl(set_ptracer, ctypes.c_ulong(os.getppid()), 0, 0, 0)

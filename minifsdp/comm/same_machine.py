@@ -24,8 +24,6 @@ Sources: process_vm_readv(2); Open MPI's "vader" transport and others call it cr
 import ctypes
 import mmap
 import os
-import platform
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -36,10 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minifsdp.comm.message_tags import Message
+from minifsdp.comm.process_memory import copy_memory, read_memory
 
-# The first number of a line is written last, and another process reads it. On x86-64 that one sees
-# what was written in that order; other processors may reorder it.
-POSSIBLE = sys.platform == "linux" and platform.machine() == "x86_64"
 WANTED = os.environ.get("MINIFSDP_COLLECTIVES") == "memory"
 _LENT, _ADDRESSES, _NBYTES, _READ = range(4)  # the numbers of a line
 _LINE = 4 * 8  # bytes
@@ -51,10 +47,6 @@ _LONG = 0.01  # seconds to wait until a neighbor reads what it has been lent
 Group = dist.ProcessGroup
 bytes_lent = 0
 """What other ranks have got of this one in this way."""
-
-
-class _Range(ctypes.Structure):
-    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
 class Board:
@@ -227,7 +219,7 @@ class Fetch:
         addresses = (ctypes.c_int64 * len(self.tensors))()
         read_memory(neighbor.process, start, addresses)
         for address, tensor in zip(addresses, self.tensors, strict=True):
-            _copy(neighbor.process, address, tensor.data_ptr(), tensor.nbytes)
+            copy_memory(neighbor.process, address, tensor.data_ptr(), tensor.nbytes)
         neighbor.board.write(self.line, _READ, self.serial)
         _unread.pop(self, None)
         self.copied = True
@@ -253,32 +245,3 @@ def leave(group: Group) -> None:
     for fetch in list(_unread):
         if fetch.message.group is group:
             _unread.pop(fetch, None)
-
-
-def read_memory(process: int, address: int, into: "ctypes.Array[ctypes.c_int64]") -> None:
-    """Copy from the memory of another process.
-
-    Raises:
-        RuntimeError: there is no such process any more, no such memory, or no permission.
-    """
-    _copy(process, address, ctypes.addressof(into), ctypes.sizeof(into))
-
-
-def _copy(process: int, address: int, into: int, nbytes: int) -> None:
-    here, there = _Range(), _Range()
-    done = 0
-    while done < nbytes:  # Linux copies at most 2 GiB at once
-        here.address, there.address = into + done, address + done
-        here.nbytes = there.nbytes = nbytes - done
-        copied = _readv(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
-        if copied <= 0:
-            why = os.strerror(ctypes.get_errno())
-            raise RuntimeError(f"the memory of process {process} cannot be read: {why}")
-        done += copied
-
-
-if POSSIBLE:
-    _libc = ctypes.CDLL(None, use_errno=True)
-    _readv = _libc.process_vm_readv
-    _readv.restype = ctypes.c_ssize_t
-    _readv.argtypes = [ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong]

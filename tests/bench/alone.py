@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp.comm import same_machine
 from minifsdp.comm.collectives import all_gather, direct, reduce_scatter
 from minifsdp.comm.neighbors import find_neighbors
 from tutorials.train_gpt import Block
@@ -28,7 +27,7 @@ class MessagesAlone(nn.Module):
     def __init__(self, model: nn.Module, device: torch.device, gathers: int) -> None:
         super().__init__()
         self.model, self.ranks = model.to(device), dist.get_world_size()
-        if same_machine.WANTED and direct(device):
+        if direct(device):
             find_neighbors(dist.group.WORLD)
         blocks = [_numel(module) for module in model.modules() if isinstance(module, Block)]
         root = _numel(model) - sum(blocks)

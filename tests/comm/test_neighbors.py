@@ -33,7 +33,10 @@ def test_if_one_of_two_ranks_cannot_read_both_send():
     def reads_other(process: int, address: int, expected: int) -> bool:
         return reads(process, address, expected + (dist.get_rank() == 1))
 
-    with patch.object(neighbors, "_reads", reads_other):
+    with (
+        patch.object(neighbors, "_reads", reads_other),
+        patch.object(same_machine, "WANTED", True),
+    ):
         find_neighbors(group)
     rank = dist.get_rank()
     assert set(same_machine.neighbors[group]) == (set() if rank == 1 else {0, 2} - {rank})
@@ -42,5 +45,12 @@ def test_if_one_of_two_ranks_cannot_read_both_send():
 
 @on_ranks(2)
 def test_where_memory_cannot_be_read_nobody_is_near():
-    with patch.object(same_machine, "POSSIBLE", False):
+    with patch.object(neighbors, "POSSIBLE", False):
         assert same_machine.neighbors[near()] == {}
+
+
+@on_ranks(2)
+def test_who_does_not_ask_for_it_sends():
+    group = dist.new_group()
+    find_neighbors(group)
+    assert group not in same_machine.neighbors

@@ -70,22 +70,6 @@ def test_a_message_of_another_size_is_refused():
     same_machine.leave(group)
 
 
-@on_ranks(2)
-def test_all_is_read_although_linux_copies_a_part_at_a_time():
-    """At most 2 GiB; here it is 8 bytes."""
-    readv = same_machine._readv
-
-    def short(process, here, ones, there, others, flags):
-        for memory in (here._obj, there._obj):
-            memory.nbytes = min(memory.nbytes, 8)
-        return readv(process, here, ones, there, others, flags)
-
-    group, full = near(), torch.empty(20)
-    with patch.object(same_machine, "_readv", short):
-        all_gather(full, mine(10), group, 7)()
-    assert torch.equal(full, torch.cat([mine(10, of=0), mine(10, of=1)]))
-
-
 @on_ranks(3)
 def test_messages_may_be_started_and_finished_in_any_order():
     """A rank that waits reads what else is lent to it: else each would wait to be read."""

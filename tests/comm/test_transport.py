@@ -143,14 +143,14 @@ def test_after_a_forward_a_program_may_change_parameters_at_once():
     x = mine(8).view(1, 8)
     expected = plain(x)
     model = FSDP(plain, process_group=near(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-    copy = same_machine._copy
+    copy = same_machine.copy_memory
 
     def late(process: int, address: int, into: int, nbytes: int) -> None:
         if dist.get_rank() == 1 and nbytes > 100:
             time.sleep(0.02)
         copy(process, address, into, nbytes)
 
-    with patch.object(same_machine, "_copy", late), torch.no_grad():
+    with patch.object(same_machine, "copy_memory", late), torch.no_grad():
         for _ in range(2):
             assert torch.equal(model(x), expected)
             kept = [param.clone() for param in model.parameters()]

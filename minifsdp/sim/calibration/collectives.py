@@ -8,7 +8,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from minifsdp.comm import same_machine
 from minifsdp.comm.collectives import all_gather, all_reduce, direct, reduce_scatter
 from minifsdp.comm.neighbors import find_neighbors
 from minifsdp.sim.calibration.fit import Sample
@@ -24,7 +23,7 @@ def alone(here: torch.device, group: dist.ProcessGroup) -> list[Sample]:
     """All-gathers, reduce-scatters and all-reduces of several sizes: by steps of a ring, and by
     bytes that a rank sends."""
     ranks, samples = group.size(), []
-    if same_machine.WANTED and direct(here):
+    if direct(here):
         find_neighbors(group)  # as a model does, before its first step
     for numel in _sizes(here) if ranks > 1 else ():
         full = torch.ones(numel // ranks * ranks, device=here)
