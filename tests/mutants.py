@@ -180,7 +180,6 @@ MUTANTS = [
     Mutant("comm/same_machine", "who has left waits", "if self.board.closed or (", "if ("),
     Mutant("comm/same_machine", "who waits reads nothing else", "            for fetch in list(_unread):\n", "            for fetch in ():\n"),
     Mutant("comm/same_machine", "who has left is waited for", "if self.board.closed or (self.line(_LINES)[_LENT] and not condition()):", "if False:"),
-    Mutant("comm/same_machine", "a deadlock is not ended", "if message.verdict is not None:", "if False:"),
     Mutant("comm/process_memory", "only the first 2 GiB", "        done += copied\n", "        done = nbytes\n"),
     Mutant("comm/process_memory", "the first part again", "into + done, address + done", "into + done, address"),
     Mutant("comm/process_memory", "an error is the end", "        if copied <= 0:\n", "        if copied <= 0:\n            return\n        if False:\n"),
