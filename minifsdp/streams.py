@@ -21,9 +21,8 @@ this means depends on the device:
 - **CPU**: the compute stream is the calling thread. ``launch`` runs at once and gives the data to
   the threads of the network library, which send it while the caller computes. ``finish`` runs at
   the first wait for the event. There is no worker thread: the calling thread starts each collective
-  in program order, which is the same order on every rank. (With
-  ``MINIFSDP_COLLECTIVES=memory`` ranks on one machine copy the data from each other's memory in
-  ``finish``. There is no network whose time could be hidden.)
+  in program order, which is the same order on every rank. (Ranks on one machine copy the data from
+  each other's memory in ``finish``: there is no network whose time could be hidden.)
 
 This is the only file that names a kind of device. :data:`BACKENDS` takes others.
 """

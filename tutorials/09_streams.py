@@ -177,8 +177,8 @@ def without_the_wait() -> None:
 # which waits for its end. A GPU is given both at once. A CPU runs the second when somebody waits
 # for the event, and computes in between ([streams.py](../minifsdp/streams.py)).
 #
-# (Between ranks on one machine there is no network whose time could be hidden. With
-# `MINIFSDP_COLLECTIVES=memory` the second function copies the data from the other rank's memory:
+# (Between ranks on one machine there is no network whose time could be hidden. There the second
+# function copies the data from the other rank's memory:
 # [same_machine.py](../minifsdp/comm/same_machine.py).)
 #
 # ## Predict, then run

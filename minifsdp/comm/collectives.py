@@ -15,14 +15,15 @@ An all-reduce is a reduce-scatter followed by an all-gather of its result.
 Each function *starts* its collective and returns ``finish``, which waits for it (see streams.py).
 So the rank can compute in between. An all-reduce has one ``finish`` for each of its two halves.
 
-**On CPU** data goes from rank to rank directly, out of and into views of the flat tensors: by gloo
-or, where ``MINIFSDP_COLLECTIVES=memory`` asks for it and ranks are on one machine, from memory to
-memory (transport.py). gloo's own collectives waste half of what they move: its reduce-scatter is a
-copy, a full all-reduce (twice the bytes) and a slice, and its all-gather goes through a temporary
-of full size. Each rank adds up what it receives in the order in which gloo does it, so sums equal
-torch's bit for bit. Direct messages also have tags (message_tags.py). Without tags, where two ranks
-reduce different units, gloo's all-reduce would add up what does not belong together, or end the
-process. ``MINIFSDP_COLLECTIVES=native`` selects torch's collectives instead, for comparison.
+**On CPU** data goes from rank to rank directly, out of and into views of the flat tensors: from
+memory to memory on one machine, by gloo between machines (transport.py). gloo's own collectives
+waste half of what they move: its reduce-scatter is a copy, a full all-reduce (twice the bytes) and
+a slice, and its all-gather goes through a temporary of full size. Each rank adds up what it
+receives in the order in which gloo does it, so sums equal torch's bit for bit. Direct messages also
+have tags (message_tags.py). Without tags, where two ranks reduce different units, gloo's all-reduce
+would add up what does not belong together, or end the process. For comparison,
+``MINIFSDP_COLLECTIVES=gloo`` sends by gloo on one machine, too, and ``MINIFSDP_COLLECTIVES=native``
+selects torch's own collectives.
 
 **On CUDA** torch's collectives are used, because NCCL does all of this well.
 
@@ -46,8 +47,8 @@ from minifsdp.comm.transport import Work, exchange, wait_for
 from minifsdp.streams import Finish
 
 _CHOICE = os.environ.get("MINIFSDP_COLLECTIVES", "")
-if _CHOICE not in ("", "memory", "native"):
-    raise ValueError(f"MINIFSDP_COLLECTIVES is 'memory', 'native' or unset, not {_CHOICE!r}")
+if _CHOICE not in ("", "gloo", "native"):
+    raise ValueError(f"MINIFSDP_COLLECTIVES is 'gloo', 'native' or unset, not {_CHOICE!r}")
 NATIVE = _CHOICE == "native"
 
 Group = dist.ProcessGroup

@@ -16,7 +16,7 @@ A *board* is memory of this process with a line for each unit and kind of messag
 stands until the other rank has read it. Nothing is sent at all: each rank writes to its own board
 and reads those of others. A rank that is late finds a copy: nobody waits for it for long. Ranks
 that cannot do this send by gloo: those on other machines, in other containers, or on a system that
-forbids it. All do, unless ``MINIFSDP_COLLECTIVES=memory`` asks for this file.
+forbids it. ``MINIFSDP_COLLECTIVES=gloo`` has all of them do so.
 
 Sources: process_vm_readv(2); Open MPI's "vader" transport and others call it cross memory attach.
 """
@@ -36,7 +36,7 @@ from torch import Tensor
 from minifsdp.comm.message_tags import Message
 from minifsdp.comm.process_memory import copy_memory, read_memory
 
-WANTED = os.environ.get("MINIFSDP_COLLECTIVES") == "memory"
+WANTED = os.environ.get("MINIFSDP_COLLECTIVES") != "gloo"
 _LENT, _ADDRESSES, _NBYTES, _READ = range(4)  # the numbers of a line
 _LINE = 4 * 8  # bytes
 _LINES = 1 << 17  # for each unit and kind (Message.line); untouched lines take no memory
@@ -91,6 +91,9 @@ class Neighbor:
     def loan_before(self, message: Message) -> "Loan | None":
         """What still stands in the line of a message that is to be lent: the same unit's message
         before it. Wait for it first."""
+        for loan in list(self.loans.values()):
+            if not loan.is_read():  # else it goes, and lets go what it has kept, perhaps a copy
+                break
         return self.loans.get(message.line)
 
     def line(self, number: int) -> "ctypes.Array[ctypes.c_int64]":
@@ -137,7 +140,7 @@ class Loan:
         global bytes_lent
         nbytes = sum(tensor.nbytes for tensor in tensors)
         bytes_lent += nbytes
-        self.neighbor, self.message = neighbor, message
+        self.neighbor, self.message, self.is_copy = neighbor, message, False
         self.line, self.serial = message.line, message.serial
         assert self.line not in neighbor.loans, message
         self._show(tensors)
@@ -155,20 +158,20 @@ class Loan:
                 return False
         except RuntimeError:
             pass  # who needs something of it will hear of that
-        del loans[self.line]
+        loans.pop(self.line, None)  # deadlock_watch.py's thread may have taken out all of them
         return True
 
     def wait(self) -> None:
         """Wait until the memory may change or be freed: until the neighbor has read it or, if that
         takes long, until there is a copy for it. It may be in a call that reads nothing."""
         for _ in range(_SPINS):
-            if self.is_read():
+            if self.is_read() or self.is_copy:
                 return
             os.sched_yield()
         start = time.monotonic()
-        while not self.is_read():
+        while not self.is_read() and not self.is_copy:
             if time.monotonic() > start + _LONG:
-                return self._leave_a_copy()
+                self._leave_a_copy()
             time.sleep(_PAUSE)
 
     def wait_until_read(self) -> None:
@@ -181,6 +184,7 @@ class Loan:
         # Who has begun to read before that reads what was there before; it is soon done.
         while not self.is_read() and self.neighbor.line(self.line)[_READ] == -self.serial:
             time.sleep(_PAUSE)
+        self.is_copy = True
         del before
 
     def _show(self, tensors: Sequence[Tensor]) -> None:
@@ -228,6 +232,10 @@ class Fetch:
         """Wait for the loan, and copy it."""
         self.neighbor.wait_until(self.read_if_lent)
 
+    def drop(self) -> None:
+        """Do not read it any more: what it was to be written to may be freed now."""
+        _unread.pop(self, None)
+
 
 _unread: dict[Fetch, None] = {}
 """What this rank has begun to fetch, and has not copied; in the order in which it began."""
@@ -243,4 +251,4 @@ def leave(group: Group) -> None:
         neighbor.loans.clear()
     for fetch in list(_unread):
         if fetch.message.group is group:
-            _unread.pop(fetch, None)
+            fetch.drop()

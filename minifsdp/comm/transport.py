@@ -10,7 +10,6 @@ optimizer steps, and all of them are seen to together, at the end of a backward
 (:func:`wait_for_readers`).
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
@@ -22,8 +21,6 @@ from minifsdp.comm.same_machine import Fetch, Loan
 from minifsdp.streams import Finish
 
 Work = dist.Work | Loan | Fetch
-_lent: deque[Loan] = deque()
-"""What other ranks may not have read yet, and nobody has waited for."""
 
 
 def exchange(
@@ -62,21 +59,30 @@ def wait_for(works: Sequence[Work | None], message: Message) -> Finish:
     """
     deadlock_watch.unfinished[message] = works
     if message.kind is Kind.PARAMETERS:
-        while _lent and _lent[0].is_read():  # it keeps what it lends, which may be a copy
-            _lent.popleft()
-        _lent.extend(work for work in works if isinstance(work, Loan))
         works = [work for work in works if not isinstance(work, Loan)]
     # Fetches first, and loans last: these wait until the other rank has fetched.
     ordered = sorted(works, key=lambda work: isinstance(work, Loan) - isinstance(work, Fetch))
     waits = [work.wait for work in ordered if work is not None]  # who is not in the group has none
-    return lambda: _finish(waits, message)
+
+    def finish() -> None:
+        try:
+            _finish(waits, message)
+        finally:
+            for work in ordered:
+                if isinstance(work, Fetch):
+                    work.drop()  # where a wait has failed; else it is read
+
+    return finish
 
 
 def wait_for_readers() -> None:
-    """Wait until other ranks have read all that was lent to them, or there is a copy for them."""
-    while _lent:
-        loan = _lent.popleft()
-        _finish([loan.wait], loan.message)
+    """Wait until other ranks have read all parameters that were lent to them, or there is a copy
+    for them."""
+    for neighbors in list(same_machine.neighbors.values()):
+        for neighbor in neighbors.values():
+            for loan in list(neighbor.loans.values()):
+                if loan.message.kind is Kind.PARAMETERS:
+                    loan.wait()
 
 
 def _finish(waits: Sequence[Callable[[], object]], message: Message) -> None:

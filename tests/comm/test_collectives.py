@@ -323,4 +323,4 @@ def test_an_unknown_choice_of_collectives_is_refused():
         text=True,
     )
     assert result.returncode != 0
-    assert "MINIFSDP_COLLECTIVES is 'memory', 'native' or unset, not 'nativ'" in result.stderr
+    assert "MINIFSDP_COLLECTIVES is 'gloo', 'native' or unset, not 'nativ'" in result.stderr

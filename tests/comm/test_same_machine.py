@@ -130,10 +130,44 @@ def test_what_was_lent_in_a_group_that_is_left_holds_up_nobody():
         finish()  # and not on rank 1
     dist.barrier()
     same_machine.leave(group)
+    (neighbor,) = same_machine.neighbors[group].values()
+    assert not neighbor.loans
     full = torch.empty(2)
     all_gather(full, mine(1), other, 7)()
     wait_for_readers()
     assert torch.equal(full, torch.cat([mine(1, of=0), mine(1, of=1)]))
+
+
+@on_ranks(2)
+def test_who_has_left_does_not_wait_for_those_who_are_still_there():
+    group = near()
+    (neighbor,) = same_machine.neighbors[group].values()
+    if dist.get_rank() == 0:
+        same_machine.leave(group)
+        store = Mock(timeout=timedelta(seconds=5))
+        fetch = same_machine.Fetch(neighbor, [mine(1)], Message(group, 5, Kind.OTHER, 4, ""))
+        with (
+            patch.object(dist.distributed_c10d, "_get_default_store", lambda: store),
+            pytest.raises(RuntimeError, match="this rank or rank 1 of the group has left it"),
+        ):
+            fetch.wait()
+        fetch.drop()
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_what_has_failed_is_not_read_later():
+    """Its memory may be freed, and in use for something else."""
+    group = near()
+    (neighbor,) = same_machine.neighbors[group].values()
+    message = Message(group, 5, Kind.OTHER, 4, "")
+    fetches = [same_machine.Fetch(neighbor, [mine(1)], message) for _ in range(2)]
+    with (
+        patch.object(same_machine.Fetch, "wait", Mock(side_effect=RuntimeError("lost"))),
+        pytest.raises(RuntimeError, match="lost"),
+    ):
+        wait_for(fetches, message)()
+    assert not set(fetches) & set(same_machine._unread)
 
 
 @on_ranks(2)

@@ -83,9 +83,12 @@ def test_no_word_is_given_of_gloo():
 def test_a_rank_that_lends_goes_on_before_it_is_read():
     """And `wait_for_readers` tells when it may change what it has lent."""
     group, full, chunk = near(), torch.empty(8), mine(4)
+    (neighbor,) = same_machine.neighbors[group].values()
     finish = all_gather(full, chunk, group, 7)
     if dist.get_rank() == 0:
         finish()
+        (loan,) = neighbor.loans.values()
+        assert not loan.is_copy  # else it has waited
         say("rank 0 has gone on")
         wait_for_readers()
         chunk.zero_()
@@ -97,6 +100,8 @@ def test_a_rank_that_lends_goes_on_before_it_is_read():
         dist.barrier()
         wait_for_readers()
     assert torch.equal(full, torch.cat([mine(4, of=0), mine(4, of=1)]))
+    all_gather(torch.empty(8), mine(4), group, 8)()
+    assert all(loan.line != 7 << 3 for loan in neighbor.loans.values())  # not even a copy is kept
 
 
 @reads_memory
