@@ -1,11 +1,16 @@
 """What the parts of a step take alone: the measured reason why a bound cannot be met on a machine.
 
-A contender computes as a rank without others does, and then sends and receives the messages of a
-sharded step, one after another, out of and into memory that is never freed. It trains nothing
-together with the other ranks. Only what hides behind the computation can be faster; where the ranks
-are on as many cores and the link is the machine's own memory, sending is computing too, and hides
-nothing.
+A contender computes as a rank without others does, and sends and receives the messages of a sharded
+step, out of and into memory that is never freed. It trains nothing together with the other ranks.
+
+- One after another, after computing: only what hides behind the computation can be faster. Where
+  the ranks are on as many cores and the link is the machine's own memory, sending is computing too,
+  and hides nothing.
+- All of them meanwhile, as if none had to wait for anything: what the cores are busy with then. On
+  a slow link, where the most is hidden, the system's network code still needs the cores.
 """
+
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -13,6 +18,7 @@ from torch import Tensor, nn
 
 from minifsdp.comm.collectives import all_gather, direct, reduce_scatter
 from minifsdp.comm.neighbors import find_neighbors
+from minifsdp.streams import Finish
 from tutorials.train_gpt import Block
 
 
@@ -22,10 +28,17 @@ class MessagesAlone(nn.Module):
     Args:
         gathers: of each block in a step: 2 of FULL_SHARD, 1 of SHARD_GRAD_OP. The root is gathered
             once.
+        meanwhile: all messages start before the computation, and are waited for after it.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, gathers: int) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, gathers: int, meanwhile: bool = False
+    ) -> None:
         super().__init__()
+        self.meanwhile = meanwhile
+        first = next(model.parameters())  # the embedding's, whose gradient comes last
+        if meanwhile:
+            first.register_post_accumulate_grad_hook(lambda _: self._finish_all())
         self.model, self.ranks = model.to(device), dist.get_world_size()
         if direct(device):
             find_neighbors(dist.group.WORLD)
@@ -37,14 +50,25 @@ class MessagesAlone(nn.Module):
         self.reduced = [self._memory(numel, device) for numel in [*blocks, root]]
 
     def forward(self, tokens: Tensor) -> Tensor:
+        if self.meanwhile:
+            self.under_way = list(self._messages())
+            return self.model(tokens)  # type: ignore[no-any-return]
         output: Tensor = self.model(tokens)
-        group = dist.group.WORLD
-        for tag, (full, shard) in enumerate(zip(self.gathered, self.shards, strict=True)):
-            all_gather(full, shard, group, tag)()
-        for tag, flat in enumerate(self.reduced):
-            _, finish = reduce_scatter(flat, group, 1 / self.ranks, tag)
+        for finish in self._messages():
             finish()
         return output
+
+    def _finish_all(self) -> None:
+        for finish in self.under_way:
+            finish()
+
+    def _messages(self) -> Iterator[Finish]:
+        """Start one after another, whenever the next is asked for."""
+        group = dist.group.WORLD
+        for tag, (full, shard) in enumerate(zip(self.gathered, self.shards, strict=True)):
+            yield all_gather(full, shard, group, tag)
+        for tag, flat in enumerate(self.reduced):
+            yield reduce_scatter(flat, group, 1 / self.ranks, tag)[1]
 
     def _memory(self, numel: int, device: torch.device) -> Tensor:
         return torch.zeros(-(-numel // self.ranks) * self.ranks, device=device)

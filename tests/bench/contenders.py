@@ -49,8 +49,10 @@ def _ddp(model: nn.Module, setting: Setting, **options: bool) -> nn.Module:
     return DDP(model.to(setting.device), **options)
 
 
-def _messages(model: nn.Module, setting: Setting, gathers: int) -> nn.Module:
-    return MessagesAlone(model, setting.device, gathers)
+def _messages(
+    model: nn.Module, setting: Setting, gathers: int, meanwhile: bool = False
+) -> nn.Module:
+    return MessagesAlone(model, setting.device, gathers, meanwhile)
 
 
 def _is_block(module: nn.Module) -> bool:
@@ -138,6 +140,8 @@ CONTENDERS: dict[str, Wrap] = {
     "local": _local,
     "messages": partial(_messages, gathers=2),
     "messages grad_op": partial(_messages, gathers=1),
+    "meanwhile": partial(_messages, gathers=2, meanwhile=True),
+    "meanwhile grad_op": partial(_messages, gathers=1, meanwhile=True),
     "DDP": _ddp,
     "DDP bucket view": partial(_ddp, gradient_as_bucket_view=True),
     "FSDP1": _fsdp1("FULL_SHARD"),
@@ -159,7 +163,7 @@ CONTENDERS: dict[str, Wrap] = {
     "mini no_shard": _mini("NO_SHARD"),
 }
 """By the names that `--only` takes. Those with bf16 or offload leave out what has neither."""
-ALONE = ("local", "messages", "messages grad_op")
+ALONE = ("local", "messages", "messages grad_op", "meanwhile", "meanwhile grad_op")
 """They train for themselves, so that their losses are not those of the others."""
 PLAIN = (*ALONE, "DDP", "DDP bucket view")
 """They have neither a `MixedPrecision` nor an offload of their own."""
