@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.bench import check, engine, net
-from tests.bench.contenders import CONTENDERS, PLAIN
+from tests.bench.contenders import CONTENDERS, MEANWHILE, PLAIN
 from tests.bench.host import over_local
 from tests.bench.meters import build_counter
 from tests.bench.models import WORKLOADS
@@ -38,7 +38,7 @@ def test_all_contenders_train_alike_and_send_what_they_should():
     assert sent["local"] < 0.05  # barriers
     for name, times in {
         "DDP": 2, "FSDP1 grad_op": 3, "FSDP2": 4, "mini": 3, "mini grad_op": 2, "mini no_shard": 2,
-        "messages": 3, "messages grad_op": 2,
+        "messages": 3, "messages grad_op": 2, "meanwhile": 3, "meanwhile grad_op": 2,
     }.items():  # fmt: skip
         assert times * 0.85 < sent[name] < times * 1.1, (name, sent[name])
     assert sent["messages"] == pytest.approx(sent["mini"], rel=0.01)
@@ -128,6 +128,10 @@ def test_no_schedule_is_faster_than_its_link_and_its_computation():
     # In between it is more than either.
     whole = 2 * given.nbytes / rate
     assert perfect_seconds("comp", 2, 1, local=whole, gathers=1) > 1.2 * whole
+    # What sending takes of the cores comes on top, but for the first messages and the last.
+    slower = perfect_seconds("comp", 2, 1e12, local=9.0, gathers=1, sending=1.0)
+    hidden = 1 - ends / (2 * given.nbytes)
+    assert slower == pytest.approx(9.0 + hidden) and 0.5 < hidden < 0.9
 
 
 def test_a_bound_that_is_not_met_fails(monkeypatch, capsys):
@@ -167,7 +171,10 @@ def test_with_a_setting_that_they_do_not_have_some_are_left_out(capsys):
     assert any("FSDP1" in name for name in engine.names_of(engine.parser().parse_args(["--bf16"])))
     names = engine.names_of(engine.parser().parse_args(["--offload"]))
     assert any("FSDP1" in name for name in names) == torch.cuda.is_available()
-    assert engine.names_of(engine.parser().parse_args([])) == list(CONTENDERS)
+    fast, slow = (
+        engine.names_of(engine.parser().parse_args(given)) for given in ([], ["--net", "9"])
+    )
+    assert slow == list(CONTENDERS) and set(slow) - set(fast) == set(MEANWHILE)
 
 
 def test_without_root_a_slow_link_is_skipped_with_a_word(monkeypatch, capsys):

@@ -1,6 +1,8 @@
 """bench/host.py: minifsdp's own work is the same on 8 ranks and on 1,024."""
 
-from tests.bench.host import RANKS, results, work
+import pytest
+
+from tests.bench.host import RANKS, calls_and_shares, results, work
 
 
 def test_minifsdps_host_work_does_not_grow_with_the_ranks():
@@ -11,3 +13,11 @@ def test_minifsdps_host_work_does_not_grow_with_the_ranks():
         assert many[name] == few[name] and few[name].later > 0
     assert many["FSDP1"].later > 10 * few["FSDP1"].later
     assert many["FSDP2"].wrapping > 10 * few["FSDP2"].wrapping
+
+
+def test_calls_and_shares_are_of_one_step_and_of_all_files():
+    """A plain module makes few calls, none of them in minifsdp; and minifsdp's are in its files."""
+    (plain, plain_shares), (mini, shares) = map(calls_and_shares, ("local", "mini"))
+    assert plain < 40 < mini < 1000 and set(plain_shares) == {"torch"}
+    assert sum(shares.values()) == pytest.approx(1)
+    assert {"torch", "hooks.py", "engine.py", "support", "limiter.py"} < set(shares)

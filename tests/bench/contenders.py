@@ -163,7 +163,9 @@ CONTENDERS: dict[str, Wrap] = {
     "mini no_shard": _mini("NO_SHARD"),
 }
 """By the names that `--only` takes. Those with bf16 or offload leave out what has neither."""
-ALONE = ("local", "messages", "messages grad_op", "meanwhile", "meanwhile grad_op")
+MEANWHILE = ("meanwhile", "meanwhile grad_op")
+"""For slow links: on one machine nothing is sent meanwhile."""
+ALONE = ("local", "messages", "messages grad_op", *MEANWHILE)
 """They train for themselves, so that their losses are not those of the others."""
 PLAIN = (*ALONE, "DDP", "DDP bucket view")
 """They have neither a `MixedPrecision` nor an offload of their own."""

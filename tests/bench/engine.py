@@ -18,8 +18,18 @@ from pathlib import Path
 import torch
 
 from tests.bench import net
-from tests.bench.contenders import CONTENDERS, PLAIN
-from tests.bench.host import RANKS, UNITS, host_times, milliseconds, over_local, ratios, work
+from tests.bench.contenders import CONTENDERS, MEANWHILE, PLAIN
+from tests.bench.host import (
+    ONE_FILE,
+    RANKS,
+    UNITS,
+    calls_and_shares,
+    host_times,
+    milliseconds,
+    over_local,
+    ratios,
+    work,
+)
 from tests.bench.models import WORKLOADS
 from tests.bench.report import picture, table
 from tests.bench.steps import measured
@@ -42,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 def names_of(options: argparse.Namespace) -> list[str]:
     """Who takes part."""
-    names = options.only or list(CONTENDERS)
+    names = options.only or [name for name in CONTENDERS if options.net or name not in MEANWHILE]
     if not options.bf16 and not options.offload:
         return names
     print(f"without {', '.join(PLAIN)}, which have no such setting")
@@ -62,6 +72,11 @@ def main(argv: list[str]) -> int:
         for name in list(times)[1:]:
             mine = over_local(times, name)
             print(f"  {name:10} {mine:6.0f} us  {mine / theirs:.2f} of FSDP1's")
+        (calls, shares), (least, _) = map(calls_and_shares, ("mini", ONE_FILE))
+        print(f"minifsdp: {calls:.0f} calls for that (one file: {least:.0f}), and the time is in")
+        for name, share in shares.items():
+            if share >= 0.01:
+                print(f"  {share:4.0%} {name}")
         found: dict[str, object] = {**times}
     elif options.model == "ranks":
         few, many = (work(milliseconds, ranks) for ranks in RANKS)

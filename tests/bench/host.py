@@ -1,18 +1,23 @@
 """What the engine itself takes, on one rank without the others, whose collectives do nothing.
 
 `make bench ARGS="--model deep"`: for each unit and step. 100 nested units of one small layer on two
-ranks. The time is that of the CPU, all threads, beyond a plain module's.
+ranks. The time is that of the CPU, all threads, beyond a plain module's. And what minifsdp spends
+it on, by a profile, which makes short functions look longer than they are.
 
 `make bench ARGS="--model ranks"`: whether it takes longer where there are more ranks, for wrapping,
 for the first step and for a later one. Collectives of torch's "fake" backend copy a chunk for each
 rank, so they would take longer themselves; here they fill their results with one operation.
 """
 
+import cProfile
+import pstats
 import statistics
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -46,6 +51,10 @@ WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+def _model(name: str) -> nn.Module:
+    return _one_file() if name == ONE_FILE else _nested(WRAPS[name])
+
+
 def _one_file() -> nn.Module:
     """The same layers, sharded by the 92 lines of tutorials/fsdp_in_one_file.py. They do what no
     FSDP can do without: views, memory that comes and goes, hooks. They check nothing, wait for each
@@ -67,8 +76,9 @@ def _one_of(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def host_times(rounds: int) -> dict[str, list[float]]:
-    """Microseconds for each unit and step, by contender; they take turns."""
+@contextmanager
+def _nothing_sent() -> Iterator[None]:
+    """Inside, this process is one of two ranks, and messages take no time."""
 
     def half(flat: torch.Tensor | Pieces, *_: Any, **__: Any) -> tuple[torch.Tensor, Any]:
         flat = whole(flat)  # one copy, as of what is small in a message
@@ -83,7 +93,13 @@ def host_times(rounds: int) -> dict[str, list[float]]:
         patch.object(fsdp_in_one_file, "all_gather", nothing),
         patch.object(fsdp_in_one_file, "reduce_scatter", nothing),
     ):
-        models = {name: _nested(wrap) for name, wrap in WRAPS.items()} | {ONE_FILE: _one_file()}
+        yield
+
+
+def host_times(rounds: int) -> dict[str, list[float]]:
+    """Microseconds for each unit and step, by contender; they take turns."""
+    with _nothing_sent():
+        models = {name: _model(name) for name in (*WRAPS, ONE_FILE)}
         x, times = torch.randn(4, 16), {name: list[float]() for name in models}
         for turn in range(-WARM_UP, rounds):
             for name, model in models.items():
@@ -98,6 +114,27 @@ def over_local(times: dict[str, list[float]], name: str) -> float:
     """The median of what it takes beyond a plain module."""
     pairs = zip(times[name], times["local"], strict=True)
     return statistics.median(time - local for time, local in pairs)
+
+
+def calls_and_shares(name: str, steps: int = 10) -> tuple[float, dict[str, float]]:
+    """How many functions a contender calls for each unit and step, and what share of the time is
+    spent in those of each file or folder of minifsdp; "torch" is all that is not minifsdp's."""
+    profile, shares = cProfile.Profile(time.process_time), defaultdict[str, float](float)
+    with _nothing_sent():
+        model, x = _model(name), torch.randn(4, 16)
+        for step in range(-WARM_UP, steps):
+            if step == 0:
+                profile.enable()
+            model(x).sum().backward()
+        profile.disable()
+    stats: Any = pstats.Stats(profile)
+    package = Path(minifsdp.__file__).parent
+    for (file, *_), (_, _, seconds, *_) in stats.stats.items():
+        inside = Path(file).is_relative_to(package)
+        shares[Path(file).relative_to(package).parts[0] if inside else "torch"] += seconds
+    whole_time = sum(shares.values())
+    ordered = sorted(shares, key=lambda name: -shares[name])
+    return stats.total_calls / steps / UNITS, {n: shares[n] / whole_time for n in ordered}
 
 
 class Layer(nn.Module):

@@ -33,18 +33,24 @@ def ideal_seconds(workload: str, ranks: int, mbit: float, local: float) -> float
     return max(local, sent * 8 / (mbit * 1e6)) if mbit else local
 
 
-def perfect_seconds(workload: str, ranks: int, mbit: float, local: float, gathers: int) -> float:
+def perfect_seconds(
+    workload: str, ranks: int, mbit: float, local: float, gathers: int, sending: float = 0
+) -> float:
     """What no schedule can beat, where each block is a unit and the rest is the root's: nothing but
-    the link and the computation takes time, and any number of units may be gathered ahead.
+    the link and the cores takes time, and any number of units may be gathered ahead.
 
     Args:
         gathers: of each block in a step. The root is gathered once.
+        sending: seconds that the messages of a step take of the cores.
     """
     given = WORKLOADS[workload]
     wire = (ranks - 1) / ranks * 8 / (mbit * 1e6)  # seconds for each byte of parameters
     root = (given.nbytes - given.layers * given.block_nbytes) * wire
     block = given.block_nbytes * wire
-    forward, head = (share * local / 3 for share in given.shares_of_computing)
+    messages = (gathers + 1) * given.layers * block + 2 * root
+    # While the first block and the root are gathered, or reduced, there is nothing to compute.
+    computing = local + sending * (1 - 2 * (root + block) / messages)
+    forward, head = (share * computing / 3 for share in given.shares_of_computing)
     link, computed = root, 0.0
     for _ in range(given.layers):
         link += block
@@ -52,7 +58,7 @@ def perfect_seconds(workload: str, ranks: int, mbit: float, local: float, gather
     # A backward takes twice as long as its forward. What it leads to last, the first block's
     # gradient and the embeddings', can be sent only after it.
     computed += 3 * head + given.layers * 2 * forward + block + root
-    return max(computed, (gathers + 1) * given.layers * block + 2 * root)
+    return max(computed, messages)
 
 
 def table(found: Found, workload: str, ranks: int, mbit: float) -> str:

@@ -21,7 +21,11 @@ from tests.comm.near import NEEDED, check_all, mine, near, say, wait_until_said
 from tests.patience import Patience
 from tests.ranks import device, on_ranks
 
-reads_memory = lambda test: NEEDED[0](NEEDED[1](NEEDED[2](test)))  # noqa: E731
+
+def reads_memory(test):
+    for mark in NEEDED:
+        test = mark(test)
+    return test
 
 
 @reads_memory
@@ -118,6 +122,23 @@ def test_what_is_not_of_parameters_may_change_when_it_is_finished():
         finish()
         dist.barrier()
         assert torch.equal(full[:4], mine(4, of=0))
+
+
+@reads_memory
+@on_ranks(2)
+def test_a_gradient_is_not_copied_because_parameters_are_waited_for():
+    """A backward's last reductions are under way when it waits for those who read parameters."""
+    group, full = near(), torch.empty(8)
+    (neighbor,) = same_machine.neighbors[group].values()
+    finish = all_gather(full, mine(4), group, 7, kind=Kind.REDUCTION)
+    if dist.get_rank() == 0:
+        wait_for_readers()
+        (loan,) = neighbor.loans.values()
+        assert not loan.is_copy
+        say("rank 0 has not waited")
+    else:
+        wait_until_said("rank 0 has not waited")
+    finish()
 
 
 @reads_memory
