@@ -64,7 +64,9 @@ def _tensors(given: Any) -> Iterator[Tensor]:
 def on_two_ranks() -> Iterator[Any]:
     """The same training with DDP and with FSDP, from the same parameters."""
     from minifsdp import FullyShardedDataParallel, ModuleWrapPolicy
+    from minifsdp.comm import same_machine
 
+    same_machine.WANTED = False  # as between machines, so that all is sent, and counted
     ddp: Any = nn.parallel.DistributedDataParallel(_model())
     expected = _train(ddp, None)
     model = FullyShardedDataParallel(_model(), auto_wrap_policy=ModuleWrapPolicy({Block}))
