@@ -69,8 +69,8 @@ class Board:
         self.closed = True
 
 
+# None is unmapped: other ranks may look at it for as long as this process lives.
 _boards: list[Board] = []
-"""None is unmapped: other ranks may look at it for as long as this process lives."""
 
 
 class Neighbor:
@@ -134,6 +134,9 @@ class Loan:
 
     Args:
         tensors: contiguous. They are kept alive, and must not change, until they are read.
+
+    Attributes:
+        is_copy: a copy is lent in their place, so they may change.
     """
 
     def __init__(self, neighbor: Neighbor, tensors: Sequence[Tensor], message: Message) -> None:
@@ -164,15 +167,15 @@ class Loan:
     def wait(self) -> None:
         """Wait until the memory may change or be freed: until the neighbor has read it or, if that
         takes long, until there is a copy for it. It may be in a call that reads nothing."""
-        for _ in range(_SPINS):
-            if self.is_read() or self.is_copy:
-                return
-            os.sched_yield()
-        start = time.monotonic()
+        start, looks = time.monotonic(), 0
         while not self.is_read() and not self.is_copy:
-            if time.monotonic() > start + _LONG:
+            looks += 1
+            if looks < _SPINS:
+                os.sched_yield()
+            elif time.monotonic() > start + _LONG:
                 self._leave_a_copy()
-            time.sleep(_PAUSE)
+            else:
+                time.sleep(_PAUSE)
 
     def wait_until_read(self) -> None:
         """Wait until the next message may be written to the same line."""
@@ -237,8 +240,8 @@ class Fetch:
         _unread.pop(self, None)
 
 
+# What this rank has begun to fetch, and has not copied; in the order in which it began.
 _unread: dict[Fetch, None] = {}
-"""What this rank has begun to fetch, and has not copied; in the order in which it began."""
 neighbors: "WeakKeyDictionary[Group, dict[int, Neighbor]]" = WeakKeyDictionary()
 """The other ranks on this machine, by group and rank; neighbors.py finds them."""
 
