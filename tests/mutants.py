@@ -186,6 +186,7 @@ MUTANTS = [
     Mutant("comm/process_memory", "the first part again", "into + done, address + done", "into + done, address"),
     Mutant("comm/process_memory", "an error is the end", "        if copied <= 0:\n", "        if copied <= 0:\n            return\n        if False:\n"),
     Mutant("comm/same_machine", "what nobody will read is waited for", "        neighbor.loans.clear()\n", ""),
+    Mutant("comm/same_machine", "a loan is given up twice", "        loans.pop(self.line, None)", "        loans.pop(self.line)"),
     Mutant("comm/same_machine", "who has ended is waited for", "        except RuntimeError:\n            pass", "        except RuntimeError:\n            return False"),
     Mutant("comm/same_machine", "waits for good", "if time.monotonic() > deadline:", "if False:"),
     Mutant("comm/same_machine", "of whatever size", "        if lent != nbytes:\n", "        if False:\n"),

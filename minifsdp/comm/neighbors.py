@@ -22,7 +22,7 @@ from minifsdp.comm.same_machine import Board, Neighbor
 
 def find_neighbors(group: Group) -> None:
     """From now on, ranks of ``group`` that are on one machine read each other's memory. All of its
-    ranks have to call this. Nothing, if they have done so before, or if it is not asked for."""
+    ranks have to call this. Nothing, if they have done so before, or if gloo is asked for."""
     if group in same_machine.neighbors or not same_machine.WANTED:
         return
     same_machine.neighbors[group] = {}

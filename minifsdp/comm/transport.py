@@ -2,12 +2,11 @@
 
 collectives.py says who sends what to whom. Here each part of that is started, and waited for.
 
-Ranks on one machine only lend what they have (same_machine.py), where that is asked for. A rank
-that has got all that it waits for could go on at once, and leave the others to read its part when
-they come to it. But who changes or frees memory has to see to it first that all can be read. So a
-gradient, which is freed after it has been reduced, is seen to at once; a shard changes only when an
-optimizer steps, and all of them are seen to together, at the end of a backward
-(:func:`wait_for_readers`).
+Ranks on one machine only lend what they have (same_machine.py). A rank that has got all that it
+waits for could go on at once, and leave the others to read its part when they come to it. But who
+changes or frees memory has to see to it first that all can be read. So a gradient, which is freed
+after it has been reduced, is seen to at once; a shard changes only when an optimizer steps, and all
+of them are seen to together, at the end of a backward (:func:`wait_for_readers`).
 """
 
 from collections.abc import Callable, Sequence
@@ -60,7 +59,7 @@ def wait_for(works: Sequence[Work | None], message: Message) -> Finish:
     deadlock_watch.unfinished[message] = works
     if message.kind is Kind.PARAMETERS:
         works = [work for work in works if not isinstance(work, Loan)]
-    # Fetches first, and loans last: these wait until the other rank has fetched.
+    # Fetches first, and loans last: these wait until the other rank has fetched, or has a copy.
     ordered = sorted(works, key=lambda work: isinstance(work, Loan) - isinstance(work, Fetch))
     waits = [work.wait for work in ordered if work is not None]  # who is not in the group has none
 

@@ -36,8 +36,8 @@ class MessagesAlone(nn.Module):
     ) -> None:
         super().__init__()
         self.meanwhile = meanwhile
-        first = next(model.parameters())  # the embedding's, whose gradient comes last
         if meanwhile:
+            first = next(model.parameters())  # the embedding's, whose gradient comes last
             first.register_post_accumulate_grad_hook(lambda _: self._finish_all())
         self.model, self.ranks = model.to(device), dist.get_world_size()
         if direct(device):

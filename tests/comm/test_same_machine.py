@@ -197,6 +197,22 @@ def test_who_has_ended_will_not_read():
     assert loan.is_read() and not neighbor.loans
 
 
+@on_ranks(2)
+def test_loans_may_be_given_up_while_one_of_them_is_looked_at():
+    """By the thread of deadlock_watch.py, when it closes the group."""
+    group = near()
+    (neighbor,) = same_machine.neighbors[group].values()
+    loan = same_machine.Loan(neighbor, [mine(1)], Message(group, 5, Kind.OTHER, 4, ""))
+
+    def closed_meanwhile(_: int) -> list[int]:
+        same_machine.leave(group)
+        return [loan.serial] * 4
+
+    with patch.object(neighbor, "line", closed_meanwhile):
+        assert loan.is_read()
+    dist.barrier()
+
+
 def test_a_rank_that_has_left_is_not_waited_for():
     text, _ = alone_in_the_world(left)
     assert "in the gather of the parameters of unit 'block'" in text
