@@ -89,6 +89,7 @@ class Backward:
             # get no gradient. What they computed before it is part of the graph all the same.
             if call.unit.state.training is not TrainingState.POST_BACKWARD:
                 self._begin_backward(call)
+                self._free_early(call.unit)
         self._begin_backward(calls[-1])
 
     def on_demand(self, unit: Unit) -> bool:
@@ -102,6 +103,9 @@ class Backward:
         chain = self.saved.last.get(unit)
         if chain is not None and _task() >= 0:
             self.before_backward(chain)
+            if not unit.uses_unsharded_views:
+                self.agreement.at(Moment.BACKWARD_OF, unit)
+                self.engine.parameters.unshard_again(unit)
         return unit.uses_unsharded_views
 
     def _begin_backward(self, call: Call) -> None:
@@ -112,6 +116,14 @@ class Backward:
         if unit.needs_unshard:
             self.agreement.at(Moment.BACKWARD_OF, unit)
         self.engine.before_backward(unit, call.unsharded, _task())
+
+    def _free_early(self, unit: Unit) -> None:
+        """The backward has come to a unit inside of this one. If nothing that is saved of this one
+        is left, free it; its gradient is complete much later. So it is with most roots: the head's
+        backward is over, and an embedding's needs no parameter."""
+        needed = self.saved.has_some_of(unit) or any(call.unit is unit for call in self.calls)
+        if not needed and not self.engine.stays_after_backward(unit):
+            self.engine.parameters.reshard_early(unit)
 
     def after_gradient(self, unit: Unit) -> None:
         """The unit's gradient is complete: the backward has gone through every use of it."""

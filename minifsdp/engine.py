@@ -186,7 +186,7 @@ class Engine:
         the gradient. If it is a tensor nobody else may hold it."""
         unit.state.complete_grad()
         unit.post_forward_shard = None
-        if not self._stays_after_backward(unit):
+        if not self.stays_after_backward(unit):
             self.parameters.reshard_after_use(unit)
         self.parameters.prefetch(self.prefetcher.post_backward(unit))
         if unit.numel and self.synchronizes and self.agreement.may_reduce:
@@ -207,7 +207,7 @@ class Engine:
         for unit in self.agreement.late:
             self.gradients.reduce_held(unit)
         for unit in self.units:
-            if self._stays_after_backward(unit):
+            if self.stays_after_backward(unit):
                 unit.kept_version = unit.sharded_flat_param._version
                 use_sharded_views(unit)
             elif unit not in in_use:  # still unsharded, if its outputs had no gradient
@@ -238,7 +238,7 @@ class Engine:
         # The root's backward comes right after its forward: freeing it would gain nothing.
         return unit is self.root or not unit.reshard_after_forward
 
-    def _stays_after_backward(self, unit: Unit) -> bool:
+    def stays_after_backward(self, unit: Unit) -> bool:
         """Whether a unit keeps its parameters after a backward: in no_sync, for the next forward,
         since no optimizer steps in between; unless the strategy is to save its memory."""
         return not (self.synchronizes or unit.reshard_after_forward)

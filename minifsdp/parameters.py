@@ -13,10 +13,10 @@ from minifsdp.post_forward import unshard_in_smaller_group
 from minifsdp.prefetch import Prefetcher
 from minifsdp.reshard import reshard
 from minifsdp.streams import Streams
-from minifsdp.support.param_views import use_sharded_views
+from minifsdp.support.param_views import use_sharded_views, use_unsharded_views
 from minifsdp.unit import Unit
 from minifsdp.unit_state import ShardedState
-from minifsdp.unshard import unshard
+from minifsdp.unshard import unshard, wait_for_unshard
 
 
 class Parameters:
@@ -40,6 +40,7 @@ class Parameters:
     ) -> None:
         self.streams, self.limiter, self.prefetcher = streams, limiter, prefetcher
         self.agreement, self.stats = agreement, stats
+        self._needed_again: set[Unit] = set()
 
     def unshard(self, unit: Unit) -> None:
         """Start to gather a unit that is needed now, unless a prefetch has done it. The host may
@@ -83,6 +84,26 @@ class Parameters:
         if unit.state.sharded is not ShardedState.SHARDED:
             self.limiter.freed(unit, reshard(unit, self.streams))
             self.stats.count_reshard(unit.unsharded.nbytes)
+
+    def reshard_early(self, unit: Unit) -> None:
+        """Free a unit in its backward, before its gradient is complete. Nothing, if somebody refers
+        to its parameters, or if this was once too early."""
+        if unit.state.sharded is not ShardedState.UNSHARDED or unit in self._needed_again:
+            return
+        if self.agreement.may_reshard:
+            use_sharded_views(unit)  # modules refer to the others, too
+            if unit.unsharded.is_in_use(unit.views):
+                use_unsharded_views(unit)
+            else:
+                self.reshard(unit)
+
+    def unshard_again(self, unit: Unit) -> None:
+        """Gather what was freed early, and is needed in this backward all the same: an activation
+        checkpoint inside of the unit runs a part of it again."""
+        self._needed_again.add(unit)
+        self.unshard(unit)
+        wait_for_unshard(unit)
+        use_unsharded_views(unit)
 
     def reshard_after_use(self, unit: Unit) -> None:
         """Free a unit that has had its turn, where all ranks do so."""

@@ -1,11 +1,13 @@
 """backward.py: the moments of a backward, and one that fails."""
 
+import warnings
 from contextlib import suppress
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, ShardingStrategy
@@ -21,6 +23,7 @@ from tests.small import (
     mean_gradients,
     stack,
     step,
+    storage,
     watch,
 )
 from tests.support.test_unsharded_storage import TwoEnds
@@ -105,7 +108,7 @@ def test_a_units_gradient_is_complete_before_the_next_backward_begins():
         loss = model(batch(step=at)).sum()
         with watch(model) as log:
             loss.backward()
-        assert log == ["+3", "-3", "+2", "-2", "+1", "-1", "-root"]
+        assert log == ["-root", "+3", "-3", "+2", "-2", "+1", "-1"]
 
 
 @on_ranks(2)
@@ -181,7 +184,7 @@ def test_a_backward_that_died_halfway_does_not_say_what_comes_next():
         if handle is not None:
             handle.remove()
     assert backwards[0] == backwards[1] == backwards[3]
-    assert backwards[3] == ["+3", "+2", "-3", "+1", "-2", "-1", "-root"]
+    assert backwards[3] == ["+3", "-root", "+2", "-3", "+1", "-2", "-1"]
     assert backwards[2] != backwards[1]
 
 
@@ -239,3 +242,134 @@ def test_phases_come_in_order():
     loss = model(batch()).sum()
     loss.backward()
     assert seen == [TrainingState.PRE_BACKWARD] and unit.state.training is TrainingState.FORWARD
+
+
+class Whole(nn.Module):
+    """The root has a first layer, a head, and between them units and perhaps a layer of its own."""
+
+    def __init__(self, between=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Embedding(9, 6), nn.Linear(6, 9, bias=False)
+        self.blocks = nn.ModuleList(Block(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.between = nn.Linear(6, 6) if between is not None else None
+        self.run_between = between
+
+    def forward(self, tokens):
+        x = self.first(tokens)
+        for block in self.blocks:
+            x = block(x)
+            if self.between is not None:
+                x = self.run_between(self.between, x)
+        return self.head(x)
+
+
+class Tied(Whole):
+    """The head has the embedding's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.head.weight = self.first.weight
+
+
+def tokens(at=0):
+    made = torch.Generator().manual_seed(10 * at + dist.get_rank())
+    return torch.randint(9, (5,), generator=made).to(device())
+
+
+def root_in_steps(make, steps=2, **settings):
+    """Whether the root has its memory when each block's backward begins, in some steps in which it
+    trains as a plain model does; and how many units were gathered in the last."""
+    plain = make().to(device())
+    model = FSDP(make().to(device()), auto_wrap_policy=ModuleWrapPolicy({Block}), **settings)
+    (root, *_), there = model.engine.units, []
+    for block in model.module.blocks:
+        block.module.register_full_backward_pre_hook(lambda *_: there.append(bool(storage(root))))
+    for at in range(steps):
+        there.clear()
+        model.zero_grad()
+        before = model.engine.stats.all_gathers
+        model(tokens(at)).pow(2).sum().backward()
+        expected = mean_gradients(plain, plain(tokens(at)).pow(2).sum())
+        assert_same_gradients(gathered_gradients(model), expected)
+        check_at_rest(model)
+    return there, model.engine.stats.all_gathers - before
+
+
+@pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+@pytest.mark.parametrize("make", [Whole, Tied])
+@on_ranks(2)
+def test_the_root_is_freed_when_its_heads_backward_is_over(make, strategy, rows):
+    """An embedding's backward needs no parameter. Else the largest unit of many models would stay
+    to the end of the backward."""
+    there, _ = root_in_steps(make, sharding_strategy=strategy, use_orig_params=rows)
+    assert there == [False] * 3
+
+
+@on_ranks(2)
+def test_the_root_stays_while_something_is_saved_of_it():
+    """Its layer between the blocks runs for the last time before the first of them."""
+    there, gathers = root_in_steps(lambda: Whole(lambda layer, x: layer(x)))
+    assert (there, gathers) == ([True, True, False], 1 + 2 * 3)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@on_ranks(2)
+def test_the_root_is_gathered_again_for_a_checkpoint_but_once_and_for_all(reentrant):
+    """Of what a checkpoint runs again nothing is saved. A root that was freed too early stays in
+    later steps; else every checkpoint in it would gather it."""
+
+    def between(layer, x):
+        return checkpoint(layer, x, use_reentrant=reentrant)
+
+    _, gathers = root_in_steps(lambda: Whole(between), steps=1)
+    assert gathers == 1 + 2 * 3 + 1
+    there, gathers = root_in_steps(lambda: Whole(between), steps=2)
+    assert there == [True] * 3 and gathers == 1 + 2 * 3
+
+
+@on_ranks(2)
+def test_the_root_stays_where_somebody_refers_to_its_parameters():
+    """And there is no warning: nobody asked for that memory yet."""
+
+    class Keeps(Whole):
+        def forward(self, x):
+            self.kept = (self.head.weight,)
+            return super().forward(x)
+
+    with warnings.catch_warnings(record=True) as caught:
+        there, _ = root_in_steps(Keeps)
+    assert there == [True] * 3
+    assert all("still referred to when the unit is freed" in str(w.message) for w in caught)
+
+
+@on_ranks(2)
+def test_a_gradient_asked_for_in_the_roots_forward_does_not_free_it():
+    class Slope(Whole):
+        def forward(self, tokens):
+            x = self.first(tokens)
+            at = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.blocks[0](at).pow(2).sum(), at)
+            return super().forward(tokens) + self.head(slope)
+
+    model, plain = wrap(Slope().to(device())), Slope().to(device())
+    for at in range(2):
+        losses = [m(tokens(at)).pow(2).sum() for m in (model, plain)]
+        model.zero_grad()
+        losses[0].backward()
+        assert_same_gradients(gathered_gradients(model), mean_gradients(plain, losses[1]))
+
+
+@on_ranks(2)
+def test_where_nothing_can_be_seen_of_what_is_saved_units_stay_as_their_strategy_says():
+    model = FSDP(
+        Whole().to(device()),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+    )
+    plain = Whole().to(device())
+    with torch.autograd.graph.disable_saved_tensors_hooks("a test"):
+        model(tokens()).pow(2).sum().backward()
+    expected = mean_gradients(plain, plain(tokens()).pow(2).sum())
+    assert_same_gradients(gathered_gradients(model), expected)

@@ -219,8 +219,8 @@ def test_a_frozen_unit_is_freed_when_its_backward_is_over():
 
     model.module[1].module[0].register_full_backward_hook(note)
     step(model)
-    # Unit 1's backward runs: 2 and 3, frozen and done with, are gone.
-    assert seen == [["", "1"]]
+    # Unit 1's backward runs: 2 and 3, frozen and done with, are gone, and so is the root.
+    assert seen == [["1"]]
     check_at_rest(model)
 
 

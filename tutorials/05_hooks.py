@@ -133,7 +133,7 @@ def two_layers() -> None:
 #
 # {{ minifsdp/engine.py Engine.after_gradient -post_forward_shard -.prefetch( -elif unit.numel }}
 #
-# (`_stays_after_backward`, `synchronizes` and `may_reduce` are always the same on this page: no,
+# (`stays_after_backward`, `synchronizes` and `may_reduce` are always the same on this page: no,
 # yes, yes. Page [20](20_no_sync.md) changes the second. How the hooks are set is in
 # [autograd_hooks.py](../minifsdp/support/autograd_hooks.py). One more,
 # [saved_tensors.py](../minifsdp/support/saved_tensors.py), is for outputs that leave a module in an

@@ -35,6 +35,7 @@ halves is from Rajbhandari et al., "ZeRO", arXiv:1910.02054.
 import math
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -99,7 +100,7 @@ def all_gather(
     parts, own = by_rank(full, blocks, group.size()), by_rank(chunk, blocks, 1)[0]
     works: list[Work] = []
     for to, source in _turns(group):
-        works += exchange(own, to, parts[source], source, message)
+        works += exchange(own, to, partial(parts.__getitem__, source), source, message)
     for part, block in zip(parts[group.rank()], own, strict=True):
         part.copy_(block)  # while the other ranks' travel
     return wait_for(works, message)
@@ -143,15 +144,14 @@ def reduce_scatter(
     lengths = [len(part) for part in own]  # of the messages that come from each other rank
     received, works = list[Tensor](), list[Work]()
     for to, source in _turns(group):
-        received.append(torch.empty(sum(lengths), dtype=flat.dtype, device=flat.device))
-        places = torch.split(received[-1], lengths)
+        # Memory comes with the data: until then the next unit's parameters can have it.
+        received.append(_without_memory(sum(lengths), flat.dtype))
+        places = partial(_in_parts, received[-1], lengths)
         works += exchange(parts[to], to, places, source, message)
     # In gloo's ring the chunk of rank r is the sum of those of rank r-1, then r-2, ..., and its own
     # last. Addition of floats is not associative: in any other order the result would differ from
     # torch's in the last bit.
     total = received[0] if received else torch.cat(own)
-    addends = [*(torch.split(part, lengths) for part in received[1:]), own][: len(received)]
-
     arrive = wait_for(works, message)
     # torch scales each addend, rounds it, and adds it. To scale and add in one operation is faster
     # and leaves the rounding out. It gives the same bits where nothing has to be rounded: if the
@@ -161,6 +161,7 @@ def reduce_scatter(
     def finish() -> None:
         arrive()
         total.mul_(scale)
+        addends = [*(torch.split(part, lengths) for part in received[1:]), own][: len(received)]
         for addend in addends:
             for place, part in zip(torch.split(total, lengths), addend, strict=True):
                 if exact:
@@ -230,6 +231,18 @@ def _turns(group: Group) -> Iterator[tuple[int, int]]:
 def direct(device: torch.device) -> bool:
     """Whether ranks on these devices send to each other themselves, from wherever a tensor is."""
     return device.type == "cpu" and not NATIVE
+
+
+def _without_memory(numel: int, dtype: torch.dtype) -> Tensor:
+    made = torch.empty(numel, dtype=dtype)
+    made.untyped_storage().resize_(0)
+    return made
+
+
+def _in_parts(tensor: Tensor, lengths: list[int]) -> Sequence[Tensor]:
+    """Give it its memory, and divide it."""
+    tensor.untyped_storage().resize_(tensor.nbytes)
+    return torch.split(tensor, lengths)
 
 
 def _other(group: Group, label: str) -> Message:

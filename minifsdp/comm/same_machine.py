@@ -44,7 +44,7 @@ _SPINS = 300  # looks at the other's board without a pause
 _PAUSE, _LONGEST = 5e-5, 1e-3  # seconds between later ones: a tenth of what has passed
 _LONG = 0.01  # seconds to wait until a neighbor reads what it has been lent
 
-Group = dist.ProcessGroup
+Places = Callable[[], Sequence[Tensor]]
 bytes_lent = 0
 """What other ranks have got of this one in this way."""
 
@@ -182,13 +182,12 @@ class Loan:
         self.neighbor.wait_until(self.is_read)
 
     def _leave_a_copy(self) -> None:
-        before = self.tensors, self._addresses
+        _before = self.tensors, self._addresses  # kept until this function returns
         self._show([tensor.clone() for tensor in self.tensors])
         # Who has begun to read before that reads what was there before; it is soon done.
         while not self.is_read() and self.neighbor.line(self.line)[_READ] == -self.serial:
             time.sleep(_PAUSE)
         self.is_copy = True
-        del before
 
     def _show(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
@@ -201,11 +200,12 @@ class Fetch:
     """A message that a neighbor lends, and that is read when it is waited for.
 
     Args:
-        tensors: contiguous, of the sizes that the neighbor's have; written.
+        places: called when it is read, for the tensors to copy it to: contiguous, and of the sizes
+            that the neighbor's have. They need no memory before that.
     """
 
-    def __init__(self, neighbor: Neighbor, tensors: Sequence[Tensor], message: Message) -> None:
-        self.neighbor, self.tensors, self.message = neighbor, tensors, message
+    def __init__(self, neighbor: Neighbor, places: Places, message: Message) -> None:
+        self.neighbor, self.places, self.message = neighbor, places, message
         self.line, self.serial = message.line, message.serial
         self.copied = False
         _unread[self] = None
@@ -216,15 +216,16 @@ class Fetch:
         if self.copied or neighbor.line(self.line)[_LENT] != self.serial:
             return self.copied
         # Once more: now that the serial number is there, so is what was written before it.
-        lent, nbytes = neighbor.line(self.line)[_NBYTES], sum(t.nbytes for t in self.tensors)
+        tensors = self.places()
+        lent, nbytes = neighbor.line(self.line)[_NBYTES], sum(t.nbytes for t in tensors)
         if lent != nbytes:
             raise RuntimeError(f"rank {neighbor.rank} has {lent} bytes where {nbytes} are expected")
         # Say so first: from here on the addresses stay as they are, until all is read.
         neighbor.board.write(self.line, _READ, -self.serial)
         start = neighbor.line(self.line)[_ADDRESSES]
-        addresses = (ctypes.c_int64 * len(self.tensors))()
+        addresses = (ctypes.c_int64 * len(tensors))()
         read_memory(neighbor.process, start, addresses)
-        for address, tensor in zip(addresses, self.tensors, strict=True):
+        for address, tensor in zip(addresses, tensors, strict=True):
             copy_memory(neighbor.process, address, tensor.data_ptr(), tensor.nbytes)
         neighbor.board.write(self.line, _READ, self.serial)
         _unread.pop(self, None)
@@ -242,11 +243,11 @@ class Fetch:
 
 # What this rank has begun to fetch, and has not copied; in the order in which it began.
 _unread: dict[Fetch, None] = {}
-neighbors: "WeakKeyDictionary[Group, dict[int, Neighbor]]" = WeakKeyDictionary()
+neighbors: "WeakKeyDictionary[dist.ProcessGroup, dict[int, Neighbor]]" = WeakKeyDictionary()
 """The other ranks on this machine, by group and rank; neighbors.py finds them."""
 
 
-def leave(group: Group) -> None:
+def leave(group: dist.ProcessGroup) -> None:
     """This rank takes no more part in a group. Neighbors that wait for it stop waiting, and it does
     not wait for them."""
     for neighbor in neighbors.get(group, {}).values():

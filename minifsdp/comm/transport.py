@@ -16,17 +16,22 @@ from torch import Tensor
 
 from minifsdp.comm import deadlock_watch, same_machine
 from minifsdp.comm.message_tags import Kind, Message
-from minifsdp.comm.same_machine import Fetch, Loan
+from minifsdp.comm.same_machine import Fetch, Loan, Places
 from minifsdp.streams import Finish
 
 Work = dist.Work | Loan | Fetch
 
 
 def exchange(
-    sent: Sequence[Tensor], to: int, received: Sequence[Tensor], source: int, message: Message
+    sent: Sequence[Tensor], to: int, places: Places, source: int, message: Message
 ) -> list[Work]:
     """Start to send some tensors to one rank of the message's group, and to receive others from one
-    rank, which may be another. All of them are contiguous."""
+    rank, which may be another. All of them are contiguous.
+
+    Args:
+        places: called for the tensors to receive, when there is something to write to them: at once
+            by gloo; of a rank on this machine, when it is waited for.
+    """
     group, tag, near = message.group, message.tag, same_machine.neighbors.get(message.group, {})
     # This is what dist.isend and dist.irecv do after checks that take longer than a small message.
     # Messages of one tag arrive in the order in which they were sent.
@@ -35,11 +40,12 @@ def exchange(
     # own data takes. Behind that data the word would arrive when all of it has been sent: the two
     # directions of the link would take turns. They are waited for last: of three ranks that have
     # parted ways, one that waits for a receive may not hear that the connections were closed.
-    receives = [] if source in near else [group.recv([tensor], source, tag) for tensor in received]
+    received = () if source in near else places()
+    receives = [group.recv([tensor], source, tag) for tensor in received]
     sends = [] if to in near else [group.send([tensor], to, tag) for tensor in sent]
     works: list[Work] = [*sends, *receives]
     if source in near:
-        works.append(Fetch(near[source], received, message))
+        works.append(Fetch(near[source], places, message))
     if to in near:
         before = near[to].loan_before(message)
         if before is not None:

@@ -13,7 +13,7 @@ A unit has one for each dtype that it is computed in: mixed precision may be for
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import ref
 
@@ -43,6 +43,8 @@ class UnshardedFlatParam:
         arrived: gradients of views that a backward has computed, by the place of the view in the
             memory; None if there are none, or if they arrive in ``flat_param.grad``
             (unsharded_views.py).
+        saved: one object. All that autograd has saved of the parameters refers to it
+            (saved_tensors.py), so the references to it tell whether there is still something.
     """
 
     flat_param: Tensor
@@ -56,6 +58,12 @@ class UnshardedFlatParam:
         self.storage = self.data.untyped_storage()
         self.dtype = self.data.dtype
         self.nbytes = self.data.numel() * self.data.itemsize
+        self.saved = [object()]
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether a backward will ask for a parameter: autograd has saved some of them."""
+        return _reference_counts(self.saved)[0] > _ONE_REFERENCE
 
     @property
     def has_gradient(self) -> bool:
@@ -70,6 +78,18 @@ class UnshardedFlatParam:
         """Get memory for the shards of all ranks. It has no values yet."""
         self.storage.resize_(self.nbytes)
 
+    def is_in_use(self, views: list[Tensor]) -> bool:
+        """Whether something outside of the engine refers to the memory, or to a view of it.
+
+        Args:
+            views: the engine's own.
+        """
+        if any(count > _ONE_REFERENCE for count in _reference_counts(views)):
+            return True
+        # ``flat_param``, ``data``, ``storage``, and perhaps ``frozen``
+        ours = 3 + (self.frozen is not None) + len(views)
+        return torch._C._storage_Use_Count(self.storage._cdata) > ours
+
     def release(self, views: list[Tensor]) -> bool:
         """Free the memory, unless something outside of the engine still refers to it.
 
@@ -78,16 +98,12 @@ class UnshardedFlatParam:
         Without that a use of the view would read freed memory and crash the process.
 
         Args:
-            views: the engine's own; emptied if something else refers to one of them.
+            views: the engine's own.
 
         Returns:
             Whether the memory is free now.
         """
-        if any(count > _ONE_REFERENCE for count in _reference_counts(views)):
-            views.clear()  # so that the count of the storage below shows the references of others
-        # ``flat_param``, ``data``, ``storage``, and perhaps ``frozen``
-        ours = 3 + (self.frozen is not None) + len(views)
-        if torch._C._storage_Use_Count(self.storage._cdata) <= ours:
+        if not self.is_in_use(views):
             self.storage.resize_(0)
             return True
         with torch.inference_mode(False):
@@ -167,7 +183,7 @@ class UnshardedFlatParams:
         return hook
 
 
-def _reference_counts(items: list[Tensor]) -> list[int]:
+def _reference_counts(items: Sequence[object]) -> list[int]:
     return [sys.getrefcount(item) for item in items]
 
 

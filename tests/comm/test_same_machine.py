@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from minifsdp.comm import deadlock_watch, same_machine
-from minifsdp.comm.collectives import all_gather
+from minifsdp.comm.collectives import all_gather, reduce_scatter
 from minifsdp.comm.message_tags import Kind, Message
 from minifsdp.comm.transport import wait_for, wait_for_readers
 from tests.comm.near import NEEDED, mine, near, say, wait_until_said
@@ -62,12 +62,21 @@ def test_a_message_of_another_size_is_refused():
     other = same_machine.neighbors[group][1 - dist.get_rank()]
     works = (
         same_machine.Loan(other, [mine(4)], message),
-        same_machine.Fetch(other, [torch.empty(2), torch.empty(3)], message),
+        same_machine.Fetch(other, lambda: [torch.empty(2), torch.empty(3)], message),
     )
     with pytest.raises(RuntimeError, match=r"rank \d has 16 bytes where 20 are expected"):
         wait_for(works, message)()
     dist.barrier()
     same_machine.leave(group)
+
+
+@on_ranks(3)
+def test_a_sum_gets_its_memory_with_the_data():
+    """Until then the next unit's parameters can have it."""
+    total, finish = reduce_scatter(torch.ones(6), near(), 1.0, 7)
+    assert not total.untyped_storage().nbytes()
+    finish()
+    assert total.tolist() == [3, 3]
 
 
 @on_ranks(3)
@@ -90,12 +99,12 @@ def parted() -> str:
     deadlock_watch.watch([group])
     neighbor = same_machine.neighbors[group][1 - rank]
     own, later = (Message(group, n + rank, Kind.OTHER, 4, f"message {n + rank}") for n in (6, 8))
-    also = wait_for([same_machine.Fetch(neighbor, [torch.ones(4)], later)], later)
+    also = wait_for([same_machine.Fetch(neighbor, lambda: [torch.ones(4)], later)], later)
     with (
         patch.multiple(deadlock_watch, POLL=0.05, PATIENCE=2),
         pytest.raises(RuntimeError) as error,
     ):
-        wait_for([same_machine.Fetch(neighbor, [torch.ones(4)], own)], own)()
+        wait_for([same_machine.Fetch(neighbor, lambda: [torch.ones(4)], own)], own)()
     with pytest.raises(RuntimeError):
         also()  # as a forward that has failed waits for what it has prefetched
     dist.barrier()  # another group is as it was
@@ -145,7 +154,9 @@ def test_who_has_left_does_not_wait_for_those_who_are_still_there():
     if dist.get_rank() == 0:
         same_machine.leave(group)
         store = Mock(timeout=timedelta(seconds=5))
-        fetch = same_machine.Fetch(neighbor, [mine(1)], Message(group, 5, Kind.OTHER, 4, ""))
+        fetch = same_machine.Fetch(
+            neighbor, lambda: [mine(1)], Message(group, 5, Kind.OTHER, 4, "")
+        )
         with (
             patch.object(dist.distributed_c10d, "_get_default_store", lambda: store),
             pytest.raises(RuntimeError, match="this rank or rank 1 of the group has left it"),
@@ -161,7 +172,7 @@ def test_what_has_failed_is_not_read_later():
     group = near()
     (neighbor,) = same_machine.neighbors[group].values()
     message = Message(group, 5, Kind.OTHER, 4, "")
-    fetches = [same_machine.Fetch(neighbor, [mine(1)], message) for _ in range(2)]
+    fetches = [same_machine.Fetch(neighbor, lambda: [mine(1)], message) for _ in range(2)]
     with (
         patch.object(same_machine.Fetch, "wait", Mock(side_effect=RuntimeError("lost"))),
         pytest.raises(RuntimeError, match="lost"),
@@ -175,7 +186,9 @@ def test_who_does_not_come_is_not_waited_for_longer_than_the_process_group_says(
     group, store = near(), Mock(timeout=timedelta(seconds=0.1))
     if dist.get_rank() == 0:
         fetch = same_machine.Fetch(
-            same_machine.neighbors[group][1], [mine(1)], Message(group, 5, Kind.OTHER, 4, "")
+            same_machine.neighbors[group][1],
+            lambda: [mine(1)],
+            Message(group, 5, Kind.OTHER, 4, ""),
         )
         with (
             patch.object(dist.distributed_c10d, "_get_default_store", lambda: store),

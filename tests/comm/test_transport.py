@@ -201,7 +201,7 @@ def test_a_rank_asks_for_data_before_it_sends_its_own():
             called.append(("receive", tensors[0].item(), source))
 
     tensors = [torch.tensor(number) for number in range(4)]
-    exchange(tensors[:2], 5, tensors[2:], 6, SimpleNamespace(group=Group(), tag=0))
+    exchange(tensors[:2], 5, lambda: tensors[2:], 6, SimpleNamespace(group=Group(), tag=0))
     assert called == [("receive", 2, 6), ("receive", 3, 6), ("send", 0, 5), ("send", 1, 5)]
 
 

@@ -354,7 +354,7 @@ def _after_gradient(what: str, want: Any, got: Any) -> str | None:
         if "stays" in what:
             return (
                 "in no_sync a unit that its strategy keeps is not freed, since no optimizer steps "
-                "before its next forward (_stays_after_backward)"
+                "before its next forward (stays_after_backward)"
             )
         return "in no_sync a gradient is held (self.gradients.hold), and nothing is sent"
     if "diverged" in what:

@@ -10,7 +10,7 @@ class Engine(Engine):
         """
         for unit in self.units:
             unit.state.end_backward()
-            if not self._stays_after_backward(unit) and unit not in in_use:
+            if not self.stays_after_backward(unit) and unit not in in_use:
                 self.parameters.reshard(unit)
         for unit in self.agreement.late:
             self.gradients.reduce_held(unit)
@@ -19,6 +19,6 @@ class Engine(Engine):
             self.prefetcher.pre_backward_order.forget()  # every rank has seen another one
             self.agreement.diverged = False
         for unit in self.units:
-            if self._stays_after_backward(unit):
+            if self.stays_after_backward(unit):
                 unit.kept_version = unit.sharded_flat_param._version
                 use_sharded_views(unit)
