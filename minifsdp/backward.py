@@ -121,8 +121,9 @@ class Backward:
         """The backward has come to a unit inside of this one. If nothing that is saved of this one
         is left, free it; its gradient is complete much later. So it is with most roots: the head's
         backward is over, and an embedding's needs no parameter."""
-        needed = self.saved.has_some_of(unit) or any(call.unit is unit for call in self.calls)
-        if not needed and not self.engine.stays_after_backward(unit):
+        if not unit.uses_unsharded_views or self.engine.stays_after_backward(unit):
+            return
+        if not self.saved.has_some_of(unit) and all(call.unit is not unit for call in self.calls):
             self.engine.parameters.reshard_early(unit)
 
     def after_gradient(self, unit: Unit) -> None:

@@ -8,7 +8,8 @@ comes next (prefetch.py), and sends gradients on their way (gradients.py):
   does not wait for that one. Let it wait for this unit. Make new views for the module.
 - **After forward.** Free the unit, unless its backward comes soon (`stays_after_forward`).
 - **Before backward.** As in the forward, but without new views: the graph has those of the forward,
-  and they show the same memory.
+  and they show the same memory. (Backward frees units around this one whose parameters autograd
+  does not need any more: the root, as a rule, since its head's backward is over.)
 - **After gradient.** Free the unit first, so that what is gathered next can have its memory. Gather
   what comes next. Start to reduce the gradient, or hold it on this rank.
 - **End of backward.** Free what is still there: a unit whose outputs had no part in the loss, for

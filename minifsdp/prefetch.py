@@ -8,8 +8,8 @@ recorded::
     post-forward   units in the order in which their forwards end       a.x  a  b
     pre-backward   units in the order in which their backwards begin    b  a  a.x
 
-The root is in none of them: it is unsharded all the time, so it is never a target. When a pass
-comes to the root, the target is the first unit of the order. A unit without parameters is in none
+The root is in none of them: a pass begins with it, so it is never a target. When a pass comes to
+the root, the target is the first unit of the order. A unit without parameters is in none
 of them either, and has no target.
 
 Each hook looks up the unit that followed the current one in the last pass:
@@ -184,7 +184,7 @@ class Prefetcher:
 
 def _next(order: Order, unit: Unit) -> Unit | None:
     if not unit.ancestors:
-        # A pass begins at the root. It is never a target, because it is unsharded all the time.
+        # A pass begins at the root. It is never a target, because nothing comes before it.
         return order.upcoming()
     # A unit without parameters gets no gradient, so ranks need not agree (rank_agreement.py) on
     # whether its backward runs. If only some ranks prefetched there, they would wait for the others

@@ -721,7 +721,7 @@ MUTANTS = [
     Mutant("gradients", "what was kept is reduced once more", "grad = self._held.pop(unit, None)", "grad = self._held.get(unit)", noticed_by="checks/rank_agreement"),
     Mutant("checks/misplaced_calls", "a saved parameter is read between steps", "if graph_task < 0:", "if False:"),
     Mutant("backward", "a gradient in a forward frees what that computes with", "in_use={call.unit for call in self.calls}", "in_use=set()"),
-    Mutant("backward", "a gradient in a forward frees the units around it", " or any(call.unit is unit for call in self.calls)", ""),
+    Mutant("backward", "a gradient in a forward frees the units around it", " and all(call.unit is not unit for call in self.calls):", ":"),
     Mutant("backward", "the root stays to the end", "                self._free_early(call.unit)\n", ""),
     Mutant("parameters", "what somebody refers to is freed early", "            if unit.unsharded.is_in_use(unit.views):", "            if False:", noticed_by="backward"),
     Mutant("parameters", "each checkpoint gathers the root", "        self._needed_again.add(unit)\n", "", noticed_by="backward"),

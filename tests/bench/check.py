@@ -91,7 +91,8 @@ def why_not(found: Found, bound: Bound, workload: str, ranks: int, mbit: float) 
 
 def amounts(found: Found, ranks: int, workload: str) -> list[bool]:
     """What no noise changes: bytes and memory."""
-    whole = WORKLOADS[workload].nbytes * (ranks - 1) / ranks
+    given = WORKLOADS[workload]
+    whole = given.nbytes * (ranks - 1) / ranks
     sent = median(found, "mini rows keep last", 2)
     reason = "a reduction, and two gathers of all but the root and one block"
     verdicts = [judged("MiB that a rank sends", sent / MIB, SENT * whole / MIB, reason)]
@@ -99,7 +100,13 @@ def amounts(found: Found, ranks: int, workload: str) -> list[bool]:
         mine, lean, theirs = (
             found[name]["tensors"] / MIB for name in ("mini", "mini lean", "FSDP1")
         )
-        reason = f"with embeddings and the head as units, and BACKWARD_POST: {lean:.1f}"
+        # The root's gradient is complete last of all. What arrives for it is the last shard.
+        root = given.nbytes - given.layers * given.block_nbytes
+        least = (2 * given.nbytes / ranks + root) / MIB
+        reason = (
+            f"all shards, those of the gradients, and the root's gradient that is being reduced: "
+            f"{least:.1f}; with embeddings and the head as units, and BACKWARD_POST: {lean:.1f}"
+        )
         verdicts.append(judged("MiB of tensors at the peak", mine, TENSORS * theirs, reason))
     return verdicts
 
