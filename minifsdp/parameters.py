@@ -12,7 +12,7 @@ from minifsdp.limiter import Limiter
 from minifsdp.post_forward import unshard_in_smaller_group
 from minifsdp.prefetch import Prefetcher
 from minifsdp.reshard import reshard
-from minifsdp.streams import Streams
+from minifsdp.streams import Event, Streams
 from minifsdp.support.param_views import use_sharded_views, use_unsharded_views
 from minifsdp.unit import Unit
 from minifsdp.unit_state import ShardedState
@@ -40,13 +40,16 @@ class Parameters:
     ) -> None:
         self.streams, self.limiter, self.prefetcher = streams, limiter, prefetcher
         self.agreement, self.stats = agreement, stats
-        self._needed_again: set[Unit] = set()
+        # Units that were freed early. To the limiter they are alive until their gradient is
+        # complete: it would wait for the device otherwise, before the next unit is gathered.
+        self._freed_early: dict[Unit, Event] = {}
+        self._needed_again: set[Unit] = set()  # of these, the ones that had to be gathered again
 
     def unshard(self, unit: Unit) -> None:
         """Start to gather a unit that is needed now, unless a prefetch has done it. The host may
         have to wait for the limiter; for the data it is the computation that waits, later."""
         if unit.needs_unshard and unit.state.sharded is ShardedState.SHARDED:
-            self.limiter.admit(unit, needed=True)
+            self._admit(unit, needed=True)
             self._unshard(unit)
 
     def prefetch(self, target: Unit | list[Unit] | None, listed: bool = False) -> None:
@@ -64,11 +67,15 @@ class Parameters:
             return
         if not self.prefetcher.is_sound(target):
             return
-        if self.limiter.admit(target, needed=listed):
+        if self._admit(target, needed=listed):
             self.prefetcher.issued(target)
             self._unshard(target)
         else:
             self.stats.declined_prefetches += 1
+
+    def _admit(self, unit: Unit, needed: bool) -> bool:
+        freed_early = self._freed_early.pop(unit, None) is not None
+        return freed_early or self.limiter.admit(unit, needed=needed)
 
     def _unshard(self, unit: Unit) -> None:
         self.stats.count_unshard(unit.unsharded.nbytes)
@@ -81,9 +88,15 @@ class Parameters:
         """Free a unit's parameters. Nothing, if it is sharded already."""
         unit.kept_version = -1
         use_sharded_views(unit)
+        event = self._freed_early.pop(unit, None)
         if unit.state.sharded is not ShardedState.SHARDED:
-            self.limiter.freed(unit, reshard(unit, self.streams))
-            self.stats.count_reshard(unit.unsharded.nbytes)
+            event = self._reshard(unit)
+        if event is not None:
+            self.limiter.freed(unit, event)
+
+    def _reshard(self, unit: Unit) -> Event:
+        self.stats.count_reshard(unit.unsharded.nbytes)
+        return reshard(unit, self.streams)
 
     def reshard_early(self, unit: Unit) -> None:
         """Free a unit in its backward, before its gradient is complete. Nothing, if somebody refers
@@ -95,7 +108,7 @@ class Parameters:
             if unit.unsharded.is_in_use(unit.views):
                 use_unsharded_views(unit)
             else:
-                self.reshard(unit)
+                self._freed_early[unit] = self._reshard(unit)
 
     def unshard_again(self, unit: Unit) -> None:
         """Gather what was freed early, and is needed in this backward all the same: an activation

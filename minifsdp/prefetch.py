@@ -165,10 +165,10 @@ class Prefetcher:
         return target if self.backward is BackwardPrefetch.BACKWARD_POST else None
 
     def is_sound(self, target: Unit) -> bool:
-        """Whether to gather ``target`` now: it is sharded, and has not had its turn yet in this
-        backward. If not, this is counted."""
+        """Whether to gather ``target`` now: it is sharded, and its turn in this backward has not
+        come yet. If not, this is counted."""
         sharded = target.state.sharded is ShardedState.SHARDED
-        if sharded and target.state.training is not TrainingState.POST_BACKWARD:
+        if sharded and target.state.training not in _HAD_ITS_TURN:
             return True
         self.stats.skipped(target)
         return False
@@ -180,6 +180,9 @@ class Prefetcher:
     def needed(self, unit: Unit) -> None:
         """``unit`` is about to be used; its all-gather may have been prefetched."""
         self.stats.needed(unit)
+
+
+_HAD_ITS_TURN = (TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD)
 
 
 def _next(order: Order, unit: Unit) -> Unit | None:

@@ -42,7 +42,7 @@ def passes(model: nn.Module) -> tuple[list[str], list[str]]:
 def test_all_of_a_list_is_gathered_whatever_the_limit():
     forward, backward = passes(two_ahead(sharded()))
     assert " ".join(forward) == "+root +1 +2 +3 -1 +4 -2 -3 -4"
-    assert " ".join(backward) == "+4 +3 +2 -4 +1 -3 -2 -1 -root"
+    assert " ".join(backward) == "+4 +3 -root +2 -4 +1 -3 -2 -1"
 
 
 @on_ranks(2)

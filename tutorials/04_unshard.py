@@ -97,8 +97,8 @@ def filled_again() -> None:
 # Those here are for views that somebody has kept. Those below have to do with later pages: with
 # streams, page [09](09_streams.md), and with parameters on the host, page [17](17_offload.md).)
 #
-# {{ minifsdp/support/unsharded_storage.py UnshardedFlatParam.release -any(count
-# -``flat_param`` -inference_mode -trained = -flat_param.data -self.frozen is -storage = -False }}
+# {{ minifsdp/support/unsharded_storage.py UnshardedFlatParam.release
+# -inference_mode -trained = -flat_param.data -self.frozen is -storage = -False }}
 #
 # And this is how it comes. Find the line that makes room, and the one that gathers:
 #

@@ -173,14 +173,18 @@ def a_gpt_on_virtual_gpus() -> None:
 
 # %% [markdown]
 # ![Two charts with a row for each of five units and 21 moments side by side. Above, one block at a
-# time has memory beside the root, in the forward and in the backward. Below, in the backward, the
-# four blocks get it one after the other and all keep it until nearly the end.](05_hooks.svg)
+# time has memory, in the forward beside the root. Below, in the backward, the four blocks get it
+# one after the other and all keep it until nearly the end.](05_hooks.svg)
 #
 # Compare the right halves, the backward. Above, the blocks take turns. Below, every "pre" comes
-# before every "post", so all units are in memory at once, as if nothing were freed. The gradients
-# are right, and the first step is as it should be. Only the peak of the memory shows that something
-# is wrong. For a GPT of 1.3 billion parameters on virtual GPUs it is most of what sharding had
-# saved.
+# before every "post", so all blocks are in memory at once, as if nothing were freed. (The root's
+# memory is freed before the first block's backward, in both. The backward of its last layer, the
+# head, is over, and what is left, that of the embeddings, needs none of its parameters. So the
+# engine does not wait for the root's "post". PyTorch's FSDP does.)
+#
+# The gradients are right, and the first step is as it should be. Only the peak of the memory shows
+# that something is wrong. For a GPT of 1.3 billion parameters on virtual GPUs it is most of what
+# sharding had saved.
 #
 # The reason is how autograd chooses what to do next. It has a queue of operations whose gradients
 # are there, and takes the one that was *created* last in the forward. Taking a view is an
@@ -199,8 +203,9 @@ def a_gpt_on_virtual_gpus() -> None:
 #
 # 1. It is gathered three times: for each of its two calls in the forward, and once in the backward.
 #    Its gradient is reduced once, when both calls have added to it.
-# 2. Three: the root, the block whose turn it is, and block 1. Its backward begins first, with its
-#    last call, and is complete only after its first call, so it stays all the time in between.
+# 2. Two. In the forward they are the root and the block whose turn it is. In the backward they are
+#    block 1 and the block whose turn it is: block 1's backward begins first, with its last call,
+#    and is complete only after its first call, so it stays all the time in between.
 #
 # </details>
 
@@ -210,7 +215,7 @@ def answers() -> None:
     (each, _), *_ = train("make_views", "12341")
     moments = [WORDS[method] for method, unit, _ in each[1] if unit == 1]
     assert moments == ["pre", "post"] * 3  # 1. three and one
-    assert max(map(filled, each[1])) == 3  # 2. the root, block 1 and another
+    assert max(map(filled, each[1])) == 2  # 2. block 1 and another
 
 
 # %% [hidden]

@@ -97,21 +97,21 @@ def draw() -> None:
     bars(Path(__file__).with_suffix(".svg"), title, kept, lambda size: f"{size / 1e9:.1f} GB")
     full, half, none = three_runs().values()
     sums = [round(sum(row.values()) / 1e9, 1) for row in kept.values()]
-    assert sums == [3.5, 8.0, 21.3], sums  # as the picture's text says
+    assert sums == [3.3, 8.0, 21.3], sums  # as the picture's text says
     gathered = [round(row["gathered parameters, at most"] / 1e9, 1) for row in kept.values()]
-    assert gathered == [0.9, 5.3, 0.0], gathered
+    assert gathered == [0.7, 5.3, 0.0], gathered
     assert round(kept["NO_SHARD"]["parameters"] / 4e9, 1) == 1.3 and GPUS["a100-40"].memory < 43e9
     assert round(100 * full["bytes sent"] / half["bytes sent"]) == 100 + 45
     assert half["bytes sent"] == none["bytes sent"] and half["step"] < none["step"] < full["step"]
 
 
 # %% [markdown]
-# ![Three bars of memory. FULL_SHARD 3.5 GB, of which 0.9 are gathered. SHARD_GRAD_OP 8.0 GB, of
+# ![Three bars of memory. FULL_SHARD 3.3 GB, of which 0.7 are gathered. SHARD_GRAD_OP 8.0 GB, of
 # which 5.3 are gathered. NO_SHARD 21.3 GB: a quarter parameters, a quarter gradients, half
 # optimizer state.](16_groups.svg)
 #
 # The two upper bars differ in the orange part only, which is what was gathered and is not freed
-# yet. `FULL_SHARD` has three units of it at a time, `SHARD_GRAD_OP` has them all. (The printed
+# yet. `FULL_SHARD` has two units of it at a time, `SHARD_GRAD_OP` has them all. (The printed
 # peaks are higher than the bars: there are activations, too, and tensors that Adam needs during its
 # step.)
 #

@@ -177,9 +177,9 @@ def test_tensors_take_what_torchs_tracker_says_of_its_fully_shard(in_rows):
     freed: to the byte, but for Adam's counts of steps, which are the host's here. So is the most
     that a step of the optimizer takes.
 
-    In a forward torch takes more: what was gathered is there twice until it is copied. In a
-    backward minifsdp takes 1 to 2.5 % more: it has most at the end, where it lays the gradients of
-    the root end to end, and there every gradient of the model has arrived."""
+    Torch takes more: in a forward what was gathered is there twice until it is copied, and in a
+    backward the root's parameters stay to the end, where every gradient of the model has arrived.
+    There minifsdp has freed them, and lays the gradients of the root end to end in their place."""
     ours, theirs = of_the_virtual_gpu(in_rows), of_torch()
     counts = 0
     for moment, (expected, _) in theirs.items():
@@ -189,5 +189,5 @@ def test_tensors_take_what_torchs_tracker_says_of_its_fully_shard(in_rows):
             found -= ours["wrapped"][0]  # gradients, which are freed when the next forward begins
         assert found == expected - counts, moment
     peaks = {part: ours[part, 1][1] / theirs[part, 1][1] for part in ("forward", "backward")}
-    assert 0.92 < peaks["forward"] < 0.94 and 1.01 < peaks["backward"] < 1.025
+    assert 0.92 < peaks["forward"] < 0.94 and 0.93 < peaks["backward"] < 0.96
     assert ours["optimizer", 1][1] == theirs["optimizer", 1][1] - counts
