@@ -123,7 +123,7 @@ class Backward:
         backward is over, and an embedding's needs no parameter."""
         if not unit.uses_unsharded_views or self.engine.stays_after_backward(unit):
             return
-        if not self.saved.has_some_of(unit) and all(call.unit is not unit for call in self.calls):
+        if not unit.unsharded.is_saved and all(call.unit is not unit for call in self.calls):
             self.engine.parameters.reshard_early(unit)
 
     def after_gradient(self, unit: Unit) -> None:

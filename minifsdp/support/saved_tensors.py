@@ -76,7 +76,6 @@ class SavedParameters:
         self.before_use = before_use
         self._chains: dict[int, Chain] = {}  # by the address of the unsharded storage
         self.last: dict[Unit, Chain] = {}
-        self._sees_all = True  # that autograd saves; not without hooks
         self._without_outer = _Hooks(self, None)
 
     def uses(self, chain: Chain) -> None:
@@ -94,17 +93,11 @@ class SavedParameters:
             return None
         return chain
 
-    def has_some_of(self, unit: Unit) -> bool:
-        """Whether the backward will come to an operation that has saved a parameter of a unit. One
-        that an activation checkpoint runs again has saved none."""
-        return unit.unsharded.is_saved or not self._sees_all
-
     def hooks(self) -> AbstractContextManager[object]:
         """A context for a forward. It does nothing if a forward around this one has set them."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if outer is None:
             if not torch._C._autograd._saved_tensors_hooks_is_enabled():
-                self._sees_all &= not torch.is_grad_enabled()
                 return _NOTHING  # inside of torch.func, which refuses them
             return self._without_outer
         owner = getattr(outer[0], "__self__", None)

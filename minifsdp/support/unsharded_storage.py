@@ -62,7 +62,8 @@ class UnshardedFlatParam:
 
     @property
     def is_saved(self) -> bool:
-        """Whether a backward will ask for a parameter: autograd has saved some of them."""
+        """Whether the backward will come to an operation that has saved a parameter. One that an
+        activation checkpoint runs again has saved none."""
         return _reference_counts(self.saved)[0] > _ONE_REFERENCE
 
     @property
@@ -79,7 +80,8 @@ class UnshardedFlatParam:
         self.storage.resize_(self.nbytes)
 
     def is_in_use(self, views: list[Tensor]) -> bool:
-        """Whether something outside of the engine refers to the memory, or to a view of it.
+        """Whether something outside of the engine refers to the memory, or to a view of it: a
+        program, or autograd if it has saved a view as it is.
 
         Args:
             views: the engine's own.
