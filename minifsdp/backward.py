@@ -89,7 +89,6 @@ class Backward:
             # get no gradient. What they computed before it is part of the graph all the same.
             if call.unit.state.training is not TrainingState.POST_BACKWARD:
                 self._begin_backward(call)
-                self._free_early(call.unit)
         self._begin_backward(calls[-1])
 
     def on_demand(self, unit: Unit) -> bool:
@@ -115,15 +114,18 @@ class Backward:
         check_unchanged(unit, call.version)
         if unit.needs_unshard:
             self.agreement.at(Moment.BACKWARD_OF, unit)
+        for outer in unit.ancestors:
+            self._free_early(outer)
         self.engine.before_backward(unit, call.unsharded, _task())
 
     def _free_early(self, unit: Unit) -> None:
         """The backward has come to a unit inside of this one. If nothing that is saved of this one
         is left, free it; its gradient is complete much later. So it is with most roots: the head's
         backward is over, and an embedding's needs no parameter."""
-        if not unit.uses_unsharded_views or self.engine.stays_after_backward(unit):
+        if unit.state.training is not TrainingState.PRE_BACKWARD or unit.unsharded.is_saved:
             return
-        if not unit.unsharded.is_saved and all(call.unit is not unit for call in self.calls):
+        in_forward = any(call.unit is unit for call in self.calls)  # of torch.autograd.grad
+        if not in_forward and not self.engine.stays_after_backward(unit):
             self.engine.parameters.reshard_early(unit)
 
     def after_gradient(self, unit: Unit) -> None:
