@@ -1123,6 +1123,8 @@ MUTANTS = [
     Mutant("sim/cli/plan", "begins with what does not fit", 'if not self.figures(best)["fits"]:', "if False:"),
     Mutant("sim/cli/plan", "forgets what it has run", "if key not in self._known:", "if True:"),
     Mutant("sim/training/history", "fairscale knew the outer unit comes first", "reversed(self.pre_forward_order.current)", "reversed(self.post_forward_order.current)"),
+    Mutant("sim/training/history", "all free the root early", "    parameters: type[Parameters] = UntilItsGradient", "    parameters: type[Parameters] = Parameters"),
+    Mutant("sim/training/fsdp2", "FSDP2 frees the root early", "    def reshard_early(self, unit: Unit) -> None:\n", "    def reshard_late(self, unit: Unit) -> None:\n", noticed_by="sim/training/history"),
     Mutant("sim/training/history", "PyTorch learns", "self.pre_backward_order.last = list(reversed(self.post_forward_order.current))", "pass"),
     Mutant("sim/training/history", "POST follows the unit that began", "return order.visit(unit)", "return super().post_backward(unit)"),
     Mutant("sim/training/history", "the queue does not drift", "if len(self._frees) >= 2:", "while len(self._frees) >= 2:"),

@@ -54,6 +54,9 @@ class StreamOrdered(Parameters):
         else:
             super().prefetch(target, listed)
 
+    def reshard_early(self, unit: Unit) -> None:
+        """Do nothing: FSDP2 keeps a unit until its gradient is complete."""
+
     def _unshard(self, unit: Unit) -> None:
         group, dtype = unit.shard_group, unit.unsharded.dtype
         if group is None:  # it is all here

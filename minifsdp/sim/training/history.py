@@ -13,9 +13,10 @@
     the host waits    for compute,      for compute,      for an old free,   until units alive
                       at every free     at every free     at every gather    are fewer than two
 
-Each is the engine with another prefetcher or limiter: this is all that they differ in. The fifth,
-FSDP2's, prefetches as PyTorch's FSDP1, and its host never waits: see fsdp2.py. Training comes out
-the same; memory and time do not::
+Each is the engine with another prefetcher or limiter, and only minifsdp frees a unit before its
+gradient is complete: this is all that they differ in. The fifth, FSDP2's, prefetches as PyTorch's
+FSDP1, and its host never waits: see fsdp2.py. Training comes out the same; memory and time do
+not::
 
     with minifsdp.sim.cluster() as gpu:
         model = APPROACHES["fairscale 1"].wrap(module, auto_wrap_policy=...)
@@ -95,6 +96,13 @@ class DriftingQueue:
         self._frees.append(event)
 
 
+class UntilItsGradient(Parameters):
+    """Keeps a unit in a backward until its gradient is complete, as all but minifsdp do."""
+
+    def reshard_early(self, unit: Unit) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class Approach:
     """A way to gather ahead, and to be kept from it."""
@@ -103,7 +111,7 @@ class Approach:
     backward: BackwardPrefetch | None
     prefetcher: type[Prefetcher]
     limiter: Callable[[], Limiter]
-    parameters: type[Parameters] = Parameters
+    parameters: type[Parameters] = UntilItsGradient
 
     def wrap(self, module: nn.Module, **settings: Any) -> FullyShardedDataParallel:
         """``FullyShardedDataParallel(module, **settings)`` that trains in this way."""
@@ -130,6 +138,6 @@ APPROACHES = {
     ),
     "fairscale 2": Approach(ForwardPrefetch.FORWARD_POST, _POST, Prefetcher, SynchronizeAfterFree),
     "PyTorch": Approach(None, _PRE, ReversedPostForward, DriftingQueue),
-    "minifsdp": Approach(None, _PRE, Prefetcher, lambda: EventQueue(2)),
+    "minifsdp": Approach(None, _PRE, Prefetcher, lambda: EventQueue(2), Parameters),
     "FSDP2": Approach(None, _PRE, LettingGo, NoLimit, StreamOrdered),
 }

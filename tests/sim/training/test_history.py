@@ -146,3 +146,18 @@ def learned(approach: Approach | None) -> list[float]:
 def test_none_of_them_changes_what_is_learned():
     for approach in APPROACHES.values():
         assert learned(approach) == learned(None)
+
+
+@pytest.mark.parametrize("name", APPROACHES)
+def test_minifsdp_alone_frees_a_root_before_its_gradient_is_complete(name):
+    with cluster():
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block(), nn.Linear(WIDTH, WIDTH))
+        model = APPROACHES[name].wrap(module, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        root, there = model.engine.units[0], []
+        for block in (module[1], module[2]):
+            block.module.register_full_backward_pre_hook(
+                lambda *_: there.append(root.state.sharded.name)
+            )
+        for _ in range(2):
+            model(torch.ones(8, WIDTH)).sum().backward()
+    assert there == ["SHARDED" if name == "minifsdp" else "UNSHARDED"] * 4
