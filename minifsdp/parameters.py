@@ -101,14 +101,14 @@ class Parameters:
     def reshard_early(self, unit: Unit) -> None:
         """Free a unit in its backward, before its gradient is complete. Nothing, if somebody refers
         to its parameters, or if this was once too early."""
-        if unit.state.sharded is not ShardedState.UNSHARDED or unit in self._needed_again:
+        may_free = self.agreement.may_reshard and unit not in self._needed_again
+        if not may_free or unit.state.sharded is not ShardedState.UNSHARDED:
             return
-        if self.agreement.may_reshard:
-            use_sharded_views(unit)  # modules refer to the others, too
-            if unit.unsharded.is_in_use(unit.views):
-                use_unsharded_views(unit)
-            else:
-                self._freed_early[unit] = self._reshard(unit)
+        use_sharded_views(unit)  # modules refer to the others, too
+        if unit.unsharded.is_in_use(unit.views):
+            use_unsharded_views(unit)
+        else:
+            self._freed_early[unit] = self._reshard(unit)
 
     def unshard_again(self, unit: Unit) -> None:
         """Gather what was freed early, and is needed in this backward all the same: an activation

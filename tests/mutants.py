@@ -726,7 +726,7 @@ MUTANTS = [
     Mutant("backward", "a gradient in a forward frees what that computes with", "in_use={call.unit for call in self.calls}", "in_use=set()"),
     Mutant("backward", "a gradient in a forward frees the units around it", "if not in_forward and not self.engine", "if not self.engine"),
     Mutant("backward", "the root stays to the end", "            self._free_early(outer)\n", "            pass\n"),
-    Mutant("parameters", "what somebody refers to is freed early", "            if unit.unsharded.is_in_use(unit.views):", "            if False:", noticed_by="backward"),
+    Mutant("parameters", "what somebody refers to is freed early", "        if unit.unsharded.is_in_use(unit.views):", "        if False:", noticed_by="backward"),
     Mutant("parameters", "each checkpoint gathers the root", "        self._needed_again.add(unit)\n", "", noticed_by="backward"),
     Mutant("backward", "what was freed early is not gathered again", "                self.engine.parameters.unshard_again(unit)\n", ""),
     Mutant("backward", "whatever is saved, units are freed", " or unit.unsharded.is_saved:\n            return", ":\n            return"),
