@@ -429,6 +429,7 @@ MUTANTS = [
     Mutant("comm/groups", "hosts are columns", "return _mine(rows), _mine(columns)", "return _mine(columns), _mine(rows)"),
     Mutant("comm/groups", "a row of one is reduced over the row, as in torch", "return Placement(shard, replicate, strategy",
            "return Placement(shard if shard.size() > 1 else None, replicate if shard.size() > 1 else shard, strategy"),
+    Mutant("comm/groups", "groups that are cached outlive the process group", "            function.cache_clear()\n", "            pass\n"),
     Mutant("comm/groups", "hosts are asked for each unit", "@cache  # every unit", "@__import__('functools').lru_cache(0)  # every unit"),
     Mutant("comm/groups", "groups that are no grid go unnoticed", "> 1 or found != [", "> 1 and found != ["),
     Mutant("comm/groups", "ranks have to be in a certain order", "columns = [sorted(line) for line", "columns = [list(line) for line"),

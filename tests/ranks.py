@@ -9,7 +9,9 @@ takes a second). Here each world size has its own processes, forked from a serve
 imported already, with their own rendezvous file and no port. A failure on any rank is reported with
 what *every* rank was doing. Where all ranks have come to an end, they get a new process group, in
 which nothing is under way; where one hangs or has died, all processes of that world are killed, and
-the next test gets new ones.
+the next test gets new ones. They get a new one as well when tests have left many groups behind:
+each group of gloo's has a thread that wakes up a hundred times a second, and a thousand of them
+take both cores of a small machine.
 
 A rank that hangs is given up after a while. Limits are in seconds of an idle machine (patience.py),
 and count from when all ranks are there.
@@ -35,7 +37,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -46,6 +48,7 @@ from tests.patience import Patience
 TIMEOUT = float(os.environ.get("RANKS_TIMEOUT", 60))  # seconds for one test's function
 START = 120.0  # seconds for the processes of a world to find each other
 GRACE = 3.0  # seconds for the other ranks to report, once one has failed
+MANY = 8  # process groups of one world
 
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "tests", "minifsdp", "tests.fuzz"]
 """Imported once, by the server that ranks are forked from. The first optimizer and the first
@@ -60,6 +63,14 @@ class Skipped:
     """What a rank returns that has called `pytest.skip`, as all of them do then."""
 
     reason: str
+
+
+class Report(NamedTuple):
+    """What a rank sends when it has done something."""
+
+    ok: bool
+    result: Any  # the traceback, if it has failed
+    groups: int = 1  # process groups that it is in now
 
 
 class RankFailure(AssertionError):  # noqa: N818
@@ -93,7 +104,10 @@ def run(
     if world is None:
         world = _worlds[world_size] = World(world_size)
     try:
-        return world.call(function, args, kwargs, timeout)
+        results = world.call(function, args, kwargs, timeout)
+        if world.groups > MANY and not world.renew():
+            raise RankFailure("the ranks have not found each other in another process group")
+        return results
     except pytest.skip.Exception:
         raise
     except BaseException as error:
@@ -134,6 +148,7 @@ class World:
         self.folder = tempfile.TemporaryDirectory(prefix="minifsdp-")
         self.processes, self.connections = [], []
         self.ready = False  # all ranks have found each other
+        self.groups = 1  # the most that a rank is in
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -156,18 +171,19 @@ class World:
 
     def results(self, timeout: float) -> list[Any]:
         """What the ranks return from what they do now, by rank."""
-        reports: dict[int, tuple[bool, Any]] = {}
+        reports: dict[int, Report] = {}
         patience = Patience(timeout)
         while len(reports) < len(self.connections) and patience.left:
             waiting = [c for r, c in enumerate(self.connections) if r not in reports]
             for connection in wait(waiting, patience.turn):
                 rank = self.connections.index(connection)
                 reports[rank] = self._receive(rank)
-                if not reports[rank][0]:  # the others may now wait for it for ever
+                if not reports[rank].ok:  # the others may now wait for it for ever
                     patience.at_most(GRACE)
             patience.count()
-        if len(reports) == len(self.connections) and all(ok for ok, _ in reports.values()):
-            results = [reports[rank][1] for rank in range(len(reports))]
+        self.groups = max([report.groups for report in reports.values()], default=1)
+        if len(reports) == len(self.connections) and all(r.ok for r in reports.values()):
+            results = [reports[rank].result for rank in range(len(reports))]
             if isinstance(results[0], Skipped):
                 pytest.skip(results[0].reason)
             return results
@@ -185,14 +201,14 @@ class World:
             return False
         return True
 
-    def _receive(self, rank: int) -> tuple[bool, Any]:
+    def _receive(self, rank: int) -> Report:
         try:
             return self.connections[rank].recv()
         except EOFError:
             self.processes[rank].join(GRACE)
-            return False, f"died with exit code {self.processes[rank].exitcode}"
+            return Report(False, f"died with exit code {self.processes[rank].exitcode}")
 
-    def _describe(self, reports: dict[int, tuple[bool, Any]], timeout: float) -> str:
+    def _describe(self, reports: dict[int, Report], timeout: float) -> str:
         silent = [rank for rank in range(len(self.processes)) if rank not in reports]
         stacks = {rank: Path(self.folder.name, f"stack{rank}") for rank in silent}
         for rank in silent:
@@ -209,10 +225,10 @@ class World:
                 lines.append(
                     f"rank {rank} did not finish (limit {timeout:g} s); it was here:\n{stack}"
                 )
-            elif reports[rank][0]:
+            elif reports[rank].ok:
                 lines.append(f"rank {rank} finished")
             else:
-                lines.append(f"rank {rank} failed:\n{reports[rank][1]}")
+                lines.append(f"rank {rank} failed:\n{reports[rank].result}")
         return "\n\n".join(lines)
 
     def kill(self) -> None:
@@ -243,7 +259,7 @@ def _serve(
         torch.cuda.set_device(gpu + rank)
     _join("gloo" if gpu is None else "nccl", rank, world_size, folder)
     warnings.simplefilter("error", FutureWarning)  # of functions that torch renames
-    connection.send((True, None))
+    connection.send(Report(True, None))
     for calls in range(10**9):
         try:
             function, args, kwargs = connection.recv()
@@ -251,12 +267,12 @@ def _serve(
             os._exit(0)
         try:
             torch.manual_seed(0)
-            report = (True, getattr(function, "body", function)(*args, **kwargs))
+            ok, result = True, getattr(function, "body", function)(*args, **kwargs)
         except pytest.skip.Exception as skip:
-            report = (True, Skipped(str(skip)))
+            ok, result = True, Skipped(str(skip))
         except BaseException:
-            report = (False, traceback.format_exc())
-        connection.send(report)
+            ok, result = False, traceback.format_exc()
+        connection.send(Report(ok, result, len(dist.distributed_c10d._world.pg_names)))
         if calls % 100 == 99:
             gc.collect()
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests import patience, ranks
-from tests.ranks import RankFailure, _worlds, on_ranks, run
+from tests.ranks import RankFailure, _worlds, join_another_group, on_ranks, run
 
 
 def succeed(value):
@@ -82,6 +82,25 @@ def test_where_all_ranks_have_failed_they_go_on_and_nothing_is_left_of_it():
     with pytest.raises(RankFailure, match="all of them"):
         run(fail_with_something_under_way, 2)
     assert run(first_message, 2) == [(before[0], 0), (before[1], 2)]
+
+
+def leave_groups_behind(many):
+    for _ in range(many):
+        dist.new_group()
+
+
+def groups():
+    return os.getpid(), len(dist.distributed_c10d._world.pg_names)
+
+
+def test_many_groups_that_are_left_behind_are_ended():
+    run(join_another_group, 2, _worlds[2].folder.name)  # whatever tests before this one have left
+    before = run(groups, 2)
+    assert [count for _, count in before] == [1, 1]
+    run(leave_groups_behind, 2, ranks.MANY - 1)
+    assert [count for _, count in run(groups, 2)] == [ranks.MANY] * 2
+    run(leave_groups_behind, 2, 1)
+    assert run(groups, 2) == before
 
 
 def test_those_left_waiting_say_where():

@@ -1,7 +1,9 @@
 """groups.py: who shares parameters with whom, who holds copies of the same chunk."""
 
+import gc
 import re
 import socket
+import weakref
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -14,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from minifsdp import ShardingStrategy
 from minifsdp.comm import groups
 from minifsdp.comm.consensus import gather_objects
-from minifsdp.comm.groups import Placement, place
+from minifsdp.comm.groups import Placement, mesh_of, place, smaller_group
 from minifsdp.flatten import flatten
 from minifsdp.shard import shard
-from tests.ranks import device, on_ranks
+from tests.ranks import device, join_another_group, on_ranks, run
 from tests.small import batch, layers, mean_gradients, stack, step
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_ZERO2 = ShardingStrategy
@@ -209,6 +211,24 @@ def test_groups_that_do_not_fit_the_strategy_are_refused():
         for given in (world, (world,), (world, world, world), (world, None)):
             message = refused(strategy, given)
             assert "a pair of process groups, (shard group, replicate group), or" in message
+
+
+def check_groups_end(folder):
+    groups.groups_by_host.cache_clear()  # as after an end of the process group
+    pair = place(HYBRID_SHARD, None, None)[:2]
+    mesh_of(place(HYBRID_SHARD, pair, None), device().type)
+    smaller = smaller_group(dist.group.WORLD, ((0,), (1,)))
+    left = [weakref.ref(group) for group in (*pair, smaller)]
+    del pair, smaller
+    join_another_group(folder)
+    place(FULL_SHARD, None, None)
+    gc.collect()
+    assert [group() for group in left] == [None, None, None]
+
+
+def test_groups_that_are_cached_end_with_the_process_group(tmp_path):
+    """Else each leaves a thread that wakes up a hundred times a second."""
+    run(check_groups_end, 2, str(tmp_path))
 
 
 @on_ranks(3)
