@@ -138,13 +138,15 @@ def test_a_bound_that_is_not_met_fails(monkeypatch, capsys):
     monkeypatch.setattr(check, "RUNS", {("comm", 3, 0): [check.Bound("mini", "local", 2.0)]})
     found = READINGS | {"messages": READINGS["mini"]}
     monkeypatch.setattr(check, "measured", lambda *_, **__: found)
-    times = {"local": [1.0], "FSDP1": [401.0], "mini": [61.0], "one file": [51.0]}
+    others = {"FSDP1": [401.0], "mini bare": [71.0], "one file": [51.0]}
+    times = {"local": [1.0], "mini": [61.0], **others}
     monkeypatch.setattr(check, "host_times", lambda rounds: times)
     assert check.main() == 0
     times["mini"] = [61.2]
     out = (check.main(), capsys.readouterr().out)
     assert out[0] == 1 and out[1].count("TOO MUCH") == 2
-    assert "shard: 50)" in out[1] and "shard: 0.12)" in out[1]
+    assert "moments: 70.00;" in out[1] and "one kind of model: 50.00)" in out[1]
+    assert "moments: 0.17;" in out[1] and "one kind of model: 0.12)" in out[1]
     monkeypatch.setattr(check, "RUNS", {("comm", 3, 0): [check.Bound("mini", "local", 1.9)]})
     times["mini"] = [61.0]
     assert check.main() == 1 and "and nothing else: 2.00)" in capsys.readouterr().out

@@ -7,6 +7,7 @@
     meters.py         what is read off, with tensor_memory.c
     net.py            a slow link between ranks
     host.py           what the engine itself takes
+    without.py        and what of that its promises take
     report.py         the table and the picture
 `make bench-checkpoints` (checkpoints.py): saving and loading
 `make validate`: the virtual GPU against a real one (gpu.py), or against CPUs (cpu.py)

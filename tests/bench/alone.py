@@ -10,6 +10,7 @@ step, out of and into memory that is never freed. It trains nothing together wit
   a slow link, where the most is hidden, the system's network code still needs the cores.
 """
 
+import time
 from collections.abc import Iterator
 
 import torch
@@ -36,6 +37,7 @@ class MessagesAlone(nn.Module):
     ) -> None:
         super().__init__()
         self.meanwhile = meanwhile
+        self.computing: list[float] = []  # seconds of each step, where messages travel meanwhile
         if meanwhile:
             first = next(model.parameters())  # the embedding's, whose gradient comes last
             first.register_post_accumulate_grad_hook(lambda _: self._finish_all())
@@ -52,6 +54,7 @@ class MessagesAlone(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         if self.meanwhile:
             self.under_way = list(self._messages())
+            self._start = time.perf_counter()
             return self.model(tokens)  # type: ignore[no-any-return]
         output: Tensor = self.model(tokens)
         for finish in self._messages():
@@ -59,8 +62,15 @@ class MessagesAlone(nn.Module):
         return output
 
     def _finish_all(self) -> None:
+        self.computing.append(time.perf_counter() - self._start)
         for finish in self.under_way:
             finish()
+
+    def slowest(self) -> list[float]:
+        """``computing`` of the rank that took longest, on which the others wait."""
+        seconds = torch.tensor(self.computing)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return seconds.tolist()  # type: ignore[no-any-return]
 
     def _messages(self) -> Iterator[Finish]:
         """Start one after another, whenever the next is asked for."""

@@ -24,6 +24,7 @@ from tests.bench.host import (
     RANKS,
     UNITS,
     calls_and_shares,
+    calls_without,
     host_times,
     milliseconds,
     over_local,
@@ -77,6 +78,9 @@ def main(argv: list[str]) -> int:
         for name, share in shares.items():
             if share >= 0.01:
                 print(f"  {share:4.0%} {name}")
+        print("fewer calls without")
+        for promise, fewer in calls_without().items():
+            print(f"  {fewer:4.0f} {promise}")
         found: dict[str, object] = {**times}
     elif options.model == "ranks":
         few, many = (work(milliseconds, ranks) for ranks in RANKS)

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -31,10 +31,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import minifsdp
 from minifsdp.comm.pieces import Pieces, whole
+from tests.bench.without import PROMISES, without
 from tutorials import fsdp_in_one_file
 
 UNITS, WARM_UP = 100, 3
-ONE_FILE = "one file"
+ONE_FILE, BARE = "one file", "mini bare"
 RANKS = (8, 1024)
 
 
@@ -52,7 +53,7 @@ WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def _model(name: str) -> nn.Module:
-    return _one_file() if name == ONE_FILE else _nested(WRAPS[name])
+    return _one_file() if name == ONE_FILE else _nested(WRAPS[name.removesuffix(" bare")])
 
 
 def _one_file() -> nn.Module:
@@ -99,14 +100,16 @@ def _nothing_sent() -> Iterator[None]:
 def host_times(rounds: int) -> dict[str, list[float]]:
     """Microseconds for each unit and step, by contender; they take turns."""
     with _nothing_sent():
-        models = {name: _model(name) for name in (*WRAPS, ONE_FILE)}
+        models = {name: _model(name) for name in (*WRAPS, BARE, ONE_FILE)}
         x, times = torch.randn(4, 16), {name: list[float]() for name in models}
         for turn in range(-WARM_UP, rounds):
             for name, model in models.items():
-                start = time.process_time()
-                model(x).sum().backward()
+                with without(*PROMISES) if name == BARE else nullcontext():
+                    start = time.process_time()
+                    model(x).sum().backward()
+                    seconds = time.process_time() - start
                 if turn >= 0:
-                    times[name].append((time.process_time() - start) / UNITS * 1e6)
+                    times[name].append(seconds / UNITS * 1e6)
     return times
 
 
@@ -135,6 +138,17 @@ def calls_and_shares(name: str, steps: int = 10) -> tuple[float, dict[str, float
     whole_time = sum(shares.values())
     ordered = sorted(shares, key=lambda name: -shares[name])
     return stats.total_calls / steps / UNITS, {n: shares[n] / whole_time for n in ordered}
+
+
+def calls_without(steps: int = 10) -> dict[str, float]:
+    """How many fewer functions minifsdp calls for each unit and step without each of its promises,
+    and without all of them."""
+    kept = calls_and_shares("mini", steps)[0]
+    fewer = dict[str, float]()
+    for name, promises in {**{p: (p,) for p in PROMISES}, "all of these": tuple(PROMISES)}.items():
+        with without(*promises):
+            fewer[name] = kept - calls_and_shares("mini", steps)[0]
+    return fewer
 
 
 class Layer(nn.Module):

@@ -34,14 +34,21 @@ def ideal_seconds(workload: str, ranks: int, mbit: float, local: float) -> float
 
 
 def perfect_seconds(
-    workload: str, ranks: int, mbit: float, local: float, gathers: int, sending: float = 0
+    workload: str,
+    ranks: int,
+    mbit: float,
+    local: float,
+    gathers: int,
+    sending: float = 0,
+    ahead: int = 1,
 ) -> float:
-    """What no schedule can beat, where each block is a unit and the rest is the root's: nothing but
-    the link and the cores takes time, and any number of units may be gathered ahead.
+    """A step in which nothing but the link and the cores takes time. Each block is a unit, and the
+    rest is the root's. Messages travel in the order in which they are asked for.
 
     Args:
         gathers: of each block in a step. The root is gathered once.
         sending: seconds that the messages of a step take of the cores.
+        ahead: units that are gathered before their turn; 1 where two may be unsharded at a time.
     """
     given = WORKLOADS[workload]
     wire = (ranks - 1) / ranks * 8 / (mbit * 1e6)  # seconds for each byte of parameters
@@ -51,14 +58,29 @@ def perfect_seconds(
     # While the first block and the root are gathered, or reduced, there is nothing to compute.
     computing = local + sending * (1 - 2 * (root + block) / messages)
     forward, head = (share * computing / 3 for share in given.shares_of_computing)
-    link, computed = root, 0.0
-    for _ in range(given.layers):
-        link += block
-        computed = max(link, computed) + forward
-    # A backward takes twice as long as its forward. What it leads to last, the first block's
-    # gradient and the embeddings', can be sent only after it.
-    computed += 3 * head + given.layers * 2 * forward + block + root
-    return max(computed, messages)
+    link = 0.0  # when it will have carried all that was asked for
+
+    def carried(asked: float, seconds: float) -> float:
+        nonlocal link
+        link = max(link, asked) + seconds
+        return link
+
+    def run(arrived: list[float], computed: float, seconds: float, reduces: bool) -> float:
+        """All blocks in turn, of which some have arrived. Returns when the last is computed."""
+        for turn in range(given.layers):
+            while len(arrived) < min(turn + 1 + ahead, given.layers):
+                arrived.append(carried(computed, block))
+            computed = max(computed, arrived[turn]) + seconds
+            if reduces:
+                carried(computed, block)
+        return computed
+
+    computed = carried(0.0, root)
+    computed = run([carried(0.0, block)], computed, forward, reduces=False) + head
+    arrived = [carried(computed, block)] if gathers == 2 else [0.0] * given.layers
+    # A backward takes twice as long as its forward. The embeddings' gradient comes last.
+    computed = run(arrived, computed + 2 * head, 2 * forward, reduces=True)
+    return carried(computed, root)
 
 
 def table(found: Found, workload: str, ranks: int, mbit: float) -> str:

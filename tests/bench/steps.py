@@ -18,6 +18,7 @@ import torch.multiprocessing as mp
 
 from minifsdp.comm import same_machine
 from tests.bench import net
+from tests.bench.alone import MessagesAlone
 from tests.bench.contenders import ALONE, CONTENDERS, Setting
 from tests.bench.meters import (
     Reading,
@@ -99,7 +100,8 @@ class Trainer:
 
 
 def timed(rank: int, job: Job, setting: Setting) -> dict[str, Any]:
-    """Each contender's readings of this rank's steps, and its losses."""
+    """Each contender's readings of this rank's steps, and its losses; where messages travel while a
+    rank computes, also how long that took."""
     trainers = {name: Trainer(name, rank, job, setting) for name in job.names}
     readings: dict[str, list[Reading]] = {name: [] for name in trainers}
     for turn in range(WARM_UP + job.rounds):
@@ -110,10 +112,14 @@ def timed(rank: int, job: Job, setting: Setting) -> dict[str, Any]:
             dist.barrier()
             if turn >= WARM_UP:
                 readings[name].append(read().since(before))
-    return {
+    found: dict[str, dict[str, Any]] = {
         name: {"readings": readings[name], "losses": trainer.losses}
         for name, trainer in trainers.items()
     }
+    for name, trainer in trainers.items():
+        if isinstance(trainer.model, MessagesAlone) and trainer.model.meanwhile:
+            found[name]["computing"] = trainer.model.slowest()[WARM_UP:]
+    return found
 
 
 def counted(rank: int, job: Job, setting: Setting, name: str) -> dict[str, int]:
