@@ -87,9 +87,10 @@ class Parameters:
     def reshard(self, unit: Unit) -> None:
         """Free a unit's parameters. Nothing, if it is sharded already."""
         unit.kept_version = -1
-        use_sharded_views(unit)
         event = self._freed_early.pop(unit, None)
-        if unit.state.sharded is not ShardedState.SHARDED:
+        if unit.state.sharded is ShardedState.SHARDED:
+            use_sharded_views(unit)  # of one that shares nothing (NO_SHARD) it is all there is
+        else:
             event = self._reshard(unit)
         if event is not None:
             self.limiter.freed(unit, event)

@@ -68,8 +68,9 @@ class Order:
         self.current.append(unit)
         # First from the current position, and only then from the start, because a unit may occur
         # several times.
-        rest = self.last[self._position :]
-        if unit in rest:
+        if unit is self.upcoming():  # as a rule: to search takes longer, the more units there are
+            self._position += 1
+        elif unit in (rest := self.last[self._position :]):
             self._position += rest.index(unit) + 1
         elif unit in self.last:
             self._position = self.last.index(unit) + 1

@@ -86,7 +86,7 @@ class UnshardedFlatParam:
         Args:
             views: the engine's own.
         """
-        if any(count > _ONE_REFERENCE for count in _reference_counts(views)):
+        if max(_reference_counts(views), default=0) > _ONE_REFERENCE:
             return True
         # ``flat_param``, ``data``, ``storage``, and perhaps ``frozen``
         ours = 3 + (self.frozen is not None) + len(views)
