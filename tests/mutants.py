@@ -430,7 +430,6 @@ MUTANTS = [
     Mutant("comm/groups", "hosts are columns", "return _mine(rows), _mine(columns)", "return _mine(columns), _mine(rows)"),
     Mutant("comm/groups", "a row of one is reduced over the row, as in torch", "return Placement(shard, replicate, strategy",
            "return Placement(shard if shard.size() > 1 else None, replicate if shard.size() > 1 else shard, strategy"),
-    Mutant("comm/groups", "groups that are cached outlive the process group", "            function.cache_clear()\n", "            pass\n"),
     Mutant("comm/groups", "hosts are asked for each unit", "@cache  # every unit", "@__import__('functools').lru_cache(0)  # every unit"),
     Mutant("comm/groups", "groups that are no grid go unnoticed", "> 1 or found != [", "> 1 and found != ["),
     Mutant("comm/groups", "ranks have to be in a certain order", "columns = [sorted(line) for line", "columns = [list(line) for line"),
@@ -1248,7 +1247,7 @@ MUTANTS = [
     Mutant("wrapping/build", "another mesh than the one that was given", "settings.device_mesh or mesh_of", "mesh_of", noticed_by="fsdp_module"),
     Mutant("support/param_views", "chunks, too, wait for a backward", "any(unit.mesh is not None and unit.has_placeholders", "any(unit.has_placeholders", noticed_by="fsdp_module"),
     Mutant("support/param_views", "what is run again finds DTensors", "        if unit.mesh is not None and not unit.uses_unsharded_views and unit.has_placeholders:\n", "        if False:\n", noticed_by="fsdp_module"),
-    Mutant("comm/groups", "a grid has the dimensions the other way round", "[replicate, shard], device_type, mesh=sorted(rows)", "[shard, replicate], device_type, mesh=[list(line) for line in zip(*sorted(rows))]", noticed_by="fsdp_module"),
+    Mutant("comm/groups", "a grid has the dimensions the other way round", "[replicate, shard], device_type, mesh=sorted(rows)", "[shard, replicate], device_type, mesh=[list(line) for line in zip(*sorted(rows))]"),
 ]  # fmt: skip
 
 

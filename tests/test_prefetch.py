@@ -64,6 +64,13 @@ class TestOrder:
         order.start()
         assert [order.visit(unit) for unit in "axcd"] == ["b", None, "d", None]
 
+    def test_after_a_detour_it_does_not_go_back(self):
+        order = Order()
+        for unit in "abcad":
+            order.visit(unit)
+        order.start()
+        assert [order.visit(unit) for unit in "abad"] == ["b", "c", "d", None]
+
     def test_a_pass_that_broke_off_is_not_taken_for_an_order(self):
         order = Order()
         for unit in "abc":

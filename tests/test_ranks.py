@@ -1,17 +1,21 @@
 """ranks.py: the harness itself. A test that cannot fail is worth nothing; one that hangs, less."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from minifsdp import ShardingStrategy
+from minifsdp.comm.groups import mesh_of, place, smaller_group
 from tests import patience, ranks
-from tests.ranks import RankFailure, _worlds, join_another_group, on_ranks, run
+from tests.ranks import RankFailure, _worlds, device, join_another_group, on_ranks, run
 
 
 def succeed(value):
@@ -89,18 +93,34 @@ def leave_groups_behind(many):
         dist.new_group()
 
 
-def groups():
+def pid_and_groups():
     return os.getpid(), len(dist.distributed_c10d._world.pg_names)
 
 
-def test_many_groups_that_are_left_behind_are_ended():
-    run(join_another_group, 2, _worlds[2].folder.name)  # whatever tests before this one have left
-    before = run(groups, 2)
+def test_many_groups_that_are_left_behind_are_ended(tmp_path):
+    run(join_another_group, 2, str(tmp_path))  # without what tests before this one have left
+    before = run(pid_and_groups, 2)
     assert [count for _, count in before] == [1, 1]
     run(leave_groups_behind, 2, ranks.MANY - 1)
-    assert [count for _, count in run(groups, 2)] == [ranks.MANY] * 2
+    assert [count for _, count in run(pid_and_groups, 2)] == [ranks.MANY] * 2
     run(leave_groups_behind, 2, 1)
-    assert run(groups, 2) == before
+    assert run(pid_and_groups, 2) == before
+
+
+def leave_groups_that_are_cached(folder):
+    pair = place(ShardingStrategy.HYBRID_SHARD, None, None)[:2]
+    mesh_of(place(ShardingStrategy.HYBRID_SHARD, pair, None), device().type)
+    smaller = smaller_group(dist.group.WORLD, ((0,), (1,)))
+    left = [weakref.ref(group) for group in (*pair, smaller)]
+    del pair, smaller
+    join_another_group(folder)  # which forgets them
+    gc.collect()
+    return [group() is None for group in left]
+
+
+def test_groups_that_minifsdp_has_cached_are_ended_as_well(tmp_path):
+    run(join_another_group, 2, str(tmp_path))  # else they may be cached, and in use elsewhere
+    assert run(leave_groups_that_are_cached, 2, str(tmp_path)) == [[True] * 3] * 2
 
 
 def test_those_left_waiting_say_where():

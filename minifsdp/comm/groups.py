@@ -19,7 +19,6 @@ Sources: the "hybrid sharding" of Zhao et al., arXiv:2304.11277; MiCS, arXiv:220
 """
 
 import socket
-import weakref
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -68,7 +67,6 @@ def place(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> P
             "FullyShardedDataParallel needs a process group. Start the program with torchrun and "
             "call torch.distributed.init_process_group() first."
         )
-    _forget_ended_groups()
     # A mesh becomes groups first, so that the strategies below know one kind of argument only.
     groups = process_group if device_mesh is None else _mesh_groups(process_group, device_mesh)
     if strategy in HYBRID:
@@ -208,19 +206,6 @@ def smaller_group(group: Group, lines: tuple[tuple[int, ...], ...]) -> Group:
         lines: global ranks; each is in one line.
     """
     return _mine([list(line) for line in lines])
-
-
-_world: "weakref.ref[Group] | None" = None  # the default group of what is cached above
-
-
-def _forget_ended_groups() -> None:
-    """A program may end its process groups and make others. Those that are cached would live on,
-    and each has a thread of gloo's that wakes up a hundred times a second."""
-    global _world
-    if _world is None or _world() is not _all_ranks():
-        _world = weakref.ref(_all_ranks())
-        for function in (groups_by_host, mesh_of, check_grid, smaller_group):
-            function.cache_clear()
 
 
 def _mine(lines: list[list[int]]) -> Group:

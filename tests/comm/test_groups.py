@@ -1,9 +1,7 @@
 """groups.py: who shares parameters with whom, who holds copies of the same chunk."""
 
-import gc
 import re
 import socket
-import weakref
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -16,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from minifsdp import ShardingStrategy
 from minifsdp.comm import groups
 from minifsdp.comm.consensus import gather_objects
-from minifsdp.comm.groups import Placement, mesh_of, place, smaller_group
+from minifsdp.comm.groups import Placement, place
 from minifsdp.flatten import flatten
 from minifsdp.shard import shard
-from tests.ranks import device, join_another_group, on_ranks, run
+from tests.ranks import device, on_ranks
 from tests.small import batch, layers, mean_gradients, stack, step
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_ZERO2 = ShardingStrategy
@@ -189,6 +187,16 @@ def test_groups_that_are_no_grid_are_refused_on_all_ranks(given):
     assert gather_objects("still there", dist.group.WORLD) == ["still there"] * 4
 
 
+@on_ranks(4)
+def test_the_mesh_of_a_grid_has_the_replicas_first():
+    pair = mine([0, 1], [2, 3]), mine([0, 2], [1, 3])
+    grid = groups.mesh_of(place(HYBRID_SHARD, pair, None), device().type)
+    assert grid.mesh.tolist() == [[0, 1], [2, 3]]
+    for name, lines in (("replicate", ([0, 2], [1, 3])), ("shard", ([0, 1], [2, 3]))):
+        ranks = next(line for line in lines if dist.get_rank() in line)
+        assert dist.get_process_group_ranks(grid.get_group(name)) == ranks
+
+
 def refused(strategy: ShardingStrategy, process_group=None, device_mesh=None) -> str:
     with pytest.raises(ValueError) as refusal:
         place(strategy, process_group, device_mesh)
@@ -211,24 +219,6 @@ def test_groups_that_do_not_fit_the_strategy_are_refused():
         for given in (world, (world,), (world, world, world), (world, None)):
             message = refused(strategy, given)
             assert "a pair of process groups, (shard group, replicate group), or" in message
-
-
-def check_groups_end(folder):
-    groups.groups_by_host.cache_clear()  # as after an end of the process group
-    pair = place(HYBRID_SHARD, None, None)[:2]
-    mesh_of(place(HYBRID_SHARD, pair, None), device().type)
-    smaller = smaller_group(dist.group.WORLD, ((0,), (1,)))
-    left = [weakref.ref(group) for group in (*pair, smaller)]
-    del pair, smaller
-    join_another_group(folder)
-    place(FULL_SHARD, None, None)
-    gc.collect()
-    assert [group() for group in left] == [None, None, None]
-
-
-def test_groups_that_are_cached_end_with_the_process_group(tmp_path):
-    """Else each leaves a thread that wakes up a hundred times a second."""
-    run(check_groups_end, 2, str(tmp_path))
 
 
 @on_ranks(3)

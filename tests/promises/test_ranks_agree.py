@@ -250,7 +250,7 @@ def test_a_rank_whose_process_has_ended():
         world.call(os.getpid, (), {}, 60)  # all are there
         for connection, end in zip(world.connections, (end_process, barrier), strict=True):
             connection.send((run, (fewer_batches, (FULL_SHARD, 4, end)), {}))
-        ok, said = world.connections[1].recv()
+        ok, said, _ = world.connections[1].recv()
     finally:
         world.kill()
     assert ok and re.search("RuntimeError: rank 1 waited in the gather .* called from test_", said)
