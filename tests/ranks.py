@@ -49,7 +49,7 @@ from tests.patience import Patience
 TIMEOUT = float(os.environ.get("RANKS_TIMEOUT", 60))  # seconds for one test's function
 START = 120.0  # seconds for the processes of a world to find each other
 GRACE = 3.0  # seconds for the other ranks to report, once one has failed
-MANY = 8  # process groups of one world
+MANY = 4  # process groups of one world
 
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "tests", "minifsdp", "tests.fuzz"]
 """Imported once, by the server that ranks are forked from. The first optimizer and the first
