@@ -74,16 +74,16 @@ def _changed(unit: Unit, param: nn.Parameter, grad: Tensor) -> Tensor:
 def after_gradient(unit: Unit) -> None:
     """Call the hooks that wait for the complete gradient of a unit's parameters."""
     for param in unit.optimized_params:
-        if param.requires_grad and param.grad is not None:  # in rows some may be frozen
-            _call_hooks(param)
-
-
-def _call_hooks(param: Any) -> None:
-    with torch.no_grad():
-        for hook in list((param._post_accumulate_grad_hooks or {}).values()):
-            hook(param)
+        hooks = param._post_accumulate_grad_hooks
         # torch.distributed.optim._apply_optimizer_in_backward puts its optimizers here. Its own
         # hook is on a node of a graph that this parameter is not in.
-        for optimizer in getattr(param, "_in_backward_optimizers", ()):
-            optimizer.step()
-            param.grad = None
+        optimizers = getattr(param, "_in_backward_optimizers", ())
+        if not hooks and not optimizers:
+            continue  # as a rule
+        if param.requires_grad and param.grad is not None:  # in rows some may be frozen
+            with torch.no_grad():
+                for hook in list((hooks or {}).values()):
+                    hook(param)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    param.grad = None

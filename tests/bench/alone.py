@@ -30,6 +30,10 @@ class MessagesAlone(nn.Module):
         gathers: of each block in a step: 2 of FULL_SHARD, 1 of SHARD_GRAD_OP. The root is gathered
             once.
         meanwhile: all messages start before the computation, and are waited for after it.
+
+    Attributes:
+        computing: seconds of each step while messages travel, with what the rank does for them: it
+            copies its own shards, and adds up what arrives.
     """
 
     def __init__(
@@ -37,7 +41,7 @@ class MessagesAlone(nn.Module):
     ) -> None:
         super().__init__()
         self.meanwhile = meanwhile
-        self.computing: list[float] = []  # seconds of each step, where messages travel meanwhile
+        self.computing: list[float] = []
         if meanwhile:
             first = next(model.parameters())  # the embedding's, whose gradient comes last
             first.register_post_accumulate_grad_hook(lambda _: self._finish_all())
@@ -53,8 +57,9 @@ class MessagesAlone(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.meanwhile:
+            before = time.thread_time()  # in which it does not wait
             self.under_way = list(self._messages())
-            self._start = time.perf_counter()
+            self._start = time.perf_counter() - (time.thread_time() - before)
             return self.model(tokens)  # type: ignore[no-any-return]
         output: Tensor = self.model(tokens)
         for finish in self._messages():
@@ -62,9 +67,10 @@ class MessagesAlone(nn.Module):
         return output
 
     def _finish_all(self) -> None:
-        self.computing.append(time.perf_counter() - self._start)
+        computed, before = time.perf_counter() - self._start, time.thread_time()
         for finish in self.under_way:
             finish()
+        self.computing.append(computed + time.thread_time() - before)
 
     def slowest(self) -> list[float]:
         """``computing`` of the rank that took longest, on which the others wait."""
