@@ -9,9 +9,10 @@ takes a second). Here each world size has its own processes, forked from a serve
 imported already, with their own rendezvous file and no port. A failure on any rank is reported with
 what *every* rank was doing. Where all ranks have come to an end, they get a new process group, in
 which nothing is under way; where one hangs or has died, all processes of that world are killed, and
-the next test gets new ones. They get a new one as well when tests have left many groups behind:
-each group of gloo's has a thread that wakes up a hundred times a second, and a thousand of them
-take both cores of a small machine.
+the next test gets new ones. So it does where tests have left many process groups behind: each of
+gloo's has a thread that wakes up a hundred times a second, and a thousand of them take both cores
+of a small machine. (To destroy a group is not enough: its threads live for as long as anything
+refers to it, such as torch's caches for DTensors.)
 
 A rank that hangs is given up after a while. Limits are in seconds of an idle machine (patience.py),
 and count from when all ranks are there.
@@ -43,13 +44,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp.comm import groups
 from tests.patience import Patience
 
 TIMEOUT = float(os.environ.get("RANKS_TIMEOUT", 60))  # seconds for one test's function
 START = 120.0  # seconds for the processes of a world to find each other
 GRACE = 3.0  # seconds for the other ranks to report, once one has failed
-MANY = 4  # process groups of one world
+MANY = 32  # threads of a rank; it begins with about eight, and each process group has three
 
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "tests", "minifsdp", "tests.fuzz"]
 """Imported once, by the server that ranks are forked from. The first optimizer and the first
@@ -71,7 +71,7 @@ class Report(NamedTuple):
 
     ok: bool
     result: Any  # the traceback, if it has failed
-    groups: int = 1  # process groups that it is in now
+    threads: int = 0  # that it has now; 0 where that is not known
 
 
 class RankFailure(AssertionError):  # noqa: N818
@@ -106,8 +106,9 @@ def run(
         world = _worlds[world_size] = World(world_size)
     try:
         results = world.call(function, args, kwargs, timeout)
-        if world.groups > MANY and not world.renew():
-            raise RankFailure("the ranks have not found each other in another process group")
+        if world.threads > MANY:
+            world.kill()
+            del _worlds[world_size]
         return results
     except pytest.skip.Exception:
         raise
@@ -149,7 +150,7 @@ class World:
         self.folder = tempfile.TemporaryDirectory(prefix="minifsdp-")
         self.processes, self.connections = [], []
         self.ready = False  # all ranks have found each other
-        self.groups = 1  # the most that a rank is in
+        self.threads = 0  # the most that a rank has
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -182,7 +183,7 @@ class World:
                 if not reports[rank].ok:  # the others may now wait for it for ever
                     patience.at_most(GRACE)
             patience.count()
-        self.groups = max([report.groups for report in reports.values()], default=1)
+        self.threads = max([report.threads for report in reports.values()], default=0)
         if len(reports) == len(self.connections) and all(r.ok for r in reports.values()):
             results = [reports[rank].result for rank in range(len(reports))]
             if isinstance(results[0], Skipped):
@@ -273,9 +274,14 @@ def _serve(
             ok, result = True, Skipped(str(skip))
         except BaseException:
             ok, result = False, traceback.format_exc()
-        connection.send(Report(ok, result, len(dist.distributed_c10d._world.pg_names)))
+        connection.send(Report(ok, result, _threads()))
         if calls % 100 == 99:
             gc.collect()
+
+
+def _threads() -> int:
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.exists() else 0
 
 
 def _join(backend: str, rank: int, world_size: int, folder: str) -> None:
@@ -292,8 +298,8 @@ def join_another_group(folder: str) -> None:
     """In all ranks: the end of their process group, and another one."""
     mine = dist.get_backend(), dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    for function in (*_cached, *vars(groups).values()):  # else the groups live on
-        getattr(function, "cache_clear", lambda: None)()
+    for function in _cached:
+        function.cache_clear()
     _join(*mine, folder)
 
 
