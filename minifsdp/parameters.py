@@ -89,7 +89,7 @@ class Parameters:
         unit.kept_version = -1
         event = self._freed_early.pop(unit, None)
         if unit.state.sharded is ShardedState.SHARDED:
-            use_sharded_views(unit)  # of one that shares nothing (NO_SHARD) it is all there is
+            use_sharded_views(unit)  # with NO_SHARD there are views, and nothing to free
         else:
             event = self._reshard(unit)
         if event is not None:
