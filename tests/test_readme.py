@@ -141,7 +141,7 @@ def imports(path: Path) -> set[str]:
 
 def test_no_concept_file_is_too_long_to_read():
     for path in (ROOT / "minifsdp").rglob("*.py"):
-        assert code_lines(path) <= 150, path.name
+        assert code_lines(path) <= 250, path.name
 
 
 def test_links_lead_somewhere():
