@@ -15,12 +15,18 @@ from functools import partial
 
 import torch
 
-from minifsdp.checks.misplaced_calls import check_first_order, check_in_backward, check_unchanged
+from minifsdp.checks.misplaced_calls import (
+    check_first_order,
+    check_in_backward,
+    check_one_step,
+    check_unchanged,
+)
 from minifsdp.checks.rank_agreement import GradSource, Moment
 from minifsdp.comm.pieces import whole
 from minifsdp.engine import Engine
 from minifsdp.no_sync import check_unreduced_grad
 from minifsdp.support.autograd_hooks import at_end_of_backward, will_reach
+from minifsdp.support.dispatch_modes import without_modes
 from minifsdp.support.grad_hooks import change_gradient
 from minifsdp.support.param_views import show_divided_params, use_sharded_views
 from minifsdp.support.saved_tensors import Call, Chain, SavedParameters
@@ -72,6 +78,7 @@ class Backward:
             for unit in self.engine.units:
                 self.engine.parameters.unshard(unit)
 
+    @without_modes
     def before_backward(self, calls: Chain, grads: object = None) -> None:
         """A gradient has reached an output of a unit, or autograd needs one of its parameters.
 
@@ -81,7 +88,8 @@ class Backward:
                 those whose gradient is complete already (POST_BACKWARD).
 
         Raises:
-            RuntimeError: a shard has been changed since; a step came between.
+            RuntimeError: a shard has been changed since; a step came between, or comes between
+                this graph and another one that the backward goes through.
         """
         self.begin(calls[-1].training)
         for call in calls[:-1]:
@@ -91,6 +99,7 @@ class Backward:
                 self._begin_backward(call)
         self._begin_backward(calls[-1])
 
+    @without_modes
     def on_demand(self, unit: Unit) -> bool:
         """A module asks for a parameter that is sharded. In a backward this is the recomputation
         of an activation checkpoint: autograd has saved nothing of what is in it, and the gradient
@@ -109,9 +118,11 @@ class Backward:
 
     def _begin_backward(self, call: Call) -> None:
         unit = call.unit
-        if unit.state.training is TrainingState.PRE_BACKWARD:
-            return  # by another output
+        if unit.state.training is TrainingState.PRE_BACKWARD:  # by another output
+            check_one_step(unit, call.version, self.saved.began[unit])
+            return
         check_unchanged(unit, call.version)
+        self.saved.began[unit] = call.version
         if unit.needs_unshard:
             self.agreement.at(Moment.BACKWARD_OF, unit)
         for outer in unit.ancestors:
@@ -128,6 +139,7 @@ class Backward:
         if not in_forward and not self.engine.stays_after_backward(unit):
             self.engine.parameters.reshard_early(unit)
 
+    @without_modes
     def after_gradient(self, unit: Unit) -> None:
         """The unit's gradient is complete: the backward has gone through every use of it."""
         self.begin(self.engine.training)
@@ -142,6 +154,7 @@ class Backward:
             grad = whole(grad)  # what no_sync has left is added to it
         self.engine.after_gradient(unit, change_gradient(unit, grad))
 
+    @without_modes
     def end_of_backward(self) -> None:
         """Autograd has nothing left to do."""
         for unit in self.engine.units:

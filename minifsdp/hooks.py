@@ -37,6 +37,7 @@ from minifsdp.comm.transport import wait_for_readers
 from minifsdp.engine import Engine
 from minifsdp.precision import output_cast, prepare_inputs
 from minifsdp.support.autograd_hooks import after_gradients_of, before_gradient_of
+from minifsdp.support.dispatch_modes import without_modes
 from minifsdp.support.listed_modules import close, is_open, starts
 from minifsdp.support.param_views import (
     check_untouched,
@@ -99,7 +100,7 @@ class Hooks:
             cast_output = output_cast(unit, args, kwargs)
             args, kwargs = self.before_forward(unit, module, args, kwargs)
             try:
-                with self.backward.saved.hooks():
+                with self.backward.saved.hooks(module):
                     output = run(*args, **kwargs)
             except RuntimeError as error:
                 refuse_transforms(unit, error)
@@ -117,6 +118,7 @@ class Hooks:
             del self.calls[self.depth :]
         return output
 
+    @without_modes
     def before_forward(
         self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -147,6 +149,7 @@ class Hooks:
         is_root = unit is self.engine.root or self._outermost
         return prepare_inputs(unit, is_root, args, kwargs)
 
+    @without_modes
     def after_forward(self, unit: Unit, output: object, first: int) -> None:
         """The module has run. Its backward begins with a gradient of one of its outputs.
 
@@ -172,6 +175,7 @@ class Hooks:
             if not torch.is_grad_enabled() and not self._graph_waits:  # no backward will come
                 show_divided_params(self.engine.units)
 
+    @without_modes
     def forward_failed(self, unit: Unit) -> None:
         """The module has raised. Leave everything so that the next forward finds it in order."""
         if self._outermost and not self.summoned:
@@ -200,6 +204,7 @@ class Hooks:
         # have theirs; where they get none, the unit is freed at the end of the whole backward.
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
 
+        @without_modes
         def free(grads: object) -> None:
             unit.state.complete_grad()
             self.engine.parameters.reshard_after_use(unit)

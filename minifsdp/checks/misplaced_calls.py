@@ -72,6 +72,26 @@ def check_unchanged(unit: Unit, version: int) -> None:
         )
 
 
+def check_one_step(unit: Unit, version: int, first: int) -> None:
+    """Refuse a backward through graphs from before and after a step: it would compute the gradients
+    of both with the parameters that are gathered for one of them.
+
+    Args:
+        version: of the shard, in the forward whose graph the backward has come to.
+        first: in the forward of this unit whose graph it came to first.
+
+    Raises:
+        RuntimeError: the two differ.
+    """
+    if version != first:
+        raise RuntimeError(
+            f"one backward goes through two forwards of unit {unit.label}, and between them its "
+            f"parameters were changed in place (by an optimizer?). The values that the first one "
+            f"has computed with are gone, so its gradients would be wrong. Call backward() for "
+            f"every forward before you step."
+        )
+
+
 def check_first_order(unit: Unit, grad: Tensor | Pieces) -> None:
     """Raises RuntimeError: the gradient is to be differentiated itself."""
     if grad.requires_grad:

@@ -12,10 +12,11 @@ So a parameter is there whenever a backward needs it, however the gradient has c
 operation: from an output of the module, from a view that was changed in place, from a loss that the
 module keeps in an attribute. Without these hooks only an output would be known in time.
 
-All other tensors are saved as usual. Where hooks are set, autograd does not check by itself that a
-saved tensor was not changed since, so the check is here. Other hooks that are set around ours
-(activation checkpointing, offloading of activations) get what they would have got without ours; in
-place of a parameter they get a tensor that looks like it.
+All other tensors are saved as usual, but detached: an operation may save its own output, which
+refers to the operation, and no collector would find that cycle. Where hooks are set, autograd does
+not check by itself that a saved tensor was not changed since, so the check is here. Other hooks
+that are set around ours (activation checkpointing, offloading of activations) get what they would
+have got without ours; in place of a parameter they get a tensor that looks like it.
 
 Source: "Hooks for autograd saved tensors", PyTorch tutorials; torch.autograd.graph.
 """
@@ -25,9 +26,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._composable.checkpoint_activation import checkpoint
 
+from minifsdp.support.dispatch_modes import without_modes
 from minifsdp.support.param_views import Values
 from minifsdp.support.unsharded_storage import UnshardedFlatParam
 from minifsdp.unit import Unit
@@ -70,12 +73,14 @@ class SavedParameters:
 
     Attributes:
         last: the last call of each unit.
+        began: the version of each unit's shard in the forward with which its last backward began.
     """
 
     def __init__(self, before_use: Callable[[Chain], None]) -> None:
         self.before_use = before_use
         self._chains: dict[int, Chain] = {}  # by the address of the unsharded storage
         self.last: dict[Unit, Chain] = {}
+        self.began: dict[Unit, int] = {}
         self._without_outer = _Hooks(self, None)
 
     def uses(self, chain: Chain) -> None:
@@ -93,8 +98,9 @@ class SavedParameters:
             return None
         return chain
 
-    def hooks(self) -> AbstractContextManager[object]:
-        """A context for a forward. It does nothing if a forward around this one has set them."""
+    def hooks(self, module: nn.Module) -> AbstractContextManager[object]:
+        """A context for a forward of ``module``. It does nothing if a forward around this one has
+        set them."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if outer is None:
             if not torch._C._autograd._saved_tensors_hooks_is_enabled():
@@ -103,7 +109,17 @@ class SavedParameters:
         owner = getattr(outer[0], "__self__", None)
         if isinstance(owner, _Hooks) and owner.saved is self:
             return _NOTHING
+        if _runs_again(module):
+            return _NOTHING
         return _Hooks(self, outer)
+
+
+def _runs_again(module: nn.Module) -> bool:
+    """Whether a composable checkpoint of ``module`` itself runs it for the second time. Such a
+    checkpoint is a hook of the module, so in the forward its saved-tensor hooks were inside of
+    ours. Now they are around ours, and would hand autograd what only looks like a parameter."""
+    state: Any = checkpoint.state(module)
+    return state is not None and not state.enable_hook
 
 
 def refuse_transforms(unit: Unit, error: RuntimeError) -> None:
@@ -127,6 +143,28 @@ def refuse_transforms(unit: Unit, error: RuntimeError) -> None:
 _NOTHING = nullcontext()
 
 
+@without_modes
+def _detached(tensor: Tensor) -> Tensor:
+    """The tensor without the operation that computed it; autograd restores that by itself."""
+    return tensor.detach()  # it shares the version counter
+
+
+@without_modes
+def _lookalike(tensor: Tensor) -> Tensor:
+    return tensor.new_empty(()).expand(tensor.shape)
+
+
+@without_modes
+def _view(memory: Tensor, saved: PackedParameter) -> Tensor:
+    if torch.is_grad_enabled():
+        # This backward is recorded itself (create_graph=True). Its graph saves this tensor once
+        # more, and keeps the memory. The next gather then writes to other memory (see
+        # UnshardedFlatParam.release), but would count as a change of this tensor if they shared a
+        # version counter.
+        memory = memory.data
+    return memory.as_strided(saved.shape, saved.stride, saved.offset)
+
+
 class _Hooks(saved_tensors_hooks):
     """One pair of hooks. It calls the pair around it, since torch calls the innermost pair only."""
 
@@ -141,10 +179,10 @@ class _Hooks(saved_tensors_hooks):
         if chain is None or tensor.dtype is not chain[-1].unsharded.dtype or tensor.is_conj():
             if self.outer is not None:
                 return self.outer[0](tensor)
-            return tensor, tensor._version
+            return _detached(tensor), tensor._version
         outer = None
         if self.outer is not None:
-            outer = self.outer[0](tensor.new_empty(()).expand(tensor.shape))
+            outer = self.outer[0](_lookalike(tensor))
         place = (tensor.shape, tensor.stride(), tensor.storage_offset())
         mark = chain[-1].unsharded.saved[0]
         return PackedParameter(self.saved, chain, *place, outer, mark)
@@ -153,20 +191,15 @@ class _Hooks(saved_tensors_hooks):
         if isinstance(saved, PackedParameter) and saved.owner is self.saved:
             if self.outer is not None:
                 self.outer[1](saved.outer)  # a checkpoint recomputes its forward in this call
-            unit = saved.chain[-1].unit
+            call = saved.chain[-1]
+            state = call.unit.state
             if (
-                unit.state.training is not TrainingState.PRE_BACKWARD
-                or unit.state.graph_task != torch._C._current_graph_task_id()
+                state.training is not TrainingState.PRE_BACKWARD
+                or state.graph_task != torch._C._current_graph_task_id()
+                or self.saved.began[call.unit] != call.version
             ):
                 self.saved.before_use(saved.chain)
-            memory = unit.unsharded.data
-            if torch.is_grad_enabled():
-                # This backward is recorded itself (create_graph=True). Its graph saves this tensor
-                # once more, and keeps the memory. The next gather then writes to other memory (see
-                # UnshardedFlatParam.release), but would count as a change of this tensor if they
-                # shared a version counter.
-                memory = memory.data
-            return memory.as_strided(saved.shape, saved.stride, saved.offset)
+            return _view(call.unit.unsharded.data, saved)
         if self.outer is not None:
             found: Tensor = self.outer[1](saved)
             return found

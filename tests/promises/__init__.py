@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from minifsdp import FSDPModule, ModuleWrapPolicy, fully_shard
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ModuleWrapPolicy
 from tests.ranks import device
 
 
@@ -63,6 +63,22 @@ def fsdp(**settings: Any) -> Wrap:
     return lambda module: FSDP(module.to(device()), **settings)
 
 
+def without_wrapper(module: nn.Module) -> nn.Module:
+    """The same units by ``fully_shard``."""
+    module = module.to(device())
+    for inner in reversed([*module.modules()]):
+        if isinstance(inner, Block) and inner is not module:
+            fully_shard(inner)
+    return fully_shard(module)
+
+
+WAYS: dict[str, Wrap] = {
+    "chunks": fsdp(),
+    "rows": fsdp(use_orig_params=True),
+    "fully_shard": without_wrapper,
+}
+
+
 def seeded(program: Program, wrap: Wrap) -> Any:
     """What ``program`` returns: from the same parameters on every rank, whatever it did before."""
     torch.manual_seed(0)
@@ -80,6 +96,8 @@ def parameters(model: nn.Module) -> dict[str, Tensor]:
     if isinstance(model, FSDP):
         with FSDP.summon_full_params(model, writeback=False):
             return {name: p.detach().clone() for name, p in model.named_parameters()}
+    if isinstance(model, FSDPModule):
+        return {name: p.detach().full_tensor() for name, p in model.named_parameters()}
     return {n.removeprefix("module."): p.detach().clone() for n, p in model.named_parameters()}
 
 
@@ -105,9 +123,11 @@ def train(
     return losses, parameters(model)
 
 
-def same(program: Program, reference: Wrap = ddp, **settings: Any) -> None:
+def same(
+    program: Program, reference: Wrap = ddp, wrap: Wrap | None = None, **settings: Any
+) -> None:
     """To be run on every rank: both ways of making it parallel give the same results."""
-    expected, found = seeded(program, reference), seeded(program, fsdp(**settings))
+    expected, found = seeded(program, reference), seeded(program, wrap or fsdp(**settings))
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=False)
 
 

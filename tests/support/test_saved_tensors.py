@@ -40,7 +40,7 @@ def test_a_parameter_is_asked_for_before_it_is_read():
     call = Call(unit, unit.unsharded, 0, 0, True)
     saved.uses((call,))
     x = torch.ones(3, requires_grad=True)
-    with saved.hooks():
+    with saved.hooks(nn.Module()):
         y = (x * unit.unsharded.flat_param[:3]).sum()
     unit.state.training = TrainingState.FORWARD
     y.backward()
