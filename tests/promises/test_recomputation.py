@@ -211,6 +211,24 @@ def test_a_graph_from_before_a_step_is_refused(way, strategy, around, joined):
 
 @ways
 @on_ranks(2)
+def test_so_is_one_that_does_not_come_from_an_output(way):
+    aside = []
+
+    class Aside(Two):
+        def forward(self, x):
+            aside.append(self.two(torch.tanh(self.one(x))).sum())
+            return super().forward(x)
+
+    def with_what_was_aside(model, old):
+        first = aside[0]
+        (first + square(model, batch(3, 6, step=2))).backward()
+
+    with pytest.raises(RuntimeError, match="between them its"):
+        step_between(WAYS[way](Model(Aside)), with_what_was_aside)
+
+
+@ways
+@on_ranks(2)
 def test_two_graphs_without_a_step_between_are_one_backward(way):
     def two(model, x):
         first, second = square(model, x), square(model, -x)
