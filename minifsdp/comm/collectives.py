@@ -234,7 +234,7 @@ def direct(device: torch.device) -> bool:
 
 
 def _without_memory(numel: int, dtype: torch.dtype) -> Tensor:
-    made = torch.empty(numel, dtype=dtype)
+    made = torch.empty(numel, dtype=dtype, device="cpu")
     made.untyped_storage().resize_(0)
     return made
 

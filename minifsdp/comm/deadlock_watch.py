@@ -210,7 +210,7 @@ def _close(group: dist.ProcessGroup) -> None:
     # group, and all other waits of the group end with an error. So this one times out at once.
     with suppress(RuntimeError):
         other = (group.rank() + 1) % group.size()
-        group.recv([torch.empty(1)], other, 1 << 30).wait(timedelta(milliseconds=1))
+        group.recv([torch.empty(1, device="cpu")], other, 1 << 30).wait(timedelta(milliseconds=1))
 
 
 @atexit.register

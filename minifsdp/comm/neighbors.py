@@ -45,7 +45,7 @@ def find_neighbors(group: Group) -> None:
 
 
 def _gather(group: Group, numbers: list[int]) -> list[list[int]]:
-    mine = torch.tensor(numbers)
+    mine = torch.tensor(numbers, device="cpu")  # whatever the program has made the default device
     found = mine.new_empty(group.size() * len(mine))
     all_gather(found, mine, group, 0, "the search for ranks on one machine", Kind.OTHER)()
     rows: list[list[int]] = found.view(group.size(), -1).tolist()

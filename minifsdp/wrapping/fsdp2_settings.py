@@ -99,5 +99,5 @@ def post_forward_lines(
     """
     if given is None or shard_group is None or given in (True, False, shard_group.size()):
         return None  # 1 is True here
-    ranks = torch.arange(dist.get_world_size()) if mesh is None else mesh.mesh
+    ranks = torch.arange(dist.get_world_size(), device="cpu") if mesh is None else mesh.mesh
     return tuple(map(tuple, ranks.view(-1, given).tolist()))

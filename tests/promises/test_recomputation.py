@@ -1,7 +1,7 @@
-"""Promises about activation checkpoints of each kind, what a user's modes see, and graphs from
-before a step."""
+"""Promises about activation checkpoints, modes of a program, and graphs from before a step."""
 
 import time
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 from minifsdp import MixedPrecision, ShardingStrategy
-from tests.promises import WAYS, Averaged, Block, batch, fsdp, same, seeded, train
+from tests.promises import WAYS, Averaged, Block, batch, ddp, fsdp, parameters, same, seeded, train
 from tests.ranks import on_ranks
 
 ways = pytest.mark.parametrize("way", WAYS)
@@ -146,6 +146,29 @@ def test_selective_checkpoints_around_units(way, kind, late):
         return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
     same(lambda wrap: train(wrap(Model(kind, around)), square), wrap=WAYS[way])
+
+
+@ways
+@on_ranks(2)
+def test_another_default_device(way):
+    """What the engine makes for itself is where it belongs."""
+    batches = [batch(3, 6, step=step) for step in range(4)]
+
+    def program(wrap, around):
+        model = Model(Outer)
+        with around:
+            model = wrap(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            for x in batches:
+                square(model, x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            model.load_state_dict(model.state_dict())
+        return parameters(model)
+
+    expected = seeded(lambda wrap: program(wrap, nullcontext()), ddp)
+    found = seeded(lambda wrap: program(wrap, torch.device("meta")), WAYS[way])
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 # ------------------------------------------------------------------------ graphs from before a step
