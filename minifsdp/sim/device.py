@@ -50,6 +50,8 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ones. With ``"meta"`` what is on the CPU is in the host's memory.
     """
 
+    sees_engine = True  # see support/dispatch_modes.py
+
     def __init__(self, cluster: Cluster, kind: str = "meta") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.cluster, self.kind = cluster, kind

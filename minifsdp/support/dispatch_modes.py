@@ -11,26 +11,42 @@ recomputation it hands them out again, in the order in which they came::
 The second line does not belong to the model. It also differs from run to run: which message is
 waited for where depends on which rank is late. So a checkpoint would hand out the wrong result, or
 crash at random. All that the engine does, at each of its moments, is done with modes off.
+
+A mode that is no program's stays on: the virtual GPU is one, and has to see all that is run on it.
+Its class says so by ``sees_engine = True``, and so may a tool that measures the engine.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def without_modes(function: F) -> F:
-    """Decorates what the engine does at one of its moments: no dispatch mode sees it."""
+    """Decorates what the engine does at one of its moments: no mode of a program sees it."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch._C._len_torch_dispatch_stack():  # as a rule
             return function(*args, **kwargs)
-        with _disable_current_modes():
+        with _modes_off():
             return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+@contextmanager
+def _modes_off() -> Iterator[None]:
+    off = []
+    while (mode := _get_current_dispatch_mode()) and not getattr(mode, "sees_engine", False):
+        off.append(_pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(off):
+            _push_mode(mode)

@@ -185,6 +185,7 @@ class Results(TorchDispatchMode):
     and returns as many."""
 
     count = 0
+    sees_engine = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))

@@ -22,6 +22,7 @@ PROMISES: dict[str, dict[str, Any]] = {
     "changes that would be lost are refused": {
         "hooks.check_untouched": nothing,
         "hooks.values": nothing,
+        "backward.check_one_step": nothing,
         "backward.check_unchanged": nothing,
         "backward.check_first_order": nothing,
         "backward.check_unreduced_grad": nothing,
