@@ -1285,7 +1285,7 @@ def notices(mutant: Mutant) -> str | None:
                 "-m",
                 "pytest",
                 "-x",
-                "--timeout=120",
+                "--timeout=300",
                 its_tests(mutant.noticed_by or mutant.concept),
             ],
             cwd=folder,

@@ -86,8 +86,8 @@ OURS = [way for way in WAYS if "torch" not in way and way != "DDP"]
 
 
 def partners(way, which):
-    """The ways that go on with what ``way`` has saved: all of them, but in `make test` four, so that
-    each is the one that saves and the one that loads."""
+    """The ways that go on with what ``way`` has saved: in `make test` four, such that each saves to
+    four and loads from four; in `make test-all` the others, too."""
     ways = [*WAYS]
     at = ways.index(way)
     some = [ways[(at + offset) % len(ways)] for offset in (0, 1, 4, 6)]
