@@ -11,6 +11,8 @@ import pytest
 
 from tests.patience import run_command
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = """
 import json, sys, time
