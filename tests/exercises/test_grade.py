@@ -171,6 +171,21 @@ def test_what_is_broken_gets_one_line_and_the_rest_is_graded(root, tmp_path):
         assert not alone or second == ["right", ""], (name, second)
 
 
+WAITS = """
+import functools, os
+import tutorials.exercises.inside as inside
+ends = os.pipe()
+inside.plain = functools.partial(os.read, ends[0])  # of nothing that ever comes
+"""
+
+
+@pytest.mark.slow
+def test_what_waits_outside_of_the_students_files_is_inconclusive(root, tmp_path):
+    folder = folder_with(tmp_path / "waits", SHARD + WAITS)
+    ((state, message),) = graded(root, [folder], ["shard.1"])[0]
+    assert state == "inconclusive" and ", twice, outside of your files" in message
+
+
 def judged(root, tmp_path, tricks):
     """What the grader says of each trick; none gets points, or runs code in the grader."""
     results = tmp_path / "results.json"

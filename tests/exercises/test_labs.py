@@ -52,3 +52,19 @@ print(json.dumps([[lab.key, lab.page, list(lab.files)] for lab in labs().values(
         names = sorted(f"{Path(name).name}.py" for name in files)
         for folder in (LABS / key, LABS / "solutions" / key):
             assert sorted(path.name for path in folder.glob("*.py")) == names, folder
+
+
+@pytest.mark.slow
+def test_where_the_default_engine_was_stopped_nobody_knows():
+    program = """
+from tutorials.exercises.lab import _outcome, labs, show
+from tutorials.exercises.sandbox import Report
+lab, *_ = labs().values()
+stopped = {check: Report([None] * check.ranks, "it was stopped", True) for check in lab.checks}
+outcome = _outcome(lab, stopped, stopped, None)
+print(outcome.inconclusive, outcome.better, outcome.reached)
+print(show(outcome))
+"""
+    first, *_, last = run(program).splitlines()
+    assert first == "True False False"
+    assert last == "  ? inconclusive, run again: of the reference, it was stopped"
