@@ -1,5 +1,6 @@
 """What `make test` leaves out, what this machine cannot run, and how that is told at the end."""
 
+import gc
 import itertools
 import os
 from collections import Counter, defaultdict
@@ -9,6 +10,8 @@ import torch
 
 from tests.replace import replacements
 
+WORKER = 1 << 30  # bytes that a worker and its ranks take
+
 
 def pytest_report_header():
     return [f"replaced: {name} by {file}" for name, file in replacements().items()]
@@ -16,12 +19,22 @@ def pytest_report_header():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """For `-n auto`: one worker for each core, but no more than eight, for each of them keeps the
-    ranks of four worlds. Where there are GPUs, each worker gets the four that its largest world
-    needs, if there are so many; a world that gets too few runs on the CPU."""
+    """For `-n auto`: one worker for each core, and one more, since some tests wait most of the
+    time, for a deadlock to be found or for a new Python. But no more than eight, and no more than
+    there is memory for: each of them keeps the ranks of four worlds, in about a gigabyte. Where
+    there are GPUs, each worker gets the four that its largest world needs, if there are so many; a
+    world that gets too few runs on the CPU."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     gpus = torch.cuda.device_count()
-    return min(cores or 1, 8, max(1, gpus // 4) if gpus else 8)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    fitting = max(1, memory // WORKER - 1)  # the rest is for the system
+    return min((cores or 1) + 1, fitting, 8, max(1, gpus // 4) if gpus else 8)
+
+
+def pytest_collection_finish():
+    """What is there before the first test is no garbage: do not look for any in it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers

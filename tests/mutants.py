@@ -1,7 +1,9 @@
 """Wrong versions of each concept, and whether that concept's tests notice: `make mutants`.
 
-    python -m tests.mutants                # all of them, an hour or two
+    python -m tests.mutants                # all of them: an hour and a half on two idle cores
     python -m tests.mutants limiter hooks  # those of some files; sim/races is minifsdp/sim/races.py
+    python -m tests.mutants checks comm    # those of folders
+    python -m tests.mutants 3/8            # the third of eight parts of all of them
 
 A test that no wrong implementation can fail is a defect. Each mutant here is one plausible mistake,
 as a piece of source text and what to put in its place; it counts as noticed when
@@ -1291,7 +1293,7 @@ def notices(mutant: Mutant) -> str | None:
                 "-m",
                 "pytest",
                 "-x",
-                "--timeout=120",
+                "--timeout=300",
                 its_tests(mutant.noticed_by or mutant.concept),
             ],
             cwd=folder,
@@ -1305,7 +1307,8 @@ def notices(mutant: Mutant) -> str | None:
     return failed[0].split("::")[-1].split(" - ")[0] if failed else None
 
 
-def main(concepts: list[str]) -> None:
+def main(words: list[str]) -> None:
+    concepts = [word for word in words if not word[0].isdigit()]
     known = {m.concept for m in MUTANTS} | {"sim"}
     if not known >= {*concepts}:
         sys.exit(f"no such concept: {', '.join({*concepts} - known)}")
@@ -1314,13 +1317,18 @@ def main(concepts: list[str]) -> None:
     for reason in filter(None, map(rewritten, {m.concept for m in chosen})):
         print(f"skipped: {reason}", flush=True)
     chosen = [m for m in chosen if not rewritten(m.concept)]
-    unnoticed = 0
+    for part in (word for word in words if word[0].isdigit()):
+        number, parts = map(int, part.split("/"))
+        chosen = chosen[number - 1 :: parts]
+    print(f"{len(chosen)} mutants, {os.cpu_count()} at a time, about 8 s each", flush=True)
+    unnoticed = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for mutant, test in zip(chosen, pool.map(notices, chosen), strict=True):
-            unnoticed += test is None or test.startswith("(")
-            print(f"{mutant.concept:14} {mutant.mistake:46} {test or 'NOT NOTICED'}", flush=True)
-    print(f"{len(chosen) - unnoticed} of {len(chosen)} mutants noticed")
-    sys.exit(unnoticed > 0)
+            line = f"{mutant.concept:14} {mutant.mistake:46} {test or 'NOT NOTICED'}"
+            print(line, flush=True)
+            unnoticed += [line] * (test is None or test.startswith("("))
+    print(f"{len(chosen) - len(unnoticed)} of {len(chosen)} mutants noticed", *unnoticed, sep="\n")
+    sys.exit(len(unnoticed) > 0)
 
 
 if __name__ == "__main__":

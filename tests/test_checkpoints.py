@@ -5,7 +5,6 @@ import os
 import pickle
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from minifsdp import FullyShardedDataParallel as FSDP
+from tests.patience import run_command
 from tests.ranks import device, on_ranks, run
 from tests.small import layers, stack
 
@@ -321,7 +321,7 @@ def test_killed_again_and_again_it_comes_to_the_same_end(tmp_path):
                    "t.kill_and_start_again(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))",
                    tmp_path / folder, str(kills), str(steps)]  # fmt: skip
         root = Path(__file__).parent.parent
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=1800)
+        done = run_command(command, seconds=900, cwd=root)
         assert done.returncode == 0, done.stderr
     one, both = map(int, done.stdout.split())
     assert one + both == KILLS, "it came to its end before: take more steps"

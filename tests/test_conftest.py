@@ -1,9 +1,13 @@
 """conftest.py: which combinations of parameters `make test` runs."""
 
+import os
 from itertools import product
 from types import SimpleNamespace
 
-from tests.conftest import representative
+import pytest
+import torch
+
+from tests.conftest import pytest_xdist_auto_num_workers, representative
 
 
 def family(*rows, **values):
@@ -42,3 +46,16 @@ def test_what_is_not_combined_freely_is_covered_too():
         {"strategy": s, "ranks": r} for s, r in [("a", 2), ("a", 3), ("b", 2), ("b", 3), ("c", 4)]
     ]
     assert kept(family(*rows)) == [rows[0], rows[3], rows[4]]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="counts cores as Linux does")
+@pytest.mark.parametrize(
+    "cores, gib, gpus, workers",
+    [(2, 24, 0, 3), (2, 3, 0, 2), (1, 1, 0, 1), (64, 512, 0, 8), (16, 128, 1, 1), (64, 512, 8, 2)],
+)
+def test_workers_are_as_many_as_cores_memory_and_gpus_allow(monkeypatch, cores, gib, gpus, workers):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
+    pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": gib << 18}
+    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert pytest_xdist_auto_num_workers(None) == workers

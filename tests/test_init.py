@@ -1,7 +1,6 @@
 """minifsdp/__init__.py: names that are there, and looked up late."""
 
 import ast
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 
 import minifsdp
 import minifsdp.sim
+from tests.patience import run_command
 
 PACKAGES = [minifsdp, minifsdp.sim]
 
@@ -42,7 +42,7 @@ MAIN = "import minifsdp.sim.__main__ as m\n"
 
 
 def in_a_new_process(program):
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    result = run_command([sys.executable, "-c", program])
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -65,17 +65,27 @@ def test_what_options_need_loads_no_torch(program):
     )
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "from minifsdp import *\nFullyShardedDataParallel, CPUOffload, explain",
-        "import minifsdp\nminifsdp.engine.Engine",  # as if all had been imported at once
-        "from minifsdp import OptimStateKeyType",  # refused when it is used
-        "import minifsdp.sim\nminifsdp.sim.cluster, minifsdp.sim.virtual_cluster.cluster",
-    ],
-)
-def test_a_new_process_finds_names(program):
-    in_a_new_process(program)
+FIND_NAMES = [
+    "from minifsdp import *\nFullyShardedDataParallel, CPUOffload, explain",
+    "import minifsdp\nminifsdp.engine.Engine",  # as if all had been imported at once
+    "from minifsdp import OptimStateKeyType",  # refused when it is used
+    "import minifsdp.sim\nminifsdp.sim.cluster, minifsdp.sim.virtual_cluster.cluster",
+]
+
+
+def test_new_processes_find_names():
+    """One program each, forked where torch is imported already: that takes longer than all else."""
+    in_a_new_process(
+        f"""
+import os, torch
+for program in {FIND_NAMES}:
+    if not os.fork():
+        exec(program)
+        os._exit(0)
+    _, status = os.wait()
+    assert status == 0, program
+"""
+    )
 
 
 def test_where_torch_has_a_name_too_it_is_minifsdps():

@@ -8,6 +8,7 @@ import textwrap
 import pytest
 
 from tests.patience import run_command
+from tests.torchrun import torchrun
 from tutorials import build
 
 PAGE = """\
@@ -72,11 +73,10 @@ def test_what_ranks_say_comes_in_their_order_and_so_do_their_results(page):
 
 
 def test_under_torchrun_too_and_those_that_are_too_many_look_on(page):
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    result = run(*launch, "3", page)
+    result = torchrun(page, 3, path=build.HERE)
     assert result.returncode == 0, result.stderr
     assert result.stdout == SAID + SAID.replace("hello", "again")
-    result = run(*launch, "1", page)
+    result = torchrun(page, 1, path=build.HERE)
     assert result.returncode and "this page needs 2 ranks" in result.stderr
 
 

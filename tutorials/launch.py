@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from build import load
 
-TIMEOUT, GRACE = 120.0, 3.0  # seconds for all ranks; for the others once one has failed
+TIMEOUT, GRACE = 900.0, 3.0  # seconds for all ranks, to end what hangs; for others once one fails
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 if UNDER_TORCHRUN and os.environ["RANK"] != "0":
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # what all ranks do alike is told once

@@ -1,12 +1,12 @@
 """tutorials/exercises: what is written about the exercises is so. `make kit-check` has the rest."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.patience import run_command
 from tutorials.exercises.catalog import exercises, exercises_alone, wrong_solutions
 from tutorials.exercises.student import make
 
@@ -49,7 +49,7 @@ def test_a_students_folder_has_docstrings_and_no_solutions(tmp_path):
 def test_hints_come_one_after_the_other():
     def hint(*words):
         command = [sys.executable, "-W", "ignore", "-m", "tutorials.exercises.hint", *words]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        return run_command(command, cwd=ROOT)
 
     first = exercises()["limiter.1"].hints
     for number in (1, 2, 3):

@@ -6,13 +6,14 @@ Right and wrong solutions are in tutorials/exercises/ and are graded by `make ki
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.patience import run_command
 
 ROOT = Path(__file__).parent.parent.parent
 SHARD = (ROOT / "minifsdp/shard.py").read_text()
@@ -45,6 +46,7 @@ judge.verdict = judge._difference = lambda *args: ""
 judge.equal = lambda want, got: True
 """,
     "patches the checks": """
+from tests.patience import run_command
 from tutorials.exercises import catalog
 for _, check in catalog._registered:
     object.__setattr__(check, "function", lambda: iter(()))
@@ -144,9 +146,7 @@ print(json.dumps([(r.state, r.message) for r in found]))
 """
     environment = {**os.environ, "PYTHONPATH": str(root)}
     command = [sys.executable, "-W", "ignore", "-c", program]
-    done = subprocess.run(
-        command, cwd=root, env=environment, capture_output=True, text=True, timeout=600
-    )
+    done = run_command(command, seconds=600, cwd=root, env=environment)
     assert done.returncode == 0, done.stderr
     states = json.loads(done.stdout.splitlines()[-1])
     return [states[i : i + len(keys)] for i in range(0, len(states), len(keys))]
@@ -169,6 +169,21 @@ def test_what_is_broken_gets_one_line_and_the_rest_is_graded(root, tmp_path):
         assert says in first[1] and "\n" not in first[1], (name, first)
         alone = "import" not in name and name not in ("a syntax error", "no file", "not text")
         assert not alone or second == ["right", ""], (name, second)
+
+
+WAITS = """
+import functools, os
+import tutorials.exercises.inside as inside
+ends = os.pipe()
+inside.plain = functools.partial(os.read, ends[0])  # of nothing that ever comes
+"""
+
+
+@pytest.mark.slow
+def test_what_waits_outside_of_the_students_files_is_inconclusive(root, tmp_path):
+    folder = folder_with(tmp_path / "waits", SHARD + WAITS)
+    ((state, message),) = graded(root, [folder], ["shard.1"])[0]
+    assert state == "inconclusive" and ", twice, outside of your files" in message
 
 
 def judged(root, tmp_path, tricks):

@@ -4,11 +4,12 @@ Each runs in a process of its own: the grader forks, and may not have imported m
 """
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.patience import run_command
 
 ROOT = Path(__file__).parent.parent.parent
 LABS = ROOT / "tutorials/exercises/labs"
@@ -18,7 +19,7 @@ KEYS = sorted(path.name for path in (LABS / "solutions").iterdir() if path.is_di
 def run(program, *arguments):
     """What a program like make's prints."""
     command = [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = run_command(command, seconds=600, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -29,7 +30,7 @@ def test_a_lab_says_what_is_wrong_with_a_broken_file(tmp_path):
     folder.mkdir(parents=True)
     (folder / "prefetch.py").write_text("raise NotImplementedError('look ahead')\n")
     command = [sys.executable, "-W", "ignore", "-m", "tutorials.exercises.lab", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = run_command(command, seconds=600, cwd=ROOT)
     assert done.returncode == 1, done.stderr
     assert "prefetch.py:1: NotImplementedError: look ahead" in done.stdout
     assert "bytes_limiter" not in done.stdout  # there is no file of it
@@ -38,6 +39,7 @@ def test_a_lab_says_what_is_wrong_with_a_broken_file(tmp_path):
 def test_every_lab_has_a_folder_a_solution_and_a_page():
     program = """
 import json
+from tests.patience import run_command
 from tutorials.exercises.lab import labs
 print(json.dumps([[lab.key, lab.page, list(lab.files)] for lab in labs().values()]))
 """
@@ -50,3 +52,19 @@ print(json.dumps([[lab.key, lab.page, list(lab.files)] for lab in labs().values(
         names = sorted(f"{Path(name).name}.py" for name in files)
         for folder in (LABS / key, LABS / "solutions" / key):
             assert sorted(path.name for path in folder.glob("*.py")) == names, folder
+
+
+@pytest.mark.slow
+def test_where_the_default_engine_was_stopped_nobody_knows():
+    program = """
+from tutorials.exercises.lab import _outcome, labs, show
+from tutorials.exercises.sandbox import Report
+lab, *_ = labs().values()
+stopped = {check: Report([None] * check.ranks, "it was stopped", True) for check in lab.checks}
+outcome = _outcome(lab, stopped, stopped, None)
+print(outcome.inconclusive, outcome.better, outcome.reached)
+print(show(outcome))
+"""
+    first, *_, last = run(program).splitlines()
+    assert first == "True False False"
+    assert last == "  ? inconclusive, run again: of the reference, it was stopped"

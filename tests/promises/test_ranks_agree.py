@@ -446,4 +446,4 @@ def a_slow_rank(seconds):
 
 
 def test_a_slow_rank_is_waited_for():
-    assert call(a_slow_rank, 1.5) == [None, None]
+    assert call(a_slow_rank, 0.8) == [None, None]

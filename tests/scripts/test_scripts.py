@@ -5,9 +5,7 @@ and both have to return the same figures. What differs in the last bits is the n
 gradients, which is a sum in another order. A run that is clipped by it is compared less strictly.
 """
 
-import os
 import re
-import sys
 import warnings
 from itertools import pairwise
 from pathlib import Path
@@ -18,11 +16,10 @@ import pytest
 import torch
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
-from tests.patience import run_command
 from tests.ranks import device, on_ranks
+from tests.torchrun import torchrun
 
 FOLDER = Path(__file__).parent
-ROOT = FOLDER.parent.parent
 
 
 def on_minifsdp(source: str) -> str:
@@ -108,7 +105,6 @@ def test_a_script_for_fsdp2(arguments):
 def test_a_script_runs_under_torchrun(name, tmp_path):
     path = tmp_path / f"{name}.py"
     path.write_text(on_minifsdp((FOLDER / f"{name}.py").read_text()))
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", path]
-    result = run_command([sys.executable, *launch], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    result = torchrun(path, 2)
     assert result.returncode == 0, result.stderr
     assert "step 3: loss" in result.stdout

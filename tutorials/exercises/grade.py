@@ -1,7 +1,7 @@
 """Grade a student's folder: `make grade DIR=~/my-fsdp`, or with EX=limiter.1 one exercise.
 
-Exit code: 0 if everything that is done is right, 1 if something is wrong, 2 if there is nothing to
-grade.
+Exit code: 0 if everything that is done is right, 1 if something is wrong or inconclusive, 2 if
+there is nothing to grade.
 """
 
 import argparse
@@ -16,9 +16,9 @@ from tutorials.exercises import source
 from tutorials.exercises.catalog import Check, Exercise, exercises, exercises_alone
 from tutorials.exercises.expected import expected_reports, fingerprint
 from tutorials.exercises.inside import Job
-from tutorials.exercises.judge import verdict
+from tutorials.exercises.judge import Verdict, verdict
 from tutorials.exercises.overlay import layers_for
-from tutorials.exercises.report import Result, gradescope, table, write
+from tutorials.exercises.report import Result, gradescope, inconclusive, table, write
 from tutorials.exercises.sandbox import run_all
 
 
@@ -35,7 +35,8 @@ def grade(
     Args:
         folder: the student's.
         seed: of the random numbers in the checks; another one asks the same with other numbers.
-        patience: how much slower than a machine of one's own this one is; stretches time limits.
+        patience: by how much slower than a laptop this machine is, if it has nothing else to do;
+            stretches time limits.
         workers: processes at a time.
         keep: whether to keep what the reference gives, and to use what was kept.
     """
@@ -57,23 +58,25 @@ def grade_all(
     expected = expected_reports(checks, seed, patience, workers, keep)
     before = fingerprint()
     case_of: dict[Job, int] = {}
-    messages: dict[int, dict[Check, str]] = {i: {} for i in to_run}
+    verdicts: dict[int, dict[Check, Verdict]] = {i: {} for i in to_run}
 
     def jobs() -> Iterator[Job]:
         """The first checks of all cases, then the second ones of those that are right so far."""
         all_jobs = {i: _jobs(*cases[i], seed) for i in to_run}
         for number in range(max(map(len, all_jobs.values()), default=0)):
             for i in to_run:
-                if number < len(all_jobs[i]) and not any(messages[i].values()):
+                right = all(v.state == "right" for v in verdicts[i].values())
+                if number < len(all_jobs[i]) and right:
                     case_of[all_jobs[i][number]] = i
                     yield all_jobs[i][number]
 
     for job, report in run_all(jobs(), workers, patience):
-        messages[case_of[job]][job.check] = verdict(job.check, expected[job.check], report)
+        verdicts[case_of[job]][job.check] = verdict(job.check, expected[job.check], report)
     for i in to_run:
-        in_order = (messages[i].get(check) for check in cases[i][1].checks)
-        if wrong := next((message for message in in_order if message), ""):
-            results[i] = Result(cases[i][1], "wrong", wrong)
+        in_order = [verdicts[i][check] for check in cases[i][1].checks if check in verdicts[i]]
+        for state in ("inconclusive", "wrong"):  # the second counts for more
+            if found := next((v for v in in_order if v.state == state), None):
+                results[i] = Result(cases[i][1], *found)
     if fingerprint() != before:
         changed = "the files of the grader were changed while the exercises ran"
         return [Result(exercise, "wrong", changed) for _, exercise in cases]
@@ -147,8 +150,9 @@ def main() -> int:
         if hidden:
             again = grade(folder, hidden, options.hidden_seed, **how)
             tests += gradescope(again, "after_published", share=0.5)
-        write(options.results, tests)
-    return 1 if any(result.state == "wrong" for result in results) else 0
+            results = [*results, *again]
+        write(options.results, tests, list(dict.fromkeys(inconclusive(results))))
+    return 1 if any(result.state in ("wrong", "inconclusive") for result in results) else 0
 
 
 if __name__ == "__main__":

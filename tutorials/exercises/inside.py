@@ -1,11 +1,12 @@
 """What the processes do that run a check: limit themselves, look, and write down what they see.
 
-sandbox.py forks them. They never return.
+sandbox.py forks them, and ends those that take too long. They never return.
 """
 
 import faulthandler
 import os
 import resource
+import signal
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from tutorials.exercises.overlay import Layer, Overlay
 
 MEMORY = 2 << 30
 """Bytes that a process may allocate, on top of what torch has mapped."""
+
+STACKS = signal.SIGUSR1
+"""Has the ranks write down where they are, each to its file stack.<rank>."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,14 +44,15 @@ class Job:
     seed: int
 
 
-def lead(job: Job, out: Path, seconds: float) -> None:
+def lead(job: Job, out: Path) -> None:
     """Start the ranks and wait for them. Does not return."""
+    signal.signal(STACKS, signal.SIG_IGN)  # which is for the ranks
     os.setsid()  # a group of its own, which can be killed with all that it has started
     children = {}
     for rank in range(job.check.ranks):
         process = os.fork()
         if not process:
-            _be_a_rank(job, rank, out, seconds)
+            _be_a_rank(job, rank, out)
         children[process] = rank
     while children:
         process, status = os.wait()
@@ -57,7 +62,7 @@ def lead(job: Job, out: Path, seconds: float) -> None:
     os._exit(0)
 
 
-def _be_a_rank(job: Job, rank: int, out: Path, seconds: float) -> None:
+def _be_a_rank(job: Job, rank: int, out: Path) -> None:
     """Look, and write down what was seen. Does not return."""
     code = 1
     try:
@@ -66,16 +71,15 @@ def _be_a_rank(job: Job, rank: int, out: Path, seconds: float) -> None:
             os.dup2(null, stream)
         _limit_memory()
         stack = (out / f"stack.{rank}").open("w")
-        faulthandler.dump_traceback_later(seconds, file=stack)
-        _look(job, rank, out, seconds)
-        faulthandler.cancel_dump_traceback_later()
+        faulthandler.register(STACKS, file=stack)
+        _look(job, rank, out)
         (out / f"seen.{rank}.partly").rename(out / f"seen.{rank}")
         code = 0
     finally:
         os._exit(code)
 
 
-def _look(job: Job, rank: int, out: Path, seconds: float) -> None:
+def _look(job: Job, rank: int, out: Path) -> None:
     """Write each observation down as it is made: a hang may follow."""
     seen: list[Seen] = []
 
@@ -93,7 +97,7 @@ def _look(job: Job, rank: int, out: Path, seconds: float) -> None:
             store = dist.FileStore(str(out / "store"), job.check.ranks)
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=job.check.ranks,
-                timeout=timedelta(seconds=seconds),
+                timeout=timedelta(hours=1),  # a rank may be slow; sandbox.py ends what hangs
             )  # fmt: skip
         for entry in job.check.function():
             entry = entry if isinstance(entry, Seen) else Seen(*entry)

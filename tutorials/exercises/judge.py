@@ -1,7 +1,7 @@
 """Compares what the reference gives with what the student's functions give, in words."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,13 +11,22 @@ from tutorials.exercises.observe import Seen
 from tutorials.exercises.sandbox import Report
 
 
-def verdict(check: Check, expected: Report, found: Report) -> str:
-    """What is wrong, in a few sentences; empty if nothing is.
+class Verdict(NamedTuple):
+    """``message`` says in a few sentences why it is not right."""
+
+    state: str  # "right", "wrong", "inconclusive"
+    message: str = ""
+
+
+def verdict(check: Check, expected: Report, found: Report) -> Verdict:
+    """Whether what was seen is right.
 
     Args:
         expected: of the reference.
         found: of the student's functions.
     """
+    if expected.inconclusive:
+        return Verdict("inconclusive", f"of the reference, {expected.ended}")
     assert not expected.ended, f"the reference fails in {check.function.__name__}: {expected.ended}"
     differences = []
     for rank, (want, got) in enumerate(zip(expected.ranks, found.ranks, strict=True)):
@@ -30,7 +39,11 @@ def verdict(check: Check, expected: Report, found: Report) -> str:
             words = f"rank {rank}: {message}" if check.ranks > 1 else message
             differences.append((first, rank, words))
     # The earliest one: what follows on other ranks is mostly its consequence.
-    return min(differences)[2] if differences else found.ended
+    if differences:
+        return Verdict("wrong", min(differences)[2])
+    if found.inconclusive:
+        return Verdict("inconclusive", found.ended)
+    return Verdict("wrong", found.ended) if found.ended else Verdict("right")
 
 
 def _difference(check: Check, expected: list[Seen], found: list[Seen]) -> tuple[int, str]:

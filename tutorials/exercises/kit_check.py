@@ -142,12 +142,14 @@ def check_mistakes(folder: Path) -> list[str]:
         file.parent.mkdir(parents=True)
         file.write_text(mistake.text)
         expected, found = look(mistake, [mistake.check], file)[0]
-        if not verdict(mistake.check, expected, found):
-            problems.append(f"mistake {mistake.key} has no symptom")
+        seen = verdict(mistake.check, expected, found)
+        if seen.state != "wrong":
+            problems.append(f"mistake {mistake.key} has no symptom: {seen.state}, {seen.message}")
         file.write_text(mistake.text.replace(mistake.replacement, mistake.original))
         expected, found = look(mistake, [mistake.check], file)[0]
-        if wrong := verdict(mistake.check, expected, found):
-            problems.append(f"mistake {mistake.key}, mended: {wrong}")
+        seen = verdict(mistake.check, expected, found)
+        if seen.state != "right":
+            problems.append(f"mistake {mistake.key}, mended: {seen.state}, {seen.message}")
     return problems
 
 
@@ -162,7 +164,7 @@ def _of_a_solution(case: Case, result: Result) -> Iterator[str]:
     if case.right and result.state != "right":
         yield f"{case.name}: {result.state}, {result.message}"
     elif not case.right and result.state != "wrong":
-        yield f"{case.name}: not found ({result.state})"
+        yield f"{case.name}: not found ({result.state}, {result.message})"
     elif case.says.lower() not in result.message.lower():
         yield f"{case.name}: the message does not say {case.says!r}: {result.message}"
 

@@ -71,27 +71,32 @@ class Outcome(NamedTuple):
 
     Attributes:
         wrong: what is wrong with it; empty if it is right.
+        inconclusive: nobody knows, and ``wrong`` says why.
         figure: None if it was not reached.
-        default: the figure of the default engine.
+        default: the figure of the default engine; None if that is what was inconclusive.
         reference: the figure to beat, which is our solution's; None where that is not there.
     """
 
     lab: Lab
     wrong: str
+    inconclusive: bool
     figure: float | None
-    default: float
+    default: float | None
     reference: float | None
 
     @property
     def better(self) -> bool:
         """Whether it is right, and better than the default engine."""
-        return not self.wrong and self.figure is not None and self.figure < self.default * 0.999
+        if self.wrong or self.figure is None or self.default is None:
+            return False
+        return self.figure < self.default * 0.999
 
     @property
     def reached(self) -> bool:
         """Whether it is right, and as good as our solution."""
-        target = self.default if self.reference is None else self.reference
-        return self.better and self.figure is not None and self.figure <= target * 1.001
+        if not self.better or self.figure is None:
+            return False
+        return self.reference is None or self.figure <= self.reference * 1.001
 
 
 def run(
@@ -134,15 +139,17 @@ def _outcome(
     default: dict[Check, Report],
     reference: dict[Check, Report] | None,
 ) -> Outcome:
-    messages = [
+    verdicts = [
         verdict(check, _without_figure(default[check]), _without_figure(found[check]))
         for check in lab.checks
     ]
     usual = _figure(default.values())
-    assert usual is not None, lab.key
+    assert usual is not None or any(report.inconclusive for report in default.values()), lab.key
     to_beat = None if reference is None else _figure(reference.values())
-    wrong = next(filter(None, messages), "")
-    return Outcome(lab, wrong, _figure(found.values()), usual, to_beat)
+    by_state = {v.state: v.message for v in reversed(verdicts)}  # the first of each
+    wrong = by_state.get("wrong") or by_state.get("inconclusive", "")
+    unknown = "wrong" not in by_state and "inconclusive" in by_state
+    return Outcome(lab, wrong, unknown, _figure(found.values()), usual, to_beat)
 
 
 def _without_figure(report: Report) -> Report:
@@ -159,12 +166,15 @@ def _figure(reports: Iterable[Report]) -> float | None:
 
 def show(outcome: Outcome) -> str:
     """An outcome for a terminal."""
-    lab, wrong, figure, default, reference = outcome
+    lab, wrong, unknown, figure, default, reference = outcome
     lines = [f"{lab.key}: {lab.title}", f"  {lab.figure}, {lab.unit} (less is better)"]
     for name, value in (("default engine", default), ("to beat", reference), ("yours", figure)):
         if value is not None:
-            lines.append(f"    {name:<16}{value:>10,.2f}   {value / default - 1:+.1%}")
-    if wrong:
+            change = "" if default is None else f"   {value / default - 1:+.1%}"
+            lines.append(f"    {name:<16}{value:>10,.2f}{change}")
+    if unknown:
+        lines.append(f"  ? inconclusive, run again: {wrong}")
+    elif wrong:
         lines.append(f"  ✗ {wrong}")
     elif outcome.reached:
         beaten = reference is not None and figure is not None and figure < reference * 0.999

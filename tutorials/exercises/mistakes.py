@@ -204,7 +204,11 @@ def main(key: str, folder: str) -> int:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(mistake.text)
     expected, found = look(mistake, [mistake.check], file)[0]
-    if verdict(mistake.check, expected, found):
+    seen = verdict(mistake.check, expected, found)
+    if seen.state == "inconclusive":
+        print(f"Inconclusive, run again: {seen.message}")
+        return 1
+    if seen.state == "wrong":
         print(f"{mistake.title}\n")
         print("\n".join(table(expected, found)))
         print(f"\nWhich line of {file} is wrong? Mend it, and say the same command again.")
@@ -212,8 +216,9 @@ def main(key: str, folder: str) -> int:
     here = [exercise for exercise in exercises().values() if exercise.module == mistake.module]
     checks = [check for exercise in here for check in exercise.checks]
     for check, (want, got) in zip(checks, look(mistake, checks, file), strict=True):
-        if wrong := verdict(check, want, got):
-            print(f"The symptom is gone, but now something else is wrong: {wrong}")
+        seen = verdict(check, want, got)
+        if seen.state != "right":
+            print(f"The symptom is gone, but something else is {seen.state}: {seen.message}")
             return 1
     print("Found: the symptom is gone, and everything else is right.")
     return 0

@@ -12,7 +12,7 @@ class Result(NamedTuple):
     """Of one exercise. ``message`` says what is wrong, or that nothing is written yet."""
 
     exercise: Exercise
-    state: str  # "right", "wrong", "to do"
+    state: str  # "right", "wrong", "to do", "inconclusive"
     message: str = ""
 
     @property
@@ -22,17 +22,19 @@ class Result(NamedTuple):
 
 def table(results: Sequence[Result]) -> str:
     """The results for a terminal: a line for each exercise, what is wrong, and what to do next."""
-    signs = {"right": "✓", "wrong": "✗", "to do": "·"}
+    signs = {"right": "✓", "wrong": "✗", "to do": "·", "inconclusive": "?"}
     lines, width = [], max(len(result.exercise.key) for result in results)
     for exercise, state, message in results:
         points = f"{exercise.points if state == 'right' else 0:>2}/{exercise.points:<2}"
         lines.append(f"{signs[state]} {exercise.key:<{width}} {points}  {exercise.title}")
-        if state == "wrong":
-            lines += _folded(message)
+        if state in ("wrong", "inconclusive"):
+            lines += _folded(_words(state, message))
     got, of = sum(r.points for r in results), sum(r.exercise.points for r in results)
     lines.append(f"  {'':<{width}} {got:>2}/{of:<3} points")
     following = next((r for r in results if r.state != "right"), None)
-    if following is not None:
+    if keys := inconclusive(results):
+        lines.append(f"\n{_run_again(keys)}")
+    elif following is not None:
         exercise = following.exercise
         do = "mend" if following.state == "wrong" else "write"
         what = f"{', '.join(exercise.takes)} in {exercise.file}, " if exercise.file else ""
@@ -43,6 +45,24 @@ def table(results: Sequence[Result]) -> str:
     else:
         lines.append("\nThat is right. make grade without EX tells what to do next.")
     return "\n".join(lines)
+
+
+def _words(state: str, message: str) -> str:
+    """What is said of an exercise that is not right."""
+    return f"Inconclusive, run again: {message}" if state == "inconclusive" else message
+
+
+def inconclusive(results: Sequence[Result]) -> list[str]:
+    """The exercises of which nobody knows whether they are right."""
+    return [result.exercise.key for result in results if result.state == "inconclusive"]
+
+
+def _run_again(keys: Sequence[str]) -> str:
+    return (
+        f"Inconclusive: {', '.join(keys)}. Nobody knows whether that is right, so its points are "
+        f"not counted yet. Run again. If it stays so on a machine that does nothing else, ranks "
+        f"wait for each other."
+    )
 
 
 def _folded(message: str, width: int = 96) -> list[str]:
@@ -69,17 +89,23 @@ def gradescope(
             "score": round(result.points * share, 2),
             "max_score": round(result.exercise.points * share, 2),
             "status": "passed" if result.state == "right" else "failed",
-            "output": result.message or "right",
+            "output": _words(result.state, result.message) or "right",
             "visibility": visibility,
         }
         for result in results
     ]
 
 
-def write(path: Path, tests: list[dict[str, Any]]) -> None:
-    """Write results.json as a new file, whatever may be in its place."""
+def write(path: Path, tests: list[dict[str, Any]], open_keys: Sequence[str] = ()) -> None:
+    """Write results.json as a new file, whatever may be in its place.
+
+    Args:
+        open_keys: exercises that are inconclusive. Gradescope knows no such state: they have no
+            points in it, and students and instructors are told.
+    """
+    content: dict[str, Any] = {"score": sum(t["score"] for t in tests), "tests": tests}
+    if open_keys:
+        content |= {"output": _run_again(open_keys), "extra_data": {"inconclusive": [*open_keys]}}
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(
-        json.dumps({"score": sum(t["score"] for t in tests), "tests": tests}, indent=1)
-    )
+    partial.write_text(json.dumps(content, indent=1))
     partial.replace(path)

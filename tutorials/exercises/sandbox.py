@@ -5,6 +5,11 @@ rank that never comes. So each check runs in processes of its own, forked from t
 imported torch already (a new Python would take seconds to do that) and never runs what a student
 has written. What comes back is data: a file for each rank, read without executing anything. So a
 check cannot be passed by changing the grader, in memory or on disk: what counts is what was seen.
+
+What takes too long is ended. The limit is in seconds of an idle machine (tests/patience.py): on a
+busy one it is later by the clock. What is ended outside of the student's files may have been slow
+for another reason than a mistake. It is run once more, and if it does not end then either, nobody
+knows whether it is right: it is inconclusive.
 """
 
 import ctypes
@@ -18,13 +23,15 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from tutorials.exercises.inside import Job, lead
+from tests.patience import Patience
+from tutorials.exercises.inside import STACKS, Job, lead
 from tutorials.exercises.observe import Seen
 
 CHECKS = Path(__file__).parent / "checks"
@@ -37,28 +44,43 @@ class Report(NamedTuple):
         ranks: of each rank its observations, also if it has not come to its end; None if it has
             made none that can be read.
         ended: what happened instead, in one line; empty if all went well.
+        inconclusive: it was ended outside of the student's files, where it may only have been slow.
     """
 
     ranks: list[list[Seen] | None]
     ended: str
+    inconclusive: bool = False
 
 
-class _Running(NamedTuple):
+@dataclass(eq=False)
+class _Running:
     job: Job
     process: int
     out: tempfile.TemporaryDirectory[str]
     seconds: float  # it may take
-    deadline: float
+    patience: Patience
+    again: bool  # it was inconclusive before
+    asked: bool = False  # ranks write down where they are
+
+    def is_late(self) -> bool:
+        """Whether it is to be ended now. Before that, its ranks say where they are."""
+        self.patience.count()
+        if self.patience.left or self.asked:
+            return not self.patience.left
+        self.asked, self.patience = True, Patience(1)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process, STACKS)
+        return False
 
 
 def run_all(jobs: Iterable[Job], workers: int, patience: float = 1) -> Iterator[tuple[Job, Report]]:
     """Run jobs, ``workers`` processes or so at a time. Yields each with its report, in the order in
-    which they end.
+    which they end. What is inconclusive is run a second time.
 
     Args:
         jobs: taken one by one, when there is room for the next; so what comes may depend on the
             reports of those before.
-        patience: by how much slower this machine is than one that has nothing else to do.
+        patience: by how much slower this machine is than a laptop, if it has nothing else to do.
     """
     _import_what_it_imports()
     _adopt_orphans()
@@ -74,9 +96,14 @@ def run_all(jobs: Iterable[Job], workers: int, patience: float = 1) -> Iterator[
             time.sleep(0.005)
             for run in list(running):
                 ended, status = os.waitpid(run.process, os.WNOHANG)
-                if ended or time.monotonic() > run.deadline:
-                    running.remove(run)
-                    yield run.job, _finish(run, status if ended else None)
+                if not (ended or run.is_late()):
+                    continue
+                running.remove(run)
+                report = _finish(run, status if ended else None)
+                if report.inconclusive and not run.again:
+                    running.append(_start(run.job, patience, again=True))
+                else:
+                    yield run.job, report
     finally:
         for run in running:
             _finish(run, None)
@@ -95,15 +122,15 @@ def _import_what_it_imports() -> None:
     gc.freeze()  # or each new process would copy all memory when it looks for garbage
 
 
-def _start(job: Job, patience: float) -> _Running:
+def _start(job: Job, patience: float, again: bool = False) -> _Running:
     out = tempfile.TemporaryDirectory(prefix="minifsdp-grade-")
     seconds = job.check.seconds * patience
     sys.stdout.flush()
     sys.stderr.flush()
     process = os.fork()
     if not process:
-        lead(job, Path(out.name), seconds)
-    return _Running(job, process, out, seconds, time.monotonic() + seconds + 1)
+        lead(job, Path(out.name))
+    return _Running(job, process, out, seconds, Patience(seconds), again)
 
 
 def _finish(run: _Running, status: int | None) -> Report:
@@ -113,34 +140,39 @@ def _finish(run: _Running, status: int | None) -> Report:
             os.killpg(run.process, signal.SIGKILL)
         os.waitpid(run.process, 0)
     files = [out / f"seen.{rank}" for rank in range(run.job.check.ranks)]
-    ended = "" if all(map(Path.exists, files)) else _why(run, out, status)
+    ended, inconclusive = ("", False) if all(map(Path.exists, files)) else _why(run, out, status)
     ranks = [read_report(f if f.exists() else f.with_suffix(f"{f.suffix}.partly")) for f in files]
     if not ended and None in ranks:  # else nothing would be compared, and nothing found wrong
         ended = "its report cannot be read: does something else write to the grader's files?"
     with suppress(OSError):
         run.out.cleanup()
-    return Report(ranks, ended)
+    return Report(ranks, ended, inconclusive)
 
 
-def _why(run: _Running, out: Path, status: int | None) -> str:
-    """Why not all ranks have reported."""
+def _why(run: _Running, out: Path, status: int | None) -> tuple[str, bool]:
+    """Why not all ranks have reported, and whether that is inconclusive."""
     job, limit = run.job, f"was stopped after {run.seconds:.0f} s"
     stacks = [out / f"stack.{rank}" for rank in range(job.check.ranks)]
     stacks = [stack.read_text(errors="replace") if stack.exists() else "" for stack in stacks]
     for rank, stack in enumerate(stacks):
         who = f"rank {rank}" if job.check.ranks > 1 else "the program"
         if at := _line(stack, job.folder):
-            return f"{who} {limit}, at {at}: is there a loop or a wait without an end?"
+            return f"{who} {limit}, at {at}: is there a loop or a wait without an end?", False
     for rank in range(job.check.ranks):
         code = out / f"code.{rank}"
         if code.exists() and not (out / f"seen.{rank}").exists():
             who = f"rank {rank}" if job.check.ranks > 1 else "the program"
-            return f"{who} has ended before the check was over ({_exit(int(code.read_text()))})"
+            how = _exit(int(code.read_text()))
+            return f"{who} has ended before the check was over ({how})", False
     if status is None:
         at = [line for stack in stacks if (line := _line(stack, CHECKS))]
         where = f" (the check stands at {at[0]})" if at else ""
-        return f"it {limit}, outside of your files{where}: a rank waits for one that never comes"
-    return "it has ended before the check was over"
+        twice = ", twice" * run.again
+        return (
+            f"it {limit}{twice}, outside of your files{where}: either a rank waits for one that "
+            f"never comes, or this machine does too much else"
+        ), True
+    return "it has ended before the check was over", False
 
 
 def _exit(code: int) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 
 import pytest
 
@@ -10,6 +9,7 @@ from minifsdp.sim.cli.run import measure
 from minifsdp.sim.figures.memory_report import KINDS
 from minifsdp.sim.views.html import data, fill_in, html
 from tests.browser import CHROMIUM
+from tests.patience import run_command
 from tests.sim.cli.test_run import SMALL, options
 
 
@@ -94,7 +94,7 @@ def test_a_browser_shows_it(run, tmp_path):
     page = tmp_path / "page.html"
     page.write_text(html(tape, figures) + ASK)
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()]
-    out = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    out = run_command(command).stdout
     (title,) = re.findall("<title>(.*?)</title>", out, re.S)
     first, second, zoomed, wheeled, whole, last = json.loads(
         title.replace("&lt;", "<").replace("&gt;", ">")

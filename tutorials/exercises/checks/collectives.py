@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.patience import Patience
 from tutorials.exercises.catalog import check
 from tutorials.exercises.judge import equal, ratio
 
@@ -57,9 +58,10 @@ def _late(call: Callable[[], Any]) -> tuple[bool, Any]:
     store = dist.distributed_c10d._get_default_store()
     returned = True
     if dist.get_rank() == dist.get_world_size() - 1:
-        deadline = time.monotonic() + 2
-        while not (returned := store.check(["returned"])) and time.monotonic() < deadline:
+        patience = Patience(2)
+        while not (returned := store.check(["returned"])) and patience.left:
             time.sleep(0.002)
+            patience.count()
     result = call()
     if dist.get_rank() == 0:
         store.set("returned", "yes")
@@ -75,9 +77,10 @@ def _sends_at_once(call: Callable[[], Any], what: str) -> Iterator[Any]:
         finish()
         store.set(what, "arrived")
     else:
-        deadline = time.monotonic() + 2
-        while not (arrived := store.check([what])) and time.monotonic() < deadline:
+        patience = Patience(2)
+        while not (arrived := store.check([what])) and patience.left:
             time.sleep(0.002)
+            patience.count()
         finish()
     yield f"sends before it is waited for, {what}", arrived
 
