@@ -15,10 +15,8 @@ Source: ``torch.distributed.fsdp.FullyShardedDataParallel.optim_state_dict`` (py
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.fsdp import OptimStateDictConfig, ShardedOptimStateDictConfig
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
@@ -27,7 +25,7 @@ from torch.utils._pytree import tree_map
 from minifsdp.between_steps.as_dtensors import as_dtensors
 from minifsdp.between_steps.full_params import is_first
 from minifsdp.between_steps.local_optim_state import local_state, named_params, unit_sharing
-from minifsdp.between_steps.optimizer_dtensors import OptimizerState
+from minifsdp.between_steps.optimizer_dtensors import OptimizerState, make_states
 from minifsdp.between_steps.state_dict_type import get_state_dict_type
 from minifsdp.between_steps.unit_dtensors import detached
 from minifsdp.checks.optim_state import agree, check_state
@@ -124,7 +122,7 @@ def named_state(
     source = optim if given is None else _as_given(model, optim, given)
     with as_dtensors(model, source, writeback=False):
         if sharded and given is None and not optim.state:
-            _make_states(optim)
+            make_states(optim)
         params = named_params(model, source.param_groups)
         # All ranks gather in the same order. Each optimizer may have its parameters in another.
         state = {
@@ -173,12 +171,3 @@ def _as_given(model: nn.Module, optim: Optimizer, given: dict[str, Any]) -> Opti
     wrong = next(filter(None, (check_state(found, group) for group in groups)), None)
     agree(wrong, groups)
     return found
-
-
-def _make_states(optim: Optimizer) -> None:
-    """Give an optimizer that has not stepped its states. Programs load into what a sharded state
-    dict has; torch's FSDP1 gives them an empty one, and what was saved is not loaded (2.13)."""
-    _init_optim_state(optim)  # by a step without gradients or rate
-    for entry in optim.state.values():
-        if "step" in entry:  # and the step that is to come is the first one
-            entry["step"] = torch.zeros_like(torch.as_tensor(entry["step"]))

@@ -15,8 +15,10 @@ is refused. Units in rows have DTensors already.
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
@@ -47,6 +49,15 @@ class OptimizerState:
     def __init__(self, groups: list[dict[str, Any]], state: dict[Tensor, State]) -> None:
         self.param_groups = [{**group, "params": [*group["params"]]} for group in groups]
         self.state = state
+
+
+def make_states(optimizer: Optimizer) -> None:
+    """Give an optimizer that has not stepped its states, as they are before the first step. So they
+    can be saved, and programs can load into them."""
+    _init_optim_state(optimizer)  # by a step without gradients or rate
+    for entry in optimizer.state.values():
+        if "step" in entry:  # and the step that is to come is the first one
+            entry["step"] = torch.zeros_like(torch.as_tensor(entry["step"]))
 
 
 class OptimizerDTensors:
