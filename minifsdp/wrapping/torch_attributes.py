@@ -89,7 +89,6 @@ TORCH_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "_flat_param": lambda w: w._unit.sharded_flat_param if w._unit.numel else None,
     "_has_params": lambda w: w._unit.numel > 0,
     "_is_root": lambda w: w.check_is_root(),
-    "_use_orig_params": lambda w: w._unit.mesh is not None,
     "backward_prefetch": lambda w: w._engine.prefetcher.backward,
     "compute_device": lambda w: compute_device(w._unit),
     "cpu_offload": lambda w: cpu_offload(w._unit),

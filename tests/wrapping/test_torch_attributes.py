@@ -114,7 +114,7 @@ def test_every_wrapper_answers_how_its_root_runs_a_step(choice):
     ours(batch(8)).sum().backward()
     model(batch(8)).sum().backward()  # who the root is torch knows after a step
     for mine, expected in ((ours, model), (ours[1], model[1])):
-        for name in ("limit_all_gathers", "forward_prefetch", "_is_root", "_use_orig_params"):
+        for name in ("limit_all_gathers", "forward_prefetch", "_is_root"):
             assert getattr(mine, name) == getattr(expected, name), name
         found = mine.backward_prefetch
         assert found is None if expected.backward_prefetch is None else (
