@@ -10,7 +10,8 @@ INSTALLED := $(if $(filter .venv/%,$(PY)),.venv/installed)
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-hf student grade hint mistake lab evidence \
         kit-check autograder lint matrix fuzz mutants \
-        claims predictions scale tutorials bench bench-check bench-checkpoints validate wheel clean
+        claims predictions scale tutorials bench bench-check bench-checkpoints validate versions \
+        wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 12
@@ -95,11 +96,14 @@ bench-checkpoints: $(INSTALLED)  ## saving and loading, against torch's fully_sh
 validate: $(INSTALLED)  ## the virtual GPU against the real one that is here, or against the CPUs
 	@$(PY) -m tests.bench.gpu
 
+versions:  ## the fast tests on each Python and each torch that can be had; see ARGS="--help"
+	@$(PYTHON) tests/versions.py $(ARGS)
+
 wheel: $(INSTALLED)  ## dist/minifsdp-*.whl
 	@$(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:  ## remove what the other targets made
-	rm -rf .venv build dist *.egg-info .expected .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .versions build dist *.egg-info .expected .pytest_cache .mypy_cache .ruff_cache
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "minifsdp needs Python 3.10 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12 ...")'

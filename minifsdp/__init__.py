@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; _HOMES says the same t
         MixedPrecisionPolicy,
         OffloadPolicy,
         OptimStateDictConfig,
+        OptimStateKeyType,
         ShardedOptimStateDictConfig,
         ShardedStateDictConfig,
         StateDictConfig,
@@ -48,11 +49,13 @@ if TYPE_CHECKING:  # what type checkers and editors read; _HOMES says the same t
     from minifsdp.wrapping.policies import (
         CustomPolicy,
         ModuleWrapPolicy,
+        _or_policy,
         always_wrap_policy,
         enable_wrap,
         lambda_auto_wrap_policy,
         size_based_auto_wrap_policy,
         transformer_auto_wrap_policy,
+        wrap,
     )
 
 __all__ = [
@@ -74,6 +77,7 @@ __all__ = [
     "NoLimit",
     "OffloadPolicy",
     "OptimStateDictConfig",
+    "OptimStateKeyType",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "StateDictConfig",
@@ -84,6 +88,7 @@ __all__ = [
     "Stats",
     "SynchronizeAfterFree",
     "UnshardHandle",
+    "_or_policy",  # which scripts import from torch, too
     "always_wrap_policy",
     "as_dtensors",
     "enable_wrap",
@@ -95,6 +100,7 @@ __all__ = [
     "state_to_load",
     "state_to_save",
     "transformer_auto_wrap_policy",
+    "wrap",
 ]
 __version__ = "0.1.0"
 
@@ -115,7 +121,7 @@ _HOMES = (
 
 def __getattr__(name: str) -> Any:
     """A public name, or a module of minifsdp, that is used for the first time."""
-    if not name.startswith("_"):
+    if name in __all__ or not name.startswith("_"):
         homes = [import_module(home) for home in _HOMES]
         missing = import_module("minifsdp.checks.unsupported").MISSING
         if name in missing:  # torch.distributed.fsdp has these, and minifsdp will

@@ -255,4 +255,4 @@ _NOT_THERE = """
     set_reduce_scatter_unused_params set_requires_all_reduce set_reshard_after_backward
     set_separate_reduce_scatter_group set_symm_mem_for_comm set_unshard_in_backward reset_iter_state
 """
-add_missing(FSDPModule, _NOT_THERE, "")
+add_missing(FSDPModule, _NOT_THERE)

@@ -28,7 +28,6 @@ from minifsdp.between_steps.state_dict_methods import StateDictMethods
 from minifsdp.checks.misplaced_calls import check_root_and_idle
 from minifsdp.checks.other_wrappers import check_inside
 from minifsdp.checks.param_names import with_flat_names
-from minifsdp.checks.unsupported import add_missing
 from minifsdp.engine import Engine
 from minifsdp.hooks import Hooks
 from minifsdp.limiter import Limiter
@@ -272,6 +271,3 @@ def make_root(module: nn.Module, prefetcher: Prefetcher, limiter: Limiter) -> No
     hooks = Hooks(Engine([*units], limiter, prefetcher))
     for wrapper in wrappers:
         wrapper._hooks = hooks
-
-
-add_missing(FullyShardedDataParallel)

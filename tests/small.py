@@ -1,6 +1,7 @@
 """A small sharded model that tests of one concept take apart, and ways to watch it."""
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
@@ -17,6 +18,15 @@ from minifsdp import ModuleWrapPolicy
 from minifsdp.reduce import Reduction
 from minifsdp.unit import Unit
 from tests.ranks import device
+
+
+def scripted(module: nn.Module) -> nn.Module:
+    """Compiled by torch.jit.script, as programs still have it. torch warns of that: 2.13 that it is
+    deprecated, 2.14 that it will be removed."""
+    with warnings.catch_warnings():
+        for kind in (DeprecationWarning, FutureWarning):
+            warnings.filterwarnings("ignore", ".*torch.jit.script", kind)
+        return torch.jit.script(module)
 
 
 class Block(nn.Sequential):

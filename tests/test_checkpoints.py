@@ -1,13 +1,14 @@
 """tutorials/checkpoints.py: killed at any time, a training goes on as if it had not been; and what
 cannot be loaded is refused, on all ranks, before anything is changed."""
 
+import io
 import os
 import pickle
 import random
 import signal
 import sys
 import time
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from tests.small import layers, stack
 
 pytest.importorskip("numpy", reason="torch.distributed.checkpoint of several ranks needs it")
 
-from tutorials.checkpoints import Checkpoints
+from tutorials.checkpoints import Checkpoints, _Unpickler
 
 IN_ROWS = pytest.mark.parametrize("in_rows", [False, True])
 
@@ -164,6 +165,13 @@ def run_code_by_a_path(file):
     mark = str(file.parent.parent / "evil").encode()
     file.write_bytes(b"\x80\x04\x8c\x07pathlib\x8c\x09os.system\x93\x8c" + bytes([len(mark) + 6])
                      + b"touch " + mark + b"\x85R.")  # fmt: skip
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_paths_are_read_under_the_names_of_all_pythons(module):
+    """A checkpoint has one. Python 3.13 writes another name than those before and after it."""
+    written = f"c{module}\nPosixPath\n(Vfolder\ntR.".encode()
+    assert _Unpickler(io.BytesIO(written)).load() == PosixPath("folder")
 
 
 DAMAGE = {

@@ -196,6 +196,13 @@ def two_and_three(folder: str) -> None:
 # effect. If a file turns out to be damaged, DCP raises an error inside of the block, and model and
 # optimizer are what they were before.
 #
+# DCP notices a file that ends too early, but not a bit that has changed on a disk: it loads another
+# number. With `state_to_save(model, optimizer, checksums=True)` the checkpoint has a checksum of
+# each tensor. `state_to_load` finds it there, adds up once more what was loaded, and an error names
+# the tensor that has changed, before anything takes effect. The checksum is a sum over all
+# elements, each times a number that belongs to its place in the whole tensor. So each rank adds up
+# its own boxes, and three ranks get the same sum as two.
+#
 # Programs that were written for PyTorch's own FSDP call its functions `get_state_dict` and
 # `set_state_dict` instead. These want DTensors with values that one can compute with, and a box is
 # no such thing. Inside of `with minifsdp.as_dtensors(model, optimizer):` the model looks as if it

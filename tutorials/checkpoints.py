@@ -196,6 +196,8 @@ _KNOWN = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # where Python 3.13 says that its paths are
+            module = "pathlib"
         if name in _KNOWN.get(module, ()):
             return super().find_class(module, name)
         found = vars(torch).get(name) if module == "torch" else None

@@ -5,9 +5,12 @@ unit_params.py        those of one unit, as ordinary parameters
 state_dict.py         save and load the model as if it were not sharded
 state_dict_type.py    whether state dicts have whole tensors or DTensors
 optim_state_dict.py   state dicts of optimizers
+local_optim_state.py  what this rank's optimizer loads of them
+older_optim_state.py  the same by the names that torch had before
 state_dict_methods.py both, as methods
 as_dtensors.py        a model and its optimizers, in the form of a checkpoint
 checkpoint_state.py   what torch.distributed.checkpoint saves of them, and loads
+checksums.py          whether it is what was saved
 boxes.py              what a chunk has of each parameter, to be saved and loaded where it lies
 unit_dtensors.py      the parameters of one unit in this form
 optimizer_dtensors.py the states of an optimizer in this form

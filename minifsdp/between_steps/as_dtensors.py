@@ -26,13 +26,15 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from minifsdp.between_steps.full_params import Options, summon
-from minifsdp.between_steps.optimizer_dtensors import OptimizerDTensors
+from minifsdp.between_steps.optimizer_dtensors import OptimizerDTensors, OptimizerState
 from minifsdp.between_steps.unit_dtensors import EXCHANGED, Form
 from minifsdp.wrapping.module_tree import unit_of
 
 
 @contextmanager
-def as_dtensors(model: nn.Module, *optimizers: Optimizer, writeback: bool = True) -> Iterator[None]:
+def as_dtensors(
+    model: nn.Module, *optimizers: Optimizer | OptimizerState, writeback: bool = True
+) -> Iterator[None]:
     """Inside, the parameters of a model are DTensors under their own names, and its optimizers have
     these as parameters, with states of DTensors. Every rank has to take part.
 
@@ -57,7 +59,10 @@ def as_dtensors(model: nn.Module, *optimizers: Optimizer, writeback: bool = True
 
 @contextmanager
 def shown_as(
-    form: Form, model: nn.Module, optimizers: Iterable[Optimizer], writeback: bool
+    form: Form,
+    model: nn.Module,
+    optimizers: Iterable[Optimizer | OptimizerState],
+    writeback: bool,
 ) -> Iterator[None]:
     """:func:`as_dtensors`, with DTensors of any form."""
     wrappers: list[Any] = [module for module in model.modules() if unit_of(module) is not None]

@@ -16,6 +16,9 @@ boxes of the chunks take their places (boxes.py)::
 What is loaded goes into copies. They replace the model's own when all has been read, so a file that
 turns out to be damaged has changed nothing. The states of an optimizer that has not stepped need no
 copies: it has them for nothing but this, and they are forgotten if the load fails.
+
+With ``state_to_save(..., checksums=True)`` the checkpoint has a checksum of each tensor, which is
+compared before anything is replaced (checksums.py).
 """
 
 from collections.abc import Iterator
@@ -35,14 +38,20 @@ from torch.utils._pytree import tree_map
 
 from minifsdp.between_steps.as_dtensors import shown_as
 from minifsdp.between_steps.boxes import BoxedTensor, boxed
+from minifsdp.between_steps.checksums import KEY, StateToLoad, check
+from minifsdp.between_steps.checksums import checksums as checksums_of
+from minifsdp.between_steps.optimizer_dtensors import make_states
 from minifsdp.between_steps.unit_dtensors import mesh_of_unit
 from minifsdp.rows import local_shape
 from minifsdp.support.dtensors import dtensor, standalone
 from minifsdp.support.pytree import tensors_in
 from minifsdp.unit import Unit
+from minifsdp.wrapping.module_tree import unit_of
 
 
-def state_to_save(model: nn.Module, *optimizers: Optimizer) -> dict[str, Any]:
+def state_to_save(
+    model: nn.Module, *optimizers: Optimizer, checksums: bool = False
+) -> dict[str, Any]:
     """The state to be saved, now: the next step changes it, unless it has been written or copied
     (``dcp.async_save`` returns when it has a copy). Every rank has to call it.
 
@@ -50,16 +59,26 @@ def state_to_save(model: nn.Module, *optimizers: Optimizer) -> dict[str, Any]:
         model: a FullyShardedDataParallel, one with such modules inside, or one that fully_shard was
             given.
         optimizers: of ``model.parameters()``.
+        checksums: add one of each tensor, under "checksums". Loading compares them. All elements
+            are read for that, so it takes longer.
 
     Returns:
         ``{"model": {name: tensor}, "optimizer": {"state": {name: {...}}, "param_groups": [...]}}``
 
     Raises:
-        RuntimeError: as :func:`minifsdp.as_dtensors`.
+        RuntimeError: as :func:`minifsdp.as_dtensors`; ranks that should have the same values have
+            not, so that they have no checksum.
     """
     form = InPlace(standalone)
-    with shown_as(form, model, optimizers, writeback=False):
+    with ExitStack() as undo:
+        for optimizer in optimizers:
+            if not optimizer.state:
+                undo.callback(optimizer.state.clear)
+                make_states(optimizer)
+        undo.enter_context(shown_as(form, model, optimizers, writeback=False))
         state: dict[str, Any] = tree_map(form.boxed, _state(model, optimizers))
+    if checksums:
+        state[KEY] = checksums_of(state, _units(model))
     return state
 
 
@@ -73,7 +92,8 @@ def state_to_load(model: nn.Module, *optimizers: Optimizer) -> Iterator[dict[str
 
     Raises:
         RuntimeError: as :func:`minifsdp.as_dtensors`, when the block begins or ends.
-        ValueError: the optimizer that was saved has other groups of parameters.
+        ValueError: the optimizer that was saved has other groups of parameters; or a tensor is not
+            the one that was saved, as its checksum says, if the checkpoint has checksums.
     """
     unused: set[int] = set()
 
@@ -89,8 +109,10 @@ def state_to_load(model: nn.Module, *optimizers: Optimizer) -> Iterator[dict[str
                 unused.update(map(_storage, tensors_in(list(optimizer.state.values()))))
         with torch.no_grad(), shown_as(form, model, optimizers, writeback=True):
             named = _state(model, optimizers)
-            loaded = tree_map(form.boxed, named)
+            loaded = StateToLoad(tree_map(form.boxed, named))
             yield loaded
+            if saved := loaded.pop(KEY, None):
+                check(loaded, saved, _units(model))
             _check_groups(named["optimizer"], loaded["optimizer"])
             params, states = (
                 tree_map(_named_again, named[part], loaded[part])
@@ -125,6 +147,11 @@ def _named_again(named: Any, loaded: Any) -> Any:
 def _state(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> dict[str, Any]:
     params, states = get_state_dict(model, optimizers)
     return {"model": dict(params), "optimizer": states}
+
+
+def _units(model: nn.Module) -> list[Unit]:
+    found = (unit_of(module) for module in model.modules())
+    return list(dict.fromkeys(unit for unit in found if unit is not None))
 
 
 def _storage(value: Tensor) -> int:

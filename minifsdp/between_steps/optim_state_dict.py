@@ -13,32 +13,24 @@ state_dict_type.py say whether it has whole tensors or DTensors.
 Source: ``torch.distributed.fsdp.FullyShardedDataParallel.optim_state_dict`` (pytorch 2.13).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.fsdp import ShardedOptimStateDictConfig
+from torch.distributed.fsdp import OptimStateDictConfig, ShardedOptimStateDictConfig
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from minifsdp.between_steps.as_dtensors import as_dtensors
+from minifsdp.between_steps.full_params import is_first
+from minifsdp.between_steps.local_optim_state import local_state, named_params, unit_sharing
+from minifsdp.between_steps.optimizer_dtensors import OptimizerState, make_states
 from minifsdp.between_steps.state_dict_type import get_state_dict_type
 from minifsdp.between_steps.unit_dtensors import detached
-from minifsdp.checks.unsupported import refuse
-from minifsdp.comm.consensus import gather_objects
+from minifsdp.checks.optim_state import agree, check_state
 from minifsdp.support.dtensors import like
 from minifsdp.wrapping.module_tree import clean
-
-_OTHER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")  # which state_dict() has not either
 
 
 def optim_state_dict(
@@ -51,7 +43,10 @@ def optim_state_dict(
 
     Args:
         model: whose parameters the optimizer has.
-        optim_state_dict: ``optim.state_dict()``, or None; no other can be converted.
+        optim_state_dict: what ``optim.state_dict()`` has returned on this rank, now or before;
+            None: now. Its keys may be numbers or, as some optimizers have them, the names that
+            ``model.named_parameters()`` gives. Without "param_groups" the result has none either.
+        group: is known from the model; it is checked to have the ranks that share the model.
 
     Returns:
         ``{"state": {name: {"exp_avg": ..., ...}}, "param_groups": [{"params": [name, ...], ...}]}``
@@ -59,32 +54,12 @@ def optim_state_dict(
         but the first with ``rank0_only``.
 
     Raises:
-        ValueError: the optimizer has a parameter that is not the model's; or the given state is not
-            the optimizer's.
-        RuntimeError, NotImplementedError: as :func:`as_dtensors`; ``group`` is not there.
+        ValueError: the optimizer has a parameter that is not the model's; the given state has other
+            parameters than the optimizer; ``group`` has not the ranks that share the model.
+        RuntimeError: as :func:`as_dtensors`; the given state is that of other chunks.
     """
-    refuse(group=group)
-    _check_is_its_own(optim, optim_state_dict)
-    config: Any = get_state_dict_type(model).optim_state_dict_config
-    sharded = isinstance(config, ShardedOptimStateDictConfig)
-    shown = not getattr(config, "rank0_only", False) or dist.get_rank() == 0
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, DTensor) and not sharded:
-            local = value._local_tensor.to(value.device_mesh.device_type)  # with offload on a CPU
-            value = like(value, local).full_tensor()
-        if not shown:
-            return None  # this rank had to take part in the gather
-        return detached(value, config.offload_to_cpu) if isinstance(value, Tensor) else value
-
-    with as_dtensors(model, optim, writeback=False):
-        if sharded and not optim.state:
-            _make_states(model, optim)
-        names = _names(model, optim)
-        own = optim.state_dict()
-        state = {names[number]: tree_map(convert, entry) for number, entry in own["state"].items()}
-        groups = [{**g, "params": [names[n] for n in g["params"]]} for g in own["param_groups"]]
-    return {"state": state, "param_groups": groups} if shown else {}
+    config = get_state_dict_type(model).optim_state_dict_config
+    return named_state(model, optim, optim_state_dict, config, group)
 
 
 def optim_state_dict_to_load(
@@ -95,113 +70,104 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: Any = None,
 ) -> dict[str, Any]:
-    """Load what :func:`optim_state_dict` has returned, for a model that is sharded in any way.
-
-    The optimizer has the state already when this returns, with ``load_directly`` or without; to
-    load what is returned once more does no harm, and is what programs do. Every rank calls it.
+    """What ``optim.load_state_dict()`` takes on this rank, from what :func:`optim_state_dict` has
+    returned for a model that was sharded in any way. Every rank calls it.
 
     Args:
         optim_state_dict: whole tensors or DTensors. If the settings say ``rank0_only``, that of the
             first rank is used, and the others may give None.
-
-    Returns:
-        What ``optim.load_state_dict()`` takes on this rank.
+        is_named_optimizer: the optimizer wants names for keys, those of
+            ``model.named_parameters()``, in place of numbers.
+        load_directly: load it into ``optim``, too.
+        group: as for :func:`optim_state_dict`.
 
     Raises:
-        ValueError: parameters that are in one group have different settings in the given groups.
-        RuntimeError: the state of a parameter is missing, or the parameters of a unit in chunks
-            have states that cannot be one.
+        ValueError: parameters that are in one group have different settings in the given groups; or
+            the given state does not know a parameter that the optimizer has.
+        RuntimeError: the parameters of a unit in chunks have states that cannot be one.
     """
-    refuse(group=group, is_named_optimizer=is_named_optimizer)
     config = get_state_dict_type(model).optim_state_dict_config
-    given = optim_state_dict or {"state": {}, "param_groups": []}
-    given = {
-        "state": {name: dict(entry) for name, entry in given["state"].items()},
-        "param_groups": [dict(group) for group in given["param_groups"]],
-    }
-    tensors = [value for value in tree_leaves(given["state"]) if isinstance(value, Tensor)]
-    whole = bool(tensors) and not any(isinstance(tensor, DTensor) for tensor in tensors)
-    if rank0_only := getattr(config, "rank0_only", False):  # so that all ranks check the same
-        world = dist.group.WORLD
-        assert world is not None
-        given["param_groups"], whole = gather_objects((given["param_groups"], whole), world)[0]
-    broadcast = whole and rank0_only
-    with as_dtensors(model, optim):
-        _check_groups(_names(model, optim), optim, given["param_groups"])
-        options = StateDictOptions(full_state_dict=whole, broadcast_from_rank0=broadcast)
-        with _without_empty_groups(optim, given):
-            set_optimizer_state_dict(model, optim, given, options=options)
-    return optim.state_dict()
+    from_first = bool(getattr(config, "rank0_only", False))
+    named = is_named_optimizer
+    found = local_state(model, optim.param_groups, optim_state_dict, from_first, group, named)
+    if load_directly:
+        optim.load_state_dict(found)
+    return found
 
 
-@contextmanager
-def _without_empty_groups(optim: Optimizer, given: dict[str, Any]) -> Iterator[None]:
-    """Hide groups without parameters. torch gives such a group the settings of the last one, and
-    leaves the last one without any (2.13)."""
-    empty = [(at, group) for at, group in enumerate(optim.param_groups) if not group["params"]]
-    settings = [group for group in given["param_groups"] if not group["params"]]
-    given["param_groups"] = [group for group in given["param_groups"] if group["params"]]
-    optim.param_groups[:] = [group for group in optim.param_groups if group["params"]]
-    try:
-        yield
-    finally:
-        for at, group in empty:
-            optim.param_groups.insert(at, group)
-    if len(settings) == len(empty):
-        for (_, group), loaded in zip(empty, settings, strict=True):
-            group.update(loaded, params=group["params"])
+# ---------------------------------------------------- from an optimizer to the names of parameters
 
 
-def _make_states(model: nn.Module, optim: Optimizer) -> None:
-    """Give an optimizer that has not stepped its states. Programs load into what a sharded state
-    dict has; torch's FSDP1 gives them an empty one, and what was saved is not loaded (2.13)."""
-    get_optimizer_state_dict(model, optim)  # makes them, by a step without gradients or rate
-    for entry in optim.state.values():
-        if "step" in entry:  # and the step that is to come is the first one
-            entry["step"] = torch.zeros_like(torch.as_tensor(entry["step"]))
+def named_state(
+    model: nn.Module,
+    optim: Optimizer,
+    given: dict[str, Any] | None,
+    config: OptimStateDictConfig,
+    group: Any = None,
+) -> dict[str, Any]:
+    """:func:`optim_state_dict`, with given settings."""
+    unit = unit_sharing(model, group)
+    sharded = isinstance(config, ShardedOptimStateDictConfig)
+    first = dist.get_rank() == 0 if unit is None else is_first(unit)
+    shown = first or not getattr(config, "rank0_only", False)
 
+    def convert(value: Any) -> Any:
+        if isinstance(value, DTensor) and not sharded:
+            local = value._local_tensor.to(value.device_mesh.device_type)  # with offload on a CPU
+            value = like(value, local).full_tensor()
+        if not shown:
+            return None  # this rank had to take part in the gather
+        return detached(value, config.offload_to_cpu) if isinstance(value, Tensor) else value
 
-def _names(model: nn.Module, optim: Optimizer) -> list[str]:
-    """The names of an optimizer's parameters, in the order in which it numbers them."""
-    names = {param: clean(name) for name, param in model.named_parameters()}
-    for prefix in _OTHER_PREFIXES:
-        names = {param: name.replace(prefix, "") for param, name in names.items()}
-    params = [param for group in optim.param_groups for param in group["params"]]
-    for param in params:
-        if param not in names:
-            raise ValueError(
-                f"{type(optim).__name__} has a parameter of shape {list(param.shape)} that is not "
-                f"one of the model's. Give the model that the optimizer was built for."
-            )
-    return [names[param] for param in params]
-
-
-def _check_is_its_own(optim: Optimizer, given: dict[str, Any] | None) -> None:
-    own = {id(value) for value in tree_leaves(list(optim.state.values()))}
-    if given is not None and any(id(v) not in own for v in tree_leaves(given["state"])):
-        raise ValueError(
-            "optim_state_dict() was given a state that is not the optimizer's own. Load it into "
-            "the optimizer first, or leave the argument out."
-        )
-
-
-def _check_groups(names: list[str], optim: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Check that each of the optimizer's groups can get its settings from the given ones. torch
-    would take those of the last group that has a parameter of it."""
-    given = {name: group for group in groups for name in group["params"]}
-    for group in optim.param_groups:
-        its, names = names[: len(group["params"])], names[len(group["params"]) :]
-        settings = {
-            name: {key: value for key, value in given[name].items() if key != "params"}
-            for name in its
-            if name in given
+    source = optim if given is None else _as_given(model, optim, given)
+    with as_dtensors(model, source, writeback=False):
+        if sharded and given is None and not optim.state:
+            make_states(optim)
+        params = named_params(model, source.param_groups)
+        # All ranks gather in the same order. Each optimizer may have its parameters in another.
+        state = {
+            name: tree_map(convert, dict(source.state[params[name]]))
+            for name in sorted(params)
+            if params[name] in source.state
         }
-        for name, found in settings.items():
-            first = next(iter(settings))
-            if found != settings[first]:
-                raise ValueError(
-                    f"{first!r} and {name!r} are in one parameter group of this optimizer, and in "
-                    f"two with different settings in the state to be loaded: {settings[first]} and "
-                    f"{found}. Build the optimizer with the same groups; with chunks that takes "
-                    f"use_orig_params=True, or a unit for each group."
-                )
+        found: dict[str, Any] = {"state": {name: state[name] for name in params if name in state}}
+        if given is None or "param_groups" in given:
+            name_of = {param: name for name, param in params.items()}
+            found["param_groups"] = [
+                {**group, "params": [name_of[param] for param in group["params"]]}
+                for group in source.param_groups
+            ]
+    return found if shown else {}
+
+
+def _as_given(model: nn.Module, optim: Optimizer, given: dict[str, Any]) -> OptimizerState:
+    """The optimizer's parameters, with the settings and states that were given for them.
+
+    Raises:
+        ValueError: they are given for other parameters.
+        RuntimeError: they are those of other chunks. All ranks raise it.
+    """
+    params = [param for group in optim.param_groups for param in group["params"]]
+    keys: dict[Any, Tensor] = dict(enumerate(params))
+    state = given["state"]
+    if any(isinstance(key, str) for key in state):
+        keys = {**named_params(model, optim.param_groups)}
+        state = {clean(key): entry for key, entry in state.items()}
+    counts = [len(group["params"]) for group in given.get("param_groups", optim.param_groups)]
+    if not state.keys() <= keys.keys() or counts != [len(g["params"]) for g in optim.param_groups]:
+        raise ValueError(
+            f"optim_state_dict() was given a state that {type(optim).__name__} cannot have returned"
+            f" from state_dict(): it has {len(state)} states and groups of {counts} parameters, "
+            f"and the optimizer has {len(params)} parameters. To load what optim_state_dict() "
+            f"returns, there is optim_state_dict_to_load()."
+        )
+    groups = [
+        {**settings, "params": group["params"]}
+        for settings, group in zip(
+            given.get("param_groups", optim.param_groups), optim.param_groups, strict=True
+        )
+    ]
+    found = OptimizerState(groups, {keys[key]: dict(entry) for key, entry in state.items()})
+    wrong = next(filter(None, (check_state(found, group) for group in groups)), None)
+    agree(wrong, groups)
+    return found

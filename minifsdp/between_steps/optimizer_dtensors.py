@@ -15,8 +15,10 @@ is refused. Units in rows have DTensors already.
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
@@ -32,6 +34,30 @@ from minifsdp.unit import Unit
 
 State = dict[str, Any]
 """An optimizer's state of one parameter: tensors and numbers by name."""
+
+NAMES = "param_names"  # the key in a parameter group, of optimizers that were given names
+
+
+class OptimizerState:
+    """Groups and states as an optimizer has them, apart from it: another state of an optimizer, or
+    one that is still to be loaded.
+
+    Args:
+        groups: are copied, so that what is done to them does not change the optimizer.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], state: dict[Tensor, State]) -> None:
+        self.param_groups = [{**group, "params": [*group["params"]]} for group in groups]
+        self.state = state
+
+
+def make_states(optimizer: Optimizer) -> None:
+    """Give an optimizer that has not stepped its states, as they are before the first step. So they
+    can be saved, and programs can load into them."""
+    _init_optim_state(optimizer)  # by a step without gradients or rate
+    for entry in optimizer.state.values():
+        if "step" in entry:  # and the step that is to come is the first one
+            entry["step"] = torch.zeros_like(torch.as_tensor(entry["step"]))
 
 
 class OptimizerDTensors:
@@ -50,7 +76,9 @@ class OptimizerDTensors:
         RuntimeError: the states differ between ranks, or are not element-wise.
     """
 
-    def __init__(self, optimizer: Optimizer, units: list[Unit], form: Form) -> None:
+    def __init__(
+        self, optimizer: Optimizer | OptimizerState, units: list[Unit], form: Form
+    ) -> None:
         self.optimizer, self.form = optimizer, form
         self.groups = [(group, group["params"]) for group in optimizer.param_groups]
         held = {param for _, params in self.groups for param in params}
@@ -72,6 +100,8 @@ class OptimizerDTensors:
         for flat, states in divided.items():
             optimizer.state.update(zip(self.dtensors[flat], states, strict=True))
             del optimizer.state[flat]
+        # Names of flat parameters would be wrong for the parts.
+        self.names = [group.pop(NAMES, None) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group.pop(MARK, None)  # it says which chunks these are
             group["params"] = [
@@ -102,6 +132,9 @@ class OptimizerDTensors:
             before: list[Any] = next((own for known, own in self.groups if known is group), [])
             same = list(map(id, before)) == list(map(id, params))
             group["params"] = before if same else params
+        for group, names in zip(self.optimizer.param_groups, self.names, strict=True):
+            if names is not None:
+                group[NAMES] = names
         mark_groups(self.optimizer.param_groups)
 
     def _check_states(self) -> None:

@@ -52,6 +52,14 @@ class Mark:
     def __init__(self, places: list[str]) -> None:
         self.places = places
 
+    def __eq__(self, other: object) -> bool:
+        """Programs compare groups with those that they have saved."""
+        if isinstance(other, dict):  # what was a mark; see __reduce__
+            return other == {"places": self.places}
+        return isinstance(other, Mark) and other.places == self.places
+
+    __hash__ = None  # type: ignore[assignment]  # as of anything that is equal by what is in it
+
     def __repr__(self) -> str:
         return f"<chunks of {len(self.places)} parameters>"
 
@@ -76,10 +84,11 @@ def mark_groups(groups: list[dict[str, Any]]) -> None:
             group[MARK] = Mark(places)
 
 
-def check_state(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
+def check_state(optimizer: Any, group: dict[str, Any]) -> str | None:
     """What is wrong with the state of a parameter group, in words; None if nothing is.
 
     Args:
+        optimizer: an optimizer, or what has the ``state`` of one.
         group: one that is new, or has just been loaded.
     """
     state: Any = getattr(optimizer, "state", {})
@@ -163,7 +172,7 @@ def is_sharded(param: Tensor) -> bool:
     return isinstance(param, FlatParameter) and param.is_sharded
 
 
-def _not_its_own(optimizer: Optimizer, param: Any, there: str, here: str) -> str:
+def _not_its_own(optimizer: Any, param: Any, there: str, here: str) -> str:
     unit = param.unit() if isinstance(param, FlatParameter) else None
     of = f"unit {unit.label}" if unit is not None else "a parameter"
     return (

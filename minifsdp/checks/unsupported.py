@@ -6,8 +6,8 @@ model would be sharded in another way than the user asked for::
 
     fully_shard(m, shard_placement_fn=f)     NotImplementedError: shard_placement_fn=...
     fully_shard(m, shard_placement_fn=None)  fine: it asks for nothing
-    from minifsdp import OptimStateKeyType   fine: it may be needed for an annotation only
-    OptimStateKeyType.PARAM_NAME             NotThereYetError, so hasattr answers False
+    from minifsdp import LocalStateDictConfig   fine: it may be needed for an annotation only
+    LocalStateDictConfig(offload_to_cpu=True)   NotImplementedError
 
 All of this runs when a model is wrapped or a name is used, never in a step.
 """
@@ -15,13 +15,8 @@ All of this runs when a model is wrapped or a name is used, never in a step.
 from collections.abc import Callable, Sized
 from typing import Any, NoReturn
 
-METHODS = """
-    flatten_sharded_optim_state_dict full_optim_state_dict
-    rekey_optim_state_dict scatter_full_optim_state_dict shard_full_optim_state_dict
-    sharded_optim_state_dict
-"""
 NAMES = """
-    LocalOptimStateDictConfig LocalStateDictConfig OptimStateKeyType
+    LocalOptimStateDictConfig LocalStateDictConfig
 """
 
 
@@ -54,22 +49,15 @@ MISSING = {name: Missing(name, (), {"__module__": "minifsdp"}) for name in NAMES
 """The classes by name. Their names are those of ``torch.distributed.fsdp``."""
 
 
-_INSTEAD = " FSDP.summon_full_params(model) gives access to whole parameters under their own names."
-
-
-def add_missing(cls: type, names: str = METHODS, instead: str = _INSTEAD) -> None:
-    """Give a class methods of these names, which raise NotImplementedError when called.
-
-    Args:
-        instead: a sentence on what to use instead, for the end of the message.
-    """
+def add_missing(cls: type, names: str) -> None:
+    """Give a class methods of these names, which raise NotImplementedError when called."""
     for name in names.split():
-        setattr(cls, name, _not_there(name, instead))
+        setattr(cls, name, _not_there(name))
 
 
-def _not_there(name: str, instead: str) -> Callable[..., NoReturn]:
+def _not_there(name: str) -> Callable[..., NoReturn]:
     def method(*args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"minifsdp: {name} is not there yet.{instead}")
+        raise NotImplementedError(f"minifsdp: {name} is not there yet")
 
     return method
 

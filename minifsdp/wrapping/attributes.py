@@ -56,8 +56,8 @@ class ModuleWrapper(nn.Module):
         except AttributeError as error:
             if name in FALLBACK:
                 return getattr(self, FALLBACK[name])
-            if name in TORCH_ATTRIBUTES and (unit := unit_of(self)) is not None:
-                return TORCH_ATTRIBUTES[name](unit)
+            if name in TORCH_ATTRIBUTES and unit_of(self) is not None:
+                return TORCH_ATTRIBUTES[name](self)
             # Otherwise the message would be about the wrapped class only, or about a wrapper's.
             raise AttributeError(
                 f"{type(self).__name__} has no attribute {name!r}, and neither has the "

@@ -124,16 +124,23 @@ def size_based_auto_wrap_policy(
         force_leaf_modules: classes that are neither looked into nor wrapped, so that they are part
             of the unit around them; None: ``nn.MultiheadAttention``, which reads its children's
             weights without calling the children.
-        exclude_wrap_modules: classes that are looked into and never wrapped; None: containers.
+        exclude_wrap_modules: classes that are looked into and never wrapped. Containers that cannot
+            be called are not wrapped in any case.
     """
     if nonwrapped_numel < min_num_params:
         return False  # nothing inside can be large enough either
     if recurse:
-        leaves = nn.MultiheadAttention if force_leaf_modules is None else tuple(force_leaf_modules)
-        return not isinstance(module, leaves)
-    if exclude_wrap_modules is None:
-        return has_forward(module)
-    return not isinstance(module, tuple(exclude_wrap_modules))
+        leaves = _LEAVES if force_leaf_modules is None else force_leaf_modules
+        return not isinstance(module, tuple(leaves))
+    return has_forward(module) and not isinstance(module, tuple(exclude_wrap_modules or ()))
+
+
+_LEAVES: set[type[nn.Module]] = {nn.MultiheadAttention}
+# Programs extend torch's defaults: FORCE_LEAF_MODULES.union({Expert}).
+size_based_auto_wrap_policy.FORCE_LEAF_MODULES = _LEAVES  # type: ignore[attr-defined]
+size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {  # type: ignore[attr-defined]
+    nn.ModuleList, nn.ModuleDict,
+}  # fmt: skip
 
 
 _context: tuple[Callable[..., nn.Module], dict[str, Any]] | None = None

@@ -7,10 +7,10 @@ share the model, or to print how it is sharded::
     batch.to(model.compute_device)
     dist.all_reduce(loss, group=model.process_group)
 
-Here they are computed from the wrapper's own unit when they are read, so they cannot disagree with
-what the engine does. A wrapped module's attribute of the same name comes first, since a wrapper
-looks like the module that it wraps (attributes.py). It cannot be told from a script's, so a model
-that has a ``rank`` of its own keeps it.
+Here they are computed from the wrapper's own unit, or from what its root shares among all units,
+when they are read, so they cannot disagree with what the engine does. A wrapped module's attribute
+of the same name comes first, since a wrapper looks like the module that it wraps (attributes.py).
+It cannot be told from a script's, so a model that has a ``rank`` of its own keeps it.
 
 Source: ``_init_process_group_state`` and ``_init_core_state`` of torch.distributed.fsdp (pytorch
 2.13).
@@ -21,9 +21,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp._common_utils import TrainingState as TorchTrainingState
 
 from minifsdp.api import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp.comm.collectives import Group
+from minifsdp.limiter import NoLimit
 from minifsdp.unit import Unit
 
 
@@ -69,16 +71,35 @@ def compute_device(unit: Unit) -> torch.device:
     return unit.device
 
 
-TORCH_ATTRIBUTES: dict[str, Callable[[Unit], Any]] = {
-    "_flat_param": lambda unit: unit.sharded_flat_param if unit.numel else None,
-    "_has_params": lambda unit: unit.numel > 0,
-    "compute_device": compute_device,
-    "cpu_offload": cpu_offload,
-    "mixed_precision": mixed_precision,
-    "params": params,
-    "process_group": process_group,
-    "rank": lambda unit: process_group(unit).rank(),
-    "sharding_strategy": sharding_strategy,
-    "world_size": lambda unit: process_group(unit).size(),
+def limit_all_gathers(root: Any) -> bool:
+    """Whether the number of units that are unsharded at once has a limit."""
+    return not isinstance(root._engine.limiter, NoLimit)
+
+
+def training_state(wrapper: Any) -> TorchTrainingState:
+    """What the wrapper's root is doing, in torch's words: a forward or backward, or nothing; or
+    that this unit's parameters have been summoned."""
+    if wrapper._unit in wrapper._hooks.summoned:
+        return TorchTrainingState.SUMMON_FULL_PARAMS
+    idle = wrapper._hooks.idle
+    return TorchTrainingState.IDLE if idle else TorchTrainingState.FORWARD_BACKWARD
+
+
+TORCH_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
+    "_flat_param": lambda w: w._unit.sharded_flat_param if w._unit.numel else None,
+    "_has_params": lambda w: w._unit.numel > 0,
+    "_is_root": lambda w: w.check_is_root(),
+    "backward_prefetch": lambda w: w._engine.prefetcher.backward,
+    "compute_device": lambda w: compute_device(w._unit),
+    "cpu_offload": lambda w: cpu_offload(w._unit),
+    "forward_prefetch": lambda w: w._engine.prefetcher.forward is not None,
+    "limit_all_gathers": limit_all_gathers,
+    "mixed_precision": lambda w: mixed_precision(w._unit),
+    "params": lambda w: params(w._unit),
+    "process_group": lambda w: process_group(w._unit),
+    "rank": lambda w: process_group(w._unit).rank(),
+    "sharding_strategy": lambda w: sharding_strategy(w._unit),
+    "training_state": training_state,
+    "world_size": lambda w: process_group(w._unit).size(),
 }
-"""By name: what a wrapper of this unit answers. accelerate reads the two that begin with ``_``."""
+"""By name: what a wrapper answers. accelerate reads some of those that begin with ``_``."""

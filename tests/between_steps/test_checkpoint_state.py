@@ -261,6 +261,20 @@ def test_sgd_has_no_state_and_is_loaded_all_the_same(tmp_path):
     assert all(map(torch.equal, model.parameters(), saved.parameters()))
 
 
+@pytest.mark.parametrize("way", OURS)
+@on_ranks(2)
+def test_an_optimizer_that_has_not_stepped_is_saved_as_such(way, tmp_path):
+    model, optimizer = make(way)
+    save_here(model, optimizer, tmp_path)
+    assert not optimizer.state
+    expected = [train(model, optimizer, at) for at in range(3)]
+    for other in (way, "chunks", "rows"):
+        there, its_optimizer = make(other, lr=0.5)
+        train(there, its_optimizer, 7)
+        load_here(there, its_optimizer, tmp_path)
+        assert [train(there, its_optimizer, at) for at in range(3)] == expected
+
+
 @on_ranks(2)
 def test_an_optimizer_with_other_groups_is_refused_and_nothing_is_loaded(tmp_path):
     """More groups in the file than here. Fewer of them are refused by torch: a key is missing."""

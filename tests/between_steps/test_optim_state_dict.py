@@ -1,11 +1,15 @@
 """optim_state_dict.py: the state of an optimizer, by the names of torch's FSDP1."""
 
+import warnings
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import minifsdp
 from minifsdp import (
     CPUOffload,
     FullOptimStateDictConfig,
@@ -14,9 +18,25 @@ from minifsdp import (
 )
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.checks.optim_state import MARK
+from minifsdp.comm.consensus import gather_objects
 from tests.between_steps.test_state_dict_type import FULL, IN_ROWS, ON_THE_FIRST, SHARDED, trained
-from tests.ranks import on_ranks, run
+from tests.ranks import device, on_ranks, run
 from tests.small import Block, batch, layers, stack, step
+
+
+def same(found, expected):
+    """Whether two state dicts have the same keys and values, tensors of any kind."""
+    if isinstance(expected, DTensor):
+        return isinstance(found, DTensor) and torch.equal(
+            found._local_tensor, expected._local_tensor
+        )
+    if isinstance(expected, torch.Tensor):
+        return isinstance(found, torch.Tensor) and torch.equal(found.cpu(), expected.cpu())
+    if isinstance(expected, dict) and isinstance(found, dict):
+        return found.keys() == expected.keys() and all(same(found[k], expected[k]) for k in found)
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    return found == expected
 
 
 def plain_optimizer():
@@ -143,11 +163,9 @@ def check_groups():
         FSDP.optim_state_dict_to_load(other, one_group, state)
     again = stack(1, use_orig_params=True)
     two_groups = torch.optim.AdamW(groups_of(again), lr=0.7)
-    FSDP.optim_state_dict_to_load(again, two_groups, state)
+    two_groups.load_state_dict(FSDP.optim_state_dict_to_load(again, two_groups, state))
     assert [group["weight_decay"] for group in two_groups.param_groups] == [0.5, 0.0]
-    found = FSDP.optim_state_dict(again, two_groups)["param_groups"]
-    for group, expected in zip(found, state["param_groups"], strict=True):
-        assert {**group, "betas": tuple(group["betas"])} == expected  # torch makes a list of them
+    assert FSDP.optim_state_dict(again, two_groups)["param_groups"] == state["param_groups"]
 
 
 @on_ranks(2)
@@ -165,7 +183,7 @@ def test_what_the_first_rank_alone_has_is_checked_on_all():
         with FSDP.state_dict_type(other, FULL, ON_THE_FIRST, config):
             mine = state if dist.get_rank() == 0 else None
             if says is None:  # without any state there are settings
-                FSDP.optim_state_dict_to_load(other, its_optimizer, mine)
+                FSDP.optim_state_dict_to_load(other, its_optimizer, mine, load_directly=True)
                 assert [group["lr"] for group in its_optimizer.param_groups] == [0.1, 0.1]
             else:
                 with pytest.raises(ValueError, match=says):
@@ -188,8 +206,7 @@ def check_empty_groups(kind):
         its_optimizer.load_state_dict(FSDP.optim_state_dict_to_load(other, its_optimizer, state))
     for found, expected in zip(its_optimizer.param_groups, optimizer.param_groups, strict=True):
         for key in expected.keys() - {"params", MARK}:
-            value = tuple(found[key]) if key == "betas" else found[key]
-            assert value == expected[key], key
+            assert found[key] == expected[key], key
     its_optimizer.step()
 
 
@@ -208,11 +225,15 @@ def test_an_optimizer_of_another_model_and_a_state_of_another_optimizer_are_refu
     strange = torch.optim.AdamW([nn.Parameter(torch.ones(2, 3))])
     with pytest.raises(ValueError, match=r"a parameter of shape \[2, 3\] that is not one of the"):
         FSDP.optim_state_dict(model, strange)
-    assert FSDP.optim_state_dict(model, optimizer, optimizer.state_dict())["state"]
-    with pytest.raises(ValueError, match="not the optimizer's own"):
-        FSDP.optim_state_dict(model, optimizer, trained()[1].state_dict())
-    with pytest.raises(NotImplementedError, match="group"):
-        FSDP.optim_state_dict(model, optimizer, group=dist.group.WORLD)
+    named = FSDP.optim_state_dict(model, optimizer)
+    for state in (named, trained(blocks=3)[1].state_dict()):
+        with pytest.raises(ValueError, match="AdamW cannot have returned from state_dict"):
+            FSDP.optim_state_dict(model, optimizer, state)
+    with pytest.raises(ValueError, match=r"None on this rank(.|\n)*rank0_only=True"):
+        FSDP.optim_state_dict_to_load(model, optimizer, None)
+    larger, its_optimizer = trained(blocks=3)
+    with pytest.raises(ValueError, match=r"has parameter '3\.0\.weight', and the state .* 6 param"):
+        FSDP.optim_state_dict_to_load(larger, its_optimizer, named)
 
 
 @on_ranks(1)
@@ -226,3 +247,113 @@ def test_names_are_those_of_the_model_without_checkpoint_wrappers():
     step(model)
     optimizer.step()
     assert set(FSDP.optim_state_dict(model, optimizer)["state"]) == set(model.state_dict())
+
+
+def named_sgd(model):
+    return torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
+
+
+def named_optimizer(model):
+    """Its state_dict() has names for keys."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.jit.script, when torch imports it, and of groups
+        from torch.distributed.optim import _NamedOptimizer
+
+        return _NamedOptimizer(
+            model.named_parameters(), torch.optim.Adam, [{"params": [*model.parameters()]}], lr=0.1
+        )
+
+
+@pytest.mark.parametrize("make", [named_sgd, named_optimizer])
+@IN_ROWS
+@on_ranks(2)
+def test_optimizers_that_were_given_names(in_rows, make):
+    plain, model = layers(2), stack(2, use_orig_params=in_rows)
+    of_plain, optimizer = make(plain), make(model)
+    for at in range(2):
+        step(model, at)
+        plain(batch(step=at)).pow(2).sum().backward()
+        for param in plain.parameters():
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+        for one, its in ((model, optimizer), (plain, of_plain)):
+            its.step()
+            one.zero_grad()
+    found = FSDP.optim_state_dict(model, optimizer)
+    own = of_plain.state_dict()
+    names = [name for name, _ in plain.named_parameters()]
+    for key, name in zip(own["state"], names, strict=True):
+        assert same(found["state"][name], own["state"][key])
+    (group,), (its,) = found["param_groups"], own["param_groups"]
+    assert group == {**{k: v for k, v in its.items() if k != "param_names"}, "params": names}
+    again = FSDP.optim_state_dict(model, optimizer, deepcopy(optimizer.state_dict()))
+    assert same(again, found)
+
+    before = deepcopy(optimizer.state_dict())
+    step(model, 2)
+    optimizer.step()
+    named = make is named_optimizer
+    to_load = FSDP.optim_state_dict_to_load(model, optimizer, found, is_named_optimizer=named)
+    optimizer.load_state_dict(to_load)
+    assert same(optimizer.state_dict(), before)
+    assert optimizer.param_groups[0].get("param_names") == its.get("param_names") or not in_rows
+    with minifsdp.as_dtensors(model, optimizer):
+        (group,) = optimizer.param_groups
+        assert "param_names" not in group
+    assert same(optimizer.state_dict(), before)
+
+
+@IN_ROWS
+@on_ranks(2)
+def test_a_state_from_before_is_converted_as_the_optimizers_own(in_rows):
+    """As programs do that keep optimizer.state_dict() and convert it later."""
+    model, optimizer = trained(use_orig_params=in_rows)
+    expected, before = FSDP.optim_state_dict(model, optimizer), deepcopy(optimizer.state_dict())
+    step(model, 2)
+    optimizer.step()
+    now = deepcopy(optimizer.state_dict())
+    found = FSDP.optim_state_dict(model, optimizer, before)
+    assert same(found, expected) and not same(FSDP.optim_state_dict(model, optimizer), found)
+    assert same(optimizer.state_dict(), now)
+    FSDP.optim_state_dict_to_load(model, optimizer, found, load_directly=True)
+    assert same(optimizer.state_dict(), before)
+    del before["param_groups"]
+    found = FSDP.optim_state_dict(model, optimizer, before)
+    assert same(found, {"state": expected["state"]})
+    found = FSDP.optim_state_dict_to_load(model, optimizer, found)
+    assert same(found, before)
+
+
+@on_ranks(2)
+def test_a_given_state_of_other_chunks_is_refused_on_all_ranks():
+    model, optimizer = trained()
+    states = gather_objects(optimizer.state_dict(), dist.group.WORLD)
+    with pytest.raises(RuntimeError, match="was loaded from elsewhere"):
+        FSDP.optim_state_dict(model, optimizer, states[0])  # which is rank 0's own
+
+
+class WithTemperature(nn.Module):
+    """One parameter has no dimensions, as the numbers in an optimizer's state have none."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        torch.manual_seed(0)
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+        self.linear = nn.Linear(width, width) if width else None
+
+    def forward(self, x):
+        return (x if self.linear is None else self.linear(x)) * self.temperature
+
+
+@pytest.mark.parametrize("width", [0, 6])
+@on_ranks(2)
+def test_the_moments_of_a_number_are_not_taken_for_numbers(width):
+    model = FSDP(WithTemperature(width).to(device()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step(model)
+    optimizer.step()
+    before = deepcopy(optimizer.state_dict())
+    found = FSDP.optim_state_dict(model, optimizer)
+    assert found["state"]["temperature"]["exp_avg"].shape == ()
+    to_load = FSDP.optim_state_dict_to_load(model, optimizer, found)
+    assert same(to_load, before)

@@ -11,7 +11,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy
 from tests.ranks import device, on_ranks
-from tests.small import layers, stack, step
+from tests.small import layers, scripted, stack, step
 
 
 class OwnDDP(DistributedDataParallel):
@@ -69,7 +69,7 @@ def test_what_cannot_be_flattened_is_refused_by_name():
         with pytest.raises(ValueError, match=r"module '1' \(Embedding.* sparse=False"):
             FSDP(root)
     with pytest.raises(ValueError, match=r"module '0' is compiled by torch\.jit"):
-        FSDP(nn.Sequential(torch.jit.script(nn.Linear(6, 6))))
+        FSDP(nn.Sequential(scripted(nn.Linear(6, 6))))
     root = nn.Linear(6, 6)
     root.weight = nn.Parameter(torch.eye(6).to_sparse())
     with pytest.raises(ValueError, match=r"parameter 'weight' has the layout torch\.sparse"):

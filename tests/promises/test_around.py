@@ -8,6 +8,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy
 from tests.promises import Averaged, Block, batch, fsdp, parameters, refused, same, seeded, train
 from tests.ranks import device, on_ranks
+from tests.small import scripted
 
 STRATEGIES = [s for s in ShardingStrategy if "HYBRID" not in s.name]
 
@@ -232,7 +233,7 @@ def sparse_gradients(wrap):
 
 
 def a_scripted_part(wrap):
-    wrap(nn.Sequential(torch.jit.script(nn.Linear(6, 6))))
+    wrap(nn.Sequential(scripted(nn.Linear(6, 6))))
 
 
 def tying_afterwards(wrap):

@@ -26,6 +26,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.between_steps.explain import table
 from minifsdp.wrapping.module_tree import ignored_params, is_ignored
 from tests.ranks import device, on_ranks
+from tests.small import scripted
 
 
 class Block(nn.Module):
@@ -368,7 +369,7 @@ def test_what_cannot_be_sharded_may_be_ignored():
     mesh = init_device_mesh(device().type, (1,))
     model = model.to(device())
     model[2].weight = nn.Parameter(distribute_tensor(model[2].weight.detach(), mesh))
-    model.append(torch.jit.script(nn.Linear(3, 3).to(device())))
+    model.append(scripted(nn.Linear(3, 3).to(device())))
     wrapped = FSDP(model, ignored_modules=[model[1], model[2], model[3]])
     assert [info.name for info in wrapped._unit.param_infos] == ["0.weight", "0.bias"]
     model[1](torch.tensor([1, 1, 2], device=device())).sum().backward()

@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+import torch
 import torch.distributed.fsdp.wrap as theirs
 from torch import nn
 
@@ -252,3 +253,18 @@ def test_a_model_that_wraps_its_own_parts_trains_with_and_without():
     assert not any(unit.reshard_after_forward for unit in model.engine.units)
     model(batch()).pow(2).sum().backward()
     assert_same_gradients(gathered_gradients(model), expected)
+
+
+def test_torchs_defaults_can_be_extended():
+    """As programs write it: size_based_auto_wrap_policy.FORCE_LEAF_MODULES.union({...})."""
+    size, torchs = ours.size_based_auto_wrap_policy, theirs.size_based_auto_wrap_policy
+    assert size.FORCE_LEAF_MODULES == torchs.FORCE_LEAF_MODULES
+    assert size.EXCLUDE_WRAP_MODULES == torchs.EXCLUDE_WRAP_MODULES
+    containers = nn.ModuleList([nn.Linear(4, 4), nn.ParameterList([torch.ones(9)])])
+    root = nn.Sequential(containers, nn.Linear(4, 4))
+    leaves = size.FORCE_LEAF_MODULES.union({nn.ModuleList})
+    policy = partial(size, min_num_params=1, force_leaf_modules=leaves)
+    assert list(select(root, policy)) == [root[1]]
+    excluded = size.EXCLUDE_WRAP_MODULES.union({nn.Linear})
+    policy = partial(size, min_num_params=1, exclude_wrap_modules=excluded)
+    assert not select(root, policy)  # nobody calls a ParameterList

@@ -12,7 +12,7 @@ from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.wrapping.torch_attributes import TORCH_ATTRIBUTES
 from tests.ranks import device, on_ranks
-from tests.small import Block, layers, stack, step
+from tests.small import Block, batch, layers, stack, step
 
 SETTINGS = {
     "default": lambda fsdp: {},
@@ -87,3 +87,50 @@ def test_the_modules_own_attributes_come_first():
     del model.params
     assert isinstance(model.params[0], minifsdp.FlatParameter)
     assert not TORCH_ATTRIBUTES.keys() & vars(model).keys()
+
+
+CHOICES = [
+    {"forward_prefetch": False, "backward_prefetch": None, "limit_all_gathers": False},
+    {"forward_prefetch": True, "backward_prefetch": "BACKWARD_POST", "limit_all_gathers": True},
+    {"use_orig_params": True, "forward_prefetch": False},
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@on_ranks(2)
+def test_every_wrapper_answers_how_its_root_runs_a_step(choice):
+    def settings(fsdp):
+        when = choice.get("backward_prefetch", "BACKWARD_PRE")
+        member = fsdp.BackwardPrefetch[when] if when else None
+        return {**choice, "backward_prefetch": member}
+
+    ours = stack(1, 8, **settings(minifsdp))
+    model = theirs.FullyShardedDataParallel(
+        layers(1, 8),
+        device_id=device(),
+        auto_wrap_policy=theirs.wrap.ModuleWrapPolicy({Block}),
+        **settings(theirs),
+    )
+    ours(batch(8)).sum().backward()
+    model(batch(8)).sum().backward()  # who the root is torch knows after a step
+    for mine, expected in ((ours, model), (ours[1], model[1])):
+        for name in ("limit_all_gathers", "forward_prefetch", "_is_root"):
+            assert getattr(mine, name) == getattr(expected, name), name
+        found = mine.backward_prefetch
+        assert found is None if expected.backward_prefetch is None else (
+            found.name == expected.backward_prefetch.name
+        )  # fmt: skip
+
+
+@on_ranks(2)
+def test_the_training_state_is_in_torchs_words():
+    ours = stack(1)
+    seen = []
+    ours[1][0].register_forward_hook(lambda *_: seen.append(ours[1].training_state))
+    ours(batch())
+    seen.append(ours.training_state)
+    with FSDP.summon_full_params(ours, recurse=False):
+        seen += [ours.training_state, ours[1].training_state]
+    names = [state.name for state in seen]
+    assert names == ["FORWARD_BACKWARD", "IDLE", "SUMMON_FULL_PARAMS", "IDLE"]
+    assert ours.training_state.name == "IDLE"
