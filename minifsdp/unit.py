@@ -44,6 +44,7 @@ class UnreducedGrad(NamedTuple):
     mark: Tensor  # what was in ``sharded_flat_param.grad`` then
     mark_version: int
     shard_version: int
+    cleared: list[int]  # the numbers of the DTensors that had no gradient before the mark
 
 
 class Unit:
@@ -119,6 +120,8 @@ class Unit:
         self.forward_targets: list[Unit] = []  # what a program wants to have prefetched when this
         self.backward_targets: list[Unit] = []  # unit's turn begins; see prefetch_lists.py
         self.views: list[Tensor] = []
+        # In rows: this rank has not used one of its parameters, in a gradient that is not reduced.
+        self.has_unused = False
         self.uses_unsharded_views = True  # its modules see unsharded parameters
         self.has_placeholders = False  # its modules see those, and no parameters
         # kept_version: of the shard, if a no_sync backward has left it gathered. leaks: how often

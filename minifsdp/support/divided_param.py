@@ -127,9 +127,7 @@ def forget_cleared_grad(flat: Any) -> bool:
     Args:
         flat: a :class:`DividedParameter`.
     """
-    layout = flat.unit().layout
-    with_place = layout.order[: len(layout.trained_blocks)]
-    if any(flat.params[number].grad is not None for number in with_place):
+    if any(flat.params[number].grad is not None for number in flat.unit().layout.with_grad):
         return False
     _GRAD.__set__(flat, None)
     return True

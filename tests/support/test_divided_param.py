@@ -407,20 +407,21 @@ def test_of_a_unit_that_is_frozen_in_part_only_the_rest_has_gradients_and_is_sen
 
     model, plain = FSDP(low_rank(), use_orig_params=True), DDP(low_rank())
     unit, numel = model._unit, sum(p.numel() for p in plain.parameters() if p.requires_grad)
+    marks = 2 * unit.layout.marks
     for each in (model, plain):
         optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
         for at in range(3):
             optimizer.zero_grad()
             with reduced() as sent:
                 backward(each, at, 64)
-            assert sent == ([numel] if each is model else [])
+            assert sent == ([numel + marks] if each is model else [])
             optimizer.step()
     assert_same(model, plain)
     assert len(unit.sharded_flat_param.grad) == numel // 2
-    assert unit.unsharded.flat_param.numel() == numel < len(unit.unsharded.data)
+    assert unit.unsharded.flat_param.numel() == numel + marks < len(unit.unsharded.data)
     grads = {param.grad.to_local().untyped_storage()._cdata: param.grad.to_local().untyped_storage()
              for param in model.parameters() if param.grad is not None}  # fmt: skip
-    assert [storage.nbytes() for storage in grads.values()] == [4 * numel // 2]
+    assert [s.nbytes() for s in grads.values()] == [4 * (numel + marks) // 2]
 
 
 @on_ranks(2)
