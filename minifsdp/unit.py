@@ -33,6 +33,7 @@ from minifsdp.support.buffers import Buffers
 from minifsdp.support.divided_param import DividedParameter, divided_parameter
 from minifsdp.support.flat_parameter import FlatParameter, flat_parameter
 from minifsdp.support.param_access import ParamInfo, Placeholder
+from minifsdp.support.param_attributes import common_attributes
 from minifsdp.support.unsharded_storage import UnshardedFlatParam, UnshardedFlatParams
 from minifsdp.unit_state import ShardedState, UnitState
 
@@ -133,7 +134,12 @@ class Unit:
         self.placeholders = [Placeholder(self, info) for info in param_infos]
 
     def _new_chunk(self, data: Tensor, requires_grad: bool) -> FlatParameter:
-        return flat_parameter(data, requires_grad, self, self.shard_world_size > 1, self.grad_dtype)
+        is_sharded = self.shard_world_size > 1
+        param = flat_parameter(data, requires_grad, self, is_sharded, self.grad_dtype)
+        for name, value in common_attributes(self.param_infos).items():
+            if not hasattr(param, name):  # what it has is its own
+                setattr(param, name, value)
+        return param
 
     def replace_shard(self, found: nn.Parameter) -> FlatParameter:
         """Take over what torch has put in the shard's place, moved or cast. What a program does to

@@ -149,11 +149,12 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def mark(unit: Any, flat: DividedParameter) -> None:
-    """Write to each DTensor whose it is. ``module.to()`` swaps all that a DTensor has, its
-    attributes too, for what another one has."""
-    for param in flat.params:
+    """Write to each DTensor whose it is, and what a program had set on its parameter.
+    ``module.to()`` swaps all that a DTensor has, its attributes too, for what another one has."""
+    for info, param in zip(unit.param_infos, flat.params, strict=True):
         if unit_of_param(param) is not unit:
             param.minifsdp_unit = ref(unit)
+            vars(param).update(info.attributes)
             if unit.grad_dtype is not None and param.grad is None:
                 param.grad_dtype = unit.grad_dtype
 
