@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from minifsdp.checks.held_values import check_memory
 from minifsdp.checks.members import check_free, join
 from minifsdp.checks.optimizers import watch_optimizers
 from minifsdp.checks.same_model import remember_values
@@ -134,9 +135,10 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
 
 
 def _check_params_unused(modules: Modules) -> None:
-    """Refuse parameters that an optimizer holds or that have hooks."""
+    """Refuse parameters that an optimizer holds, that have hooks, or that share memory."""
     check_optimizers(modules)
     check_hooks(modules)
+    check_memory(modules)
 
 
 def default_device(group: dist.ProcessGroup) -> torch.device:
