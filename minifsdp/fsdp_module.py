@@ -34,6 +34,7 @@ from minifsdp.engine import Engine
 from minifsdp.fully_sharded import make_root
 from minifsdp.prefetch_lists import ListedPrefetcher, units_to_prefetch
 from minifsdp.support.listed_modules import ListedModules, is_list, outermost
+from minifsdp.support.param_views import adopt
 from minifsdp.support.pytree import map_tensors
 from minifsdp.wrapping.auto_wrap import check_wrappable
 from minifsdp.wrapping.build import build_unit
@@ -198,6 +199,13 @@ class FSDPModule:
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """The same when this one's backward begins."""
         self._unit.backward_targets = units_to_prefetch(modules)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Of ``to()``, ``to_empty()``, ``half()``: torch swaps all that a DTensor has for what
+        another one has, and with it what a program has set on it."""
+        super()._apply(*args, **kwargs)  # type: ignore[misc]
+        adopt(self._unit)
+        return self
 
     def extra_repr(self) -> str:
         """For ``print(model)``, which then shows where the units are."""

@@ -30,6 +30,7 @@ from minifsdp.reduce import (
 )
 from minifsdp.streams import Streams
 from minifsdp.support.grad_hooks import after_gradient
+from minifsdp.support.unsharded_views import no_gradient
 from minifsdp.unit import Unit
 
 
@@ -75,10 +76,7 @@ class Gradients:
     def reduce_held(self, unit: Unit) -> None:
         """Reduce what is held of a unit; if nothing is, zeros: this rank's part of the mean."""
         grad = self._held.pop(unit, None)
-        if grad is None:
-            size = unit.unsharded.flat_param.numel()
-            grad = torch.zeros(size, dtype=unit.unsharded.dtype, device=unit.device)
-        self.reduce(unit, grad)
+        self.reduce(unit, no_gradient(unit) if grad is None else grad)
 
     def finish(self) -> None:
         """Wait for all reductions, then hand everything over."""
@@ -95,6 +93,8 @@ class Gradients:
             store_unreduced(unit, grad)
         complete = [reduction.unit for reduction in self._reductions]
         self._reductions.clear()
+        for unit in complete:
+            unit.has_unused = False  # only now: a unit's gradient may have come in several parts
         for unit in complete:  # last: a hook may raise, or be an optimizer
             after_gradient(unit)
 

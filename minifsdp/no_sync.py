@@ -43,9 +43,11 @@ def store_unreduced(unit: Unit, grad: Tensor) -> None:
             unit's unreduced gradient, if there is one, and otherwise kept in
             ``unit.unreduced_dtype``.
     """
-    shard = unit.sharded_flat_param
-    if unit.unreduced_grad is not None:
-        grad = unit.unreduced_grad.grad.add_(grad)
+    shard, before = unit.sharded_flat_param, unit.unreduced_grad
+    params = enumerate(unit.optimized_params)
+    cleared = [n for n, p in params if p.grad is None] if before is None else before.cleared
+    if before is not None:
+        grad = before.grad.add_(grad)
     elif unit.unreduced_dtype is not None:
         grad = grad.to(unit.unreduced_dtype)
     if shard.grad is None:
@@ -56,7 +58,7 @@ def store_unreduced(unit: Unit, grad: Tensor) -> None:
     for first in _firsts(unit, shard.grad):
         first.masked_fill_(first == 0, -0.0)
     unit.unreduced_grad = UnreducedGrad(
-        grad, shard.grad, _version(unit, shard.grad), shard._version
+        grad, shard.grad, _version(unit, shard.grad), shard._version, cleared
     )
     _units.add(unit)
     _watch_optimizers()

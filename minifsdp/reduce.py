@@ -31,6 +31,7 @@ from torch import Tensor
 from minifsdp.comm.collectives import all_reduce, halves, reduce_scatter
 from minifsdp.comm.pieces import Pieces, whole
 from minifsdp.offload import download
+from minifsdp.rows import Rows
 from minifsdp.streams import Event, Finish, Streams
 from minifsdp.unit import Unit
 
@@ -148,8 +149,23 @@ def store_gradient(reduction: Reduction) -> None:
     changes no gradient.
     """
     unit, shard = reduction.unit, reduction.unit.sharded_flat_param
+    unused = _without_gradient(reduction) if unit.has_unused else []
     # ``grad_dtype`` is that of the shard or, with keep_low_precision_grads, ``param_dtype``.
     grad, before = reduction.result[: shard.numel()].to(shard.grad_dtype), shard.grad
     unit.unreduced_grad = None  # what no_sync has left was part of this sum
     # Assigned in both cases: in rows this shows it in each DTensor, also where one was cleared.
     shard.grad = grad if before is None else before.add_(grad)
+    for number in unused:
+        unit.optimized_params[number].grad = None
+
+
+def _without_gradient(reduction: Reduction) -> list[int]:
+    """The parameters of a unit in rows that had no gradient before this one, which no rank has used
+    for it. Zeros would let an optimizer change them, by weight decay or by momentum."""
+    unit = reduction.unit
+    if not isinstance(unit.layout, Rows) or unit.comm_hook is not None:  # which may do anything
+        return []
+    params, waiting = unit.optimized_params, unit.unreduced_grad
+    cleared = () if waiting is None else waiting.cleared
+    unused = unit.layout.unused(reduction.result)
+    return [n for n in unused if params[n].grad is None or n in cleared]

@@ -24,6 +24,14 @@ So a block lies in one piece there, and collectives exchange blocks (comm/blocks
 that are frozen come last. Then what has a gradient is one piece, too, and no memory and no message
 is spent on gradients of the others.
 
+A parameter that no rank has used must not get a gradient, not even zeros: weight decay or momentum
+would change it. No rank knows that by itself. So a few elements for each rank, the *marks*, follow
+the parameters that have a gradient, and are reduced with it. A mark is 0, or -0 on a rank that has
+not used that parameter. A sum of zeros is -0 only if all of them are, exactly and in every dtype::
+
+    gradient, rank 0   a a a a 0 0 0 0   0 0 0 0   0 -0  0 -0     bias was not used here,
+    gradient, rank 1   a a a a a a 0 0   x y z 0   0  0  0  0     but on this rank it was
+
 Sources: pytorch/pytorch#114299, "per-parameter-sharding FSDP"; Liang et al., "TorchTitan",
 arXiv:2410.06511. PyTorch copies what it has gathered to a tensor for each parameter. To keep the
 parameters in one tensor, with zeros in between, is ours.
@@ -74,6 +82,10 @@ def block_numel(shape: torch.Size, world_size: int) -> int:
     return padded_shard_numel(shape[0], world_size) * shape[1:].numel()
 
 
+# Marks are a multiple of this, so that what comes after them is aligned as it was before them.
+_ALIGNED = 16
+
+
 class Rows:
     """Where the parameters of a unit are in its unsharded flat parameter.
 
@@ -84,11 +96,14 @@ class Rows:
 
     Attributes:
         order: the numbers of the parameters, in the order in which they are laid.
-        blocks: elements in each rank's block, in that order.
-        trained_blocks: those of the parameters that have a gradient; of all, if none has.
+        with_grad: the first of them, which have a gradient; all, if none has.
+        marks: elements of each rank's marks; 0 in a unit of one parameter, which as a whole has a
+            gradient or has none.
+        blocks: elements in each rank's block, in that order, and of the marks.
+        trained_blocks: those of the parameters that have a gradient, and of the marks.
         padded_numel: elements of the unsharded flat parameter.
-        trained_numel: how many of them can have a gradient: the first ones.
-        sizes: of each parameter among these, and of the padding after it.
+        trained_numel: how many of them can have a gradient: the first ones, and the marks.
+        sizes: of each parameter among these, and of what is after it: padding, and the marks.
     """
 
     def __init__(
@@ -96,12 +111,16 @@ class Rows:
     ) -> None:
         self.param_shapes, self.trained, self.world_size = shapes, list(trained), world_size
         self.order = sorted(range(len(shapes)), key=lambda number: not trained[number])
+        self.with_grad = self.order[: sum(trained) or len(shapes)]
         self.shapes = [shapes[number] for number in self.order]
-        self.blocks = [block_numel(shape, world_size) for shape in self.shapes]
-        self.trained_blocks = self.blocks[: sum(trained) or len(shapes)]
+        self.marks = -(-len(shapes) // _ALIGNED) * _ALIGNED if len(shapes) > 1 else 0
+        blocks = [block_numel(shape, world_size) for shape in self.shapes]
+        self.trained_blocks = blocks[: len(self.with_grad)] + [self.marks] * (self.marks > 0)
+        self.blocks = self.trained_blocks + blocks[len(self.with_grad) :]
         self.padded_numel = sum(self.blocks) * world_size
         self.trained_numel = sum(self.trained_blocks) * world_size
-        self.sizes = self._sizes()[: 2 * len(self.trained_blocks)]
+        self._sizes = self._all_sizes(blocks)
+        self.sizes = self._sizes[: 2 * len(self.with_grad)]
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
         """Concatenate tensors of these shapes.
@@ -123,7 +142,7 @@ class Rows:
             flat: ``[padded_numel]``; or only the part of it that has a gradient.
             frozen: the other part. If it is left out, there is None for each parameter in it.
         """
-        sizes, trained = self._sizes(), len(self.sizes)
+        sizes, trained = self._sizes, len(self.sizes)
         if flat.numel() == self.padded_numel:
             pieces = torch.split(flat, sizes)
         else:
@@ -144,26 +163,58 @@ class Rows:
 
     def optimized_numel(self, rank: int) -> int:
         """How many elements of the shard have a gradient: the first ones. All, if none has."""
-        return sum(self.trained_blocks)
+        return sum(self.trained_blocks) - self.marks
 
     def local_tensors(self, shard: Tensor, rank: int) -> list[Any]:
         """What ``rank`` has of each parameter: views of its shard, without padding.
 
         Args:
-            shard: ``[padded_numel / world_size]``, or only the part of it that has a gradient. Then
-                there is None for the parameters that have none.
+            shard: ``[padded_numel / world_size]``, or only the part of it that has a gradient, with
+                or without marks. Then there is None for the parameters that have none.
         """
-        blocks = self.blocks if shard.numel() == sum(self.blocks) else self.trained_blocks
+        trained = len(self.with_grad)
+        pieces = list(torch.split(shard, self._shard_sizes(shard.numel())))
+        if self.marks and len(pieces) > trained:
+            del pieces[trained]
         found = []
-        for shape, piece in zip(self.shapes, torch.split(shard, blocks), strict=False):
+        for shape, piece in zip(self.shapes, pieces, strict=False):
             local = local_shape(shape, rank, self.world_size)
             found.append(piece[: local.numel()].view(local))
         return self._in_order(found)
 
-    def _sizes(self) -> list[int]:
+    def mark_unused(self, flat: Tensor, numbers: Sequence[int]) -> None:
+        """Mark parameters as not used on this rank.
+
+        Args:
+            flat: a gradient ``[trained_numel]``, or the end of one; written. Its marks are 0.
+            numbers: of the parameters.
+        """
+        marks = flat[flat.numel() - self.marks * self.world_size :].view(self.world_size, -1)
+        marks[:, numbers] = -0.0
+
+    def unused(self, reduced: Tensor) -> list[int]:
+        """The numbers of the parameters that no rank has used.
+
+        Args:
+            reduced: this rank's blocks of a sum or mean of gradients, ``[sum(trained_blocks)]``; or
+                one rank's gradient, ``[trained_numel]``. The host waits for it.
+        """
+        marks = reduced[reduced.numel() - self.marks :].signbit().tolist()
+        return [number for number in self.with_grad if self.marks and marks[number]]
+
+    def _shard_sizes(self, numel: int) -> list[int]:
+        """Of the blocks in what a rank has, which may be all or a part of them."""
+        if numel == sum(self.blocks):
+            return self.blocks
+        if numel == sum(self.trained_blocks):
+            return self.trained_blocks
+        return self.trained_blocks[: len(self.with_grad)]
+
+    def _all_sizes(self, blocks: Sequence[int]) -> list[int]:
         sizes: list[int] = []
-        for shape, block in zip(self.shapes, self.blocks, strict=True):
+        for shape, block in zip(self.shapes, blocks, strict=True):
             sizes += [shape.numel(), block * self.world_size - shape.numel()]
+        sizes[2 * len(self.with_grad) - 1] += self.marks * self.world_size
         return sizes
 
     def _in_order(self, laid: list[Tensor]) -> list[Any]:

@@ -33,6 +33,7 @@ from minifsdp.support.buffers import Buffers
 from minifsdp.support.divided_param import DividedParameter, divided_parameter
 from minifsdp.support.flat_parameter import FlatParameter, flat_parameter
 from minifsdp.support.param_access import ParamInfo, Placeholder
+from minifsdp.support.param_attributes import common_attributes
 from minifsdp.support.unsharded_storage import UnshardedFlatParam, UnshardedFlatParams
 from minifsdp.unit_state import ShardedState, UnitState
 
@@ -44,6 +45,7 @@ class UnreducedGrad(NamedTuple):
     mark: Tensor  # what was in ``sharded_flat_param.grad`` then
     mark_version: int
     shard_version: int
+    cleared: list[int]  # the numbers of the DTensors that had no gradient before the mark
 
 
 class Unit:
@@ -119,6 +121,8 @@ class Unit:
         self.forward_targets: list[Unit] = []  # what a program wants to have prefetched when this
         self.backward_targets: list[Unit] = []  # unit's turn begins; see prefetch_lists.py
         self.views: list[Tensor] = []
+        # In rows: this rank has not used one of its parameters, in a gradient that is not reduced.
+        self.has_unused = False
         self.uses_unsharded_views = True  # its modules see unsharded parameters
         self.has_placeholders = False  # its modules see those, and no parameters
         # kept_version: of the shard, if a no_sync backward has left it gathered. leaks: how often
@@ -130,7 +134,12 @@ class Unit:
         self.placeholders = [Placeholder(self, info) for info in param_infos]
 
     def _new_chunk(self, data: Tensor, requires_grad: bool) -> FlatParameter:
-        return flat_parameter(data, requires_grad, self, self.shard_world_size > 1, self.grad_dtype)
+        is_sharded = self.shard_world_size > 1
+        param = flat_parameter(data, requires_grad, self, is_sharded, self.grad_dtype)
+        for name, value in common_attributes(self.param_infos).items():
+            if not hasattr(param, name):  # what it has is its own
+                setattr(param, name, value)
+        return param
 
     def replace_shard(self, found: nn.Parameter) -> FlatParameter:
         """Take over what torch has put in the shard's place, moved or cast. What a program does to

@@ -48,6 +48,7 @@ class SummonedParams:
         ):
             param = nn.Parameter(view.detach(), requires_grad=trained)
             param.grad = grad
+            vars(param).update(info.attributes)
             for module, attribute in info.owners:
                 setattr(module, attribute, param)  # not in _parameters: an RNN has its own list
 

@@ -35,10 +35,13 @@ class DividedParameter(FlatParameter):
         params: one for each parameter of the unit, in the order of ``unit.param_infos``. Their
             local tensors are views of the unit's padded shard.
         local_tensors: these views.
+        storages: where torch has the storage of each DTensor, which is empty. By these an
+            assignment to ``data`` is noticed.
     """
 
     params: list[Any]  # of DTensor, each an nn.Parameter
     local_tensors: list[Tensor]
+    storages: list[int]
 
     @property
     def grad(self) -> Tensor | None:
@@ -127,9 +130,7 @@ def forget_cleared_grad(flat: Any) -> bool:
     Args:
         flat: a :class:`DividedParameter`.
     """
-    layout = flat.unit().layout
-    with_place = layout.order[: len(layout.trained_blocks)]
-    if any(flat.params[number].grad is not None for number in with_place):
+    if any(flat.params[number].grad is not None for number in flat.unit().layout.with_grad):
         return False
     _GRAD.__set__(flat, None)
     return True
@@ -151,11 +152,12 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def mark(unit: Any, flat: DividedParameter) -> None:
-    """Write to each DTensor whose it is. ``module.to()`` swaps all that a DTensor has, its
-    attributes too, for what another one has."""
-    for param in flat.params:
+    """Write to each DTensor whose it is, and what a program had set on its parameter.
+    ``module.to()`` swaps all that a DTensor has, its attributes too, for what another one has."""
+    for info, param in zip(unit.param_infos, flat.params, strict=True):
         if unit_of_param(param) is not unit:
             param.minifsdp_unit = ref(unit)
+            vars(param).update(info.attributes)
             if unit.grad_dtype is not None and param.grad is None:
                 param.grad_dtype = unit.grad_dtype
 
@@ -166,12 +168,44 @@ def _show(unit: Any, flat: DividedParameter) -> None:
     for param, tensor in zip(flat.params, flat.local_tensors, strict=True):
         # Assigned, because nn.Parameter(DTensor(...)) makes a view with a version of its own.
         param._local_tensor = tensor
+    flat.storages = list(map(_storage, flat.params))
+
+
+def _storage(param: Tensor) -> int:
+    address: int = param.untyped_storage()._cdata
+    return address
+
+
+def check_assigned(unit: Any) -> None:
+    """Refuse that a program has assigned to the ``data`` of a DTensor. torch gives the DTensor the
+    shape of the new tensor and leaves its local tensor as it was, without a word (2.13).
+
+    Raises:
+        RuntimeError: naming the parameters, which have the values from before, and their shapes.
+    """
+    flat = unit.sharded_flat_param
+    if list(map(_storage, flat.params)) == flat.storages:
+        return
+    lost = []
+    for number, (info, tensor) in enumerate(zip(unit.param_infos, flat.local_tensors, strict=True)):
+        param = flat.params[number]
+        # module.to() swaps both, and is followed.
+        if param._local_tensor is tensor and _storage(param) != flat.storages[number]:
+            param.data = like(param, tensor)
+            flat.storages[number] = _storage(param)
+            lost.append(info.name)
+    if lost:
+        raise RuntimeError(
+            f"a program has assigned to the .data of {', '.join(map(repr, lost))} of unit "
+            f"{unit.label}. It is a DTensor, and torch ignores the values that are assigned to "
+            f"one, so it has those from before. Copy the new values: param.data.copy_(value), with "
+            f"a DTensor as value; of a whole tensor, distribute_tensor(value, param.device_mesh, "
+            f"param.placements) makes one. To exchange two, clone one of them first."
+        )
 
 
 def was_changed(unit: Any) -> bool:
-    """Whether a program has moved or cast the DTensors, or frozen one or begun to train one.
-
-    torch ignores an assignment to the ``data`` of a DTensor, so that changes nothing (2.13)."""
+    """Whether a program has moved or cast the DTensors, or frozen one or begun to train one."""
     flat = unit.sharded_flat_param
     return (flat.requires_grad and unit.trained != unit.layout.trained) or any(
         param._local_tensor is not tensor

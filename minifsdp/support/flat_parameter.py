@@ -9,7 +9,9 @@ it is asked for its gradient, and the function that asks is on the stack::
     torch.amp.GradScaler                               refused: see grad_scaler.py
     a user's function that takes a norm                warned of, once for each place
 
-The last one may add up over ranks by itself, and be right. Two things cannot be seen: a norm that
+The last one may add up over ranks by itself, and be right. A question for the number of dimensions,
+which is one, is warned of likewise: ``if p.dim() > 1`` in an initialization or for parameter groups
+would choose none. Two things cannot be seen: a norm that
 is written as squares and sums, and gradients that one function collects and another takes the norm
 of.
 
@@ -32,6 +34,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer
 
 _TOTAL_NORM = {"get_total_norm", "_get_total_norm"}
+_OUR_CODE = ("torch.", "minifsdp.")  # which knows what it asks
 _REFUSED = {"clip_grad_norm_", *_TOTAL_NORM}
 _NORMS = {"norm", "vector_norm", "matrix_norm", "_foreach_norm"}
 
@@ -85,6 +88,15 @@ class FlatParameter(nn.Parameter):
                 f"what is around the sharded part in FullyShardedDataParallel, too."
             )
         return super().is_contiguous(*args, **kwargs)
+
+    def dim(self) -> int:
+        """1. Code that would be answered otherwise for the unit's parameters is warned."""
+        return _dimensions(self, sys._getframe(1))
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """As :meth:`dim`."""
+        return _dimensions(self, sys._getframe(1))
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
@@ -166,7 +178,7 @@ def _for_reader(grad: Tensor | None, frame: FrameType) -> Tensor | None:
             f"step that others make, and their scales part. Use minifsdp.ShardedGradScaler, with "
             f"the same arguments by name."
         )
-    if grad is None or module.startswith(("torch.", "minifsdp.")):
+    if grad is None or module.startswith(_OUR_CODE):
         return grad  # optimizers come here several times in each step, so this has to be quick
     names = (*frame.f_code.co_names, *reader.f_code.co_names)
     if not _TOTAL_NORM.isdisjoint(names):
@@ -180,6 +192,23 @@ def _for_reader(grad: Tensor | None, frame: FrameType) -> Tensor | None:
             stacklevel=3,
         )
     return grad
+
+
+def _dimensions(param: FlatParameter, frame: FrameType) -> int:
+    """The number of dimensions of a flat parameter, for the code in ``frame`` that asks for it."""
+    infos = getattr(param.unit(), "param_infos", ())
+    meant = next((info for info in infos if len(info.shape) != 1), None)
+    reader = _function_frame(frame)
+    if meant is not None and not reader.f_globals.get("__name__", "").startswith(_OUR_CODE):
+        warnings.warn(
+            f"{reader.f_code.co_name}() asks a flat parameter for its number of dimensions, which "
+            f"is 1: it is all parameters of a unit laid end to end, among them {meant.name!r} with "
+            f"{len(meant.shape)}. Who chooses by dimensions (which parameters to initialize, or to "
+            f"give weight decay) chooses others than in a plain model. With use_orig_params=True "
+            f"each parameter keeps its shape. Initialize before you wrap the model.",
+            stacklevel=3,
+        )
+    return 1
 
 
 class _ShardOfGradient(Tensor):

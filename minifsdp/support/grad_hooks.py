@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from minifsdp.comm.pieces import Pieces, whole
+from minifsdp.rows import Rows
 from minifsdp.unit import Unit
 
 
@@ -44,9 +45,12 @@ def change_gradient(unit: Unit, grad: Tensor | Pieces) -> Tensor | Pieces:
         return grad
     grad = whole(grad)
     # Padding belongs to no parameter, and a hook may count elements.
-    parts = [grad[: unit.numel]] if unit.mesh is None else unit.layout.unflatten(grad)
-    for param, part in zip(unit.optimized_params, parts, strict=True):
-        if part is not None and param._backward_hooks:
+    parts, unused = [grad[: unit.numel]], []
+    if isinstance(unit.layout, Rows):
+        parts = unit.layout.unflatten(grad)
+        unused = unit.layout.unused(grad) if unit.has_unused else []  # torch would not call them
+    for number, (param, part) in enumerate(zip(unit.optimized_params, parts, strict=True)):
+        if part is not None and param._backward_hooks and number not in unused:
             part.copy_(_changed(unit, param, part))
     return grad
 

@@ -29,11 +29,13 @@ class ParamInfo:
     Attributes:
         name: fully qualified, below the unit's module.
         owners: where modules have it; several if it is shared.
+        attributes: what a program has set on it; see param_attributes.py.
     """
 
     name: str
     shape: torch.Size
     owners: list[TensorAttribute] = field(default_factory=list)
+    attributes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def parameter(self) -> nn.Parameter:

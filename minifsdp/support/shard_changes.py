@@ -4,7 +4,7 @@ them, or assigns new values to their ``.data``.
 torch tells nobody of it. So at the start of each step the engine looks at every unit, and follows::
 
     module.to(device), .double()       padded_shard and unsharded flat parameters anew
-    param.data = tensor                the same, with these values
+    param.data = tensor                the same, with these values; refused in rows
     requires_grad_(False)              another unsharded flat parameter (Unit.compute_in)
     zero_grad()                        in rows, the memory of the gradient is freed
 """
@@ -16,7 +16,12 @@ from torch import nn
 
 from minifsdp.offload import HOST, host_copy
 from minifsdp.shard import unpadded_shard_numel
-from minifsdp.support.divided_param import divide_again, forget_cleared_grad, was_changed
+from minifsdp.support.divided_param import (
+    check_assigned,
+    divide_again,
+    forget_cleared_grad,
+    was_changed,
+)
 from minifsdp.support.param_views import adopt
 from minifsdp.unit import Unit
 
@@ -36,7 +41,8 @@ def follow_changes(unit: Unit) -> None:
 
     Raises:
         ValueError: the shard has another size now.
-        RuntimeError: it was moved away from the host, where it should stay.
+        RuntimeError: it was moved away from the host, where it should stay; or, in rows, a program
+            has assigned to its ``data``.
     """
     adopt(unit)  # it may have been moved through its module, not through the wrapper
     shard = unit.optimized_params[0]
@@ -47,6 +53,7 @@ def follow_changes(unit: Unit) -> None:
             f"move the model after wrapping; it computes on {unit.offload_from} by itself."
         )
     if unit.mesh is not None:
+        check_assigned(unit)
         if was_changed(unit):
             divide_again(unit)
         # Or a forward would run beside the gradient of the step before it.

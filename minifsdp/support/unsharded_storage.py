@@ -43,6 +43,8 @@ class UnshardedFlatParam:
         arrived: gradients of views that a backward has computed, by the place of the view in the
             memory; None if there are none, or if they arrive in ``flat_param.grad``
             (unsharded_views.py).
+        used: the numbers of the views that had a gradient, in the order in which they are laid, if
+            gradients arrive there; None in a unit in chunks, which need not know.
         saved: one object. All that autograd has saved of the parameters refers to it
             (saved_tensors.py), so the references to it tell whether there is still something.
     """
@@ -53,6 +55,7 @@ class UnshardedFlatParam:
     grad_accumulator: Node | None
     frozen: Tensor | None = None
     arrived: dict[int, Tensor] | None = None
+    used: set[int] | None = None
 
     def __post_init__(self) -> None:
         self.storage = self.data.untyped_storage()
@@ -73,7 +76,7 @@ class UnshardedFlatParam:
 
     def drop_gradient(self) -> None:
         """Forget what a backward has computed of the gradient."""
-        self.arrived = self.flat_param.grad = None
+        self.arrived = self.used = self.flat_param.grad = None
 
     def allocate(self) -> None:
         """Get memory for the shards of all ranks. It has no values yet."""

@@ -19,6 +19,7 @@ from torch import nn
 
 from minifsdp.support.divided_param import is_optimized
 from minifsdp.support.param_access import ParamInfo
+from minifsdp.support.param_attributes import attributes_of
 from minifsdp.wrapping.module_tree import (
     clean,
     is_ignored,
@@ -202,7 +203,9 @@ def make_param_infos(module: nn.Module) -> list[ParamInfo]:
                 )
             first = clean(join_names(names[there.module], there.name))
             raise _shared(first, its_name, name, "")
-        param_infos.setdefault(param, ParamInfo(name, param.shape)).owners.append(attribute)
+        if param not in param_infos:
+            param_infos[param] = ParamInfo(name, param.shape, attributes=attributes_of(param))
+        param_infos[param].owners.append(attribute)
     return list(param_infos.values())
 
 

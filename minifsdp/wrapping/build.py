@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from minifsdp.checks.held_values import check_memory
 from minifsdp.checks.members import check_free, join
 from minifsdp.checks.optimizers import watch_optimizers
 from minifsdp.checks.same_model import remember_values
@@ -27,6 +28,7 @@ from minifsdp.precision import FULL_PRECISION
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.fingerprint import fingerprint
 from minifsdp.support.flat_parameter import watch_for_losses
+from minifsdp.support.param_attributes import warn_of_lost_attributes
 from minifsdp.support.param_views import show_divided_params, use_sharded_views
 from minifsdp.unit import Unit
 from minifsdp.wrapping.auto_wrap import (
@@ -90,13 +92,15 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
     # What may be refused comes first, while nothing has been changed.
     check_free(modules)
     _check_params_unused(modules)
-    param_infos = make_param_infos(module)
+    given = {info.name: info.attributes for info in make_param_infos(module)}
     originals = orig_params(modules)
     groups = [g for g in (settings.placement.shard_group, settings.placement.replicate_group) if g]
     device = settings.device
     materialize(modules, device or default_device(groups[0]), settings.param_init_fn)
     modules = own_modules(module)  # once more: a param_init_fn may put new ones there
     param_infos = make_param_infos(module)
+    for info in param_infos:  # what gets memory in place of the meta device is a new parameter
+        info.attributes = {**given.get(info.name, {}), **info.attributes}
     if device is not None:
         move(modules, device)
     if settings.sync_module_states:
@@ -118,6 +122,8 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
         module, param_infos, buffers, settings.placement, settings.precision, offload_from, tag,
         mesh,
     )  # fmt: skip
+    if mesh is None:
+        warn_of_lost_attributes(param_infos)
     use_sharded_views(unit)
     show_divided_params([unit])
     remember_values(unit, whole)
@@ -129,9 +135,10 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
 
 
 def _check_params_unused(modules: Modules) -> None:
-    """Refuse parameters that an optimizer holds or that have hooks."""
+    """Refuse parameters that an optimizer holds, that have hooks, or that share memory."""
     check_optimizers(modules)
     check_hooks(modules)
+    check_memory(modules)
 
 
 def default_device(group: dist.ProcessGroup) -> torch.device:

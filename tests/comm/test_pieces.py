@@ -44,7 +44,7 @@ def test_in_rows_it_is_its_block_of_each_parameter(world_size):
     tensor, _, found = cut(layout.sizes, layout.blocks, world_size)
     for mine, its in zip(found, by_rank(tensor, layout.blocks, world_size), strict=True):
         assert torch.equal(torch.cat(mine), torch.cat(its))
-        assert len(mine) < 5, "small blocks travel together"
+        assert len(mine) < len(layout.blocks), "small blocks travel together"
 
 
 def test_large_pieces_are_sent_from_where_they_are_and_small_ones_in_one_copy():

@@ -384,6 +384,64 @@ def test_a_model_in_rows_is_saved_as_one_in_chunks_and_loads_what_that_has_saved
         assert not any(tensor.any() for tensor in other.state_dict().values())
 
 
+def exchange(param):
+    average = param.detach() * 2
+    param.data, average = average, param.data
+
+
+ASSIGNED = {
+    "a DTensor": lambda p: setattr(p, "data", p.detach() * 2),
+    "a whole tensor": lambda p: setattr(p, "data", p.detach().full_tensor() * 2),
+    "a local tensor": lambda p: setattr(p, "data", p.detach().to_local() * 2),
+    "two exchanged": exchange,
+}
+WRITTEN = {
+    "data.copy_": lambda p: p.data.copy_(p.detach() * 2),
+    "data.mul_": lambda p: p.data.mul_(2),
+    "detach().copy_": lambda p: p.detach().copy_(p.detach() * 2),
+    "an initialization": lambda p: nn.init.constant_(p.data, 0.25),
+    "the local tensor": lambda p: p.to_local().mul_(2) if isinstance(p, DTensor) else p.mul_(2),
+}
+
+
+@pytest.mark.parametrize("what", ASSIGNED)
+@on_ranks(2)
+def test_what_is_assigned_to_data_is_refused_by_name(what):
+    """torch ignores it, and the model would go on with the values from before."""
+    model, expected = rows(), rows()
+    for _ in range(2):
+        backward(model)
+        backward(expected)
+        for param in list(model.parameters())[:2]:
+            ASSIGNED[what](param)
+        with pytest.raises(
+            RuntimeError, match=r"data of '0.weight', '0.bias' of unit <root>.*copy_"
+        ):
+            model(batch(WIDTH))
+        for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+            assert param.shape == other.shape and torch.equal(whole(param), whole(other))
+    backward(model)
+    model.double()
+    model(batch(WIDTH).double())
+
+
+@pytest.mark.parametrize("how", WRITTEN)
+@on_ranks(2)
+def test_what_is_written_in_place_counts_as_in_a_plain_model(how):
+    model, plain = rows(), ddp()
+    for each in (model, plain):
+        for _ in range(2):
+            each.zero_grad()
+            backward(each)
+            with torch.no_grad():
+                for param in each.parameters():
+                    WRITTEN[how](param)
+    backward(model)
+    backward(plain)
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(whole(param.detach()), expected.detach())
+
+
 @contextmanager
 def reduced():
     """The tensors that are handed to reduce_scatter in here."""
@@ -407,20 +465,21 @@ def test_of_a_unit_that_is_frozen_in_part_only_the_rest_has_gradients_and_is_sen
 
     model, plain = FSDP(low_rank(), use_orig_params=True), DDP(low_rank())
     unit, numel = model._unit, sum(p.numel() for p in plain.parameters() if p.requires_grad)
+    marks = 2 * unit.layout.marks
     for each in (model, plain):
         optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
         for at in range(3):
             optimizer.zero_grad()
             with reduced() as sent:
                 backward(each, at, 64)
-            assert sent == ([numel] if each is model else [])
+            assert sent == ([numel + marks] if each is model else [])
             optimizer.step()
     assert_same(model, plain)
     assert len(unit.sharded_flat_param.grad) == numel // 2
-    assert unit.unsharded.flat_param.numel() == numel < len(unit.unsharded.data)
+    assert unit.unsharded.flat_param.numel() == numel + marks < len(unit.unsharded.data)
     grads = {param.grad.to_local().untyped_storage()._cdata: param.grad.to_local().untyped_storage()
              for param in model.parameters() if param.grad is not None}  # fmt: skip
-    assert [storage.nbytes() for storage in grads.values()] == [4 * numel // 2]
+    assert [s.nbytes() for s in grads.values()] == [4 * (numel + marks) // 2]
 
 
 @on_ranks(2)

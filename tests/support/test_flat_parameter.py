@@ -1,5 +1,7 @@
 """flat_parameter.py: who may have the gradient of a shard, and who is told of optimizers."""
 
+import re
+import warnings
 from unittest.mock import patch
 
 import pytest
@@ -8,7 +10,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from minifsdp import FlatParameter
+from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.support.flat_parameter import flat_parameter as make
+from tests.ranks import device, on_ranks
+from tests.small import stack, step
 
 
 def flat_parameter(is_sharded: bool) -> FlatParameter:
@@ -143,3 +148,32 @@ def test_it_knows_its_unit_and_does_not_keep_it():
     assert param.unit() is thing and param.is_sharded and param.grad_dtype is torch.bfloat16
     del thing
     assert param.unit() is None
+
+
+@on_ranks(2)
+def test_who_chooses_chunks_by_their_dimensions_is_warned_once():
+    model = stack()
+
+    def to_initialize():
+        return [p for p in model.parameters() if p.dim() > 1]
+
+    def by_ndim():
+        return [p for p in model.parameters() if p.ndim < 2]
+
+    for choose, number in ((to_initialize, 0), (by_ndim, 5)):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("default")
+            assert len(choose()) == number
+        words = f"{choose.__name__}\\(\\) asks .* among them '0.weight' with 2.*use_orig"
+        assert len(found) == 1 and re.search(words, str(found[0].message))
+        assert {w.filename for w in found} == {__file__}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows = stack(use_orig_params=True)
+        assert len([p for p in rows.parameters() if p.dim() > 1]) == 5
+        vectors = FSDP(torch.nn.LayerNorm(6).to(device()))
+        assert [p.dim() for p in vectors.parameters()] == [1], "as those that it is made of"
+        optimizer = torch.optim.AdamW(model.parameters())  # torch's own code is not warned
+        step(model)
+        optimizer.step()
+        model.state_dict()
