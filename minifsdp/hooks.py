@@ -22,6 +22,7 @@ cannot be seen (an attribute, a closure). Then the hook on saved parameters stil
 gradient can be computed without what autograd has saved (support/saved_tensors.py).
 """
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -65,6 +66,7 @@ class Hooks:
         self.backward = Backward(engine)
         self.calls = self.backward.calls
         self.depth = 0  # of forwards within forwards
+        self._threads: dict[str, int] = {}  # the one that runs the outermost of them
         self.summoned: dict[Unit, Any] = {}
         self._graph_waits = False  # there was a forward before this one, and not yet its backward
         self.state_dict_calls = StateDictCalls()
@@ -94,6 +96,8 @@ class Hooks:
             check_summoned(unit, self.engine.units, any(self.summoned.values()))
             if unit in self.summoned:
                 return run(*args, **kwargs)
+        if unit is self.engine.root or not self.depth:
+            self._check_thread()
         self.depth += 1
         first = torch._C._autograd._get_sequence_nr()  # of the operations to come
         try:
@@ -116,6 +120,8 @@ class Hooks:
         finally:
             self.depth -= 1
             del self.calls[self.depth :]
+            if not self.depth:
+                self._threads.clear()
         return output
 
     @without_modes
@@ -179,6 +185,7 @@ class Hooks:
     def forward_failed(self, unit: Unit) -> None:
         """The module has raised. Leave everything so that the next forward finds it in order."""
         if self._outermost and not self.summoned:
+            wait_for_readers()  # the program may catch this, and change parameters
             self.agreement.failed()
             self.engine.reset()
             self.engine.prefetcher.forget()
@@ -187,6 +194,26 @@ class Hooks:
         elif unit.state.training is not TrainingState.PRE_BACKWARD and self.agreement.may_reshard:
             # Only this one: its caller may catch the exception, whose traceback may hold views.
             self.engine.parameters.reshard(unit)
+
+    def _check_thread(self) -> None:
+        """Refuse a forward beside one, or beside a backward, that another thread runs.
+
+        Raises:
+            RuntimeError: there is one.
+        """
+        if torch._C._current_graph_task_id() >= 0:
+            return  # in a backward, which may run parts of a forward, perhaps in autograd's thread
+        thread = threading.get_ident()
+        beside = self.backward.running and not self.depth
+        # In one operation, so that of two threads that come at the same time one is refused.
+        if beside or self._threads.setdefault("forward", thread) != thread:
+            raise RuntimeError(
+                f"this model (root: {type(self.engine.root.module).__name__}) runs in another "
+                f"thread at the same time. Its units are gathered and freed in one order, for one "
+                f"forward or backward at a time. Let the threads take turns, with a "
+                f"threading.Lock() around forward and backward, or give each thread a model and a "
+                f"process group of its own."
+            )
 
     @property
     def _outermost(self) -> bool:

@@ -127,8 +127,11 @@ class RankAgreement:
         Raises:
             ValueError: ranks have wrapped different modules, or the same with other settings or
                 other values. All ranks raise it.
-            RuntimeError: an exception has ended the last step of this rank, but not of the others.
+            RuntimeError: an exception has ended the last step of this rank, but not of the others;
+                or the process group was destroyed.
         """
+        if not (forward and self._compared):  # before torch is asked for them
+            self._process_groups()
         if self._failed:
             self._failed = False
             for group in self._groups:
@@ -175,7 +178,8 @@ class RankAgreement:
             forget_values(self.units)
 
     def _process_groups(self) -> list[Group]:
-        """Those that units are sharded and replicated in, in the order of the units."""
+        """Those that units are sharded and replicated in, in the order of the units. Raises if one
+        of them was destroyed."""
         found = [groups_with_peers((unit.shard_group, unit.replicate_group)) for unit in self.units]
         return list(dict.fromkeys(group for groups in found for group in groups))
 

@@ -3,6 +3,7 @@
 collectives.py      all-gather, reduce-scatter, all-reduce, broadcast
 transport.py        what carries a message: gloo, or memory that the other rank reads
 same_machine.py     ranks on one machine read each other's memory
+boards.py           what a rank says to one other rank there, in memory that outlives either
 process_memory.py   the memory of another process, read
 neighbors.py        which ranks these are
 pieces.py           a gradient that is sent from where autograd has left it

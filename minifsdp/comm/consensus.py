@@ -24,8 +24,9 @@ column. Here rank 1 has found a problem::
 """
 
 import pickle
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +34,7 @@ import torch.distributed as dist
 
 from minifsdp.comm import deadlock_watch
 from minifsdp.comm.collectives import Group, all_gather
-from minifsdp.comm.message_tags import Kind, Message
+from minifsdp.comm.message_tags import Kind, Message, check_exists
 
 Own = TypeVar("Own")
 Agreed = TypeVar("Agreed")
@@ -43,8 +44,13 @@ def groups_with_peers(groups: Iterable[Group | None]) -> list[Group]:
     """Those of ``groups`` in which there is another rank that answers.
 
     The ranks of torch's "fake" backend never answer; sim/ uses it.
+
+    Raises:
+        RuntimeError: one of them was destroyed.
     """
     found = [group for group in groups if group is not None and group.size() > 1]
+    for group in found:
+        check_exists(group)
     return [group for group in found if "fake" not in dist.get_backend_config(group)]
 
 
@@ -86,7 +92,7 @@ def gather_objects(mine: Own, group: Group, about: str = "an exchange of objects
 
 
 def gather_numbers(
-    groups: Iterable[Group], mine: list[int], device: torch.device, tag: int, about: str, kind: Kind
+    groups: Sequence[Group], mine: list[int], device: torch.device, tag: int, about: str, kind: Kind
 ) -> dict[int, list[int]]:
     """The numbers of all ranks of some groups, by rank, through small tensors.
 
@@ -96,6 +102,8 @@ def gather_numbers(
         tag, kind: these make up the tag of the message; see message_tags.py.
         about: what it is, in words.
     """
+    for group in groups:
+        check_exists(group)  # without any there is no rank either
     rows = [[dist.get_rank(), *mine]]
     for group in groups:
         sent = torch.tensor(rows, device=device).view(-1)
@@ -110,7 +118,8 @@ def _exchange(group: Group, about: str, note: Any, judge: Callable[..., Any]) ->
     message = Message(group, 0, Kind.STORE, 1, f"{about} with the ranks {ranks}")
     key = f"minifsdp/consensus/{message.label}/{message.count}"
     store: Any = dist.distributed_c10d._get_default_store()
-    deadlock_watch.waiting = message
+    thread = threading.get_ident()
+    deadlock_watch.waiting[thread] = message
     try:
         if dist.get_rank() != ranks[0]:
             store.set(f"{key}/{dist.get_rank()}", pickle.dumps(note))
@@ -123,7 +132,7 @@ def _exchange(group: Group, about: str, note: Any, judge: Callable[..., Any]) ->
             store.set(key, pickle.dumps(judge(list(owns), list(agreed))))
         return _read(store, key, message)
     finally:
-        deadlock_watch.waiting = None
+        deadlock_watch.waiting.pop(thread, None)
 
 
 def _read(store: Any, key: str, message: Message) -> Any:

@@ -6,17 +6,19 @@ not have, its data has ended a batch earlier, or it saves a checkpoint alone. Th
 each other until the timeout of their group, minutes later, and the error says nothing about the
 cause.
 
-So each process has a thread that looks, twice a second, whether the main thread is waiting. If it
-has been waiting at the same place for a few seconds, the thread
+So each process has a thread that looks, twice a second, whether all threads that run a model, as a
+rule the main thread alone, are waiting. If they have been waiting at the same places for a few
+seconds, the thread
 
 1. writes a report (wait_reports.py) into the store of the process group: what this rank waits for
    and what it has started. The store needs no answer from other ranks, so this works in a deadlock;
 2. reads the reports of the others, and finds out whether they prove a deadlock. A rank that is
    slow, but does not wait, has no report and is never suspected;
 3. if so, closes the connections of the model's groups, which is the only way to make gloo's waits
-   return. The main thread then raises an error that says where each rank is waiting.
+   return. Who has waited then raises an error that says where each rank is waiting.
 
-A rank that never waits, because it computes forever for example, is not noticed.
+A rank that never waits, because it computes forever for example, is not noticed; nor is a thread
+that waits in vain while another one of its process trains another model.
 """
 
 import atexit
@@ -32,16 +34,16 @@ import torch
 import torch.distributed as dist
 
 from minifsdp.comm import same_machine
-from minifsdp.comm.message_tags import Message
-from minifsdp.comm.wait_reports import Wait, WaitReport, called_from, deadlocked, torch_collective
+from minifsdp.comm.message_tags import Message, exists
+from minifsdp.comm.wait_reports import WaitReport, Waits, all_waits, called_from, deadlocked
 
 POLL = 0.5  # seconds
-PATIENCE = 4  # as many polls have to find the main thread in the same wait before this reports it
+PATIENCE = 4  # as many polls have to find the rank in the same wait before this reports it
 # Keys in the store begin with this. <rank>: its report; asked/<rank>: how many new reports other
 # ranks have asked it for; why/<group>: the verdict with which the group was closed.
 _KEY = "minifsdp/watch"
-waiting: Message | None = None
-"""What the main thread waits for now; None if it does not wait for a message of minifsdp's."""
+waiting: dict[int, Message] = {}
+"""What each thread waits for now, by its identifier, if it waits for a message of minifsdp's."""
 unfinished: dict[Message, Sequence[Any]] = {}
 """What was started and has not been waited for. An exception may end a forward whose model is then
 deleted. If a message arrives for a receive that was deleted, gloo stops reading from that
@@ -58,6 +60,7 @@ def watch(groups: list[dist.ProcessGroup]) -> None:
     Groups of NCCL are left to NCCL's own watchdog, because their waits cannot be ended from here.
     """
     global _thread
+    _close_destroyed()  # groups of the same names perhaps, from before the program made new ones
     gloo = [group for group in groups if "gloo" in dist.get_backend_config(group)]
     for group in gloo:
         _groups[group.group_name] = gloo
@@ -67,10 +70,11 @@ def watch(groups: list[dist.ProcessGroup]) -> None:
 
 
 def explain(message: Message, error: Exception) -> RuntimeError:
-    """What to raise when the wait for ``message`` has ended with ``error``.
+    """What to raise when the wait for ``message`` has ended with ``error``, which says that another
+    rank does not come.
 
     It says where all ranks are, if this rank or another one has found a deadlock; else it says what
-    this rank was waiting for, and the error of gloo.
+    this rank was waiting for, and the error.
     """
     if message.verdict is None:
         with suppress(RuntimeError):  # the store may be gone, too
@@ -88,18 +92,17 @@ def explain(message: Message, error: Exception) -> RuntimeError:
 
 
 def _run() -> None:
-    """What the thread does: find out whether the main thread has been in one wait for long."""
-    seen: Wait | None = None
+    """What the thread does: find out whether this rank has been in one wait for long."""
+    seen: Waits = {}
     long_wait: _LongWait | None = None
-    polls = 0  # that have found the main thread in the wait that was seen last
+    polls = 0  # that have found the rank in the wait that was seen last
     while not _exiting.wait(POLL):
-        if not dist.is_initialized():
-            _close_all()
+        _close_destroyed()
         try:
-            now = waiting or torch_collective()
-        except Exception:  # the main thread has gone on while this read its stack
-            now = None
-        if now is None or now != seen:
+            now = all_waits(waiting)
+        except Exception:  # a thread has gone on while this read its stack
+            now = {}
+        if not now or now != seen:
             seen, long_wait, polls = now, None, 0
             continue
         polls += 1
@@ -117,10 +120,10 @@ def _run() -> None:
 
 
 class _LongWait:
-    """One wait of this rank that has lasted for a few seconds."""
+    """One wait of this rank that has lasted for a few seconds, of one thread or of several."""
 
-    def __init__(self, wait: Wait) -> None:
-        self.wait, self.rank, self.store = wait, dist.get_rank(), _store()
+    def __init__(self, waits: Waits) -> None:
+        self.waits, self.rank, self.store = waits, dist.get_rank(), _store()
         self.questions: dict[int, int] = {}  # rank -> the number of this rank's question to it
         self.found: set[int] = set()  # the deadlocked ranks, when this looked last
         self.report: WaitReport | None = None  # None: the wait is over
@@ -128,41 +131,44 @@ class _LongWait:
 
     def publish(self, answered: int) -> None:
         """Write this rank's report, which answers the first ``answered`` questions."""
-        report = WaitReport.on(self.wait, answered)
+        report = WaitReport.on(self.waits, answered)
         # If the wait has ended meanwhile, the report may mix what was true before and after that,
         # and other ranks would find a deadlock where there is none.
-        if (waiting or torch_collective()) == self.wait:
+        if all_waits(waiting) == self.waits:
             self.report = report
             self.store.set(f"{_KEY}/{self.rank}", pickle.dumps(report))
 
     def check(self) -> None:
         """Read the reports of the others, and end the wait if they prove a deadlock."""
         assert self.report is not None
-        if not isinstance(self.wait, Message):  # torch's own, which this could not end
+        if self.report.in_torch:
             asked = self.store.add(f"{_KEY}/asked/{self.rank}", 0)
             if asked > self.report.answered:
                 self.publish(asked)
+        messages = [wait for wait in self.waits.values() if isinstance(wait, Message)]
+        if not messages:  # torch's own, which this could not end
             return
         # Also those of ranks that only the other ranks wait for: a deadlock may go through them.
-        reports, unread = {self.rank: self.report}, set(self.report.ranks)
+        reports, unread = {self.rank: self.report}, self.report.ranks
         while unread:
             rank = unread.pop()
             if rank not in reports and (report := self._read(rank)) is not None:
                 reports[rank] = report
-                unread.update(set(report.ranks) - set(reports))
+                unread.update(report.ranks - set(reports))
         found = deadlocked(reports)
         before, self.found = self.found, found
         # Only if it was found twice. Meanwhile all ranks that are part of it have written their
         # reports, so the error says where each of them is.
-        if self.rank in found and found == before and waiting is self.wait:
-            places = (f"rank {r}: in {reports[r].waits_for}" for r in sorted(found))
-            self.end_wait(self.wait, "; ".join(places))
+        if self.rank in found and found == before and all_waits(waiting) == self.waits:
+            places = "; ".join(f"rank {rank}: in {reports[rank]}" for rank in sorted(found))
+            for message in messages:
+                self.end_wait(message, places)
 
     def _read(self, rank: int) -> WaitReport | None:
         if not self.store.check([f"{_KEY}/{rank}"]):
             return None
         report: WaitReport = pickle.loads(self.store.get(f"{_KEY}/{rank}"))
-        if report.awaited is None:
+        if report.in_torch:
             # A report about a message stays true (see wait_reports.py). But one about a barrier may
             # be old: the barrier may be over, and this rank's message may be the next thing there.
             # So ask the rank for a new report, which then comes after this rank's wait has begun.
@@ -173,7 +179,7 @@ class _LongWait:
         return report
 
     def end_wait(self, message: Message, places: str) -> None:
-        """Have the main thread raise.
+        """Have the thread raise that waits for a message.
 
         Args:
             places: where each of the deadlocked ranks is, in words.
@@ -195,13 +201,17 @@ class _LongWait:
             _close(group)
 
 
-def _close_all() -> None:
-    """Close the connections of a process group that the user has destroyed. Else ranks that wait
-    for this one would wait until a timeout, instead of raising at once."""
-    unfinished.clear()
-    for name in list(_groups):
-        for group in _groups.pop(name):
-            _close(group)
+def _close_destroyed() -> None:
+    """Close the connections of process groups that the user has destroyed. Else ranks that wait for
+    this one would wait until a timeout, instead of raising at once."""
+    for name, groups in list(_groups.items()):
+        for group in groups:
+            if group.group_name == name and not exists(group):
+                _groups.pop(name, None)
+                _close(group)
+    for message in list(unfinished):
+        if not exists(message.group):
+            unfinished.pop(message, None)
 
 
 def _close(group: dist.ProcessGroup) -> None:

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minifsdp.comm import collectives, deadlock_watch
+from minifsdp.comm import collectives
 from minifsdp.comm.collectives import Group
 from minifsdp.comm.message_tags import Kind, Message
+from minifsdp.comm.transport import Work, wait_for
 
 Pieces = Sequence[range]
 """Which elements of the whole tensor a rank has, in the order in which it has them."""
@@ -86,36 +87,31 @@ def _send(leaving: Parts, arriving: Parts, like: Tensor, group: Group, label: st
         like: a tensor of the dtype and on the device of all parts.
     """
     message = Message(group, 0, Kind.OTHER, like.itemsize, label)
-    deadlock_watch.waiting = message
-    try:
-        if collectives.NATIVE or like.device.type != "cpu":
-            _send_end_to_end(leaving, arriving, like, group)
-            return
-        works = []
-        for source, places in enumerate(arriving):
-            works += [group.recv([place], source, message.tag) for place in places]
-        for to, parts in enumerate(leaving):
-            works += [group.send([part], to, message.tag) for part in parts]
-        for work in works:
-            work.wait()
-    except RuntimeError as error:
-        raise deadlock_watch.explain(message, error) from error
-    finally:
-        deadlock_watch.waiting = None
+    if collectives.NATIVE or like.device.type != "cpu":
+        _send_end_to_end(leaving, arriving, like, message)
+        return
+    works: list[Work] = []
+    for source, places in enumerate(arriving):
+        works += [group.recv([place], source, message.tag) for place in places]
+    for to, parts in enumerate(leaving):
+        works += [group.send([part], to, message.tag) for part in parts]
+    wait_for(works, message)()
 
 
-def _send_end_to_end(leaving: Parts, arriving: Parts, like: Tensor, group: Group) -> None:
+def _send_end_to_end(leaving: Parts, arriving: Parts, like: Tensor, message: Message) -> None:
     empty, size = like.new_empty(0), like.itemsize
     sent = torch.cat([part for to_one in leaving for part in to_one] or [empty])
     places = [place for of_one in arriving for place in of_one]
     received = sent.new_empty(sum(place.numel() for place in places))
-    dist.all_to_all_single(  # as bytes: gloo does not know every dtype
+    work = dist.all_to_all_single(  # as bytes: gloo does not know every dtype
         received.view(torch.uint8),
         sent.view(torch.uint8),
         output_split_sizes=[sum(part.numel() for part in of_one) * size for of_one in arriving],
         input_split_sizes=[sum(part.numel() for part in to_one) * size for to_one in leaving],
-        group=group,
+        group=message.group,
+        async_op=True,
     )
+    wait_for([work], message)()
     pieces = torch.split(received, [place.numel() for place in places])
     for place, piece in zip(places, pieces, strict=True):
         place.copy_(piece)

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from minifsdp.api import ShardingStrategy
 from minifsdp.comm.collectives import Group
 from minifsdp.comm.consensus import gather_objects
+from minifsdp.comm.message_tags import check_exists
 
 
 class Placement(NamedTuple):
@@ -156,6 +157,8 @@ def mesh_of(placement: Placement, device_type: str) -> DeviceMesh:
     """The ranks of a placement as a DeviceMesh, which DTensors need: of the ranks that shard, of
     those that replicate, or of both with the dimensions (replicate, shard)."""
     shard, replicate = placement.shard_group, placement.replicate_group
+    for found in filter(None, (shard, replicate)):
+        check_exists(found)
     if shard is None or replicate is None:
         group = shard or replicate
         assert group is not None

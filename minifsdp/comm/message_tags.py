@@ -15,6 +15,7 @@ torch's own collectives (broadcast, and on a GPU all of them) have no tags. They
 all the same, because deadlock_watch.py has to know which rank has started which.
 """
 
+import threading
 import weakref
 from enum import IntEnum
 
@@ -45,6 +46,8 @@ _WORDS = {
 }
 started: dict[Key, int] = {}
 """How many messages with this key this rank has started in the current default process group."""
+owners: dict[str, int] = {}
+"""By name of a process group: the thread that has started the last message in it."""
 
 _world: "weakref.ref[dist.ProcessGroup] | None" = None  # the default group of these counts
 
@@ -58,6 +61,9 @@ class Message:
         size: bytes per element. It is in the tag because gloo ends the process when a message is
             longer than its receiver expects, as it is if ranks compute in different dtypes.
         label: of the unit, for errors; or, for other kinds, what the message is.
+
+    Raises:
+        RuntimeError: the process group was destroyed.
     """
 
     __slots__ = ("count", "group", "key", "kind", "label", "verdict")
@@ -65,9 +71,7 @@ class Message:
     def __init__(
         self, group: dist.ProcessGroup, number: int, kind: Kind, size: int, label: str
     ) -> None:
-        # What goes through the store is counted by what it is about and between which ranks, which
-        # is in the label: ranks may hold different groups of the same ranks.
-        name = label if kind is Kind.STORE else group.group_name
+        check_exists(group)
         global _world
         now: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]  # there is one
         if _world is None or _world() is not now:
@@ -75,6 +79,16 @@ class Message:
             # messages on one rank than on the others, so all ranks count from zero again.
             _world = weakref.ref(now)
             started.clear()
+            owners.clear()
+        name: str = group.group_name
+        owners[name] = thread = threading.get_ident()
+        # What goes through the store is counted by what it is about and between which ranks, which
+        # is in the label: ranks may hold different groups of the same ranks. Not so in a thread
+        # beside the main one: others may say the same there of other groups, in any order.
+        if kind is Kind.STORE and thread == threading.main_thread().ident:
+            name = label
+        elif kind is Kind.STORE:
+            name = label = f"{label}, in group {name!r} in a thread"
         self.key: Key = (name, number, kind.value, size)
         self.count = started[self.key] = started.get(self.key, 0) + 1
         self.group, self.label, self.kind = group, label, kind
@@ -104,6 +118,26 @@ class Message:
 
     def __str__(self) -> str:
         return _WORDS.get(self.kind, "{}").format(self.label, self.key[-1])
+
+
+def exists(group: dist.ProcessGroup) -> bool:
+    """Whether a process group has not been destroyed."""
+    return group in dist.distributed_c10d._world.pg_group_ranks
+
+
+def check_exists(group: dist.ProcessGroup) -> None:
+    """Refuse to say anything in a process group that was destroyed.
+
+    Raises:
+        RuntimeError: it was.
+    """
+    if not exists(group):
+        raise RuntimeError(
+            "the process group of this model is gone: dist.destroy_process_group() was called, and "
+            "this needs other ranks. Destroy it at the very end: after the last forward, backward, "
+            "state_dict, clip_grad_norm_ and whatever else ranks do together. To go on after it, "
+            "call init_process_group(), build and wrap the model again, and load a checkpoint."
+        )
 
 
 def messages_started() -> int:

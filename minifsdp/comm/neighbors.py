@@ -5,43 +5,65 @@ another process. So each rank writes a random number to its memory, and the othe
 
     rank 0   process 40, address a, number x        rank 1 reads x there?  yes: on one machine
                                                     rank 2 finds no process 40, or not x
+
+The number stays there. A rank that waits for another one tries to read it again, and knows by that
+whether the process still lives.
 """
 
 import ctypes
 import os
 import secrets
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
 
 import torch
 
 from minifsdp.comm import same_machine
+from minifsdp.comm.boards import Board
 from minifsdp.comm.collectives import Group, all_gather
 from minifsdp.comm.message_tags import Kind
-from minifsdp.comm.process_memory import POSSIBLE, read_memory
-from minifsdp.comm.same_machine import Board, Neighbor
+from minifsdp.comm.process_memory import POSSIBLE, Unreadable, read_memory
+from minifsdp.comm.same_machine import Neighbor
+
+_numbers: list[object] = []  # kept: other ranks look at them for as long as this process lives
 
 
 def find_neighbors(group: Group) -> None:
     """From now on, ranks of ``group`` that are on one machine read each other's memory. All of its
-    ranks have to call this. Nothing, if they have done so before, or if gloo is asked for."""
+    ranks have to call this. It does nothing if they have done so before, or if gloo is asked for.
+    """
     if group in same_machine.neighbors or not same_machine.WANTED:
         return
     same_machine.neighbors[group] = {}
     _allow_siblings()
-    # It has to live until all have tried, which they have when the second gather is complete.
     number = (ctypes.c_int64 * 1)(secrets.randbits(62))
+    _numbers.append(number)
     others = _gather(group, [os.getpid(), ctypes.addressof(number), number[0]])
-    boards = {
-        rank: Board()
-        for rank, (process, address, expected) in enumerate(others)
-        if rank != group.rank() and POSSIBLE and _reads(process, address, expected)
+    lives = {
+        rank: partial(_reads, *other) for rank, other in enumerate(others) if rank != group.rank()
     }
-    mine = [boards[rank].address if rank in boards else 0 for rank in range(group.size())]
-    theirs = [row[group.rank()] for row in _gather(group, mine)]
+    near = [rank for rank in lives if POSSIBLE and lives[rank]()]
+    own = _boards(near, lambda rank: Board.new(number[0]))
+    mine = [own[rank].file if rank in own else -1 for rank in range(group.size())]
+    files = [row[group.rank()] for row in _gather(group, mine)]
+    theirs = _boards(own, lambda rank: Board.of(others[rank][0], files[rank], others[rank][2]))
+    # A rank that could not do one of this is none to the other one either.
+    found = _gather(group, [int(rank in theirs) for rank in range(group.size())])
     same_machine.neighbors[group] = {
-        rank: Neighbor(rank, others[rank][0], theirs[rank], board)
-        for rank, board in boards.items()
-        if theirs[rank]  # else only one of the two could read
+        rank: Neighbor(rank, others[rank][0], own[rank], theirs[rank], lives[rank])
+        for rank in theirs
+        if found[rank][group.rank()]
     }
+
+
+def _boards(ranks: Iterable[int], make: Callable[[int], Board]) -> dict[int, Board]:
+    """A board for each of the ranks for which the system allows it."""
+    made = {}
+    for rank in ranks:
+        with suppress(OSError, ValueError):
+            made[rank] = make(rank)
+    return made
 
 
 def _gather(group: Group, numbers: list[int]) -> list[list[int]]:
@@ -56,7 +78,7 @@ def _reads(process: int, address: int, expected: int) -> bool:
     found = (ctypes.c_int64 * 1)()
     try:
         read_memory(process, address, found)
-    except RuntimeError:
+    except Unreadable:
         return False
     return found[0] == expected
 

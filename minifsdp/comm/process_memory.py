@@ -14,6 +14,10 @@ POSSIBLE = sys.platform == "linux" and platform.machine() == "x86_64"
 and same_machine.py has to know that what it reads is complete."""
 
 
+class Unreadable(RuntimeError):  # noqa: N818  # it says what is the matter
+    """There is no such process any more, no such memory, or no permission."""
+
+
 class _Range(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
@@ -22,7 +26,7 @@ def read_memory(process: int, address: int, into: "ctypes.Array[ctypes.c_int64]"
     """Copy from the memory of another process.
 
     Raises:
-        RuntimeError: there is no such process any more, no such memory, or no permission.
+        Unreadable: it cannot be read.
     """
     copy_memory(process, address, ctypes.addressof(into), ctypes.sizeof(into))
 
@@ -31,7 +35,7 @@ def copy_memory(process: int, address: int, into: int, nbytes: int) -> None:
     """Copy ``nbytes`` bytes at ``address`` in another process to the address ``into`` in this one.
 
     Raises:
-        RuntimeError: as :func:`read_memory` does.
+        Unreadable: it cannot be read.
     """
     here, there = _Range(), _Range()
     done = 0
@@ -41,12 +45,19 @@ def copy_memory(process: int, address: int, into: int, nbytes: int) -> None:
         copied = _readv(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
         if copied <= 0:
             why = os.strerror(ctypes.get_errno())
-            raise RuntimeError(f"the memory of process {process} cannot be read: {why}")
+            raise Unreadable(f"the memory of process {process} cannot be read: {why}")
         done += copied
+
+
+def free_part(file: int, start: int, nbytes: int) -> None:
+    """Give back the memory of a part of a file that lives in memory; see fallocate(2)."""
+    punch_hole_and_keep_size = 3
+    _fallocate(file, punch_hole_and_keep_size, start, nbytes)
 
 
 if POSSIBLE:
     _libc = ctypes.CDLL(None, use_errno=True)
-    _readv = _libc.process_vm_readv
+    _readv, _fallocate = _libc.process_vm_readv, _libc.fallocate
     _readv.restype = ctypes.c_ssize_t
     _readv.argtypes = [ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong]
+    _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]

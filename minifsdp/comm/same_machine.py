@@ -7,23 +7,34 @@ its data is, and the other one fetches it::
 
     rank 0, lends                              rank 1, reads
 
-    board: message 7 is at address a  <-------  looks at rank 0's board until message 7 is there
-    memory at a                       ------->  copies it to its own memory
-    looks at rank 1's board           ------->  board: message 7 is read
-    until message 7 is read
+    its board: message 7 is at address a  <--  looks at rank 0's board until message 7 is there
+    memory at a                           -->  copies it to its own memory
+    looks at its board until              <--  rank 0's board: message 7 is read
+    message 7 is read
 
-A *board* is memory of this process with a line for each unit and kind of message, in which a loan
-stands until the other rank has read it. Nothing is sent at all: each rank writes to its own board
-and reads those of others. A rank that is late finds a copy: nobody waits for it for long. Ranks
-that cannot do this send by gloo: those on other machines, in other containers, or on a system that
-forbids it. ``MINIFSDP_COLLECTIVES=gloo`` has all of them do so.
+A *board* (boards.py) is memory of both processes with a line for each unit and kind of message, in
+which a loan stands until the other rank has read it. Nothing is sent at all.
+
+**Nobody waits for a rank that is late for long.** It finds a copy on the board. Before memory that
+was lent changes, it has been read, or there is a copy (:meth:`Loan.wait`). So between two calls of
+a model all that it has lent is on boards, or was read. It can be read for as long as the reader
+lives, whatever becomes of its lender: it may destroy its process group, return, or be killed.
+
+**A number that is read is the lender's.** A rank that leaves a group in the middle of a step, which
+an exception may have ended there, withdraws what it lends from its own memory. The reader looks at
+the line again when it has copied. If the line has changed, then perhaps while it was copying: it
+copies from the new place, or raises if the loan was withdrawn.
+
+Ranks that cannot do this send by gloo: those on other machines, in other containers, or on a system
+that forbids it. ``MINIFSDP_COLLECTIVES=gloo`` has all of them do so.
 
 Sources: process_vm_readv(2); Open MPI's "vader" transport and others call it cross memory attach.
+Looking at the line again is what a reader of a sequence lock does.
 """
 
 import ctypes
-import mmap
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -33,13 +44,11 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
+from minifsdp.comm.boards import COPY, LENT, NBYTES, READ, WHERE, Board
 from minifsdp.comm.message_tags import Message
-from minifsdp.comm.process_memory import copy_memory, read_memory
+from minifsdp.comm.process_memory import Unreadable, copy_memory, read_memory
 
 WANTED = os.environ.get("MINIFSDP_COLLECTIVES") != "gloo"
-_LENT, _ADDRESSES, _NBYTES, _READ = range(4)  # the numbers of a line
-_LINE = 4 * 8  # bytes
-_LINES = 1 << 17  # for each unit and kind (Message.line); untouched lines take no memory
 _PAUSE, _LONGEST = 5e-5, 1e-3  # seconds between looks at a board: a tenth of what has passed
 _LONG = 0.01  # seconds to wait until a neighbor reads what it has been lent
 
@@ -48,28 +57,8 @@ bytes_lent = 0
 """What other ranks have got of this one in this way."""
 
 
-class Board:
-    """This rank's board for one other rank."""
-
-    def __init__(self) -> None:
-        memory = mmap.mmap(-1, _LINE * (_LINES + 1), mmap.MAP_PRIVATE)
-        self._numbers = memoryview(memory).cast("q")
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self.closed = False
-        _boards.append(self)
-
-    def write(self, line: int, place: int, number: int) -> None:
-        """Write one number of a line."""
-        self._numbers[4 * line + place] = number
-
-    def close(self) -> None:
-        """Tell the other rank that there will be nothing more: in a line after all others."""
-        self.write(_LINES, _LENT, 1)
-        self.closed = True
-
-
-# None is unmapped: other ranks may look at it for as long as this process lives.
-_boards: list[Board] = []
+class RankLost(RuntimeError):  # noqa: N818  # it says what is the matter
+    """A neighbor has ended, has left the group, or does not come."""
 
 
 class Neighbor:
@@ -78,35 +67,37 @@ class Neighbor:
     Args:
         rank: its number in the group.
         process: its process id.
-        address: of its board for this rank.
-        board: this rank's board for it.
+        own: this rank's board for it.
+        theirs: its board for this rank.
+        lives: whether its process is still there.
+
+    Attributes:
+        lock: held by the thread that lends, makes a copy, or leaves.
     """
 
-    def __init__(self, rank: int, process: int, address: int, board: Board) -> None:
-        self.rank, self.process, self.address, self.board = rank, process, address, board
+    def __init__(
+        self, rank: int, process: int, own: Board, theirs: Board, lives: Callable[[], bool]
+    ) -> None:
+        self.rank, self.process, self.own, self.theirs = rank, process, own, theirs
         self.loans: dict[int, Loan] = {}  # by line; those that it may not have read yet
-        self._line = (ctypes.c_int64 * 4)()
+        self.lock = threading.Lock()
+        self._lives = lives
 
     def loan_before(self, message: Message) -> "Loan | None":
         """What still stands in the line of a message that is to be lent: the same unit's message
         before it. Wait for it first."""
         for loan in list(self.loans.values()):
-            if not loan.is_read():  # else it goes, and lets go what it has kept, perhaps a copy
+            if not loan.is_read():  # else it goes, and lets go what it has kept
                 break
         return self.loans.get(message.line)
-
-    def line(self, number: int) -> "ctypes.Array[ctypes.c_int64]":
-        """What stands in a line of its board for this rank now."""
-        read_memory(self.process, self.address + _LINE * number, self._line)
-        return self._line
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Look again and again, first at once, for it is usually soon. After that read also what
         else is lent to this rank: the other one may wait for that.
 
         Raises:
-            RuntimeError: it will not come true, since the other rank has ended, has left the group
-                or waits elsewhere.
+            RankLost: it will not come true, since the other rank has ended, has left the group or
+                waits elsewhere.
         """
         if condition():
             return
@@ -121,11 +112,29 @@ class Neighbor:
             for fetch in list(_unread):
                 with suppress(RuntimeError):  # that is for whoever waits for it
                     fetch.read_if_lent()
-            # deadlock_watch.py closes the board if the other rank waits elsewhere.
-            if self.board.closed or (self.line(_LINES)[_LENT] and not condition()):
-                raise RuntimeError(f"this rank or rank {self.rank} of the group has left it")
+            # Once more after that: it may have lent this last, or read it.
+            if (gone := self._gone()) and not condition():
+                raise RankLost(gone)
             if time.monotonic() > deadline:
-                raise RuntimeError(f"rank {self.rank} of the group did not come in time")
+                raise RankLost(f"rank {self.rank} of the group did not come in time")
+
+    def _gone(self) -> str:
+        """Why nothing more will come, in words; empty if it may."""
+        # deadlock_watch.py closes the board if the other rank waits elsewhere.
+        if self.own.closed or self.theirs.closed:
+            return f"this rank or rank {self.rank} of the group has left it"
+        if not self._lives():
+            return f"the process {self.process} of rank {self.rank} of the group has ended"
+        return ""
+
+    def leave(self) -> None:
+        """Withdraw what is lent from this rank's memory, and close the board."""
+        with self.lock:
+            for loan in self.loans.values():
+                if not loan.is_copy:
+                    self.own.write(loan.line, LENT, 0)
+            self.own.close()
+            self.loans.clear()
 
 
 class Loan:
@@ -136,6 +145,9 @@ class Loan:
 
     Attributes:
         is_copy: a copy is lent in their place, so they may change.
+
+    Raises:
+        RankLost: this rank has left the group.
     """
 
     def __init__(self, neighbor: Neighbor, tensors: Sequence[Tensor], message: Message) -> None:
@@ -145,21 +157,25 @@ class Loan:
         self.neighbor, self.message, self.is_copy = neighbor, message, False
         self.line, self.serial = message.line, message.serial
         assert self.line not in neighbor.loans, message
-        self._show(tensors)
-        neighbor.board.write(self.line, _NBYTES, nbytes)
-        neighbor.board.write(self.line, _LENT, self.serial)  # last: from now on it is read
-        neighbor.loans[self.line] = self
+        self.tensors = tensors
+        addresses = (tensor.data_ptr() for tensor in tensors)
+        self._addresses = (ctypes.c_int64 * len(tensors))(*addresses)
+        board = neighbor.own
+        with neighbor.lock:
+            if board.closed:
+                raise RankLost("this rank has left the group")
+            board.write(self.line, WHERE, ctypes.addressof(self._addresses))
+            board.write(self.line, NBYTES, nbytes)
+            board.write(self.line, LENT, self.serial)  # last: from now on it is read
+            neighbor.loans[self.line] = self
 
     def is_read(self) -> bool:
-        """Whether the neighbor has read it, or never will, since it has ended."""
+        """Whether the neighbor has read it, or never will, since this rank has left the group."""
         loans = self.neighbor.loans
         if loans.get(self.line) is not self:
             return True
-        try:
-            if self.neighbor.line(self.line)[_READ] != self.serial:
-                return False
-        except RuntimeError:
-            pass  # who needs something of it will hear of that
+        if self.neighbor.own.read(self.line, READ) != self.serial:
+            return False
         loans.pop(self.line, None)  # deadlock_watch.py's thread may have taken out all of them
         return True
 
@@ -178,18 +194,14 @@ class Loan:
         self.neighbor.wait_until(self.is_read)
 
     def _leave_a_copy(self) -> None:
-        _before = self.tensors, self._addresses  # kept until this function returns
-        self._show([tensor.clone() for tensor in self.tensors])
-        # Who has begun to read before that reads what was there before; it is soon done.
-        while not self.is_read() and self.neighbor.line(self.line)[_READ] == -self.serial:
-            time.sleep(_PAUSE)
-        self.is_copy = True
-
-    def _show(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tensors
-        addresses = (tensor.data_ptr() for tensor in tensors)
-        self._addresses = (ctypes.c_int64 * len(tensors))(*addresses)
-        self.neighbor.board.write(self.line, _ADDRESSES, ctypes.addressof(self._addresses))
+        board = self.neighbor.own
+        with self.neighbor.lock:
+            if self.is_copy or self.is_read():  # another thread has made one, or has left
+                return
+            board.write_copy(self.line, self.tensors)
+            board.write(self.line, WHERE, COPY)  # from now on the memory may change
+            self.is_copy = True
+            self.tensors = ()
 
 
 class Fetch:
@@ -204,29 +216,58 @@ class Fetch:
         self.neighbor, self.places, self.message = neighbor, places, message
         self.line, self.serial = message.line, message.serial
         self.copied = False
+        self._lock = threading.Lock()  # a thread that waits reads what any thread has begun
         _unread[self] = None
 
     def read_if_lent(self) -> bool:
-        """Copy it, if it is there and has not been copied. Returns whether it is copied."""
-        neighbor = self.neighbor
-        if self.copied or neighbor.line(self.line)[_LENT] != self.serial:
+        """Copy it, if it is there and has not been copied. Returns whether it is copied.
+
+        Raises:
+            RankLost: it was withdrawn meanwhile, or the neighbor's process has ended.
+            RuntimeError: it has another size.
+        """
+        if self.copied or self.neighbor.theirs.read(self.line, LENT) != self.serial:
             return self.copied
-        # Once more: now that the serial number is there, so is what was written before it.
-        tensors = self.places()
-        lent, nbytes = neighbor.line(self.line)[_NBYTES], sum(t.nbytes for t in tensors)
+        if self._lock.acquire(blocking=False):
+            try:
+                if self in _unread:
+                    self._read()
+            finally:
+                self._lock.release()
+        return self.copied
+
+    def _read(self) -> None:
+        board, tensors, rank = self.neighbor.theirs, self.places(), self.neighbor.rank
+        lent, nbytes = board.read(self.line, NBYTES), sum(t.nbytes for t in tensors)
         if lent != nbytes:
-            raise RuntimeError(f"rank {neighbor.rank} has {lent} bytes where {nbytes} are expected")
-        # Say so first: from here on the addresses stay as they are, until all is read.
-        neighbor.board.write(self.line, _READ, -self.serial)
-        start = neighbor.line(self.line)[_ADDRESSES]
-        addresses = (ctypes.c_int64 * len(tensors))()
-        read_memory(neighbor.process, start, addresses)
-        for address, tensor in zip(addresses, tensors, strict=True):
-            copy_memory(neighbor.process, address, tensor.data_ptr(), tensor.nbytes)
-        neighbor.board.write(self.line, _READ, self.serial)
+            raise RuntimeError(
+                f"{self.message}: rank {rank} of the group has {lent} bytes where {nbytes} are "
+                f"expected. All ranks have to run the same units, in the same dtypes."
+            )
+        before = None
+        while before != (before := board.read(self.line, WHERE)):
+            try:
+                self._copy(before, tensors)
+            except Unreadable as error:  # for example because it was freed when there was a copy
+                if board.read(self.line, WHERE) == before:
+                    raise RankLost(str(error)) from error
+            # Only now is it known to be what was lent: it was there to the end.
+            if board.read(self.line, LENT) != self.serial:
+                raise RankLost(f"rank {rank} of the group has left it while its memory was read")
+        if before == COPY:
+            board.free_copy(self.line)
+        board.write(self.line, READ, self.serial)
         _unread.pop(self, None)
         self.copied = True
-        return True
+
+    def _copy(self, where: int, tensors: Sequence[Tensor]) -> None:
+        if where == COPY:
+            self.neighbor.theirs.read_copy(self.line, tensors)
+            return
+        process, addresses = self.neighbor.process, (ctypes.c_int64 * len(tensors))()
+        read_memory(process, where, addresses)
+        for address, tensor in zip(addresses, tensors, strict=True):
+            copy_memory(process, address, tensor.data_ptr(), tensor.nbytes)
 
     def wait(self) -> None:
         """Wait for the loan, and copy it."""
@@ -234,7 +275,8 @@ class Fetch:
 
     def drop(self) -> None:
         """Do not read it any more: what it was to be written to may be freed now."""
-        _unread.pop(self, None)
+        with self._lock:  # not while another thread reads it
+            _unread.pop(self, None)
 
 
 # What this rank has begun to fetch, and has not copied; in the order in which it began.
@@ -245,10 +287,9 @@ neighbors: "WeakKeyDictionary[dist.ProcessGroup, dict[int, Neighbor]]" = WeakKey
 
 def leave(group: dist.ProcessGroup) -> None:
     """This rank takes no more part in a group. Neighbors that wait for it stop waiting, and it does
-    not wait for them."""
-    for neighbor in neighbors.get(group, {}).values():
-        neighbor.board.close()
-        neighbor.loans.clear()
+    not wait for them. What stands on its boards as a copy can still be read."""
+    for neighbor in neighbors.pop(group, {}).values():
+        neighbor.leave()
     for fetch in list(_unread):
         if fetch.message.group is group:
             fetch.drop()

@@ -9,6 +9,7 @@ after it has been reduced, is seen to at once; a shard changes only when an opti
 of them are seen to together, at the end of a backward (:func:`wait_for_readers`).
 """
 
+import threading
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from minifsdp.comm import deadlock_watch, same_machine
 from minifsdp.comm.message_tags import Kind, Message
-from minifsdp.comm.same_machine import Fetch, Loan, Places
+from minifsdp.comm.same_machine import Fetch, Loan, Places, RankLost
 from minifsdp.streams import Finish
 
 Work = dist.Work | Loan | Fetch
@@ -60,7 +61,8 @@ def wait_for(works: Sequence[Work | None], message: Message) -> Finish:
 
     Raises:
         RuntimeError: (the function does) another rank does not take part, has ended, or is in
-            another collective; see deadlock_watch.py.
+            another collective; see deadlock_watch.py. What fails on this rank, such as an
+            allocation, is raised as it is.
     """
     deadlock_watch.unfinished[message] = works
     if message.kind is Kind.PARAMETERS:
@@ -91,12 +93,17 @@ def wait_for_readers() -> None:
 
 
 def _finish(waits: Sequence[Callable[[], object]], message: Message) -> None:
-    deadlock_watch.waiting = message
+    thread, wait = threading.get_ident(), None
+    deadlock_watch.waiting[thread] = message
     try:
         for wait in waits:
             wait()
     except RuntimeError as error:
-        raise deadlock_watch.explain(message, error) from error
+        # Of gloo's waits all errors are about other ranks. Who reads memory may also fail by
+        # itself: it allocates, and runs operations, which a program's own modes can see.
+        if isinstance(error, RankLost) or isinstance(getattr(wait, "__self__", None), dist.Work):
+            raise deadlock_watch.explain(message, error) from error
+        raise
     finally:
-        deadlock_watch.waiting = None
+        deadlock_watch.waiting.pop(thread, None)
         deadlock_watch.unfinished.pop(message, None)

@@ -11,8 +11,11 @@ Rank 1 has not started gather 7 and cannot start it while it waits, and so it is
 reduction 4. Neither will ever go on. This is true however old the reports are: whichever of the two
 went on first would have needed what the other one had not started.
 
+A rank may run several models, each in a thread and in process groups of its own. Then it reports
+when all of these threads wait, and is in a deadlock if none of them can go on.
+
 Calls of torch's own collectives by the user, such as ``dist.barrier()``, are not counted. They are
-recognized in the main thread's stack instead.
+recognized in the stack of a thread instead.
 """
 
 import re
@@ -25,7 +28,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from minifsdp.comm.message_tags import Key, Message, started
+from minifsdp.comm.message_tags import Key, Message, owners, started
 
 _PACKAGE = str(Path(__file__).parent.parent)
 _TORCH = str(Path(torch.__file__).parent)
@@ -36,15 +39,23 @@ _COLLECTIVES = re.compile(
 
 
 class TorchCollective(NamedTuple):
-    """A call of one of torch's own collectives that the main thread is in."""
+    """A call of one of torch's own collectives that a thread is in."""
 
     place: tuple[int, int]  # the frame, and the instruction in it: the same as long as it lasts
     name: str
     ranks: tuple[int, ...]
 
 
-Wait = Message | TorchCollective
-"""What the main thread may wait for."""
+Waits = dict[int, Message | TorchCollective]
+"""What the threads of a rank wait for, by the identifier of the thread."""
+
+
+class Awaited(NamedTuple):
+    """What one thread waits for."""
+
+    text: str  # in words, with the line of the program
+    ranks: tuple[int, ...]  # all of them have to take part
+    message: tuple[Key, int] | None  # its key and its count; None: torch's own
 
 
 class WaitReport(NamedTuple):
@@ -53,22 +64,37 @@ class WaitReport(NamedTuple):
     It is published through the store as a pickle, so it has plain values only.
     """
 
-    waits_for: str  # in words, with the line of the program
-    ranks: tuple[int, ...]  # all of them have to take part
-    awaited: tuple[Key, int] | None  # the key of the message and its count; None: torch's own
+    awaited: tuple[Awaited, ...]  # at least one
     started: dict[Key, int]
     answered: int  # how many questions whether the rank still waits came before this report
 
     @staticmethod
-    def on(wait: Wait, answered: int) -> "WaitReport":
-        """This rank's report on its wait."""
-        if isinstance(wait, Message):
-            ranks = tuple(dist.get_process_group_ranks(wait.group))
-            text, awaited = str(wait), (wait.key, wait.count)
-        else:
-            text, ranks, awaited = f"torch.distributed.{wait.name}()", wait.ranks, None
-        text += called_from(main_thread_frame())
-        return WaitReport(text, ranks, awaited, dict(started), answered)
+    def on(waits: Waits, answered: int) -> "WaitReport":
+        """This rank's report on its waits."""
+        frames = sys._current_frames()
+        awaited = (_awaited(wait, frames.get(thread)) for thread, wait in waits.items())
+        return WaitReport(tuple(awaited), dict(started), answered)
+
+    @property
+    def ranks(self) -> set[int]:
+        """Those that have to take part."""
+        return {rank for awaited in self.awaited for rank in awaited.ranks}
+
+    @property
+    def in_torch(self) -> bool:
+        """Whether it waits in a collective of torch's own."""
+        return any(awaited.message is None for awaited in self.awaited)
+
+    def __str__(self) -> str:
+        return " and in ".join(awaited.text for awaited in self.awaited)
+
+
+def _awaited(wait: Message | TorchCollective, frame: FrameType | None) -> Awaited:
+    place = called_from(frame)
+    if isinstance(wait, Message):
+        ranks = tuple(dist.get_process_group_ranks(wait.group))
+        return Awaited(f"{wait}{place}", ranks, (wait.key, wait.count))
+    return Awaited(f"torch.distributed.{wait.name}(){place}", wait.ranks, None)
 
 
 def deadlocked(reports: dict[int, WaitReport]) -> set[int]:
@@ -84,32 +110,56 @@ def deadlocked(reports: dict[int, WaitReport]) -> set[int]:
     # the remaining ones waits for another one of them.
     found = set(reports)
     while True:
-        free = {rank for rank in found if not any(o in found for o in _missing(rank, reports))}
+        free = {
+            rank
+            for rank in found
+            if not all(found & _missing(rank, one, reports) for one in reports[rank].awaited)
+        }
         if not free:
             return found
         found -= free
 
 
-def _missing(rank: int, reports: dict[int, WaitReport]) -> list[int]:
-    """The waiting ranks that have not started what ``rank`` waits for."""
-    report, missing = reports[rank], []
-    for other in report.ranks:
+def _missing(rank: int, awaited: Awaited, reports: dict[int, WaitReport]) -> set[int]:
+    """The waiting ranks that have not started what a thread of ``rank`` waits for."""
+    missing = set()
+    for other in awaited.ranks:
         theirs = reports.get(other)
         if other == rank or theirs is None:
             continue
-        if report.awaited is None:
-            if theirs.awaited is not None:  # it is not in a collective of torch's
-                missing.append(other)
-        elif theirs.started.get(report.awaited[0], 0) < report.awaited[1]:
-            missing.append(other)
+        if awaited.message is None:
+            if not theirs.in_torch:
+                missing.add(other)
+        elif theirs.started.get(awaited.message[0], 0) < awaited.message[1]:
+            missing.add(other)
     return missing
 
 
-def torch_collective() -> TorchCollective | None:
-    """The collective of torch's own that the main thread is in; None if it is in none."""
+def all_waits(waiting: dict[int, Message]) -> Waits:
+    """What each thread of this rank waits for that runs a model; nothing if one does not wait.
+
+    Args:
+        waiting: the messages that threads wait for now.
+    """
+    frames, main = sys._current_frames(), threading.main_thread().ident or 0
+    waits: Waits = {}
+    # Threads that have ended are not in the frames. Who has run no model may call torch's own.
+    for thread in sorted(frames.keys() & set(owners.values())) or [main]:
+        wait = waiting.get(thread) or torch_collective(frames.get(thread))
+        if wait is None:
+            return {}
+        waits[thread] = wait
+    return waits
+
+
+def torch_collective(frame: FrameType | None) -> TorchCollective | None:
+    """The collective of torch's own that a thread is in; None if it is in none.
+
+    Args:
+        frame: where the thread is.
+    """
     # Look only at the frames of torch on top of the stack. Below them is the user's code, whose
     # functions may have the same names.
-    frame = main_thread_frame()
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         code = frame.f_code
         if _COLLECTIVES.fullmatch(code.co_name) and code.co_filename.endswith("_c10d.py"):
@@ -131,8 +181,3 @@ def called_from(frame: FrameType | None) -> str:
     if frame is None:
         return ""
     return f", called from {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-def main_thread_frame() -> FrameType | None:
-    """Where the main thread is. Ranks wait there; a backward on a CPU runs there, too."""
-    return sys._current_frames().get(threading.main_thread().ident or 0)

@@ -33,7 +33,7 @@ def test_the_first_rank_judges_and_all_get_its_result():
         assert consensus.consensus([world], "numbers", rank + turn, -rank, judge) == 3 + 3 * turn
     assert len(judged) == (3 if rank == 0 else 0)
     assert judged[:1] == ([([0, 1, 2], [0, -1, -2])] if rank == 0 else [])
-    assert deadlock_watch.waiting is None
+    assert not deadlock_watch.waiting
 
 
 def rows_and_columns():

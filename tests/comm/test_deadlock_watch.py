@@ -37,7 +37,7 @@ def crossed(kind):
             collectives.all_gather(
                 full, chunk, group, 5 + dist.get_rank(), f"'{dist.get_rank()}'"
             )()
-    assert deadlock_watch.waiting is None
+    assert not deadlock_watch.waiting
     dist.barrier()  # another group is as it was
     return str(error.value)
 
@@ -96,19 +96,19 @@ def in_vain_or_over():
     rank, group = dist.get_rank(), dist.group.WORLD
     message = Message(group, 5 + rank, Kind.PARAMETERS, 4, "'a'")
     key = f"minifsdp/watch/{rank}"
-    assert deadlock_watch._LongWait(message).report is None and not deadlock_watch._store().check(
-        [key]
-    )  # it is over
+    waits = {threading.get_ident(): message}
+    assert deadlock_watch._LongWait(waits).report is None  # it is over
+    assert not deadlock_watch._store().check([key])
     ended = []
     with (
-        patch.object(deadlock_watch, "waiting", message),
+        patch.object(deadlock_watch, "waiting", waits),
         patch.object(deadlock_watch._LongWait, "end_wait", lambda *_: ended.append(True)),
     ):
-        wait = deadlock_watch._LongWait(message)
+        wait = deadlock_watch._LongWait(waits)
         dist.barrier()
         wait.check()
         assert not ended  # the other one may not have seen it yet
-        with patch.object(deadlock_watch, "waiting", None):
+        with patch.object(deadlock_watch, "waiting", {}):
             wait.check()
         assert not ended
         wait.check()

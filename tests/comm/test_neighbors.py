@@ -1,8 +1,10 @@
 """neighbors.py: which ranks read each other's memory."""
 
 import os
+from contextlib import nullcontext
 from unittest.mock import patch
 
+import pytest
 import torch.distributed as dist
 
 from minifsdp.comm import neighbors, same_machine
@@ -40,6 +42,18 @@ def test_if_one_of_two_ranks_cannot_read_both_send():
     ):
         find_neighbors(group)
     rank = dist.get_rank()
+    assert set(same_machine.neighbors[group]) == (set() if rank == 1 else {0, 2} - {rank})
+    check_all(group)
+
+
+@pytest.mark.parametrize("way", ["new", "of"])
+@on_ranks(3)
+def test_a_rank_that_has_no_boards_sends_and_so_do_those_that_have(way):
+    """Too many files are open on rank 1, or it has no /proc."""
+    group, rank = dist.new_group(), dist.get_rank()
+    none = patch.object(neighbors.Board, way, side_effect=OSError("too many open files"))
+    with none if rank == 1 else nullcontext(), patch.object(same_machine, "WANTED", True):
+        find_neighbors(group)
     assert set(same_machine.neighbors[group]) == (set() if rank == 1 else {0, 2} - {rank})
     check_all(group)
 

@@ -1,7 +1,10 @@
 """same_machine.py: loans, and what becomes of them if a rank does not come."""
 
+import gc
 import os
+import threading
 import time
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from unittest.mock import Mock, patch
 
@@ -12,6 +15,7 @@ import torch.distributed as dist
 from minifsdp.comm import deadlock_watch, same_machine
 from minifsdp.comm.collectives import all_gather, reduce_scatter
 from minifsdp.comm.message_tags import Kind, Message
+from minifsdp.comm.neighbors import _reads
 from minifsdp.comm.transport import wait_for, wait_for_readers
 from tests.comm.near import NEEDED, mine, near, say, wait_until_said
 from tests.comm.test_deadlock_watch import alone_in_the_world
@@ -64,7 +68,8 @@ def test_a_message_of_another_size_is_refused():
         same_machine.Loan(other, [mine(4)], message),
         same_machine.Fetch(other, lambda: [torch.empty(2), torch.empty(3)], message),
     )
-    with pytest.raises(RuntimeError, match=r"rank \d has 16 bytes where 20 are expected"):
+    words = r"^message 5: rank \d of the group has 16 bytes where 20 are expected"
+    with pytest.raises(RuntimeError, match=words):
         wait_for(works, message)()
     dist.barrier()
     same_machine.leave(group)
@@ -135,12 +140,12 @@ def test_what_was_lent_in_a_group_that_is_left_holds_up_nobody():
     """A program may make other groups after a failure. Nobody has read this, and nobody will."""
     group, other = near(), near()
     finish = all_gather(torch.empty(2), mine(1), group, 7)
+    (neighbor,) = same_machine.neighbors[group].values()
     if dist.get_rank() == 0:
         finish()  # and not on rank 1
     dist.barrier()
     same_machine.leave(group)
-    (neighbor,) = same_machine.neighbors[group].values()
-    assert not neighbor.loans
+    assert not neighbor.loans and group not in same_machine.neighbors
     full = torch.empty(2)
     all_gather(full, mine(1), other, 7)()
     wait_for_readers()
@@ -200,14 +205,21 @@ def test_who_does_not_come_is_not_waited_for_longer_than_the_process_group_says(
 
 
 @on_ranks(2)
-def test_who_has_ended_will_not_read():
-    """Where a rank waits to be read it goes on. It hears of the end where it wants something."""
+def test_who_has_ended_unread_is_told_when_the_next_message_is_lent():
+    """Memory may change all the same: for all that a rank knows it is only late."""
     group = near()
     (neighbor,) = same_machine.neighbors[group].values()
     message = Message(group, 5, Kind.OTHER, 4, "message 5")
     loan = same_machine.Loan(neighbor, [mine(1)], message)
-    neighbor.process = ended_process()
-    assert loan.is_read() and not neighbor.loans
+    loan.wait()
+    assert loan.is_copy and not loan.tensors
+    with (
+        patch.object(neighbor, "_lives", ended),
+        pytest.raises(same_machine.RankLost, match=r"the process \d+ of rank \d of the group has"),
+    ):
+        loan.wait_until_read()
+    dist.barrier()
+    same_machine.leave(group)
 
 
 @on_ranks(2)
@@ -217,11 +229,11 @@ def test_loans_may_be_given_up_while_one_of_them_is_looked_at():
     (neighbor,) = same_machine.neighbors[group].values()
     loan = same_machine.Loan(neighbor, [mine(1)], Message(group, 5, Kind.OTHER, 4, ""))
 
-    def closed_meanwhile(_: int) -> list[int]:
+    def closed_meanwhile(*_: int) -> int:
         same_machine.leave(group)
-        return [loan.serial] * 4
+        return loan.serial
 
-    with patch.object(neighbor, "line", closed_meanwhile):
+    with patch.object(neighbor.own, "read", closed_meanwhile):
         assert loan.is_read()
     dist.barrier()
 
@@ -232,26 +244,181 @@ def test_a_rank_that_has_left_is_not_waited_for():
     assert "rank 1 of the group has left it" in text
 
 
-def ended_process() -> int:
+def ended() -> bool:
+    """Whether a process lives that has ended."""
     process = os.fork()
     if process == 0:
         os._exit(0)
     os.waitpid(process, 0)
-    return process
+    return _reads(process, 8, 0)
 
 
-def ended() -> str:
+def without_rank_1() -> str:
     """Rank 1 does not take part; for rank 0 it is a process that has ended."""
     group = near()
     if dist.get_rank() == 1:
         return ""
-    same_machine.neighbors[group][1].process = ended_process()
-    with pytest.raises(RuntimeError) as error:
+    with (
+        patch.object(same_machine.neighbors[group][1], "_lives", ended),
+        pytest.raises(RuntimeError) as error,
+    ):
         all_gather(torch.empty(8), mine(4), group, 7, "'block'")()
     return str(error.value)
 
 
 def test_a_rank_that_has_ended_is_not_waited_for():
-    text, _ = alone_in_the_world(ended)
+    text, _ = alone_in_the_world(without_rank_1)
     assert "rank 0 waited in the gather of the parameters of unit 'block'" in text
-    assert "cannot be read: No such process" in text
+    assert "lost the other ranks" in text and "of rank 1 of the group has ended" in text
+
+
+# ------------------------------------------------------------- whose number it is that a rank reads
+
+
+def lend(tensor: torch.Tensor) -> tuple[same_machine.Loan, same_machine.Fetch, torch.Tensor]:
+    """Both ranks lend something, and fetch what the other one lends, to the third."""
+    group = near()
+    (neighbor,) = same_machine.neighbors[group].values()
+    message, found = Message(group, 5, Kind.OTHER, 4, "message 5"), torch.zeros_like(tensor)
+    loan = same_machine.Loan(neighbor, [tensor], message)
+    dist.barrier()
+    return loan, same_machine.Fetch(neighbor, lambda: [found], message), found
+
+
+@contextmanager
+def slowly(meanwhile):
+    """Rank 1 has copied half when rank 0 does something."""
+    copy = same_machine.copy_memory
+
+    def slow(process: int, address: int, into: int, nbytes: int) -> None:
+        copy(process, address, into, nbytes // 2)
+        say("rank 1 reads")
+        wait_until_said("rank 0 has gone on")
+        copy(process, address + nbytes // 2, into + nbytes // 2, nbytes - nbytes // 2)
+
+    with patch.object(same_machine, "copy_memory", slow) if dist.get_rank() else nullcontext():
+        if dist.get_rank() == 0:
+            wait_until_said("rank 1 reads")
+            meanwhile()
+            say("rank 0 has gone on")
+        yield
+        dist.barrier()
+    for key in ("rank 1 reads", "rank 0 has gone on") if dist.get_rank() == 0 else ():
+        dist.distributed_c10d._get_default_store().delete_key(key)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("freed", [False, True])
+@on_ranks(2)
+def test_memory_that_changes_when_there_is_a_copy_is_read_from_the_copy(freed):
+    """Rank 1 is reading when rank 0 leaves a copy, and goes on."""
+    tensor = mine(1 << 20)  # so large that the system takes it back when it is freed
+    expected = mine(1 << 20, of=1 - dist.get_rank())
+    loan, fetch, found = lend(tensor)
+
+    def go_on() -> None:
+        nonlocal tensor
+        loan.wait()
+        assert loan.is_copy
+        tensor.zero_()
+        if freed:
+            tensor.untyped_storage().resize_(0)
+
+    with slowly(go_on):
+        if dist.get_rank():
+            fetch.wait()
+            assert torch.equal(found, expected)
+            assert os.fstat(loan.neighbor.theirs.file).st_blocks < 100  # the copy is freed
+    assert loan.is_read() == (dist.get_rank() == 0)
+    same_machine.leave(loan.message.group)
+
+
+@on_ranks(2)
+def test_memory_of_a_rank_that_leaves_is_never_taken_for_what_it_has_lent():
+    """After an exception, say, in the middle of a step: there is no copy."""
+    tensor = mine(4)
+    loan, fetch, _ = lend(tensor)
+
+    def leave() -> None:
+        same_machine.leave(loan.message.group)
+        tensor.zero_()
+
+    with slowly(leave):
+        if dist.get_rank():
+            with pytest.raises(same_machine.RankLost, match="left it while its memory was read"):
+                fetch.read_if_lent()
+            with pytest.raises(same_machine.RankLost, match="this rank or rank 0 of the group has"):
+                fetch.wait()  # and not once more
+    same_machine.leave(loan.message.group)
+
+
+@on_ranks(2)
+def test_a_copy_is_read_although_its_lender_has_left():
+    tensor = mine(4)
+    loan, fetch, found = lend(tensor)
+    if dist.get_rank() == 0:
+        loan.wait()
+        same_machine.leave(loan.message.group)
+        tensor.zero_()
+        del loan, fetch
+        gc.collect()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        fetch.wait()
+        assert torch.equal(found, mine(4, of=0))
+        same_machine.leave(loan.message.group)
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_nothing_is_lent_by_a_rank_that_has_left():
+    group = near()
+    (neighbor,) = same_machine.neighbors[group].values()
+    same_machine.leave(group)
+    with pytest.raises(same_machine.RankLost, match="this rank has left the group"):
+        same_machine.Loan(neighbor, [mine(1)], Message(group, 5, Kind.OTHER, 4, ""))
+    assert not neighbor.loans
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_two_threads_make_one_copy():
+    """When the first has made it the memory may change, and the second must not copy that."""
+    loan, _, _ = lend(mine(4))
+    write, begun = loan.neighbor.own.write_copy, []
+
+    def slow(*arguments) -> None:
+        begun.append(arguments)
+        time.sleep(0.05)
+        write(*arguments)
+
+    with patch.object(loan.neighbor.own, "write_copy", slow):
+        threads = [threading.Thread(target=loan.wait) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(begun) == 1 and loan.is_copy
+    dist.barrier()
+    same_machine.leave(loan.message.group)
+
+
+@on_ranks(2)
+def test_a_message_that_two_threads_wait_for_is_read_once():
+    """Who uses it may change it when it has come, and the other one must not write to it then."""
+    _, fetch, found = lend(mine(4))
+    copy, copied = same_machine.copy_memory, []
+
+    def slow(*arguments) -> None:
+        copied.append(arguments)
+        time.sleep(0.05)
+        copy(*arguments)
+
+    with patch.object(same_machine, "copy_memory", slow):
+        threads = [threading.Thread(target=fetch.wait) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(copied) == 1 and torch.equal(found, mine(4, of=1 - dist.get_rank()))
+    dist.barrier()

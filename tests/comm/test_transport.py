@@ -3,17 +3,18 @@
 import gc
 import time
 import weakref
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
-from minifsdp.comm import collectives, same_machine
+from minifsdp.comm import collectives, deadlock_watch, same_machine
 from minifsdp.comm.collectives import all_gather
 from minifsdp.comm.message_tags import Kind
 from minifsdp.comm.transport import exchange, wait_for, wait_for_readers
@@ -50,7 +51,7 @@ def test_a_rank_reads_before_it_waits_to_be_read():
     fetch, loan = (object.__new__(kind) for kind in (same_machine.Fetch, same_machine.Loan))
     gloo = SimpleNamespace(wait=lambda: order.append("gloo"))
     with (
-        patch.object(same_machine.Fetch, "wait", lambda _: order.append("fetch")),
+        patch.multiple(same_machine.Fetch, wait=lambda _: order.append("fetch"), drop=Mock()),
         patch.object(same_machine.Loan, "wait", lambda _: order.append("loan")),
     ):
         wait_for([loan, gloo, fetch], message)()
@@ -186,6 +187,37 @@ def test_after_a_forward_a_program_may_change_parameters_at_once():
             for param, values in zip(model.parameters(), kept, strict=True):
                 param.copy_(values)
             dist.barrier()
+
+
+class Refuses(TorchDispatchMode):
+    """A program's own mode, which also sees what is run to receive a message."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "split" in str(function):
+            raise RuntimeError("no operation of this kind, please")
+        return function(*args, **(kwargs or {}))
+
+
+@reads_memory
+@on_ranks(2)
+def test_an_error_of_this_rank_is_not_put_on_the_others():
+    group = near()
+    _, finish = collectives.reduce_scatter(mine(8), group, 1.0, 7)
+    with pytest.raises(RuntimeError) as error, Refuses():
+        finish()
+    assert str(error.value) == "no operation of this kind, please"
+    dist.barrier()
+    same_machine.leave(group)
+
+
+def test_an_error_of_gloos_is():
+    work = Mock(spec=dist.Work)
+    work.wait = MethodType(Mock(side_effect=RuntimeError("Connection closed by peer")), work)
+    message = Mock(kind=Kind.REDUCTION, verdict="rank 1 is elsewhere")
+    with pytest.raises(RuntimeError, match=r"^rank 1 is elsewhere$") as error:
+        wait_for([work], message)()
+    assert "Connection closed by peer" in str(error.value.__cause__)
+    assert not deadlock_watch.waiting and message not in deadlock_watch.unfinished
 
 
 def test_a_rank_asks_for_data_before_it_sends_its_own():
