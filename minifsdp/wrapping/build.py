@@ -24,6 +24,7 @@ from minifsdp.checks.same_model import remember_values
 from minifsdp.comm.consensus import groups_with_peers
 from minifsdp.comm.groups import mesh_of
 from minifsdp.precision import FULL_PRECISION
+from minifsdp.streams import has_memory
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.fingerprint import fingerprint
 from minifsdp.support.flat_parameter import watch_for_losses
@@ -78,8 +79,12 @@ def wrap_below(
     wrap_inside(module, arguments, wrapper)
 
 
-def build_unit(module: nn.Module, settings: Settings) -> Unit:
+def build_unit(module: nn.Module, settings: Settings, stays_on_meta: bool = False) -> Unit:
     """Make a unit of the parameters below ``module`` that no unit inside has.
+
+    Args:
+        stays_on_meta: what is on the meta device gets no memory here. The program gives it some
+            later (``module.to_empty()``), and then it is this rank's part only.
 
     Raises:
         ValueError: they cannot share a unit, or one of them is in another unit too, or they are on
@@ -94,7 +99,8 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
     originals = orig_params(modules)
     groups = [g for g in (settings.placement.shard_group, settings.placement.replicate_group) if g]
     device = settings.device
-    materialize(modules, device or default_device(groups[0]), settings.param_init_fn)
+    if not stays_on_meta:
+        materialize(modules, device or default_device(groups[0]), settings.param_init_fn)
     modules = own_modules(module)  # once more: a param_init_fn may put new ones there
     param_infos = make_param_infos(module)
     if device is not None:
@@ -103,7 +109,7 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
         synchronize(modules, groups[::-1])
     params = [info.parameter for info in param_infos]
     if settings.offload and device is None:
-        on_device = {p.device for p in params if p.device.type != "cpu"}
+        on_device = {p.device for p in params if p.device.type != "cpu" and has_memory(p)}
         device = on_device.pop() if on_device else default_device(groups[0])
     whole = fingerprint(params) if groups_with_peers(groups) else None
     params.clear()  # from here on only the modules refer to them, and the unit lets them go

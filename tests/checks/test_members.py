@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import fully_shard
 from tests.ranks import device, on_ranks
 from tests.small import (
     assert_same_gradients,
@@ -197,3 +198,36 @@ def test_what_has_come_into_the_model_by_other_ways_is_found_before_the_first_st
     model.module._modules["more"] = nn.Sequential(nn.Tanh(), nn.Linear(6, 6))
     with pytest.raises(RuntimeError, match=r"'more.1' \(Linear\) has .* that are in no unit"):
         step(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@on_ranks(2)
+def test_a_parameter_in_rows_takes_over_a_dtensor_that_is_divided_alike(dtype):
+    """It stays the same parameter, for the optimizer's sake, and the given one stays what it is."""
+    model = fully_shard(layers(1))
+    own, x = model[1][0].weight, batch().to(dtype)
+    given = nn.Parameter(torch.full_like(own.detach(), 2, dtype=dtype), requires_grad=False)
+    model[1][0].weight = given
+    model.to(dtype)
+    assert model[1][0].weight is own and own.dtype is dtype and not own.requires_grad
+    plain = layers(1).to(dtype)
+    nn.init.constant_(plain[1][0].weight, 2)
+    assert torch.equal(model(x), plain(x))
+    nn.init.constant_(own, 3)
+    assert given.dtype is dtype and given.to_local().eq(2).all()
+
+
+@on_ranks(2)
+def test_a_parameter_in_rows_takes_over_nothing_else():
+    model, other = fully_shard(layers(1)), fully_shard(layers(1))
+    own, bias = model[1][0].weight, model[1][0].bias
+    for given in (own.full_tensor(), bias.detach(), other[1][0].weight):
+        with pytest.raises(
+            RuntimeError, match=r"'1\.0\.weight' .* cannot be .* load_state_dict\(\)"
+        ):
+            model[1][0].weight = given if isinstance(given, nn.Parameter) else nn.Parameter(given)
+        assert model[1][0].weight is own
+    loss = model(batch()).sum()
+    with pytest.raises(RuntimeError, match=r"'1\.0\.weight' .* cannot be"):
+        model[1][0].weight = nn.Parameter(own.detach())
+    loss.backward()

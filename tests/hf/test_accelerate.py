@@ -172,7 +172,14 @@ def by_fsdp2(name: str, folder: Path, precision: str, settings: dict[str, Any]) 
     return found + expected
 
 
-@pytest.mark.parametrize("settings", [{}, {"reshard_after_forward": False}], ids=["free", "keep"])
+FSDP2 = {
+    "free": {},
+    "keep": {"reshard_after_forward": False},
+    "meta": {"cpu_ram_efficient_loading": True},  # then load_state_dict(assign=True)
+}
+
+
+@pytest.mark.parametrize("settings", FSDP2.values(), ids=FSDP2.keys())
 @pytest.mark.parametrize("name", [NAME, "llama, tied"])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @on_ranks(2, timeout=120)
