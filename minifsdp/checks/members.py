@@ -147,7 +147,8 @@ def check_parameter(module: nn.Module, name: str, param: nn.Parameter | None) ->
     unit = _unit_with(module)
     if unit is None or unit_of_param(param) is unit:
         return None
-    if is_ignored(before := module._parameters.get(name)):
+    before: Any = module._parameters.get(name)
+    if is_ignored(before):
         if param is not None:
             ignore(param, ignored_by(before))
         return None
