@@ -43,6 +43,11 @@ from minifsdp.wrapping.module_tree import (
 )
 
 WRAPPED = WRAPPER_PREFIX.rstrip(".")
+FSDP_MARK = "_is_fsdp_managed_module"
+MARKS = {FSDP_MARK: True, "_fsdp_use_orig_params": True}
+"""Attributes that torch's FSDP gives to all modules of its units. By the first one transformers
+knows that ranks have to run the same layers, and have a model that drops layers at random run all.
+TorchDynamo asks for both."""
 _units: "WeakKeyDictionary[nn.Module, ref[Unit]]" = WeakKeyDictionary()
 
 
@@ -70,6 +75,7 @@ def join(unit: Unit, modules: Modules) -> None:
     """Record that these modules are in ``unit``."""
     for module in modules.values():
         _units[module] = ref(unit)
+        module.__dict__.update(MARKS)
         if module is not unit.module:  # which lists the flat parameter, and can be frozen
             part = Part(module)
             module.__dict__.update(

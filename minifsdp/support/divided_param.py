@@ -118,7 +118,9 @@ def divided_parameter(unit: Any, trained: list[bool]) -> DividedParameter:
 def _flat_behind(unit: Any, params: list[Any]) -> DividedParameter:
     """A flat parameter with the memory of ``unit.padded_shard``, of which ``params`` are views
     after this."""
-    flat = DividedParameter(unit.padded_shard[: unit.layout.optimized_numel(unit.shard_rank)])
+    # torch itself is told that it has no gradient, which of integers it would refuse.
+    data = unit.padded_shard[: unit.layout.optimized_numel(unit.shard_rank)]
+    flat = DividedParameter(data, requires_grad=False)
     flat.unit, flat.params = ref(unit), params
     if unit.grad_dtype is not None:
         flat.grad_dtype = unit.grad_dtype

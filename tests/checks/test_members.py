@@ -231,3 +231,20 @@ def test_a_parameter_in_rows_takes_over_nothing_else():
     with pytest.raises(RuntimeError, match=r"'1\.0\.weight' .* cannot be"):
         model[1][0].weight = nn.Parameter(own.detach())
     loss.backward()
+
+
+@pytest.mark.parametrize("how", ["chunks", "rows", "fully_shard"])
+@on_ranks(1)
+def test_all_modules_of_a_unit_say_that_they_are_in_one_as_with_torchs(how):
+    """By this transformers runs the same layers on all ranks, where each drops some at random."""
+    model = layers(2)
+    if how == "fully_shard":
+        fully_shard(model[1])
+        model = fully_shard(model)
+    else:
+        model = FSDP(model, use_orig_params=how == "rows", ignored_modules=[model[2]])
+        assert not hasattr(model[2], "_is_fsdp_managed_module")
+    for module in (model, model[0], model[1], model[1][1]):
+        assert module._is_fsdp_managed_module and module._fsdp_use_orig_params
+    model._is_fsdp_managed_module = True  # as transformers does itself
+    step(model)
