@@ -7,7 +7,8 @@ is cut out, and the original parameters are let go::
     refuse -> materialize -> move -> synchronize -> flatten and shard -> placeholders
 
 Everything that can be known is refused first, while the model is still as it was. Whatever holds an
-original parameter at the end keeps its memory; an optimizer would also step tensors without use.
+original parameter at the end keeps its memory; an optimizer would also step tensors without use,
+and is refused or, in rows, gets the DTensors.
 """
 
 from collections import defaultdict
@@ -39,7 +40,14 @@ from minifsdp.wrapping.auto_wrap import (
 )
 from minifsdp.wrapping.materialize import materialize, move, synchronize
 from minifsdp.wrapping.module_tree import Modules, own_modules
-from minifsdp.wrapping.orig_params import check_hooks, check_optimizers, orig_params, set_unit
+from minifsdp.wrapping.orig_params import (
+    Held,
+    check_hooks,
+    check_optimizers,
+    hand_over,
+    orig_params,
+    set_unit,
+)
 from minifsdp.wrapping.policies import ModuleWrapPolicy, Policy
 from minifsdp.wrapping.root_settings import make_limiter
 from minifsdp.wrapping.settings import Settings
@@ -63,7 +71,8 @@ def wrap_below(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`build_unit` does, and the policies.
     """
-    _check_params_unused(dict(module.named_modules()))  # before the first of them is wrapped
+    # Before the first of them is wrapped.
+    _check_params_unused(dict(module.named_modules()), settings.use_orig_params)
     to_wrap = select(module, policy)
     check_wrappable(module, to_wrap=to_wrap.keys())
     precision = settings.precision
@@ -94,7 +103,7 @@ def build_unit(module: nn.Module, settings: Settings, stays_on_meta: bool = Fals
     modules = own_modules(module)
     # What may be refused comes first, while nothing has been changed.
     check_free(modules)
-    _check_params_unused(modules)
+    held = _check_params_unused(modules, settings.use_orig_params)
     param_infos = make_param_infos(module)
     originals = orig_params(modules)
     groups = [g for g in (settings.placement.shard_group, settings.placement.replicate_group) if g]
@@ -127,6 +136,7 @@ def build_unit(module: nn.Module, settings: Settings, stays_on_meta: bool = Fals
     use_sharded_views(unit)
     show_divided_params([unit])
     remember_values(unit, whole)
+    hand_over(held, unit)
     set_unit(originals, unit)
     join(unit, modules)
     unit.watched = watch_for_losses(unit.sharded_flat_param)
@@ -134,10 +144,11 @@ def build_unit(module: nn.Module, settings: Settings, stays_on_meta: bool = Fals
     return unit
 
 
-def _check_params_unused(modules: Modules) -> None:
-    """Refuse parameters that an optimizer holds or that have hooks."""
-    check_optimizers(modules)
+def _check_params_unused(modules: Modules, in_rows: bool) -> list[Held]:
+    """Refuse parameters that an optimizer holds or that have hooks. In rows, where an optimizer can
+    get DTensors for them, its places are returned."""
     check_hooks(modules)
+    return check_optimizers(modules, in_rows)
 
 
 def default_device(group: dist.ProcessGroup) -> torch.device:
