@@ -25,6 +25,7 @@ from torch import Tensor
 from minifsdp.api import Stats
 from minifsdp.checks.held_values import check_held
 from minifsdp.checks.members import check_lists, check_tree
+from minifsdp.checks.on_meta import check_on_meta
 from minifsdp.checks.rank_agreement import RankAgreement
 from minifsdp.comm.pieces import Pieces
 from minifsdp.comm.transport import wait_for_readers
@@ -81,6 +82,7 @@ class Engine:
         if not self.agreement.steps:
             check_tree(self.root.module)
             check_lists(self.units)
+            check_on_meta(self.root.module)
             check_held(self.root.module)
         self.reset(keep=training is not None and training is self.training)
         self.training = self.training if training is None else training

@@ -9,6 +9,9 @@ class becomes a subclass that gathers the unit when the module is called::
     fully_shard(model)             # the root has what is left
     optimizer = torch.optim.AdamW(model.parameters())      # DTensors, under their own names
 
+What is on the meta device stays there until ``model.to_empty()`` or ``load_state_dict()`` with
+``assign=True`` gives it memory, for this rank's rows only (checks/on_meta.py).
+
 All else is what the wrapper does, with units in rows (rows.py).
 
 Source: ``torch.distributed.fsdp.fully_shard`` (pytorch 2.13), whose names and arguments these are.
@@ -95,7 +98,7 @@ def fully_shard(
             check_wrappable(one, str(position) if one is not whole else "")
         check_inside(whole)
         settings = fsdp2_settings(mesh, reshard_after_forward, mp_policy, offload_policy)
-        unit = build_unit(whole, settings)
+        unit = build_unit(whole, settings, stays_on_meta=True)
         unit.unreduced_dtype = mp_policy.reduce_dtype
         unit.post_forward_lines = post_forward_lines(reshard_after_forward, unit.shard_group, mesh)
     for one in modules:
@@ -212,6 +215,12 @@ class FSDPModule:
         own = super().extra_repr()  # type: ignore[misc]
         of_list = f"with the modules {self._unit.label}" if is_list(self._unit) else ""
         return ", ".join(filter(None, [own, self._unit.describe(), of_list]))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Of ``to()``, ``to_empty()``: torch puts other tensors into the DTensors."""
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        adopt(self._unit)
+        return self
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(

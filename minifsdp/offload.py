@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from minifsdp.streams import Event, Finish, Streams
+from minifsdp.streams import Event, Finish, Streams, has_memory
 
 HOST = torch.device("cpu")
 
@@ -32,9 +32,11 @@ def host_copy(tensor: Tensor, device: torch.device | None) -> Tensor:
 
     Args:
         device: will copy from it, and to it. None: there is no offload, and ``tensor`` itself is
-            returned.
+            returned. So it is if it has no memory yet.
     """
-    return tensor if device is None else _host_memory(tensor, device).copy_(tensor)
+    if device is None or not has_memory(tensor):
+        return tensor
+    return _host_memory(tensor, device).copy_(tensor)
 
 
 def upload(padded_shard: Tensor, streams: Streams, unit: str) -> Callable[[], Tensor]:

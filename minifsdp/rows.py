@@ -62,8 +62,10 @@ def check_divisible(tensors: Mapping[str, Tensor]) -> None:
         if tensor.dim() == 0:
             raise ValueError(
                 f"parameter {name!r} has no dimension, so it has no rows to divide among ranks. "
-                f"Make it a vector of one element (its shape [] is then [1]), or leave out "
-                f"use_orig_params=True."
+                f"Make it a vector of one element (its shape [] is then [1]); or leave it as it is "
+                f"on each rank, with ignored_params={{...}} of fully_shard or ignored_states=[...] "
+                f"of FullyShardedDataParallel (its gradient is not reduced then); or cut units in "
+                f"chunks, with FullyShardedDataParallel(..., use_orig_params=False)."
             )
     check_flattenable({name: tensor.detach() for name, tensor in tensors.items()})
 

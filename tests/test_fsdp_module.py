@@ -295,7 +295,7 @@ def test_mistakes_are_refused_and_change_nothing():
     with pytest.raises(TypeError, match="cannot be copied or pickled"):
         copy.deepcopy(model)
     plain = build()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer = torch.optim.Adagrad(plain.parameters(), lr=0.1)  # it has a state from the start
     with pytest.raises(RuntimeError, match="was built before"):
         fully_shard(plain)
     assert type(plain) is nn.Sequential and not isinstance(plain[0].weight, DTensor)

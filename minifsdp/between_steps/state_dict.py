@@ -55,8 +55,10 @@ def register_hooks(wrapper: Any) -> None:
 
 
 def register_rows_hook(module: Any) -> None:
-    """Of a module without a wrapper: its state dict has its DTensors, as they can be saved."""
+    """Of a module without a wrapper: its state dict has its DTensors, as they can be saved. What is
+    loaded may be divided in any way, or whole."""
     module.register_state_dict_post_hook(_stand_alone)
+    module.register_load_state_dict_pre_hook(_divide)
 
 
 def _stand_alone(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
@@ -64,6 +66,23 @@ def _stand_alone(module: nn.Module, state: dict[str, Any], prefix: str, metadata
         value = state[key]
         if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):  # keep_vars=True
             state[key] = standalone(value)
+
+
+def _divide(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Divide what is to be loaded into the DTensors of a unit as these are."""
+    for key, own, attribute in _places(module, prefix):
+        value, param = state.get(key), own._parameters.get(attribute)
+        if isinstance(value, Tensor) and isinstance(param, DTensor) and value.shape == param.shape:
+            state[key] = divide_alike(value, param)
+
+
+def _places(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module, str]]:
+    """The names of a unit's parameters in a state dict, and where modules have them."""
+    return [
+        (prefix + join_names(name, attribute), own, attribute)
+        for name, own in own_modules(module).items()
+        for attribute in own._parameters
+    ]
 
 
 # ----------------------------------------------- hooks of the wrapped module: unshard and reshard
@@ -113,20 +132,13 @@ def _before_load(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    places = [
-        (prefix + join_names(name, attribute), own, attribute)
-        for name, own in own_modules(module).items()
-        for attribute in own._parameters
-    ]
+    places = _places(module, prefix)
     sharded = any(isinstance(state.get(key), DTensor) for key, _, _ in places)
     wrapper = _wrapper_of(module, ref)
     if wrapper is not None:
         form = EXCHANGED if sharded else None
         _unshard_unit(wrapper, True, form, missing, unexpected, errors)
-    for key, own, attribute in places:
-        value, param = state.get(key), own._parameters.get(attribute)
-        if isinstance(value, Tensor) and isinstance(param, DTensor) and value.shape == param.shape:
-            state[key] = divide_alike(value, param)
+    _divide(module, state, prefix)
 
 
 def _after_load(ref: WrapperRef, module: nn.Module, incompatible: object) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from minifsdp.comm.exchange import Pieces, exchange
 from minifsdp.comm.groups import Placement, mesh_of
 from minifsdp.rows import block_numel, local_shape
-from minifsdp.support.dtensors import dtensor, like
+from minifsdp.support.dtensors import divided_alike, dtensor, like
 from minifsdp.support.param_views import FLAT_PARAM, use_sharded_views
 from minifsdp.unit import Unit
 
@@ -200,14 +200,6 @@ class UnitDTensors:
         return False
 
 
-def divided_alike(found: Any, param: DTensor) -> bool:
-    """Whether ``found`` is a DTensor of the same shape, of which each rank has the same part."""
-    return isinstance(found, DTensor) and (
-        (found.shape, found.placements, found.device_mesh)
-        == (param.shape, param.placements, param.device_mesh)
-    )
-
-
 def divide_alike(value: Tensor, param: DTensor) -> DTensor:
     """``value``, whole or divided in any way, as a DTensor that is divided as ``param`` is.
 
@@ -218,7 +210,9 @@ def divide_alike(value: Tensor, param: DTensor) -> DTensor:
     if divided_alike(value, param):
         return value  # type: ignore[return-value]
     whole = value.full_tensor() if isinstance(value, DTensor) else value
-    whole = whole.detach().to(param._local_tensor.device)
+    if not param.is_meta:  # else torch would copy nothing, and warn of it where there are values
+        whole = whole.to(param.device)
+    whole = whole.detach()
     shape, offset = compute_local_shape_and_global_offset(
         param.shape, param.device_mesh, param.placements
     )

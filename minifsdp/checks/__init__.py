@@ -11,6 +11,7 @@ same_model.py         all ranks have wrapped the same model, with the same value
 optimizers.py         which optimizers are right for sharded parameters
 optim_state.py        the state of an optimizer belongs to one rank's chunks
 members.py            the modules and parameters of a unit cannot be replaced
+on_meta.py            what fully_shard has left on the meta device has got memory and values
 param_names.py        choosing parameters by names that flat parameters do not have
 other_wrappers.py     other wrappers around a sharded model, or inside of it
 misplaced_calls.py    calls that are right, but not on this wrapper or not now

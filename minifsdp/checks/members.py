@@ -22,12 +22,14 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 
-from minifsdp.support.divided_param import is_optimized
+from minifsdp.support.divided_param import is_optimized, take_over, unit_of_param
+from minifsdp.support.dtensors import divided_alike
 from minifsdp.support.listed_modules import is_list
 from minifsdp.unit import Unit
 from minifsdp.wrapping.module_tree import (
@@ -41,6 +43,11 @@ from minifsdp.wrapping.module_tree import (
 )
 
 WRAPPED = WRAPPER_PREFIX.rstrip(".")
+FSDP_MARK = "_is_fsdp_managed_module"
+MARKS = {FSDP_MARK: True, "_fsdp_use_orig_params": True}
+"""Attributes that torch's FSDP gives to all modules of its units. By the first one transformers
+knows that ranks have to run the same layers, and have a model that drops layers at random run all.
+TorchDynamo asks for both."""
 _units: "WeakKeyDictionary[nn.Module, ref[Unit]]" = WeakKeyDictionary()
 
 
@@ -68,6 +75,7 @@ def join(unit: Unit, modules: Modules) -> None:
     """Record that these modules are in ``unit``."""
     for module in modules.values():
         _units[module] = ref(unit)
+        module.__dict__.update(MARKS)
         if module is not unit.module:  # which lists the flat parameter, and can be frozen
             part = Part(module)
             module.__dict__.update(
@@ -127,34 +135,48 @@ class Part:
         )  # type: ignore[return-value]
 
 
-def check_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+def check_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
     """Refuse ``module.name = param`` if the parameter is new, or replaces one that is sharded now.
     What replaces one that is ignored is ignored, too.
 
+    A DTensor that is divided as the one it replaces is taken over: that is how
+    ``load_state_dict(assign=True)`` loads into a unit in rows.
+
     While the unit is gathered, a replacement is found at the end of the forward (param_views.py).
+
+    Returns:
+        What the module is to have in place of ``param``; None is ``param`` itself.
 
     Raises:
         RuntimeError: naming the unit and the parameter.
     """
     unit = _unit_with(module)
-    if unit is None or is_optimized(param):
-        return
-    if is_ignored(before := module._parameters.get(name)):
+    if unit is None or unit_of_param(param) is unit:
+        return None
+    before: Any = module._parameters.get(name)
+    if is_ignored(before):
         if param is not None:
             ignore(param, ignored_by(before))
-        return
+        return None
     owned = next((info.name for info in unit.param_infos if (module, name) in info.owners), None)
+    sharded = owned is not None and not unit.uses_unsharded_views
+    between_steps = isinstance(before, DTensor) and not unit.has_placeholders
+    if sharded and between_steps and not is_optimized(param) and divided_alike(param, before):
+        take_over(unit, before, param)
+        return before
     new = owned is None and param is not None
-    if new or (owned is not None and not unit.uses_unsharded_views):
+    if new or sharded:
         for info, placeholder in zip(unit.param_infos, unit.placeholders, strict=True):
-            if (module, name) in info.owners:
+            if unit.has_placeholders and (module, name) in info.owners:
                 module.__dict__[name] = placeholder  # torch has just removed it
         raise RuntimeError(
             f"parameter {owned or name!r} of {type(module).__name__} in unit {unit.label} cannot "
             f"be added or replaced after wrapping. The unit was made of the parameters that there "
             f"were, and trains those; the gradients of another one would not be averaged. Change "
-            f"the model before you wrap it. To set values, use FSDP.summon_full_params(model)."
+            f"the model before you wrap it. To set values, use load_state_dict(), or "
+            f"FSDP.summon_full_params(model)."
         )
+    return None
 
 
 def check_tree(root: nn.Module) -> None:

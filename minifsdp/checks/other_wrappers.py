@@ -17,23 +17,26 @@ wrapping/attributes.py. None of this runs in a step.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
 
 from minifsdp.checks.members import WRAPPED
 from minifsdp.support.divided_param import is_optimized
 from minifsdp.wrapping.module_tree import clean, is_ignored, unit_of
 
 AROUND = (DistributedDataParallel, DataParallel)
-FSDP_MARK = "_is_fsdp_managed_module"  # set by torch's FSDP and fully_shard
+OTHERS = (*AROUND, TorchsFSDP, FSDPModule)
 
 
 def check_inside(module: nn.Module) -> None:
     """Refuse to wrap a module that contains another wrapper, or what cannot be cut into chunks:
-    scripted modules, sparse tensors, gradients of sparse embeddings, distributed tensors. In what
-    is ignored they may be.
+    scripted modules, sparse tensors, gradients of sparse embeddings, distributed tensors, tensors
+    of classes with operations of their own. In what is ignored they may be.
 
     Raises:
         ValueError: naming the module or parameter.
@@ -51,7 +54,7 @@ def check_inside(module: nn.Module) -> None:
                 f"module {clean(name) or '<root>'!r} ({type(inner).__name__}) has sparse "
                 f"gradients, which cannot be parts of a flat one. Build it with sparse=False."
             )
-        if isinstance(inner, AROUND) or hasattr(inner, FSDP_MARK):
+        if isinstance(inner, OTHERS):
             cls = type(inner)
             raise ValueError(
                 f"module {clean(name) or '<root>'!r} ({cls.__module__}.{cls.__qualname__}) shards "
@@ -72,6 +75,30 @@ def check_inside(module: nn.Module) -> None:
                     f"parameter {where!r} is a DTensor, which "
                     f"is distributed already. FullyShardedDataParallel takes plain tensors."
                 )
+            if isinstance(param, UninitializedParameter):
+                raise ValueError(
+                    f"parameter {where!r} has no shape yet: {type(inner).__name__} finds it out in "
+                    f"its first forward. Run the model once before you wrap it."
+                )
+            if param is not None and not is_optimized(param) and _has_own_operations(param):
+                cls = type(param)
+                raise ValueError(
+                    f"parameter {where!r} is a {cls.__module__}.{cls.__qualname__}, which computes "
+                    f"in its own way. A unit is one flat tensor of plain numbers, so it would lose "
+                    f"that. Leave it out with ignored_params={{...}} of fully_shard or "
+                    f"ignored_states=[...] of FullyShardedDataParallel, or convert it to a plain "
+                    f"nn.Parameter before you wrap the model."
+                )
+
+
+def _has_own_operations(param: Tensor) -> bool:
+    """Whether the class of a parameter is not nn.Parameter, nor one that only adds attributes: a
+    quantized tensor, for example, in which one number is made of several."""
+    cls = type(param)
+    return not issubclass(cls, nn.Parameter) or (
+        (cls.__torch_function__, cls.__torch_dispatch__)
+        != (nn.Parameter.__torch_function__, nn.Parameter.__torch_dispatch__)
+    )
 
 
 def refuse_around(other: str, module: nn.Module) -> None:

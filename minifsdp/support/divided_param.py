@@ -109,17 +109,26 @@ def divided_parameter(unit: Any, trained: list[bool]) -> DividedParameter:
         unit: referred to weakly, or an optimizer would keep the whole unit alive.
         trained: whether each parameter has a gradient.
     """
-    flat = DividedParameter(unit.padded_shard[: unit.layout.optimized_numel(unit.shard_rank)])
-    flat.unit, flat.params = ref(unit), []
+    params: list[Any] = []
     local = unit.layout.local_tensors(unit.padded_shard, unit.shard_rank)
     for info, tensor, requires_grad in zip(unit.param_infos, local, trained, strict=True):
-        param: Any = nn.Parameter(dtensor(unit, unit.mesh, info.shape, tensor), requires_grad)
-        flat.params.append(param)
+        made = dtensor(unit, unit.mesh, info.shape, tensor)
+        params.append(nn.Parameter(made, requires_grad))
+    _watch_steps()
+    return _flat_behind(unit, params)
+
+
+def _flat_behind(unit: Any, params: list[Any]) -> DividedParameter:
+    """A flat parameter with the memory of ``unit.padded_shard``, of which ``params`` are views
+    after this."""
+    # torch itself is told that it has no gradient, which of integers it would refuse.
+    data = unit.padded_shard[: unit.layout.optimized_numel(unit.shard_rank)]
+    flat = DividedParameter(data, requires_grad=False)
+    flat.unit, flat.params = ref(unit), params
     if unit.grad_dtype is not None:
         flat.grad_dtype = unit.grad_dtype
     mark(unit, flat)
     _show(unit, flat)
-    _watch_steps()
     return flat
 
 
@@ -243,9 +252,28 @@ def divide_again(unit: Any) -> None:
     ):
         place.copy_(tensor)
     unit.padded_shard = host_copy(padded, unit.offload_from)
-    flat.data = unit.padded_shard[: unit.layout.optimized_numel(unit.shard_rank)]
-    _show(unit, flat)
+    # A new one: torch lets no tensor of the meta device have data of another device, or back.
+    unit.sharded_flat_param = _flat_behind(unit, flat.params)
     unit.unsharded_by_dtype.forget()
+
+
+def take_over(unit: Any, own: Any, given: Any) -> None:
+    """Give a parameter of a unit in rows what a program wants to put in its place. The parameter
+    stays the same object, so that an optimizer that has it goes on with the new values.
+
+    Args:
+        own: a DTensor of the unit, which is sharded.
+        given: another one that is divided alike. If it has another dtype or is on another device
+            (``own`` on meta, say), the two share its memory until the next forward.
+    """
+    with torch.no_grad():
+        if (given.dtype, given.device) == (own.dtype, own.device):
+            own.copy_(given)
+        else:  # as module.to() does it; divide_again() follows before the next step
+            value: Any = nn.Parameter(given.detach(), requires_grad=False)
+            torch.utils.swap_tensors(own, value)  # type: ignore[no-untyped-call]
+    own.requires_grad_(given.requires_grad)
+    mark(unit, unit.sharded_flat_param)
 
 
 def unit_of_param(param: object) -> Any:

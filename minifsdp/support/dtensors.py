@@ -37,6 +37,14 @@ def like(param: DTensor, local: Tensor) -> DTensor:
     return _dtensor(local, spec)
 
 
+def divided_alike(found: object, param: DTensor) -> bool:
+    """Whether ``found`` is a DTensor of the same shape, of which each rank has the same part."""
+    return isinstance(found, DTensor) and (
+        (found.shape, found.placements, found.device_mesh)
+        == (param.shape, param.placements, param.device_mesh)
+    )
+
+
 def standalone(value: Tensor) -> Tensor:
     """Without a graph and in the same memory; of a DTensor, this is the whole of a storage.
 
@@ -46,6 +54,8 @@ def standalone(value: Tensor) -> Tensor:
     """
     value = value.detach()
     if not isinstance(value, DTensor) or not value._local_tensor.storage_offset():
+        return value
+    if value.is_meta:  # it has no memory
         return value
     local = value._local_tensor
     begins, size = local.storage_offset() * local.itemsize, local.numel() * local.itemsize

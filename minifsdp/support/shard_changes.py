@@ -81,7 +81,9 @@ def common_device(units: Sequence[Unit]) -> torch.device | None:
     Raises:
         ValueError: there are several devices.
     """
-    by_device = {unit.device: unit.label for unit in units if unit.numel}
+    # Of rows this is where the DTensors are: their flat parameter follows in follow_changes().
+    places = [(unit.offload_from or unit.optimized_params[0].device, unit) for unit in units]
+    by_device = {device: unit.label for device, unit in places if unit.numel}
     if len(by_device) > 1:
         found = "; ".join(f"{device}: {label}, ..." for device, label in by_device.items())
         raise ValueError(f"all units have to be on one device. Found {found}.")

@@ -10,14 +10,15 @@ there, too, since the wrapped ``forward`` reads it there::
 """
 
 import inspect
+import sys
 from functools import partial
 from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from minifsdp.checks.members import WRAPPED, check_part
-from minifsdp.checks.other_wrappers import FSDP_MARK, refuse_around
+from minifsdp.checks.members import FSDP_MARK, WRAPPED, check_part
+from minifsdp.checks.other_wrappers import refuse_around
 from minifsdp.support.divided_param import is_optimized
 from minifsdp.wrapping.module_tree import clean, is_ignored, unit_of
 from minifsdp.wrapping.torch_attributes import TORCH_ATTRIBUTES
@@ -67,7 +68,9 @@ class ModuleWrapper(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # torch's FSDP sets its mark on all modules first. Refused here, no parameter has changed.
-        if name == FSDP_MARK or (isinstance(value, DTensor) and not is_optimized(value)):
+        setter = sys._getframe(1).f_globals.get("__name__", "") if name == FSDP_MARK else ""
+        by_torchs = setter.startswith("torch.distributed.fsdp.")
+        if by_torchs or (isinstance(value, DTensor) and not is_optimized(value)):
             refuse_around("torch's FSDP", self)
         if self._is_for_module(name):
             module = self._modules[WRAPPED]

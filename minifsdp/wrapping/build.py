@@ -7,7 +7,8 @@ is cut out, and the original parameters are let go::
     refuse -> materialize -> move -> synchronize -> flatten and shard -> placeholders
 
 Everything that can be known is refused first, while the model is still as it was. Whatever holds an
-original parameter at the end keeps its memory; an optimizer would also step tensors without use.
+original parameter at the end keeps its memory; an optimizer would also step tensors without use,
+and is refused or, in rows, gets the DTensors.
 """
 
 from collections import defaultdict
@@ -25,6 +26,7 @@ from minifsdp.checks.same_model import remember_values
 from minifsdp.comm.consensus import groups_with_peers
 from minifsdp.comm.groups import mesh_of
 from minifsdp.precision import FULL_PRECISION
+from minifsdp.streams import has_memory
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.fingerprint import fingerprint
 from minifsdp.support.flat_parameter import watch_for_losses
@@ -40,7 +42,14 @@ from minifsdp.wrapping.auto_wrap import (
 )
 from minifsdp.wrapping.materialize import materialize, move, synchronize
 from minifsdp.wrapping.module_tree import Modules, own_modules
-from minifsdp.wrapping.orig_params import check_hooks, check_optimizers, orig_params, set_unit
+from minifsdp.wrapping.orig_params import (
+    Held,
+    check_hooks,
+    check_optimizers,
+    hand_over,
+    orig_params,
+    set_unit,
+)
 from minifsdp.wrapping.policies import ModuleWrapPolicy, Policy
 from minifsdp.wrapping.root_settings import make_limiter
 from minifsdp.wrapping.settings import Settings
@@ -64,7 +73,8 @@ def wrap_below(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`build_unit` does, and the policies.
     """
-    _check_params_unused(dict(module.named_modules()))  # before the first of them is wrapped
+    # Before the first of them is wrapped.
+    _check_params_unused(dict(module.named_modules()), settings.use_orig_params)
     to_wrap = select(module, policy)
     check_wrappable(module, to_wrap=to_wrap.keys())
     precision = settings.precision
@@ -80,8 +90,12 @@ def wrap_below(
     wrap_inside(module, arguments, wrapper)
 
 
-def build_unit(module: nn.Module, settings: Settings) -> Unit:
+def build_unit(module: nn.Module, settings: Settings, stays_on_meta: bool = False) -> Unit:
     """Make a unit of the parameters below ``module`` that no unit inside has.
+
+    Args:
+        stays_on_meta: what is on the meta device gets no memory here. The program gives it some
+            later (``module.to_empty()``), and then it is this rank's part only.
 
     Raises:
         ValueError: they cannot share a unit, or one of them is in another unit too, or they are on
@@ -91,12 +105,13 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
     modules = own_modules(module)
     # What may be refused comes first, while nothing has been changed.
     check_free(modules)
-    _check_params_unused(modules)
+    held = _check_params_unused(modules, settings.use_orig_params)
     given = {info.name: info.attributes for info in make_param_infos(module)}
     originals = orig_params(modules)
     groups = [g for g in (settings.placement.shard_group, settings.placement.replicate_group) if g]
     device = settings.device
-    materialize(modules, device or default_device(groups[0]), settings.param_init_fn)
+    if not stays_on_meta:
+        materialize(modules, device or default_device(groups[0]), settings.param_init_fn)
     modules = own_modules(module)  # once more: a param_init_fn may put new ones there
     param_infos = make_param_infos(module)
     for info in param_infos:  # what gets memory in place of the meta device is a new parameter
@@ -107,7 +122,7 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
         synchronize(modules, groups[::-1])
     params = [info.parameter for info in param_infos]
     if settings.offload and device is None:
-        on_device = {p.device for p in params if p.device.type != "cpu"}
+        on_device = {p.device for p in params if p.device.type != "cpu" and has_memory(p)}
         device = on_device.pop() if on_device else default_device(groups[0])
     whole = fingerprint(params) if groups_with_peers(groups) else None
     params.clear()  # from here on only the modules refer to them, and the unit lets them go
@@ -127,6 +142,7 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
     use_sharded_views(unit)
     show_divided_params([unit])
     remember_values(unit, whole)
+    hand_over(held, unit)
     set_unit(originals, unit)
     join(unit, modules)
     unit.watched = watch_for_losses(unit.sharded_flat_param)
@@ -134,11 +150,12 @@ def build_unit(module: nn.Module, settings: Settings) -> Unit:
     return unit
 
 
-def _check_params_unused(modules: Modules) -> None:
-    """Refuse parameters that an optimizer holds, that have hooks, or that share memory."""
-    check_optimizers(modules)
+def _check_params_unused(modules: Modules, in_rows: bool) -> list[Held]:
+    """Refuse parameters that an optimizer holds, that have hooks, or that share memory. In rows,
+    where an optimizer can get DTensors for them, its places are returned."""
     check_hooks(modules)
     check_memory(modules)
+    return check_optimizers(modules, in_rows)
 
 
 def default_device(group: dist.ProcessGroup) -> torch.device:

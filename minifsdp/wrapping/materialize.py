@@ -14,6 +14,8 @@ and the shards.
 Values come from the modules themselves (``reset_parameters()``), or from the user's function, or
 from rank 0, which sends them to the others (``sync_module_states``). In the first two cases each
 rank draws its own random values, so all ranks need the same seed.
+
+``fully_shard`` does none of this, as torch's does not: DTensors stay on meta (checks/on_meta.py).
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -4,13 +4,15 @@ A unit copies its original parameters into the flat parameter and lets them go. 
 one has a tensor that no layer computes with::
 
     another module    it shares the parameter with a unit that it is not in; refused by auto_wrap.py
-    an optimizer      its steps would change nothing; refused here, before anything is changed
+    an optimizer      its steps would change nothing; refused here, before anything is changed. In
+                      rows one of torch.optim's that has not stepped gets the DTensors instead
     a variable        no harm, but the memory of that parameter is not freed
 """
 
 import gc
 import sys
 from collections import Counter
+from typing import Any, NamedTuple
 from weakref import ref
 
 from torch import nn
@@ -43,28 +45,68 @@ def unit_of_orig_param(param: nn.Parameter) -> tuple[Unit | None, str]:
     return unit(), name
 
 
-def check_optimizers(modules: Modules) -> None:
+class Held(NamedTuple):
+    """Where an optimizer has a parameter."""
+
+    params: list[Any]  # of one of its groups
+    position: int
+    name: str  # of the parameter
+
+
+def check_optimizers(modules: Modules, in_rows: bool) -> list[Held]:
     """Refuse an optimizer that was built before wrapping: it would step tensors that no layer uses.
 
     Called before anything is wrapped, so that the model stays as it was.
 
     Args:
         modules: the modules whose parameters are about to be sharded, by name.
+        in_rows: there will be a DTensor for each parameter, to be put into the optimizer.
+
+    Returns:
+        Where optimizers have them, for :func:`hand_over`. Empty if not ``in_rows``.
 
     Raises:
-        RuntimeError: an optimizer holds one of these parameters.
+        RuntimeError: an optimizer holds one of these parameters, and cannot get another one for it:
+            in chunks there is none; it has a state for it; or it is not one of torch.optim's, and
+            may have it in other places, too.
     """
     held = _held_elsewhere(modules)
-    if not held or not _optimizers_with(held):
-        return
-    gc.collect()  # an optimizer that is garbage may still be in memory, and is no mistake
-    for optimizer, names in _optimizers_with(held).items():
-        raise RuntimeError(
-            f"an optimizer ({optimizer}) was built before wrapping. It holds {', '.join(names)}, "
-            f"which wrapping replaces by a sharded flat parameter, so its steps would change "
-            f"nothing. Wrap first (this model is as it was), and build the optimizer after that, "
-            f"from the wrapped model's parameters()."
-        )
+    found = _optimizers_with(held) if held else []
+    if any(_cannot_change(*one, in_rows) for one in found):
+        found.clear()
+        gc.collect()  # an optimizer that is garbage may still be in memory, and is no mistake
+        found = _optimizers_with(held)
+    for optimizer, places in found:
+        if how := _cannot_change(optimizer, places, in_rows):
+            raise RuntimeError(
+                f"an optimizer ({type(optimizer).__name__}) was built before wrapping. It holds "
+                f"{', '.join(place.name for place in places)}, which wrapping replaces by {how}, "
+                f"so its steps would change nothing. Wrap first (this model is as it was), and "
+                f"build the optimizer after that, from the wrapped model's parameters()."
+            )
+    return [place for _, places in found for place in places]
+
+
+def _cannot_change(optimizer: Optimizer, places: list[Held], in_rows: bool) -> str:
+    """In words what an optimizer cannot get in place of its parameters; empty if it can."""
+    if not in_rows:
+        return "a sharded flat parameter"
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return "DTensors (it is not one of torch.optim's, which would get them instead)"
+    if any(place.params[place.position] in optimizer.state for place in places):
+        return "DTensors (it has a state for them already; without one it would get them)"
+    return ""
+
+
+def hand_over(held: list[Held], unit: Unit) -> None:
+    """Give optimizers the DTensors of a unit in rows in place of the parameters from before."""
+    params = {
+        info.name: param
+        for info, param in zip(unit.param_infos, unit.optimized_params, strict=False)
+    }
+    for place in held:
+        if place.name in params:  # else a param_init_fn has put another module there
+            place.params[place.position] = params[place.name]
 
 
 def check_hooks(modules: Modules) -> None:
@@ -100,14 +142,20 @@ def _held_elsewhere(modules: Modules) -> OrigParams:
     }
 
 
-def _optimizers_with(originals: OrigParams) -> dict[str, list[str]]:
-    """The names of those parameters that optimizers hold, by the class of the optimizer."""
-    names = {id(param): name for name, r in originals.items() if (param := r()) is not None}
-    found: dict[str, list[str]] = {}
+def _optimizers_with(originals: OrigParams) -> list[tuple[Optimizer, list[Held]]]:
+    """The optimizers that hold those parameters, and where."""
+    # A shared one has its first name, as its unit calls it.
+    named = [(r(), name) for name, r in reversed(originals.items())]
+    names = {id(param): name for param, name in named if param is not None}
+    found: list[tuple[Optimizer, list[Held]]] = []
     for candidate in gc.get_objects():  # slow, but only done if something holds a parameter
         if issubclass(type(candidate), Optimizer):  # isinstance would load lazy modules
-            groups = getattr(candidate, "param_groups", [])
-            held = [names[id(p)] for group in groups for p in group["params"] if id(p) in names]
+            held = [
+                Held(group["params"], position, names[id(param)])
+                for group in getattr(candidate, "param_groups", [])
+                for position, param in enumerate(group["params"])
+                if id(param) in names
+            ]
             if held:
-                found.setdefault(type(candidate).__name__, []).extend(held)
+                found.append((candidate, held))
     return found

@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import fully_shard
 from tests.ranks import device, on_ranks
 from tests.small import (
     assert_same_gradients,
@@ -197,3 +198,53 @@ def test_what_has_come_into_the_model_by_other_ways_is_found_before_the_first_st
     model.module._modules["more"] = nn.Sequential(nn.Tanh(), nn.Linear(6, 6))
     with pytest.raises(RuntimeError, match=r"'more.1' \(Linear\) has .* that are in no unit"):
         step(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@on_ranks(2)
+def test_a_parameter_in_rows_takes_over_a_dtensor_that_is_divided_alike(dtype):
+    """It stays the same parameter, for the optimizer's sake, and the given one stays what it is."""
+    model = fully_shard(layers(1))
+    own, x = model[1][0].weight, batch().to(dtype)
+    given = nn.Parameter(torch.full_like(own.detach(), 2, dtype=dtype), requires_grad=False)
+    model[1][0].weight = given
+    model.to(dtype)
+    assert model[1][0].weight is own and own.dtype is dtype and not own.requires_grad
+    plain = layers(1).to(dtype)
+    nn.init.constant_(plain[1][0].weight, 2)
+    assert torch.equal(model(x), plain(x))
+    nn.init.constant_(own, 3)
+    assert given.dtype is dtype and given.to_local().eq(2).all()
+
+
+@on_ranks(2)
+def test_a_parameter_in_rows_takes_over_nothing_else():
+    model, other = fully_shard(layers(1)), fully_shard(layers(1))
+    own, bias = model[1][0].weight, model[1][0].bias
+    for given in (own.full_tensor(), bias.detach(), other[1][0].weight):
+        with pytest.raises(
+            RuntimeError, match=r"'1\.0\.weight' .* cannot be .* load_state_dict\(\)"
+        ):
+            model[1][0].weight = given if isinstance(given, nn.Parameter) else nn.Parameter(given)
+        assert model[1][0].weight is own
+    loss = model(batch()).sum()
+    with pytest.raises(RuntimeError, match=r"'1\.0\.weight' .* cannot be"):
+        model[1][0].weight = nn.Parameter(own.detach())
+    loss.backward()
+
+
+@pytest.mark.parametrize("how", ["chunks", "rows", "fully_shard"])
+@on_ranks(1)
+def test_all_modules_of_a_unit_say_that_they_are_in_one_as_with_torchs(how):
+    """By this transformers runs the same layers on all ranks, where each drops some at random."""
+    model = layers(2)
+    if how == "fully_shard":
+        fully_shard(model[1])
+        model = fully_shard(model)
+    else:
+        model = FSDP(model, use_orig_params=how == "rows", ignored_modules=[model[2]])
+        assert not hasattr(model[2], "_is_fsdp_managed_module")
+    for module in (model, model[0], model[1], model[1][1]):
+        assert module._is_fsdp_managed_module and module._fsdp_use_orig_params
+    model._is_fsdp_managed_module = True  # as transformers does itself
+    step(model)

@@ -1,5 +1,7 @@
 """other_wrappers.py: other wrappers around a sharded model, or inside of one."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed.fsdp as theirs
@@ -7,9 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ShardingStrategy
+from minifsdp import ShardingStrategy, fully_shard
 from tests.ranks import device, on_ranks
 from tests.small import layers, scripted, stack, step
 
@@ -63,6 +66,15 @@ def test_no_other_wrapper_may_be_inside(other):
 
 
 @on_ranks(2)
+def test_a_mark_that_was_set_by_hand_is_no_wrapper():
+    root = layers(1)
+    root[1]._is_fsdp_managed_module = True
+    model = FSDP(root)
+    model._is_fsdp_managed_module = True
+    step(model)
+
+
+@on_ranks(2)
 def test_what_cannot_be_flattened_is_refused_by_name():
     for bag in (nn.Embedding, nn.EmbeddingBag):
         root = nn.Sequential(nn.Linear(6, 6), bag(6, 6, sparse=True)).to(device())
@@ -84,6 +96,60 @@ def test_distributed_tensors_are_refused_by_name():
     root[1][0].weight = nn.Parameter(distribute_tensor(root[1][0].weight.detach(), mesh))
     with pytest.raises(ValueError, match=r"parameter '1\.0\.weight' is a DTensor"):
         FSDP(root)
+
+
+class Counted(torch.Tensor):
+    """It takes part in each function that it is given to."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Packed(nn.Parameter):
+    """As quantized parameters are: two numbers in one."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Named(nn.Parameter):
+    """It only has an attribute more."""
+
+    name = "weight"
+
+
+SUBCLASSES = {
+    "TwoTensor": lambda data: nn.Parameter(TwoTensor(data, data.clone())),
+    "Counted": lambda data: nn.Parameter(data.as_subclass(Counted)),
+    "Packed": Packed,
+}
+
+
+@pytest.mark.parametrize("shard", [FSDP, partial(FSDP, use_orig_params=True), fully_shard])
+@on_ranks(2)
+def test_parameters_that_compute_in_their_own_way_are_refused_by_name(shard):
+    for name, make in SUBCLASSES.items():
+        root = layers(1)
+        special = root[1][0].weight = make(root[1][0].weight.detach())
+        assert type(special).__name__ == name
+        with pytest.raises(ValueError, match=rf"parameter '1\.0\.weight' is a .*{name}, .*ignored"):
+            shard(root)
+        assert root[1][0].weight is special and type(root) is nn.Sequential
+    with pytest.raises(ValueError, match=r"'0\.weight' has no shape yet: LazyLinear"):
+        shard(nn.Sequential(nn.LazyLinear(6)).to(device()))
+    root = layers(1)
+    root[1][0].weight = Named(root[1][0].weight.detach())
+    step(shard(root))
+
+
+@on_ranks(2)
+def test_parameters_that_compute_in_their_own_way_may_be_ignored():
+    root = layers(1)
+    special = root[1][0].weight = SUBCLASSES["TwoTensor"](root[1][0].weight.detach())
+    fully_shard(root, ignored_params={special})
+    assert root[1][0].weight is special
 
 
 @on_ranks(2)

@@ -136,6 +136,31 @@ def test_what_accelerate_saves_another_run_goes_on_with(precision, kind, rows, t
         assert not torch.equal(plain.lm_head.weight, before)
 
 
+@by_layout
+@on_ranks(2)
+def test_a_model_and_its_optimizer_may_be_prepared_in_one_call(rows):
+    """In rows; in chunks accelerate says that one is to prepare the model first, and so do we."""
+    with in_place_of_torchs(), launched():
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=1, auto_wrap_policy="transformer_based_wrap", use_orig_params=rows,
+            transformer_cls_names_to_wrap=layers(),
+        )  # fmt: skip
+        accelerator = accelerate.Accelerator(
+            fsdp_plugin=plugin, cpu=device().type == "cpu", gradient_accumulation_steps=2
+        )
+        expected = train(accelerator, *prepared(accelerator))
+        accelerator.free_memory()
+        plain = make(NAME)
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        if rows:
+            model, optimizer = accelerator.prepare(plain, optimizer)
+            found = train(accelerator, model, optimizer)
+            assert torch.equal(torch.stack(found), torch.stack(expected))
+        else:
+            with pytest.raises(RuntimeError, match=r"AdamW\) was built before wrapping"):
+                accelerator.prepare(plain, optimizer)
+
+
 @contextmanager
 def in_place_of_torchs_fsdp2() -> Iterator[None]:
     with (
@@ -172,7 +197,14 @@ def by_fsdp2(name: str, folder: Path, precision: str, settings: dict[str, Any]) 
     return found + expected
 
 
-@pytest.mark.parametrize("settings", [{}, {"reshard_after_forward": False}], ids=["free", "keep"])
+FSDP2 = {
+    "free": {},
+    "keep": {"reshard_after_forward": False},
+    "meta": {"cpu_ram_efficient_loading": True},  # then load_state_dict(assign=True)
+}
+
+
+@pytest.mark.parametrize("settings", FSDP2.values(), ids=FSDP2.keys())
 @pytest.mark.parametrize("name", [NAME, "llama, tied"])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @on_ranks(2, timeout=120)

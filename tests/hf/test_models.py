@@ -20,16 +20,17 @@ pytest.importorskip("peft", reason=WHY)
 import peft
 import torch
 import torch.distributed as dist
+import transformers as hf
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import register_fsdp_forward_method
+from minifsdp import ModuleWrapPolicy, fully_shard, register_fsdp_forward_method
 from minifsdp.comm import collectives
 from minifsdp.comm.pieces import Pieces
 from tests.hf.models import MODELS, TIED, WAYS, WRITERS, batch, blocks, make, train
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 from tests.small import replaced
 
 by_way = pytest.mark.parametrize("way", WAYS)
@@ -244,3 +245,63 @@ def test_blocks_that_are_compiled(name, way):
             if isinstance(block, tuple(blocks(either))):
                 block.compile(backend="aot_eager")
     compare(WAYS[way](model), plain, name)
+
+
+# ------------------------------------------------------------------------------ layers at random
+
+SPEECH = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2), "hidden_dropout": 0,
+    "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4, "attention_dropout": 0,
+    "activation_dropout": 0, "feat_proj_dropout": 0, "mask_time_prob": 0,
+}  # fmt: skip
+
+
+def speech(layerdrop: float) -> nn.Module:
+    torch.manual_seed(0)
+    config = hf.Wav2Vec2Config(layerdrop=layerdrop, **SPEECH)
+    return hf.Wav2Vec2Model(config).to(device()).train()
+
+
+@by_way
+@on_ranks(2)
+def test_a_model_that_drops_layers_at_random_runs_the_same_ones_on_all_ranks(way):
+    """transformers has it run all of them where it sees by a mark that they are sharded."""
+    plain, model = DDP(speech(0)), speech(0.5)
+    classes = {type(layer) for layer in model.encoder.layers}
+    if way == "fully_shard":
+        for layer in model.encoder.layers:
+            fully_shard(layer)
+        model = fully_shard(model)
+    else:
+        policy = ModuleWrapPolicy(classes)
+        model = FSDP(model, auto_wrap_policy=policy, use_orig_params=way == "rows")
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, plain)]
+    torch.manual_seed(dist.get_rank())  # each rank would drop others
+    for _ in range(3):
+        sound, losses = torch.randn(2, 400, device=device()), []
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            loss = each(sound).last_hidden_state.pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        assert torch.equal(*losses)
+
+
+@on_ranks(2)
+def test_a_scalar_parameter_is_refused_in_rows_with_what_to_do():
+    """CLIP's temperature. torch refuses it, too."""
+    text = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 64}
+    image = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "patch_size": 16}
+    config = hf.CLIPConfig(
+        text_config={**text, "num_hidden_layers": 1},
+        vision_config={**image, "num_hidden_layers": 1, "image_size": 32},
+    )
+    match = r"'logit_scale' has no dimension.*ignored_params=.*ignored_states=.*=False"
+    for shard in (fully_shard, lambda model: FSDP(model, use_orig_params=True)):
+        with pytest.raises(ValueError, match=match):
+            shard(hf.CLIPModel(config).to(device()))
+    model = hf.CLIPModel(config).to(device())
+    fully_shard(model, ignored_params={model.logit_scale})
+    FSDP(hf.CLIPModel(config).to(device()))

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import MixedPrecision, ShardingStrategy
+from minifsdp import MixedPrecision, ShardingStrategy, fully_shard
 from minifsdp.comm import collectives, pieces
 from minifsdp.support.divided_param import is_optimized, unit_of_param
 from tests.ranks import device, on_ranks, run
@@ -490,3 +490,38 @@ def test_gradients_of_low_precision_may_be_kept():
     backward(model)
     for param in model.parameters():
         assert param.dtype is torch.float32 and param.grad.dtype is torch.bfloat16
+
+
+class Table(nn.Module):
+    """A weight of small integers, as a quantized base has it, beside what is trained."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        weight = torch.arange(35).view(7, 5).to(dtype)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x):
+        return x @ self.weight.float().t() / 35
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool])
+@on_ranks(2)
+def test_a_unit_of_integers(dtype):
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 5), Table(dtype), nn.Linear(7, 5)).to(device())
+
+    model, plain = make(), DDP(make())
+    fully_shard(model[1])
+    fully_shard(model)
+    for each in (model, plain):
+        trained = [param for param in each.parameters() if param.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=0.1)
+        for at in range(3):
+            optimizer.zero_grad()
+            backward(each, at)
+            optimizer.step()
+    model.load_state_dict(model.state_dict(), assign=True)
+    for name, value in plain.module.state_dict().items():
+        assert torch.equal(model.state_dict()[name].full_tensor(), value), name
+    assert model[1].weight.dtype is dtype

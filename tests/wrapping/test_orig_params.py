@@ -1,6 +1,8 @@
 """orig_params.py: nothing should refer to what wrapping has replaced."""
 
 import gc
+import weakref
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from torch import nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ModuleWrapPolicy
+from minifsdp import ModuleWrapPolicy, fully_shard
 from minifsdp.wrapping.orig_params import unit_of_orig_param
 from tests.ranks import device, on_ranks
 from tests.small import Block, layers, step
@@ -28,6 +30,75 @@ def test_an_optimizer_built_before_is_refused_and_one_built_after_trains():
     step(wrapped)
     optimizer.step()
     assert not torch.equal(before, wrapped.engine.root.sharded_flat_param)
+
+
+def by_fully_shard(model: nn.Module, **_) -> nn.Module:
+    fully_shard(model[1])
+    return fully_shard(model)
+
+
+rows = partial(FSDP, use_orig_params=True)
+in_rows = pytest.mark.parametrize("shard", [rows, by_fully_shard], ids=["wrapper", "fully_shard"])
+
+
+def shared() -> nn.Module:
+    """Two blocks; the weight of the second one is that of the layer before both."""
+    model = layers(2)
+    model[2][0].weight = model[0].weight
+    return model
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    biases = [param for name, param in model.named_parameters() if "bias" in name]
+    others = [param for name, param in model.named_parameters() if "bias" not in name]
+    return torch.optim.AdamW([{"params": biases, "weight_decay": 0}, {"params": others}], lr=0.1)
+
+
+@in_rows
+@on_ranks(2)
+def test_in_rows_an_optimizer_of_torchs_gets_the_dtensors(shard):
+    """As in torch's FSDP1 with use_orig_params=True. In its fully_shard it steps for nothing."""
+    plain = shared()
+    optimizer, originals = adamw(plain), [weakref.ref(param) for param in plain.parameters()]
+    model, expected = shard(plain), shard(shared())
+    gc.collect()
+    assert not any(original() is not None for original in originals)
+    held = [id(param) for group in optimizer.param_groups for param in group["params"]]
+    assert sorted(held) == sorted(map(id, model.parameters()))
+    its = adamw(expected)
+    for at in range(3):
+        assert torch.equal(step(model, at), step(expected, at))
+        for each in (optimizer, its):
+            each.step()
+            each.zero_grad()
+
+
+class Own(torch.optim.SGD):
+    """It may have parameters in other places, too."""
+
+
+REFUSED = {
+    "it has stepped": (torch.optim.AdamW, "it has a state for them already"),
+    "it has a state from the start": (torch.optim.Adagrad, "it has a state for them already"),
+    "it is not torch's": (Own, r"not one of torch\.optim's"),
+}
+
+
+@in_rows
+@pytest.mark.parametrize("what", REFUSED)
+@on_ranks(2)
+def test_in_rows_an_optimizer_that_cannot_get_dtensors_is_refused(what, shard):
+    cls, why = REFUSED[what]
+    model = layers(2)
+    optimizer = cls(model.parameters(), lr=0.1)
+    if what == "it has stepped":
+        step(model)
+        optimizer.step()
+    params = list(model.parameters())
+    with pytest.raises(RuntimeError, match=rf"{cls.__name__}\) was built before .*0\..*{why}"):
+        shard(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    for found in (model.parameters(), optimizer.param_groups[0]["params"]):
+        assert all(a is b for a, b in zip(found, params, strict=True))
 
 
 @on_ranks(2)
