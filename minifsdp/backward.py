@@ -12,10 +12,12 @@ the next step notices that.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
 from minifsdp.checks.misplaced_calls import (
+    check_backward_outside,
     check_first_order,
     check_in_backward,
     check_one_step,
@@ -28,7 +30,7 @@ from minifsdp.no_sync import check_unreduced_grad
 from minifsdp.support.autograd_hooks import at_end_of_backward, will_reach
 from minifsdp.support.dispatch_modes import without_modes
 from minifsdp.support.grad_hooks import change_gradient
-from minifsdp.support.param_views import show_divided_params, use_sharded_views
+from minifsdp.support.param_views import check_unreplaced, show_divided_params, use_sharded_views
 from minifsdp.support.saved_tensors import Call, Chain, SavedParameters
 from minifsdp.support.unsharded_views import take_gradient
 from minifsdp.unit import Unit
@@ -38,14 +40,20 @@ from minifsdp.unit_state import TrainingState
 class Backward:
     """The backwards of one root's units, one after the other.
 
+    Args:
+        summoned: units whose parameters are out; see hooks.py.
+
     Attributes:
         calls: the forwards that are running now, outermost first; written by hooks.py.
         saved: what autograd has saved of parameters.
+        lent: units that were gathered in a forward for the module around them.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, summoned: dict[Unit, Any]) -> None:
         self.engine, self.agreement = engine, engine.agreement
+        self.summoned = summoned
         self.calls: list[Call] = []
+        self.lent: list[Unit] = []
         self.saved = SavedParameters(self.before_backward)
         self._to_end: Callable[[], bool] | None = None
         for unit in engine.units:
@@ -67,6 +75,9 @@ class Backward:
             return
         check_in_backward(_task())
         self.forget_failed()
+        for unit in [*self.summoned]:
+            unit.end_by_hand()  # it is gathered once more, by its own turn
+        check_backward_outside(self.summoned)
         self.engine.compute_as(training)  # an evaluation came between, perhaps in full precision
         self._to_end = at_end_of_backward(self.end_of_backward, self._hide_all)
         self.engine.prefetcher.start_backward()
@@ -103,7 +114,9 @@ class Backward:
     def on_demand(self, unit: Unit) -> bool:
         """A module asks for a parameter that is sharded. In a backward this is the recomputation
         of an activation checkpoint: autograd has saved nothing of what is in it, and the gradient
-        may not have come through the outputs of the unit.
+        may not have come through the outputs of the unit. In a forward without gradients it is a
+        module that computes with the parameters of one inside of it, and does not call that one,
+        as ``nn.TransformerEncoderLayer`` does. (With gradients they would need a call to be in.)
 
         Returns:
             Whether the unit is gathered now.
@@ -114,6 +127,11 @@ class Backward:
             if not unit.uses_unsharded_views:
                 self.agreement.at(Moment.BACKWARD_OF, unit)
                 self.engine.parameters.unshard_again(unit)
+        elif self.calls and not self.running and not torch.is_grad_enabled():
+            check_unreplaced(unit)
+            self.agreement.at(Moment.FORWARD_OF, unit)
+            self.engine.before_forward(unit, prefetch=False)
+            self.lent.append(unit)
         return unit.uses_unsharded_views
 
     def _begin_backward(self, call: Call) -> None:

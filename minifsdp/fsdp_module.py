@@ -37,7 +37,7 @@ from minifsdp.engine import Engine
 from minifsdp.fully_sharded import make_root
 from minifsdp.prefetch_lists import ListedPrefetcher, units_to_prefetch
 from minifsdp.support.listed_modules import ListedModules, is_list, outermost
-from minifsdp.support.param_views import adopt
+from minifsdp.support.param_views import adopt, check_unreplaced_by_hand
 from minifsdp.support.pytree import map_tensors
 from minifsdp.wrapping.auto_wrap import check_wrappable
 from minifsdp.wrapping.build import build_unit
@@ -118,16 +118,22 @@ class FSDPModule:
     _hooks: Any
     _output_dtype: Any
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A module of the class from before: ``model[:2]`` makes one of the class of ``model``, and
+        nobody has sharded it."""
+        plain: Any = cls.__mro__[2]
+        return plain(*args, **kwargs)
+
     @uncompiled
     def __call__(self, callback: Any, *args: Any, **kwargs: Any) -> Any:
         """The module's call, with its parameters gathered for as long as it runs."""
         return self._gathered(super().__call__, callback, args, kwargs)  # type: ignore[misc]
 
     def _gathered(self, function: Any, callback: Any, args: Any, kwargs: Any) -> Any:
-        if self._hooks.summoned:
-            for module in self.modules():  # type: ignore[attr-defined]
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+        for unit in [*self._hooks.summoned]:
+            if unit.by_hand is not None:
+                check_unreplaced_by_hand(unit)
+                unit.end_by_hand()
         called = function if callback is None else compiled(function, callback)
         if any(call.unit is self._unit for call in self._hooks.calls):
             return called(*args, **kwargs)  # a registered method that calls its own module
@@ -142,23 +148,25 @@ class FSDPModule:
 
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
         """Gather the module's unit between steps: its attributes are whole parameters until
-        :meth:`reshard`, or until the model runs. Changes of them are lost. Every rank calls it.
+        :meth:`reshard`, or until the next forward or backward. Changes of them are lost.
+
+        In a forward or backward: start to gather it ahead of its turn, as what is listed by
+        :meth:`set_modules_to_forward_prefetch`. Every rank calls it, in both cases.
 
         Args:
-            async_op: return a handle with a ``wait()``. The gather is complete in either case.
+            async_op: return a handle with a ``wait()``, which need not be called.
         """
-        shared = self._unit.module.__dict__  # so that each module of a list can reshard
-        if "_by_hand" not in shared:
+        if not self._hooks.idle:
+            self._engine.parameters.prefetch([self._unit])
+        elif self._unit.by_hand is None:
             by_hand, options = ExitStack(), Options(writeback=False)
             by_hand.enter_context(full_params(self._hooks, [self._unit], options))
-            shared["_by_hand"] = by_hand  # last: it may be refused, in a forward for example
+            self._unit.by_hand = by_hand  # last: it may be refused
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
         """Free what :meth:`unshard` has gathered."""
-        by_hand = self._unit.module.__dict__.pop("_by_hand", None)
-        if by_hand is not None:
-            by_hand.close()
+        self._unit.end_by_hand()
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -173,6 +181,28 @@ class FSDPModule:
         engine = self._engine
         check_root_and_idle(self._unit, engine.root, self._hooks.idle, "set_requires_gradient_sync")
         engine.synchronizes = requires_gradient_sync
+
+    def reset_iter_state(self) -> None:
+        """Nothing: the next forward or backward itself resets what an exception has left."""
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Nothing, for True: ranks agree in each backward on what any of them has used, and those
+        that have not used it reduce zeros.
+
+        Raises:
+            NotImplementedError: for False.
+        """
+        refuse(set_reduce_scatter_unused_params=None if reduce_scatter_unused_params else "False")
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """A name of torch's: whether gathers take their memory on the stream of the computation.
+
+        Raises:
+            NotImplementedError: for True.
+        """
+        refuse(_set_unshard_async_op=async_op)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Nothing: each backward ends with all its gradients where the optimizer finds them."""
@@ -216,12 +246,6 @@ class FSDPModule:
         of_list = f"with the modules {self._unit.label}" if is_list(self._unit) else ""
         return ", ".join(filter(None, [own, self._unit.describe(), of_list]))
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Of ``to()``, ``to_empty()``: torch puts other tensors into the DTensors."""
-        super()._apply(fn, recurse)  # type: ignore[misc]
-        adopt(self._unit)
-        return self
-
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             "a module that fully_shard has changed cannot be copied or pickled: it is one part of "
@@ -238,7 +262,7 @@ class UnshardHandle:
     """What ``unshard(async_op=True)`` returns."""
 
     def wait(self) -> None:
-        """Nothing: the gather is complete."""
+        """Nothing: the gather is complete, or the module itself waits for it when it runs."""
 
 
 @cache  # of one class, the same: type(block) is type(other_block) stays true
@@ -269,7 +293,7 @@ _NOT_THERE = """
     set_custom_reduce_scatter set_force_sum_reduction_for_comms set_gradient_divide_factor
     set_post_optim_event
     set_reduce_scatter_divide_factor set_reduce_scatter_max_input_buffers
-    set_reduce_scatter_unused_params set_requires_all_reduce set_reshard_after_backward
-    set_separate_reduce_scatter_group set_symm_mem_for_comm set_unshard_in_backward reset_iter_state
+    set_requires_all_reduce set_reshard_after_backward set_separate_reduce_scatter_group
+    set_symm_mem_for_comm set_unshard_in_backward
 """
 add_missing(FSDPModule, _NOT_THERE)

@@ -27,7 +27,7 @@ from minifsdp.between_steps.state_dict import register_hooks
 from minifsdp.between_steps.state_dict_methods import StateDictMethods
 from minifsdp.checks.misplaced_calls import check_root_and_idle
 from minifsdp.checks.other_wrappers import check_inside
-from minifsdp.checks.param_names import with_flat_names
+from minifsdp.checks.param_names import as_before_wrapping
 from minifsdp.engine import Engine
 from minifsdp.hooks import Hooks
 from minifsdp.limiter import Limiter
@@ -162,7 +162,7 @@ class FullyShardedDataParallel(StateDictMethods, ModuleWrapper):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Flat parameters, or inside :meth:`summon_full_params` the original ones; names as they
         were before wrapping."""
-        return with_flat_names((clean(n), p) for n, p in super().named_parameters(*args, **kwargs))
+        return as_before_wrapping(super().named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Buffers are not sharded; names as they were before wrapping."""

@@ -32,7 +32,7 @@ from torch import nn
 
 from minifsdp.backward import Backward
 from minifsdp.between_steps.state_dict_calls import StateDictCalls
-from minifsdp.checks.misplaced_calls import check_summoned
+from minifsdp.checks.misplaced_calls import check_summoned, refuse_mixed
 from minifsdp.checks.rank_agreement import Moment
 from minifsdp.comm.transport import wait_for_readers
 from minifsdp.engine import Engine
@@ -41,7 +41,9 @@ from minifsdp.support.autograd_hooks import after_gradients_of, before_gradient_
 from minifsdp.support.dispatch_modes import without_modes
 from minifsdp.support.listed_modules import close, is_open, starts
 from minifsdp.support.param_views import (
+    check_unreplaced,
     check_untouched,
+    hide_divided_params,
     hides_params,
     show_divided_params,
     values,
@@ -63,11 +65,11 @@ class Hooks:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.agreement = engine, engine.agreement
-        self.backward = Backward(engine)
+        self.summoned: dict[Unit, Any] = {}
+        self.backward = Backward(engine, self.summoned)
         self.calls = self.backward.calls
         self.depth = 0  # of forwards within forwards
         self._threads: dict[str, int] = {}  # the one that runs the outermost of them
-        self.summoned: dict[Unit, Any] = {}
         self._graph_waits = False  # there was a forward before this one, and not yet its backward
         self.state_dict_calls = StateDictCalls()
 
@@ -108,6 +110,7 @@ class Hooks:
                     output = run(*args, **kwargs)
             except RuntimeError as error:
                 refuse_transforms(unit, error)
+                refuse_mixed(unit, self.engine.units, error)
                 if unit.uses_unsharded_views:  # perhaps because of a parameter that was changed
                     check_untouched(unit, self.calls[-1].values, failed=True)
                 raise
@@ -137,8 +140,12 @@ class Hooks:
             self.backward.forget_failed()
             self._graph_waits = hides_params(self.engine.units)
             self.engine.start(module.training)
+            if not torch.is_grad_enabled():
+                hide_divided_params(self.engine.units)
             self.agreement.begin()
             self.engine.prefetcher.start_forward()
+        if not unit.uses_unsharded_views:
+            check_unreplaced(unit)
         if unit.needs_unshard or not self.backward.running:  # else other ranks need not take part
             self.agreement.at(Moment.FORWARD_OF, unit)
         self.engine.before_forward(unit, prefetch=self._in_order and not is_open(unit))
@@ -171,6 +178,8 @@ class Hooks:
             for tensor in tensors_in(output):
                 before_gradient_of(tensor, hook, first)
         self.engine.after_forward(unit, prefetch=self._in_order and not is_open(unit))
+        while self.backward.lent:
+            self.engine.parameters.reshard_after_use(self.backward.lent.pop())
         if self._outermost:
             self.agreement.at(Moment.END_OF_FORWARD_OF, unit)
             for other in self.engine.units:  # prefetched for a forward that did not come
@@ -186,6 +195,7 @@ class Hooks:
         """The module has raised. Leave everything so that the next forward finds it in order."""
         if self._outermost and not self.summoned:
             wait_for_readers()  # the program may catch this, and change parameters
+            self.backward.lent.clear()
             self.agreement.failed()
             self.engine.reset()
             self.engine.prefetcher.forget()

@@ -16,6 +16,7 @@ The second never goes away as an *object*; its *storage* shrinks to nothing and 
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -85,10 +86,12 @@ class Unit:
         self.module, self.param_infos, self.buffers = module, param_infos, buffers
         self.shard_group, self.replicate_group, self.reshard_after_forward = placement
         self.precision, self.offload_from = precision, offload_from
+        self.exact = False  # it is computed in the dtype in which it is kept, whatever `precision`
         self.ancestors: list[Unit] = []  # units around this one, outermost first
         self.state, self.tag = UnitState(), tag
         self.unshard_event: Event | None = None  # while UNSHARDING: passed when the data is there
         self.on_demand: Callable[[Unit], bool] = lambda unit: False  # see param_access.Placeholder
+        self.by_hand: ExitStack | None = None  # while FSDPModule.unshard() has it gathered
         self.comm_hook: Callable[[Tensor], Tensor] | None = None  # see between_steps/comm_hooks.py
 
         group = self.shard_group
@@ -186,17 +189,28 @@ class Unit:
         trained = [param.requires_grad for param in self.optimized_params]
         return trained if self.mesh is not None else trained * len(self.param_infos)
 
+    def end_by_hand(self) -> None:
+        """Put away what ``FSDPModule.unshard()`` has gathered between steps, if that was called."""
+        by_hand, self.by_hand = self.by_hand, None
+        if by_hand is not None:
+            by_hand.close()
+
     # -------------------------------------------------------------------------- its two tensors
 
     def choose_precision(self, training: bool | None) -> None:
         """Parameters and buffers in the dtypes to compute with in this mode of the root or, with
         None, in those that they are kept in. The unit is sharded."""
-        exact = training is None or (self.precision.full_precision_in_eval and not training)
-        low = None if exact else self.precision.param_dtype
+        self.exact = training is None or (self.precision.full_precision_in_eval and not training)
+        self.compute_in(self.dtype)
+        self.buffers.place(self.device, self.exact)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it is computed in, in the mode of the last forward."""
+        kept = self.sharded_flat_param.dtype
+        low = None if self.exact else self.precision.param_dtype
         # An integer is no number to round: it may be an index, or a weight in somebody's own code.
-        kept = self.padded_shard.dtype
-        self.compute_in(low if low and kept.is_floating_point else kept)
-        self.buffers.place(self.device, exact)
+        return low if low and kept.is_floating_point else kept
 
     def compute_in(self, dtype: torch.dtype) -> None:
         """Use the unsharded flat parameter of a dtype. The unit is sharded."""

@@ -19,9 +19,10 @@ from torch.distributed.fsdp import FSDPModule as TorchsModule
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor
 
-from minifsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from minifsdp import FSDPModule, as_dtensors, fully_shard, register_fsdp_forward_method
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.between_steps.explain import table
+from minifsdp.unit_state import ShardedState
 from tests.ranks import device, on_ranks
 
 
@@ -161,13 +162,139 @@ def test_unshard_shows_whole_parameters_until_reshard_or_the_next_call():
 @on_ranks(2)
 def test_an_unshard_that_was_refused_can_be_asked_for_again():
     model = sharded()
-    handle = model[1].register_forward_pre_hook(lambda module, _: module.unshard())
-    with pytest.raises(RuntimeError, match="Call it between steps"):
-        model(torch.randn(2, 3, device=device()))
-    handle.remove()
+    refused = pytest.raises(RuntimeError, match="unit '1' are out already, in another form")
+    with as_dtensors(model), refused:
+        model[1].unshard()
     model[1].unshard()
     assert not isinstance(model[1].linear.weight, DTensor)
     model[1].reshard()
+
+
+def backward(model, by_hand=lambda model: None):
+    """Two steps, each with ``by_hand`` between its forward and its backward."""
+    optimizer = adamw(model)
+    for step in range(2):
+        x = torch.randn(2, 3, generator=torch.Generator().manual_seed(step)).to(device())
+        loss = model(x).pow(2).sum()
+        by_hand(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+
+def one_unit(model):
+    model[1].unshard(async_op=True).wait()
+    assert model[1].linear.weight.shape == (7, 6)
+    assert not isinstance(model[1].linear.weight, DTensor)
+
+
+def all_of_them(model):
+    model.unshard()
+    for block in model[1:4]:
+        block.unshard()
+
+
+def and_back(model):
+    one_unit(model)
+    model[1].reshard()
+
+
+BY_HAND = {f.__name__: f for f in (one_unit, all_of_them, and_back)}
+
+
+WAYS = {
+    "as it is": {},
+    "kept": {"reshard_after_forward": False},
+    "low": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("by_hand", BY_HAND)
+@on_ranks(2)
+def test_unshard_between_a_forward_and_its_backward_changes_nothing(by_hand, way):
+    expected, model = backward(sharded(**WAYS[way])), sharded(**WAYS[way])
+    found = backward(model, BY_HAND[by_hand])
+    assert all(torch.equal(p, expected[name]) for name, p in found.items())
+    assert model._engine.stats.unsharded_units == 0
+
+
+@on_ranks(2)
+def test_unshard_in_a_step_gathers_a_unit_ahead_of_its_turn():
+    expected, model, seen = backward(sharded()), sharded(), []
+
+    def ahead(target):
+        def hook(*_):
+            before = model[target]._unit.state.sharded
+            model[target].unshard(async_op=True).wait()
+            model[target].reshard()  # nothing, in a step
+            seen.append((target, before, model[target]._unit.state.sharded))
+
+        return hook
+
+    model[0].register_forward_pre_hook(ahead(3))  # its turn is after 1 and 2
+    model[3].register_full_backward_pre_hook(ahead(1))
+    found = backward(model)
+    assert all(torch.equal(p, expected[name]) for name, p in found.items())
+    started = (ShardedState.SHARDED, ShardedState.UNSHARDING)
+    assert {(3, *started), (1, *started)} <= {*seen}
+
+
+@on_ranks(2)
+def test_a_slice_is_a_plain_module_of_the_same_units():
+    plain, model = build(), sharded()
+    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(0)).to(device())
+    inner = plain[1](plain[0](x)).detach()
+    for found, expected in ((model[1:4], plain[1:4]), (model[1:3] + model[3:4], plain[1:4])):
+        assert type(found) is nn.Sequential and found[0] is model[1]
+        for each, its in ((found, model), (expected, plain)):
+            its.zero_grad()
+            each(inner).pow(2).sum().backward()
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None) == (name[0] in "04"), name
+            assert q.grad is None or torch.equal(p.grad.full_tensor(), q.grad), name
+    backward(model)  # and the model itself goes on
+    assert type(type(model)(nn.Linear(2, 2))) is nn.Sequential
+
+
+def by_name(modules):
+    return nn.ModuleDict(dict(zip("ab", modules, strict=True)))
+
+
+@pytest.mark.parametrize("kind", [nn.ModuleList, by_name])
+@on_ranks(2)
+def test_a_container_is_refused_and_what_is_in_it_is_not(kind):
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4).to(device()), nn.Linear(4, 4).to(device())]
+    plain = copy.deepcopy(layers)
+    with pytest.raises(ValueError, match=r"Module(List|Dict) has no forward.*'[0a].weight'"):
+        fully_shard(kind(layers))
+    for layer in layers:
+        fully_shard(layer)
+    for one, two in (layers, plain):
+        two(one(torch.ones(2, 4, device=device()))).sum().backward()
+    for layer, expected in zip(layers, plain, strict=True):
+        assert torch.equal(layer.weight.grad.full_tensor(), expected.weight.grad)
+
+
+@on_ranks(2)
+def test_what_is_so_anyway_may_be_asked_for():
+    model = sharded()
+    model.set_reduce_scatter_unused_params(True, recurse=False)
+    model._set_unshard_async_op(False)
+    handle = model[2].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(model)
+    handle.remove()
+    model.reset_iter_state()
+    expected = backward(sharded())
+    found = backward(model)
+    assert all(torch.equal(p, expected[name]) for name, p in found.items())
+    with pytest.raises(NotImplementedError, match="set_reduce_scatter_unused_params='False'"):
+        model.set_reduce_scatter_unused_params(False)
+    with pytest.raises(NotImplementedError, match="_set_unshard_async_op=True"):
+        model._set_unshard_async_op(True)
 
 
 def test_every_method_of_torchs_is_there_or_refused_by_name():

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
@@ -121,8 +122,10 @@ class Part:
         """Which parameters are sharded now, in words; empty if none is."""
         module = self._module()
         unit = None if module is None else _unit_with(module)
-        if module is None or unit is None or unit.uses_unsharded_views or unit.on_demand(unit):
+        if module is None or unit is None or unit.uses_unsharded_views:
             return ""
+        if torch._C._current_graph_task_id() >= 0 and unit.on_demand(unit):
+            return ""  # in a forward it may be one rank alone that lists them
         if unit.mesh is not None:
             return ""  # in rows, they are DTensors now, which are listed and can be frozen
         inside = set(module.modules()) if recurse else {module}

@@ -1,6 +1,6 @@
 """Calls that are right, but not here or not now."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -50,6 +50,38 @@ def check_summoned(unit: Unit, units: Sequence[Unit], as_dtensors: bool) -> None
             f"would reach parameters that are there for the time of the block only. Leave the "
             f"block first, since forward gathers by itself; or use torch.no_grad()."
         )
+
+
+def check_backward_outside(summoned: Iterable[Unit]) -> None:
+    """Raises RuntimeError: a backward begins where the parameters of units are out."""
+    if labels := ", ".join(unit.label for unit in summoned):
+        raise RuntimeError(
+            f"backward() was called inside summon_full_params or as_dtensors, which have taken out "
+            f"the parameters of {labels}. A backward gathers them itself, and frees them. Leave "
+            f"the block first."
+        )
+
+
+def refuse_mixed(unit: Unit, units: Sequence[Unit], error: RuntimeError) -> None:
+    """Name the units where torch refuses an operation that got a DTensor: between a step and the
+    next forward of its unit, a parameter in rows is one.
+
+    Args:
+        unit: in whose forward ``error`` was raised.
+        units: all of its root.
+
+    Raises:
+        RuntimeError: ``error`` is that refusal.
+    """
+    if "got mixed torch.Tensor and DTensor" in str(error):
+        inside = [u.label for u in units if unit in u.ancestors and not u.uses_unsharded_views]
+        raise RuntimeError(
+            f"an operation in the forward of unit {unit.label} got a parameter that is sharded now "
+            f"(torch says: {str(error).split(',')[0]}). The parameters of the units inside of it "
+            f"({', '.join(inside)}) are there while the module of that unit is called. If the "
+            f"module around one computes with them itself, as nn.MultiheadAttention does with its "
+            f"out_proj, let both be one unit."
+        ) from error
 
 
 def check_in_backward(graph_task: int) -> None:

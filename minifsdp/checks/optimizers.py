@@ -106,6 +106,9 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         for group, (before, params) in zip(groups, seen, strict=True)
     ):
         return
+    for group in groups:
+        if "param_names" in group:  # of model.named_parameters(); torch.load takes plain strings
+            group["param_names"] = [str(name) for name in group["param_names"]]
     _refuse_by_name(optimizer, groups)
     wrong = _originals(optimizer, groups)
     for group in groups:

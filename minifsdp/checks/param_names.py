@@ -1,4 +1,12 @@
-"""Names of flat parameters, for programs that choose parameters by name.
+"""Names of parameters, for programs that choose parameters by name.
+
+A wrapper lists parameters under their names from before wrapping. A program may also make names
+itself, and find the wrapper's on its way::
+
+    model.named_parameters()                             blocks.0.linear.weight
+    going through named_children(), as Trainer does      blocks.0._fsdp_wrapped_module.linear.weight
+
+to choose those parameters whose names are in both. So a name equals each way to write it.
 
 Such a loop freezes all of a plain model but its head and its biases::
 
@@ -26,18 +34,40 @@ from typing import Any
 from torch import nn
 
 from minifsdp.support.flat_parameter import FlatParameter
+from minifsdp.wrapping.module_tree import clean
 
 Named = tuple[str, nn.Parameter]
 
 
-def with_flat_names(parameters: Iterable[Named]) -> Iterator[Named]:
-    """The same names and parameters, but names of flat parameters are :class:`FlatName`."""
+def as_before_wrapping(parameters: Iterable[Named]) -> Iterator[Named]:
+    """The same parameters, under their names from before wrapping: each an :class:`OriginalName`,
+    or a :class:`FlatName`."""
     warned: set[object] = set()  # shared, so that a loop over all parameters is warned once
     for name, param in parameters:
-        yield FlatName(name, param, warned) if isinstance(param, FlatParameter) else name, param
+        cleaned = clean(name)
+        if isinstance(param, FlatParameter):
+            yield FlatName(cleaned, param, warned), param
+        else:
+            yield OriginalName(cleaned), param
 
 
-class FlatName(str):
+class OriginalName(str):
+    """A fully qualified name as it was before wrapping. It equals one with the names of wrappers in
+    it, too. In a ``set`` or as a key it is the plain string."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and str.__eq__(self, clean(other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__  # Python removes it from a class that defines __eq__
+
+    def __reduce__(self) -> Any:
+        return str, (str(self),)  # saved or sent, it is an ordinary string
+
+
+class FlatName(OriginalName):
     """The fully qualified name of a flat parameter.
 
     Args:
@@ -64,9 +94,6 @@ class FlatName(str):
         path, dot, _ = self.rpartition(".")
         return [path + dot + info.name for info in getattr(self.param.unit(), "param_infos", ())]
 
-    def __reduce__(self) -> Any:
-        return str, (str(self),)  # saved or sent, it is an ordinary string
-
     def __contains__(self, part: str) -> bool:  # type: ignore[override]
         return self._answer(str.__contains__, part)
 
@@ -77,12 +104,12 @@ class FlatName(str):
         return self._answer(str.endswith, *end)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, str) and self._answer(str.__eq__, other)
+        return isinstance(other, str) and self._answer(str.__eq__, clean(other))
 
-    def __ne__(self, other: object) -> bool:
-        return not (isinstance(other, str) and self._answer(str.__eq__, other))
+    def __ne__(self, other: object) -> bool:  # so that the warning is about the caller's line
+        return not (isinstance(other, str) and self._answer(str.__eq__, clean(other)))
 
-    __hash__ = str.__hash__  # Python removes it from a class that defines __eq__
+    __hash__ = str.__hash__
 
     def _answer(self, question: Callable[..., Any], *args: Any) -> bool:
         answer: bool = question(self, *args)

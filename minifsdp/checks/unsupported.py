@@ -15,9 +15,14 @@ All of this runs when a model is wrapped or a name is used, never in a step.
 from collections.abc import Callable, Sized
 from typing import Any, NoReturn
 
-NAMES = """
-    LocalOptimStateDictConfig LocalStateDictConfig
-"""
+NAMES = {
+    "DataParallelMeshDims": "which dimensions of a mesh are for data, and which for tensors",
+    "FSDPMeshInfo": "a mesh and its groups, as a shard_placement_fn may return it",
+    "LocalOptimStateDictConfig": "an optimizer's state as flat shards",
+    "LocalStateDictConfig": "a state dict of flat shards",
+    "ShardPlacementResult": "what a shard_placement_fn may return",
+    "share_comm_ctx": "streams that several roots have in common, for pipelines",
+}
 
 
 class NotThereYetError(NotImplementedError, AttributeError):
@@ -33,7 +38,9 @@ class Missing(type):
     """
 
     def _refuse(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"minifsdp.{cls.__name__} is not there yet")
+        raise NotImplementedError(
+            f"minifsdp.{cls.__name__} ({NAMES[cls.__name__]}) is not there yet"
+        )
 
     __call__ = __getitem__ = __iter__ = __contains__ = _refuse
 
@@ -45,8 +52,9 @@ class Missing(type):
         raise NotThereYetError(f"minifsdp.{cls.__name__}.{name} is not there yet")
 
 
-MISSING = {name: Missing(name, (), {"__module__": "minifsdp"}) for name in NAMES.split()}
-"""The classes by name. Their names are those of ``torch.distributed.fsdp``."""
+MISSING = {name: Missing(name, (), {"__module__": "minifsdp"}) for name in NAMES}
+"""The classes by name, one of which stands for a function. The names are those of
+``torch.distributed.fsdp``."""
 
 
 def add_missing(cls: type, names: str) -> None:

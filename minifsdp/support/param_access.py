@@ -96,42 +96,56 @@ def _assign(module: nn.Module, name: str, value: object) -> None:
     setattr(module, name, value)
 
 
-class Placeholder:
-    """Stands where a parameter was while its unit is sharded.
+class Placeholder(Tensor):
+    """Stands where a parameter was while its unit is sharded: a tensor without memory.
 
     It answers what is known without the values: shape, dtype, device, ``requires_grad``. All other
-    uses are refused with the parameter's name, except in a backward. There the unit can be gathered
-    (``Unit.on_demand``), and then the parameter itself is used.
+    uses are refused with the parameter's name, except where the unit can be gathered
+    (``Unit.on_demand``), and then the parameter itself is used: in a backward, and in a forward
+    that records no gradients.
+
+    It is a tensor because modules look at weights before they compute with them.
+    ``nn.TransformerEncoder`` asks whether a weight of its first layer has a ``__torch_function__``,
+    and if so computes in another way, with other outputs at padding.
     """
 
-    def __init__(self, unit: Any, info: ParamInfo) -> None:
-        self._unit, self._info = weakref.ref(unit), info
-        self._name, self.shape = info.name, info.shape
+    _unit: Callable[[], Any]
+    _info: ParamInfo
+    _name: str
+
+    def __new__(cls, unit: Any, info: ParamInfo) -> "Placeholder":
+        self: Placeholder = Tensor._make_wrapper_subclass(
+            cls, info.shape, dtype=unit.dtype, device=unit.device, storage_size=0
+        )
+        self.__dict__.update(_unit=weakref.ref(unit), _info=info, _name=info.name)
+        return self
+
+    # Not those of the tensor itself: the model may have been moved, cast or frozen since.
 
     @property
-    def dtype(self) -> Any:
-        return self._living_unit().sharded_flat_param.dtype
+    def dtype(self) -> Any:  # type: ignore[override]
+        return self._living_unit().dtype  # of the computation: inputs may be cast to it
 
     @property
-    def device(self) -> Any:
+    def device(self) -> Any:  # type: ignore[override]
         return self._living_unit().device
 
     @property
-    def requires_grad(self) -> Any:
+    def requires_grad(self) -> Any:  # type: ignore[override]
         return self._living_unit().sharded_flat_param.requires_grad
 
     @property
-    def ndim(self) -> int:
-        return len(self.shape)
+    def is_cuda(self) -> Any:  # type: ignore[override]
+        return self.device.type == "cuda"
 
-    def dim(self) -> int:
-        return len(self.shape)
+    def is_floating_point(self) -> Any:
+        return self.dtype.is_floating_point
 
-    def numel(self) -> int:
-        return self.shape.numel()
+    def element_size(self) -> int:
+        return self.dtype.itemsize  # type: ignore[no-any-return]
 
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
+    def data_ptr(self) -> int:
+        return 0  # as of all tensors without memory. An RNN on a GPU asks this when it is moved
 
     def _living_unit(self) -> Any:
         unit = self._unit()
@@ -151,7 +165,7 @@ class Placeholder:
             f"activation checkpointing, use_reentrant=False keeps them long enough."
         )
 
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *_: object) -> NoReturn:
         raise RuntimeError(self._message())
 
     def _parameter(self) -> Tensor:
@@ -165,47 +179,70 @@ class Placeholder:
             self._refuse()
         return self._info.parameter
 
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        return f"<Placeholder: {self._message()}>"
+
+    __format__ = object.__format__  # a tensor's would read the value of a scalar
+    __reduce_ex__ = _refuse
+
+    def __deepcopy__(self, memo: object) -> "Placeholder":
+        unit = self._unit()
+        return self if unit is None else Placeholder(unit, self._info)
+
+    def __copy__(self) -> "Placeholder":
+        return self.__deepcopy__(None)
+
     def __setattr__(self, attribute: str, value: object) -> None:
         # If ``weight.data = ...`` or ``bias.requires_grad = False`` were accepted, the value would
         # never be used.
-        if attribute not in ("_unit", "_info", "_name", "shape"):
-            raise RuntimeError(f"{attribute!r} cannot be set: {self._message()}")
-        object.__setattr__(self, attribute, value)
+        raise RuntimeError(f"{attribute!r} cannot be set: {self._message()}")
 
-    def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):  # copy and pickle ask for these before there is a _name
-            raise AttributeError(attribute)
+    def __getattribute__(self, attribute: str) -> Any:
+        # What begins with "_" is torch's own: it asks each tensor for `_is_param`, for example.
+        if attribute.startswith("_") or attribute in _KNOWN:
+            return super().__getattribute__(attribute)
         try:
             parameter = self._parameter()
         except RuntimeError as error:  # hasattr() expects an AttributeError
             raise AttributeError(str(error)) from None
         return getattr(parameter, attribute)
 
+    @property
+    def __torch_function__(self) -> Callable[..., Any]:  # type: ignore[override]
+        """torch calls this in place of a function that gets a placeholder as an argument. In a
+        backward, autograd has to see the parameter; elsewhere torch goes on to the operation."""
+        in_backward = torch._C._current_graph_task_id() >= 0
+        return _with_parameters if in_backward else torch._C._disabled_torch_function_impl
+
     @classmethod
-    def __torch_function__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """torch calls this in place of a function that gets a placeholder as an argument."""
-
-        def real(item: object) -> object:
-            return item._parameter() if isinstance(item, cls) else item
-
-        args, kwargs = tree_map(real, (args, kwargs or {}))  # also in a list, as torch.cat takes it
-        return func(*args, **kwargs)
+        """torch calls this in place of an operation that gets a placeholder as an argument."""
+        return _with_parameters(func, types, args, kwargs)
 
 
-# Python looks operators up in the class, and not with __getattr__. Without these `if weight:` would
-# be true and `weight == x` false.
-_OPERATORS = """
-    abs add and bool contains eq float floordiv ge getitem gt int invert iter le len lt matmul mod
-    mul ne neg or pos pow radd rand rfloordiv rmatmul rmod rmul ror rpow rsub rtruediv rxor setitem
-    sub truediv xor
-"""
+def _with_parameters(
+    func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+) -> Any:
+    def real(item: object) -> object:
+        return item._parameter() if isinstance(item, Placeholder) else item
+
+    args, kwargs = tree_map(real, (args, kwargs or {}))  # also in a list, as torch.cat takes it
+    return func(*args, **kwargs)
 
 
+# Of any tensor. The last three: tools that count memory read them, and torch in its messages.
+_OF_TENSORS = {"shape", "ndim", "dim", "numel", "size", "layout", "is_sparse"}
+_OF_TENSORS |= {"nelement", "untyped_storage", "type"}
+_KNOWN = _OF_TENSORS | {*vars(Placeholder)}
+"""What a placeholder answers itself."""
+
+
+# torch reads the values for these before there is an operation, or refuses them without a name.
 def _operator(name: str) -> Callable[..., Any]:
     return lambda self, *args: getattr(self._parameter(), name)(*args)
 
 
-for _name in _OPERATORS.split():
+for _name in ("bool", "complex", "float", "index", "int", "iter"):
     setattr(Placeholder, f"__{_name}__", _operator(f"__{_name}__"))

@@ -9,10 +9,10 @@ unit's module has the sharded flat parameter, which an optimizer finds there::
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minifsdp.support.divided_param import DividedParameter, mark
 from minifsdp.support.fingerprint import fingerprint
@@ -20,6 +20,58 @@ from minifsdp.support.unsharded_views import views_of
 from minifsdp.unit import Unit
 
 FLAT_PARAM = "_flat_param"  # the name that torch gives it
+
+
+OTHER_WEIGHTS = (
+    "To compute with other weights, call torch.func.functional_call with a plain module of the "
+    "same class (it may be on the meta device, if you give all weights), or without gradients "
+    "inside of FSDP.summon_full_params(model)."
+)
+
+
+def check_unreplaced(unit: Unit) -> None:
+    """Refuse other weights in the places of a unit's parameters, before it is gathered: a forward
+    would put its views over them, and compute with the old ones. torch tells nobody of these:
+    ``torch.func.functional_call`` writes to ``module._parameters``.
+
+    Raises:
+        RuntimeError: naming the parameter. Everything is as the program has left it.
+    """
+    own: Sequence[Any] = [None] * len(unit.param_infos)
+    if unit.mesh is not None:
+        own = unit.optimized_params
+    elif unit.module._parameters.get(FLAT_PARAM, unit.sharded_flat_param) is not (
+        unit.sharded_flat_param
+    ):
+        raise _replaced(unit, FLAT_PARAM, unit.module._parameters[FLAT_PARAM])
+    for info, listed in zip(unit.param_infos, own, strict=True):
+        for module, name in info.owners:
+            if module._parameters.get(name) is not listed:
+                raise _replaced(unit, info.name, module._parameters.get(name))
+
+
+def check_unreplaced_by_hand(unit: Unit) -> None:
+    """The same where ``FSDPModule.unshard()`` has put whole parameters there.
+
+    Raises:
+        RuntimeError: naming the parameter.
+    """
+    for info in unit.param_infos:
+        for module, name in info.owners:
+            param = module._parameters.get(name)
+            memory = unit.unsharded.storage._cdata
+            if param is None or param.untyped_storage()._cdata != memory:
+                raise _replaced(unit, info.name, param)
+
+
+def _replaced(unit: Unit, name: str, found: object) -> RuntimeError:
+    there = "None" if found is None else "another tensor"
+    return RuntimeError(
+        f"in the place of parameter {name!r} of unit {unit.label} there is {there}, which was put "
+        f"there by functional_call, or by a program that writes to module._parameters. The unit "
+        f"would compute with its own parameter all the same. {OTHER_WEIGHTS} Otherwise change the "
+        f"model before you wrap it."
+    )
 
 
 def make_views(unit: Unit) -> None:
@@ -50,9 +102,13 @@ def use_sharded_views(unit: Unit) -> None:
     """Put placeholders where the views are, and let ``parameters()`` list what the optimizer needs:
     the sharded flat parameter or, of a unit in rows, the DTensors. Does nothing if that is so
     already."""
-    if not unit.uses_unsharded_views:
-        return
-    unit.uses_unsharded_views, unit.has_placeholders = False, True
+    if unit.uses_unsharded_views:
+        unit.uses_unsharded_views = False
+        _hide(unit)
+
+
+def _hide(unit: Unit) -> None:
+    unit.has_placeholders = True
     listed = unit.optimized_params if unit.mesh is not None else [None] * len(unit.param_infos)
     for info, placeholder, param in zip(unit.param_infos, unit.placeholders, listed, strict=True):
         info.use_sharded_views(placeholder, param)
@@ -63,6 +119,15 @@ def use_sharded_views(unit: Unit) -> None:
 def hides_params(units: Sequence[Unit]) -> bool:
     """Whether units in rows have placeholders, for a backward that is still to come."""
     return any(unit.mesh is not None and unit.has_placeholders for unit in units)
+
+
+def hide_divided_params(units: Sequence[Unit]) -> None:
+    """Undo :func:`show_divided_params`, for a forward without gradients: in there a module may
+    compute with the parameters of one inside of it, and not call that one."""
+    for unit in units:
+        if unit.mesh is not None and not unit.uses_unsharded_views and not unit.has_placeholders:
+            check_unreplaced(unit)
+            _hide(unit)
 
 
 def show_divided_params(units: Sequence[Unit]) -> None:
@@ -138,5 +203,11 @@ def adopt(unit: Unit) -> None:
     if isinstance(unit.sharded_flat_param, DividedParameter):
         mark(unit, unit.sharded_flat_param)
     found = unit.module._parameters.get(FLAT_PARAM)
-    if found is not None and found is not unit.sharded_flat_param:
-        unit.module._parameters[FLAT_PARAM] = unit.replace_shard(found)
+    own = unit.sharded_flat_param
+    if found is None or found is own:
+        return
+    # torch moves values, or casts them. Others were put there for one call, and will be taken away.
+    moved = found.dtype != own.dtype or found.device != own.device or torch.equal(found, own)
+    if type(found) is not nn.Parameter or not moved:
+        raise _replaced(unit, FLAT_PARAM, found)
+    unit.module._parameters[FLAT_PARAM] = unit.replace_shard(found)

@@ -11,6 +11,7 @@ there, too, since the wrapped ``forward`` reads it there::
 
 import inspect
 import sys
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from minifsdp.checks.members import FSDP_MARK, WRAPPED, check_part
 from minifsdp.checks.other_wrappers import refuse_around
 from minifsdp.support.divided_param import is_optimized
+from minifsdp.support.param_views import OTHER_WEIGHTS
 from minifsdp.wrapping.module_tree import clean, is_ignored, unit_of
 from minifsdp.wrapping.torch_attributes import TORCH_ATTRIBUTES
 
@@ -125,6 +127,15 @@ class ModuleWrapper(nn.Module):
             self._check_parameter(name, param)
         super().register_parameter(name, param)
 
+    def named_modules(
+        self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Names as they were before wrapping. The wrapped module comes after its wrapper, under the
+        same name: programs put these and the names of parameters together."""
+        for name, module in super().named_modules(memo, prefix, remove_duplicate):
+            # With a memo a module around this one asks, and then all names are as in that one.
+            yield clean(name) if memo is None else name, module
+
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load full parameters, under their original names; see state_dict.py.
 
@@ -170,15 +181,17 @@ class ModuleWrapper(nn.Module):
         may be exchanged for another one. Elsewhere the value would never be used."""
         unit, module = unit_of(self), self._modules[WRAPPED]
         assert unit is not None and module is not None
+        own = module._parameters.get(name)
         owned = any((module, name) in info.owners for info in unit.param_infos)
+        owned = owned or (is_optimized(own) and value is not own)
         new = isinstance(value, nn.Parameter) and not owned
-        new = new and not is_ignored(module._parameters.get(name))
+        new = new and not is_ignored(own)
         if new or (owned and unit not in self._hooks.summoned):
             raise RuntimeError(
                 f"{name!r} of {type(module).__name__}{self._where()} cannot be set or deleted "
                 f"here: the parameters of the unit were sharded when it was wrapped. To change "
                 f"values, do it inside FSDP.summon_full_params(model); for another parameter, "
-                f"change the model before you wrap it."
+                f"change the model before you wrap it. {OTHER_WEIGHTS}"
             )
 
     def _where(self) -> str:

@@ -28,8 +28,8 @@ Modules = dict[str, nn.Module]
 
 
 def clean(name: str) -> str:
-    """A fully qualified name as it was before wrapping."""
-    return name.replace(WRAPPER_PREFIX, "")
+    """A fully qualified name as it was before wrapping. A wrapped module has its wrapper's."""
+    return f"{name}.".replace(WRAPPER_PREFIX, "")[:-1]
 
 
 _ignored: Any = WeakIdKeyDictionary()  # a module or a parameter -> the module that was wrapped

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -140,6 +141,22 @@ def test_a_part_says_which_parameters_it_cannot_list():
             assert not list(ask() or [])
     with pytest.raises(RuntimeError, match=r"weight.* of Linear .*unit '1'.* cannot be frozen"):
         part.requires_grad_(False)
+
+
+@on_ranks(2)
+def test_in_a_forward_a_list_of_sharded_parameters_gathers_nothing():
+    """One rank alone may ask for it, to print something."""
+    model = stack(2)
+    part = model[1][0]
+
+    def ask(module, args):
+        if dist.get_rank() == 0:
+            with pytest.warns(UserWarning, match="weight.* of Linear are a part of .* of unit '1'"):
+                assert not list(part.parameters())
+
+    model.module[0].register_forward_pre_hook(ask)
+    with torch.no_grad():
+        model(batch())
 
 
 @on_ranks(2)

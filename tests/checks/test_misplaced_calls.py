@@ -54,6 +54,19 @@ def test_a_saved_parameter_that_is_looked_at_outside_of_a_backward_is_refused():
         node._saved_mat2  # noqa: B018
 
 
+@pytest.mark.parametrize("rows", [False, True])
+@on_ranks(2)
+def test_a_backward_inside_is_refused_and_the_parameters_stay(rows):
+    model = stack(use_orig_params=rows)
+    loss = model(batch()).pow(2).sum()
+    with FSDP.summon_full_params(model):
+        with pytest.raises(RuntimeError, match=r"inside summon_full_params .* <root>, '1', '2'"):
+            loss.backward()
+        assert model.module[0].weight.shape == (6, 6)
+    step(model)
+    check_at_rest(model)
+
+
 @on_ranks(2)
 def test_a_forward_inside_is_refused_and_the_parameters_stay():
     model = stack()

@@ -15,10 +15,7 @@ from tests.small import (
     stack,
 )
 
-NEW_IN_FSDP2 = {
-    "DataParallelMeshDims", "FSDPMeshInfo", "get_cls_to_fsdp_cls", "disable_fsdp_module_new_init",
-    "share_comm_ctx", "ShardPlacementResult",
-}  # fmt: skip
+NEW_IN_FSDP2 = {"get_cls_to_fsdp_cls", "disable_fsdp_module_new_init"}
 
 
 METHODS = [name for name in vars(theirs.FullyShardedDataParallel) if not name.startswith("_")]

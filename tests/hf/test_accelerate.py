@@ -82,6 +82,23 @@ def layers() -> list[str]:
     return [cls.__name__ for cls in blocks(make(NAME))]
 
 
+@by_layout
+@on_ranks(2)
+def test_trainer_decays_what_it_decays_of_the_plain_model(rows):
+    def decayed(model: nn.Module) -> list[str]:
+        names = hf.Trainer.get_decay_parameter_names(None, model)
+        return sorted(str(name) for name, _ in model.named_parameters() if name in names)
+
+    expected = decayed(make(NAME))
+    policy = minifsdp.ModuleWrapPolicy(blocks(make(NAME)))
+    model = FSDP(make(NAME).to(device()), auto_wrap_policy=policy, use_orig_params=rows)
+    if rows:
+        assert decayed(model) == expected
+    else:  # each flat parameter as a whole, as with torch's
+        with pytest.warns(UserWarning, match="a part of the flat parameter"):
+            assert decayed(model) == sorted(name for name, _ in model.named_parameters())
+
+
 # ------------------------------------------------------------------------------------ accelerate
 
 

@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import pickle
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -44,10 +46,13 @@ USES = {
     "-w": lambda w: -w,
     "abs(w)": abs,
     "w[0]": lambda w: w[0],
-    "len(w)": len,
     "list(w)": list,
+    "saved": lambda w: pickle.dumps(w),
+    "another type": lambda w: w.type(torch.double),
+    "itself, detached": lambda w: w.detach(),
     "1 in w": lambda w: 1 in w,
     "bool(w)": bool,
+    "complex(w)": complex,
     "float(w)": float,
     "int(w)": int,
 }
@@ -83,7 +88,11 @@ def test_a_placeholder_says_what_is_known_without_values():
     assert weight.shape == (6, 6) and weight.dtype == torch.float64
     assert weight.device.type == device().type
     assert weight.size() == (6, 6) and weight.size(1) == 6 and weight.size(dim=-2) == 6
-    assert weight.ndim == weight.dim() == 2 and weight.numel() == 36
+    assert weight.ndim == weight.dim() == 2 and weight.numel() == weight.nelement() == 36
+    assert weight.untyped_storage().nbytes() == 0 and weight.element_size() == 8
+    assert len(weight) == 6 and weight.layout is torch.strided
+    assert isinstance(weight, Tensor) and not isinstance(weight, nn.Parameter)
+    assert f"{weight}" == repr(weight) and "'0.weight' of unit '2' is sharded" in repr(weight)
     assert weight.requires_grad is True
     model.requires_grad_(False)
     assert weight.requires_grad is False
@@ -132,8 +141,6 @@ def test_a_copy_of_a_wrapped_module_says_so_too():
         assert copied.shape == (6, 6)
         with pytest.raises(RuntimeError, match="'weight' of unit <root> is sharded now"):
             copied + 1
-    with pytest.raises(AttributeError, match=r"^__setstate__$"):  # asked before there is a name
-        _ = object.__new__(Placeholder).__setstate__
     assert model.module.weight in {model.module.weight}
 
 
@@ -206,6 +213,9 @@ def test_an_lstm_computes_with_its_list_of_weights():
     assert {type(weight) for weight in plain._flat_weights} == {Placeholder}
     with pytest.raises(RuntimeError, match="'weight_ih_l0' of unit <root> is sharded now"):
         plain(batch())
+    acceptable = patch("torch.backends.cudnn.is_acceptable", lambda weight: True)
+    with acceptable, patch.object(Placeholder, "is_cuda", True):  # as on a GPU
+        plain.flatten_parameters()  # module.to() calls it
 
 
 @on_ranks(2)
