@@ -10,6 +10,7 @@ agreement_groups.py   which ranks have to agree on which units
 same_model.py         all ranks have wrapped the same model, with the same values
 optimizers.py         which optimizers are right for sharded parameters
 optim_state.py        the state of an optimizer belongs to one rank's chunks
+held_values.py        values of parameters that a model has in a second place, where they would part
 members.py            the modules and parameters of a unit cannot be replaced
 on_meta.py            what fully_shard has left on the meta device has got memory and values
 param_names.py        choosing parameters by names that flat parameters do not have

@@ -9,6 +9,7 @@ shard_changes.py       what a program does to shards between steps, followed at 
 tensor_attribute.py    where a module has a parameter or a buffer
 param_access.py        what a module finds where it had a parameter: a view or a placeholder
 unsharded_views.py     the views to compute with, and their gradients as autograd leaves them
+param_attributes.py    what a program has set on its parameters, after wrapping
 param_views.py         when it finds which: views while unsharded, placeholders while sharded
 saved_tensors.py       what autograd saves of parameters: where to find them, not their memory
 autograd_hooks.py      how to act in the middle of a backward
