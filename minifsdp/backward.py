@@ -40,19 +40,17 @@ from minifsdp.unit_state import TrainingState
 class Backward:
     """The backwards of one root's units, one after the other.
 
-    Args:
-        summoned: units whose parameters are out; see hooks.py.
-
     Attributes:
         calls: the forwards that are running now, outermost first; written by hooks.py.
+        summoned: units whose parameters are out between steps; see hooks.py.
         saved: what autograd has saved of parameters.
         lent: units that were gathered in a forward for the module around them.
     """
 
-    def __init__(self, engine: Engine, summoned: dict[Unit, Any]) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine, self.agreement = engine, engine.agreement
-        self.summoned = summoned
         self.calls: list[Call] = []
+        self.summoned: dict[Unit, Any] = {}
         self.lent: list[Unit] = []
         self.saved = SavedParameters(self.before_backward)
         self._to_end: Callable[[], bool] | None = None

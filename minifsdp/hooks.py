@@ -65,9 +65,8 @@ class Hooks:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.agreement = engine, engine.agreement
-        self.summoned: dict[Unit, Any] = {}
-        self.backward = Backward(engine, self.summoned)
-        self.calls = self.backward.calls
+        self.backward = Backward(engine)
+        self.calls, self.summoned = self.backward.calls, self.backward.summoned
         self.depth = 0  # of forwards within forwards
         self._threads: dict[str, int] = {}  # the one that runs the outermost of them
         self._graph_waits = False  # there was a forward before this one, and not yet its backward
