@@ -190,7 +190,7 @@ MUTANTS = [
     Mutant("comm/same_machine", "copies are kept", "            board.free_copy(self.line)\n", "            pass\n"),
     Mutant("comm/same_machine", "who has left lends", "            if board.closed:\n", "            if False:\n"),
     Mutant("comm/same_machine", "each thread makes a copy", "            if self.is_copy or self.is_read():", "            if self.is_read():"),
-    Mutant("comm/same_machine", "each thread reads", "                if self in _unread:\n", "                if True:\n", noticed_by="comm/same_machine"),
+    Mutant("comm/same_machine", "each thread reads", "                if self in _unread:\n", "                if True:\n"),
     Mutant("comm/same_machine", "threads read at the same time", "if self._lock.acquire(blocking=False):", "if True:"),
     Mutant("comm/same_machine", "what has just been lent is not looked for", "if (gone := self._gone()) and not condition():", "if gone := self._gone():", noticed_by="promises/leaving"),
     Mutant("comm/boards", "only the first 2 GiB", "done += os.pwrite(self.file, memory[done:], at + done)", "os.pwrite(self.file, memory[done:], at)\n                done = len(memory)"),
