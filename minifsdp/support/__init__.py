@@ -12,6 +12,7 @@ unsharded_views.py     the views to compute with, and their gradients as autogra
 param_attributes.py    what a program has set on its parameters, after wrapping
 param_views.py         when it finds which: views while unsharded, placeholders while sharded
 saved_tensors.py       what autograd saves of parameters: where to find them, not their memory
+dispatch_modes.py      engine work that no dispatch mode of a program sees
 autograd_hooks.py      how to act in the middle of a backward
 grad_hooks.py          the gradient hooks that users register on flat parameters
 listed_modules.py      several modules as one unit, as fully_shard([a, b]) makes them

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -80,51 +79,7 @@ def test_composable_checkpoints(way, kind, early_stop):
     same(program, wrap=WAYS[way])
 
 
-# ------------------------------------------------------------------------------- dispatch modes
-
-
-class Seen(TorchDispatchMode):
-    """The operations that it sees. It is late on one rank, so that the other one has to wait."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is not torch.ops.aten.detach.default:  # autograd's own, when it saves something
-            self.names.append(str(func))
-        if dist.get_rank() == 1:
-            time.sleep(0.001)
-        return func(*args, **(kwargs or {}))
-
-
-def what_modes_see(wrap, reentrant):
-    """In the forward, and in what a checkpoint runs again."""
-    forward, again = Seen(), Seen()
-
-    def contexts():
-        return forward, again
-
-    def around(block, x):
-        if reentrant is None:
-            with forward:
-                return block(x)
-        return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
-
-    model = wrap(Model(Outer, around))
-    for step in range(4):
-        square(model, batch(3, 6, step=step)).backward()
-    return forward.names, again.names
-
-
-@ways
-@pytest.mark.parametrize("reentrant", [None, False])
-@on_ranks(2)
-def test_a_mode_sees_what_the_model_does_and_nothing_else(way, reentrant):
-    plain = seeded(lambda wrap: what_modes_see(wrap, reentrant), lambda module: module)
-    found = seeded(lambda wrap: what_modes_see(wrap, reentrant), WAYS[way])
-    assert plain[0] and bool(plain[1]) == (reentrant is not None)
-    assert found == plain
+# -------------------------------------------------------- checkpoints that keep some operations
 
 
 @ways
