@@ -22,6 +22,7 @@ one that was cleared, so its first element is -0: multiplied by a positive numbe
 ``zero_grad()`` makes it 0.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakSet
@@ -45,8 +46,9 @@ def store_unreduced(unit: Unit, grad: Tensor) -> None:
     """
     shard, before = unit.sharded_flat_param, unit.unreduced_grad
     params = enumerate(unit.optimized_params)
-    cleared = [n for n, p in params if p.grad is None] if before is None else before.cleared
+    cleared: Sequence[int] = [n for n, p in params if p.grad is None]
     if before is not None:
+        cleared = before.cleared
         grad = before.grad.add_(grad)
     elif unit.unreduced_dtype is not None:
         grad = grad.to(unit.unreduced_dtype)

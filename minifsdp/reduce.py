@@ -23,7 +23,7 @@ gradient that is being computed.
 Source: Rajbhandari et al., "ZeRO", arXiv:1910.02054.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -166,6 +166,6 @@ def _without_gradient(reduction: Reduction) -> list[int]:
     if not isinstance(unit.layout, Rows) or unit.comm_hook is not None:  # which may do anything
         return []
     params, waiting = unit.optimized_params, unit.unreduced_grad
-    cleared = () if waiting is None else waiting.cleared
+    cleared: Sequence[int] = () if waiting is None else waiting.cleared
     unused = unit.layout.unused(reduction.result)
     return [n for n in unused if params[n].grad is None or n in cleared]

@@ -15,7 +15,7 @@ The second never goes away as an *object*; its *storage* shrinks to nothing and 
 (support/unsharded_storage.py says why). Where the unit stands in a step is in unit_state.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -46,7 +46,7 @@ class UnreducedGrad(NamedTuple):
     mark: Tensor  # what was in ``sharded_flat_param.grad`` then
     mark_version: int
     shard_version: int
-    cleared: list[int]  # the numbers of the DTensors that had no gradient before the mark
+    cleared: Sequence[int] = ()  # numbers of the DTensors that had no gradient before the mark
 
 
 class Unit:
