@@ -30,9 +30,19 @@ def check_flattenable(tensors: Mapping[str, Tensor]) -> None:
         tensors: fully qualified name -> parameter, of any shape, for all parameters of one unit.
 
     Raises:
-        ValueError: they differ in dtype, device or requires_grad. The message lists the parameters
-            by their value.
+        ValueError: they differ in dtype, device or requires_grad, and the message lists them by
+            their value; or one of them has its elements in another order than row by row.
     """
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"parameter {name!r} has shape {list(tensor.shape)} and strides "
+                f"{list(tensor.stride())}. A flat parameter has the elements of each parameter row "
+                f"by row, so the layers would compute with other strides, and round differently. "
+                f"Make it contiguous before wrapping: param.data = param.data.contiguous(), or "
+                f"model.to(memory_format=torch.contiguous_format). Inputs may be channels_last all "
+                f"the same; a convolution takes its format from them, too."
+            )
     advice = {
         "dtype": "Convert them to one dtype, or wrap those of one dtype in a unit of their own.",
         "device": "Move the module to one device before wrapping it.",

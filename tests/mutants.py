@@ -34,6 +34,7 @@ class Mutant(NamedTuple):
 MUTANTS = [
     Mutant("flatten", "views are copies", "piece.view(shape)", "piece.clone().view(shape)"),
     Mutant("flatten", "in memory order", ".detach().reshape(-1)", ".detach().t().reshape(-1)"),
+    Mutant("flatten", "strides not checked", "if not tensor.is_contiguous():", "if False:"),
     Mutant("flatten", "dtypes not checked", '"dtype": "Convert', '"shape": "Convert'),
     Mutant("flatten", "padding comes first", "zip(pieces, shapes", "zip(pieces[::-1], shapes"),
     Mutant("checks/param_names", "answers yes too readily", "answer: bool = question(self, *args)", "answer = any(question(name, *args) for name in (str(self), *self.originals))"),
@@ -449,6 +450,8 @@ MUTANTS = [
     Mutant("checks/other_wrappers", "tensors of other classes go unnoticed", "return not issubclass(cls, nn.Parameter) or (", "return ("),
     Mutant("checks/other_wrappers", "parameters with functions of their own go unnoticed", "return not issubclass(cls, nn.Parameter) or (", "return not issubclass(cls, nn.Parameter) and ("),
     Mutant("checks/other_wrappers", "parameters without a shape go unnoticed", "if isinstance(param, UninitializedParameter):", "if False:"),
+    Mutant("support/divided_param", "an assignment to a gradient's data is lost", "            lost.append(_name_of(param))\n", "            pass\n"),
+    Mutant("support/divided_param", "no gradient may be assigned", 'if hasattr(grad, "minifsdp_storage") and', "if grad is not None and"),
     Mutant("support/divided_param", "integers have gradients", "DividedParameter(data, requires_grad=False)", "DividedParameter(data)"),
     Mutant("checks/other_wrappers", "distributed tensors go unnoticed", "if isinstance(param, DTensor) and", "if False and"),
     Mutant("wrapping/module_tree", "what is ignored has no end", "return None if found is None else found()", "return found and (found() or item)", noticed_by="wrapping/ignored"),

@@ -71,6 +71,13 @@ def test_what_cannot_be_flattened_is_refused_with_every_name(odd, attribute, val
     assert value in str(error.value) and "a.w, c.w" in str(error.value)
 
 
+def test_another_order_of_memory_is_refused():
+    named = {"a.w": torch.zeros(2, 3), "b.odd": torch.zeros(3, 2).t()}
+    with pytest.raises(ValueError, match=r"'b\.odd' has shape \[2, 3\] and strides \[1, 2\]"):
+        check_flattenable(named)
+
+
 def test_what_can_be_flattened_passes():
     check_flattenable({})
+    check_flattenable({"a": torch.zeros(4, 3, 1, 1).to(memory_format=torch.channels_last)})
     check_flattenable({"a": torch.zeros(2), "b": torch.zeros(())})

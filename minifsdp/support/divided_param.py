@@ -20,7 +20,11 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from minifsdp.offload import host_copy
 from minifsdp.rows import Rows
@@ -63,7 +67,7 @@ class DividedParameter(FlatParameter):
                 place.zero_()
             elif grad._local_tensor.data_ptr() != place.data_ptr():  # a program has assigned it
                 place.copy_(grad._local_tensor)
-                param.grad = like(param, place)
+                param.grad = _gradient(param, place)
         return flat
 
     @grad.setter
@@ -74,7 +78,7 @@ class DividedParameter(FlatParameter):
             places = unit.layout.local_tensors(value, unit.shard_rank)
         for param, place in zip(self.params, places, strict=True):
             if place is not None:
-                param.grad = like(param, place)
+                param.grad = _gradient(param, place)
             elif value is None:
                 param.grad = None
 
@@ -145,15 +149,52 @@ def forget_cleared_grad(flat: Any) -> bool:
     return True
 
 
+def _gradient(param: Any, local: Tensor) -> Any:
+    grad: Any = like(param, local)
+    grad.minifsdp_storage = _storage(grad)  # see _before_step
+    return grad
+
+
 @cache
 def _watch_steps() -> None:
-    """Count each step of an optimizer, of all of them until the process ends, as a change of the
-    units that it steps. The foreach and fused kernels count no version of a DTensor, so without
-    this a step between a forward and its backward would go unnoticed."""
+    """Look at each step of an optimizer, of all of them until the process ends."""
+    register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
 
+def _before_step(optimizer: Optimizer, *_: object) -> None:
+    """Refuse a step with a gradient to whose ``data`` a program has assigned: as of a parameter
+    (:func:`check_assigned`), torch ignores the new values.
+
+    Raises:
+        RuntimeError: naming the parameters.
+    """
+    lost = []
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        grad: Any = param.grad if hasattr(param, "minifsdp_unit") else None
+        # One that a program has assigned to param.grad itself is right as it is.
+        if hasattr(grad, "minifsdp_storage") and grad.minifsdp_storage != _storage(grad):
+            lost.append(_name_of(param))
+    if lost:
+        raise RuntimeError(
+            f"a program has assigned to the .data of the gradient of {', '.join(lost)}. It is a "
+            f"DTensor, and torch ignores the values that are assigned to one, so the optimizer "
+            f"would step with those from before. Assign the gradient itself (param.grad = value), "
+            f"or copy the new values (param.grad.copy_(value)); both take a DTensor."
+        )
+
+
+def _name_of(param: Any) -> str:
+    unit = unit_of_param(param)
+    names = zip(unit.optimized_params, unit.param_infos, strict=True) if unit is not None else ()
+    found = [f"{info.name!r} of unit {unit.label}" for other, info in names if other is param]
+    return found[0] if found else "a parameter"
+
+
 def _after_step(optimizer: Optimizer, *_: object) -> None:
+    """Count the step as a change of the units that it steps. The foreach and fused kernels count no
+    version of a DTensor, so without this a step between a forward and its backward would go
+    unnoticed."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     for unit in {unit_of_param(param) for param in params}:
         if unit is not None and unit.mesh is not None:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import minifsdp
 from minifsdp import FullyShardedDataParallel as FSDP
-from tests.promises import Block, batch, ddp, refused, same, seeded, train
+from tests.promises import Block, batch, ddp, fsdp, refused, same, seeded, train
 from tests.ranks import device, on_ranks
 
 
@@ -224,6 +224,37 @@ def a_local_checkpoint_is_asked_for(wrap):
     FSDP.set_state_dict_type(wrap(Net()), minifsdp.StateDictType.LOCAL_STATE_DICT)
 
 
+class Image(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+
+    def forward(self, x):
+        x = self.two(torch.relu(self.one(x.view(3, 3, 6, 6).to(memory_format=CHANNELS_LAST))))
+        assert x.is_contiguous(memory_format=CHANNELS_LAST)
+        return x
+
+
+CHANNELS_LAST = torch.channels_last
+
+
+def weights_are_in_another_order(wrap):
+    return wrap(nn.Sequential(Image().to(memory_format=CHANNELS_LAST)))
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@on_ranks(2)
+def test_only_inputs_have_to_be_channels_last(rows):
+    def program(wrap):
+        model = nn.Sequential(Image())
+        if wrap is ddp:
+            model.to(memory_format=CHANNELS_LAST)
+        return train(wrap(model), lambda model, x: model(x).square().mean(), width=108)
+
+    expected, found = seeded(program, ddp), seeded(program, fsdp(use_orig_params=rows))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 REFUSED = {
     "DDP around": (around(DDP), TypeError, ["DistributedDataParallel cannot wrap", "Net"], {}),
     "DDP around more": (
@@ -243,6 +274,12 @@ REFUSED = {
         lambda wrap: wrap(nn.Sequential(DDP(nn.Linear(6, 6).to(device())))),
         ValueError,
         ["module '0'", "DistributedDataParallel", "Wrap the plain module"],
+        {},
+    ),
+    "channels_last": (
+        weights_are_in_another_order,
+        ValueError,
+        ["parameter 'one.weight' has shape [8, 3, 3, 3] and strides [27, 1, 9, 3]", "contiguous()"],
         {},
     ),
     "a layer": (a_layer_is_replaced, RuntimeError, ["'linear' of Layer", "'blocks.0'"], {}),

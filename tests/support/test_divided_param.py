@@ -425,6 +425,28 @@ def test_what_is_assigned_to_data_is_refused_by_name(what):
     model(batch(WIDTH).double())
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+@on_ranks(2)
+def test_what_is_assigned_to_the_data_of_a_gradient_is_refused_before_a_step(foreach):
+    model = rows()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
+    for _ in range(2):
+        backward(model)
+        before = {name: whole(param) for name, param in model.named_parameters()}
+        grad = model.get_parameter("0.bias").grad
+        grad.data = torch.zeros_like(grad)
+        with pytest.raises(RuntimeError, match=r"gradient of '0.bias' of unit <root>\. .*copy_"):
+            optimizer.step()
+        for name, param in model.named_parameters():
+            assert torch.equal(whole(param), before[name])
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)  # which is right
+        optimizer.step()
+        for name, param in model.named_parameters():
+            assert torch.equal(whole(param), before[name] - 0.1)
+        optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("how", WRITTEN)
 @on_ranks(2)
 def test_what_is_written_in_place_counts_as_in_a_plain_model(how):
