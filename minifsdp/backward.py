@@ -125,12 +125,17 @@ class Backward:
             if not unit.uses_unsharded_views:
                 self.agreement.at(Moment.BACKWARD_OF, unit)
                 self.engine.parameters.unshard_again(unit)
-        elif self.calls and not self.running and not torch.is_grad_enabled():
+        elif self._lends and not unit.uses_unsharded_views:
             check_unreplaced(unit)
             self.agreement.at(Moment.FORWARD_OF, unit)
             self.engine.before_forward(unit, prefetch=False)
             self.lent.append(unit)
         return unit.uses_unsharded_views
+
+    @property
+    def _lends(self) -> bool:
+        """Whether a forward without gradients is running."""
+        return bool(self.calls) and not self.running and not torch.is_grad_enabled()
 
     def _begin_backward(self, call: Call) -> None:
         unit = call.unit

@@ -85,7 +85,7 @@ def block_numel(shape: torch.Size, world_size: int) -> int:
 
 
 # Marks are a multiple of this, so that what comes after them is aligned as it was before them.
-_ALIGNED = 16
+_ALIGNED = 8
 
 
 class Rows:
@@ -115,7 +115,7 @@ class Rows:
         self.order = sorted(range(len(shapes)), key=lambda number: not trained[number])
         self.with_grad = self.order[: sum(trained) or len(shapes)]
         self.shapes = [shapes[number] for number in self.order]
-        self.marks = -(-len(shapes) // _ALIGNED) * _ALIGNED if len(shapes) > 1 else 0
+        self.marks = -(-len(self.with_grad) // _ALIGNED) * _ALIGNED if len(shapes) > 1 else 0
         blocks = [block_numel(shape, world_size) for shape in self.shapes]
         self.trained_blocks = blocks[: len(self.with_grad)] + [self.marks] * (self.marks > 0)
         self.blocks = self.trained_blocks + blocks[len(self.with_grad) :]
@@ -184,15 +184,15 @@ class Rows:
             found.append(piece[: local.numel()].view(local))
         return self._in_order(found)
 
-    def mark_unused(self, flat: Tensor, numbers: Sequence[int]) -> None:
+    def mark_unused(self, flat: Tensor, places: Sequence[int]) -> None:
         """Mark parameters as not used on this rank.
 
         Args:
             flat: a gradient ``[trained_numel]``, or the end of one; written. Its marks are 0.
-            numbers: of the parameters.
+            places: of the parameters in ``with_grad``.
         """
         marks = flat[flat.numel() - self.marks * self.world_size :].view(self.world_size, -1)
-        marks[:, numbers] = -0.0
+        marks[:, places] = -0.0
 
     def unused(self, reduced: Tensor) -> list[int]:
         """The numbers of the parameters that no rank has used.
@@ -202,7 +202,7 @@ class Rows:
                 one rank's gradient, ``[trained_numel]``. The host waits for it.
         """
         marks = reduced[reduced.numel() - self.marks :].signbit().tolist()
-        return [number for number in self.with_grad if self.marks and marks[number]]
+        return [number for number, mark in zip(self.with_grad, marks, strict=False) if mark]
 
     def _shard_sizes(self, numel: int) -> list[int]:
         """Of the blocks in what a rank has, which may be all or a part of them."""

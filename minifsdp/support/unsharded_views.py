@@ -87,7 +87,7 @@ def _mark(unit: Unit, grad: Tensor, missing: Sequence[int]) -> None:
     """
     layout = unit.layout
     if isinstance(layout, Rows) and layout.marks:
-        unused = [layout.order[at // 2] for at in missing if at % 2 == 0 and layout.sizes[at]]
+        unused = [at // 2 for at in missing if at % 2 == 0 and layout.sizes[at]]
         if unused:
             layout.mark_unused(grad, unused)
             unit.has_unused = True
