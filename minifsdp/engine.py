@@ -38,7 +38,12 @@ from minifsdp.prefetch import Prefetcher
 from minifsdp.streams import Streams
 from minifsdp.support.listed_modules import close, is_open
 from minifsdp.support.param_views import make_views, use_sharded_views, use_unsharded_views
-from minifsdp.support.shard_changes import common_device, follow_changes, was_moved
+from minifsdp.support.shard_changes import (
+    check_on_host,
+    common_device,
+    follow_changes,
+    was_moved,
+)
 from minifsdp.support.unsharded_storage import UnshardedFlatParam
 from minifsdp.unit import Unit
 from minifsdp.unit_state import TrainingState
@@ -82,6 +87,8 @@ class Engine:
         if not self.agreement.steps:
             check_tree(self.root.module)
             check_lists(self.units)
+            for unit in self.units:
+                check_on_host(unit)
             check_on_meta(self.root.module)
             check_held(self.root.module)
         self.reset(keep=training is not None and training is self.training)

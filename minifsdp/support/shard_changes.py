@@ -16,6 +16,7 @@ from torch import nn
 
 from minifsdp.offload import HOST, host_copy
 from minifsdp.shard import unpadded_shard_numel
+from minifsdp.streams import has_memory
 from minifsdp.support.divided_param import (
     check_assigned,
     divide_again,
@@ -45,13 +46,8 @@ def follow_changes(unit: Unit) -> None:
             has assigned to its ``data``.
     """
     adopt(unit)  # it may have been moved through its module, not through the wrapper
+    check_on_host(unit)
     shard = unit.optimized_params[0]
-    if unit.offload_from is not None and shard.device != HOST:
-        raise RuntimeError(
-            f"the parameters of unit {unit.label} were moved to {shard.device}, but with "
-            f"CPUOffload they live on the CPU and are uploaded when they are needed. Do not "
-            f"move the model after wrapping; it computes on {unit.offload_from} by itself."
-        )
     if unit.mesh is not None:
         check_assigned(unit)
         if was_changed(unit):
@@ -72,6 +68,18 @@ def follow_changes(unit: Unit) -> None:
             unit.padded_shard[:unpadded] = shard.data
             shard.data = unit.padded_shard[:unpadded]
             unit.unsharded_by_dtype.forget()
+
+
+def check_on_host(unit: Unit) -> None:
+    """Raises RuntimeError: the shard lives on the host, and was moved away from there."""
+    shard = unit.optimized_params[0]
+    moved = unit.offload_from is not None and shard.device != HOST
+    if moved and (has_memory(shard) or has_memory(unit.padded_shard)):  # else it has no values yet
+        raise RuntimeError(
+            f"the parameters of unit {unit.label} were moved to {shard.device}, but with "
+            f"CPUOffload they live on the CPU and are uploaded when they are needed. Do not "
+            f"move the model after wrapping; it computes on {unit.offload_from} by itself."
+        )
 
 
 def common_device(units: Sequence[Unit]) -> torch.device | None:

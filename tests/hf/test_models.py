@@ -220,7 +220,8 @@ def test_of_lora_only_what_is_trained_is_reduced(name, way):
         assert trained <= counts["reduced"] <= 1.05 * trained
         found.append(counts)
     lora, everything = found
-    assert lora["gathered"] == everything["gathered"] > 0
+    marks = everything["gathered"] - lora["gathered"]  # of what was not used (rows.py)
+    assert lora["gathered"] > 0 and 0 <= marks < 0.01 * lora["gathered"], (marks, found)
     assert lora["reduced"] < everything["reduced"] / 10
 
 
