@@ -351,7 +351,7 @@ def test_groups_by_name_or_dimension_are_warned_of_once(groups, strategy):
     assert len(by_names) == (groups in (by_name, of_iterators)), told  # once for each listing
     (message,) = about_groups
     assert "AdamW was given 2 parameter groups" in message and "units <root>, '1', '2'" in message
-    assert {warning.filename for warning in said} == {__file__}
+    assert {warning.filename for warning in said} == {__file__}, [*map(str, said)]
 
 
 # ---------------------------------------------------------------------- what was before wrapping
