@@ -134,6 +134,7 @@ class Engine:
             unit.post_forward_shard = None  # an optimizer may have stepped
             unit.state.start_step()
             unit.unsharded.drop_gradient()
+            unit.has_unused = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -93,8 +93,6 @@ class Gradients:
             store_unreduced(unit, grad)
         complete = [reduction.unit for reduction in self._reductions]
         self._reductions.clear()
-        for unit in complete:
-            unit.has_unused = False  # only now: a unit's gradient may have come in several parts
         for unit in complete:  # last: a hook may raise, or be an optimizer
             after_gradient(unit)
 

@@ -44,12 +44,9 @@ def store_unreduced(unit: Unit, grad: Tensor) -> None:
             unit's unreduced gradient, if there is one, and otherwise kept in
             ``unit.unreduced_dtype``.
     """
-    shard, before = unit.sharded_flat_param, unit.unreduced_grad
-    params = enumerate(unit.optimized_params)
-    cleared: Sequence[int] = [n for n, p in params if p.grad is None]
-    if before is not None:
-        cleared = before.cleared
-        grad = before.grad.add_(grad)
+    shard, cleared = unit.sharded_flat_param, _cleared(unit)
+    if unit.unreduced_grad is not None:
+        grad = unit.unreduced_grad.grad.add_(grad)
     elif unit.unreduced_dtype is not None:
         grad = grad.to(unit.unreduced_dtype)
     if shard.grad is None:
@@ -64,6 +61,14 @@ def store_unreduced(unit: Unit, grad: Tensor) -> None:
     )
     _units.add(unit)
     _watch_optimizers()
+
+
+def _cleared(unit: Unit) -> Sequence[int]:
+    """The parameters that have no gradient, by their numbers. They are not to get zeros for one, if
+    no rank uses them (rows.py)."""
+    if unit.unreduced_grad is not None:
+        return unit.unreduced_grad.cleared
+    return [number for number, p in enumerate(unit.optimized_params) if p.grad is None]
 
 
 def check_unreduced_grad(unit: Unit) -> None:

@@ -146,7 +146,7 @@ def store_gradient(reduction: Reduction) -> None:
     """Add the result of a reduction to the gradient of the sharded flat parameter.
 
     The engine calls this for all units at the end of a backward, so that a backward that failed
-    changes no gradient.
+    changes no gradient. In rows a parameter that no rank has used gets none.
     """
     unit, shard = reduction.unit, reduction.unit.sharded_flat_param
     unused = _without_gradient(reduction) if unit.has_unused else []
