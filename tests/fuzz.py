@@ -228,14 +228,13 @@ class Comparison:
         """What this rank has of each unit is what the reference has there."""
         for name, unit in self.units.items():
             its = self.reference.units[name]
-            grads = [None] if its.flat.grad is None else [its.flat.grad]
             if unit.mesh is None:
                 size = unit.padded_shard.numel()
                 own = slice(unit.shard_rank * size, unit.shard_rank * size + size)
                 wholes = [its.flat]
             else:
                 wholes = its.pieces(its.flat)
-                grads = [None] * len(wholes) if its.flat.grad is None else its.pieces(*grads)
+            grads = its.gradients()
             for param, whole, grad in zip(unit.optimized_params, wholes, grads, strict=True):
                 found, found_grad = param, param.grad
                 if unit.mesh is not None:
@@ -254,10 +253,8 @@ class Comparison:
         for name in trained:
             if name in self.case.gradient_hooks:
                 change = CHANGES[self.case.gradient_hooks[name]]
-                first, *others = self.units[name].optimized_params
-                first.register_hook(counted(change, here, name))
-                for param in others:
-                    param.register_hook(change)
+                for param in self.units[name].optimized_params:
+                    param.register_hook(counted(change, here, name))
                 self.reference.units[name].on_gradient.append(counted(change, there, name))
         params = {name: self.units[name].sharded_flat_param for name in trained}
         flats = {name: self.reference.units[name].flat for name in trained}

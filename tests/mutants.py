@@ -649,6 +649,7 @@ MUTANTS = [
     Mutant("between_steps/full_params", "nothing is put back", "            params.unregister()\n        for unit in units:\n            hooks.summoned.pop(unit, None)\n            engine.parameters.reshard(unit)\n", "            hooks.summoned.pop(params.unit, None)\n"),
     Mutant("between_steps/full_params", "allowed anywhere", "if not hooks.idle:", "if False:"),
     Mutant("between_steps/full_params", "a block inside frees what one around holds", "[unit for unit in units if unit not in hooks.summoned]", "list(units)"),
+    Mutant("between_steps/unit_params", "zeros for what no rank has used", "None if param.grad is None else grad for", "grad for", noticed_by="between_steps/full_params"),
     Mutant("between_steps/unit_params", "changed gradients are lost", "            shard.grad.copy_(", "            shard.grad.clone().copy_("),
     Mutant("between_steps/full_params", "the device holds them all the same", "            params.grad = None if grad is None else grad.to(HOST)\n            hooks.engine.parameters.reshard(unit)", "            params.grad = None if grad is None else grad.to(HOST)"),
     Mutant("between_steps/full_params", "other ranks hold what they do not show", "        if not shown:\n", "        if False:\n"),

@@ -9,10 +9,13 @@ mistake. Three things decide in which order terms are added:
 - what several uses of a parameter contribute is added up within each call of its unit first;
 - an all-reduce does the same with what is left after that, cut into as many parts as there are
   copies, of which some may be one element longer than others.
+
+In rows a parameter has a gradient only if some rank has used it, and the optimizer steps each
+parameter for itself. The flat gradient is zero where a parameter has none.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +56,14 @@ class PlainUnit:
         self.flat = nn.Parameter(flat, requires_grad=bool(params) and not border.frozen)
         self.flat.grad_dtype = self.grad_dtype
         self.waiting: Tensor | None = None  # of no_sync
+        self.used = set[int]()  # numbers of the parameters that this rank has used for it
+        self.without = set(range(len(params)))  # a gradient; those that no_sync shows do not count
+        # What the optimizer sees: in rows each parameter, with memory of the flat one.
+        self.optimized = [self.flat]
+        if in_rows and params:
+            self.optimized = [nn.Parameter(p, self.flat.requires_grad) for p in self.pieces(flat)]
+            for param in self.optimized:
+                param.grad_dtype = self.grad_dtype
         self.on_gradient: list[GradientHook] = []  # before the reduction
         self.after_gradient: list[AfterHook] = []
         self.cast(self.dtype)
@@ -61,6 +72,24 @@ class PlainUnit:
         """Of the size and shape of each parameter; memory of ``flat``."""
         split_up = flat.split([param.numel() for param in self.params])
         return [piece.view(p.shape) for piece, p in zip(split_up, self.params, strict=True)]
+
+    def gradients(self) -> list[Tensor | None]:
+        """Of what the optimizer sees; memory of the flat gradient. Until what no_sync has left is
+        reduced, every parameter has one."""
+        if self.flat.grad is None or not self.in_rows:
+            return [self.flat.grad] * len(self.optimized)
+        without = self.without if self.waiting is None else ()
+        pieces = enumerate(self.pieces(self.flat.grad))
+        return [None if number in without else piece for number, piece in pieces]
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        if set_to_none:
+            self.flat.grad, self.without = None, set(range(len(self.params)))
+        elif self.flat.grad is not None:
+            self.flat.grad.zero_()
+            if self.waiting is not None:
+                self.without = set()  # the zeros that no_sync has shown stay
+        self.waiting, self.used = None, set()
 
     def cast(self, dtype: torch.dtype) -> None:
         """Give the module what the optimizer has, in the dtype to compute with."""
@@ -76,8 +105,9 @@ class PlainUnit:
             for module, name in owners:
                 module._parameters[name] = alias  # also for who asks for parameters()
 
-    def take_gradient(self) -> Tensor | None:
-        """What a backward has left, flat; zeros where a parameter was not used."""
+    def take_gradient(self) -> tuple[Tensor, set[int]] | None:
+        """What a backward has left, flat; zeros where a parameter was not used. And the numbers of
+        those that were used, of which one without elements is always one."""
         grads = [param.grad for param in self.params]
         if not self.flat.numel() or all(grad is None for grad in grads):
             return None
@@ -87,15 +117,18 @@ class PlainUnit:
         grad = torch.cat(
             [(z if g is None else g).reshape(-1) for g, z in zip(grads, zeros, strict=True)]
         )
+        used = {n for n, g in enumerate(grads) if g is not None or not zeros[n].numel()}
+        parts = [self.pieces(grad)[n] for n in sorted(used)] if self.in_rows else [grad]
         for hook in self.on_gradient:
-            given = hook(grad)
-            grad = grad if given is None else given
-        return grad
+            for part in parts:
+                given = hook(part)
+                part.copy_(part if given is None else given)
+        return grad, used
 
     def train(self, whether: bool) -> None:
         """Thaw or freeze it."""
         if self.params:
-            for param in (*self.params, self.flat):
+            for param in (*self.params, self.flat, *self.optimized):
                 param.requires_grad_(whether)
             self.renew()
 
@@ -128,12 +161,22 @@ class PlainUnit:
             row, column = torch.arange(param.numel()) // max(width, 1), torch.arange(param.numel())
             found.append((row // rows if rows else row, size + column % max(rows * width, 1)))
             size += rows * width
+        size += -(-len(found) // 8) * 8 if len(found) > 1 else 0  # marks of what was not used
         return size, torch.cat([rank * size + place for rank, place in found])
 
     def add_to_gradient(self, grad: Tensor | float) -> None:
         if self.flat.grad is None:
             self.flat.grad = torch.zeros_like(self.flat, dtype=self.grad_dtype)
         self.flat.grad += grad
+
+    def reduce(self) -> None:
+        """Add the mean of what waits on all ranks, of which some may have nothing."""
+        self.add_to_gradient(self.mean(self.waiting))
+        here = [int(number in self.used) for number in range(len(self.params))]
+        somewhere = torch.tensor(here, device=device())
+        dist.all_reduce(somewhere, dist.ReduceOp.MAX)
+        self.without -= {number for number, used in enumerate(somewhere) if used}
+        self.waiting, self.used = None, set()
 
 
 def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -199,8 +242,8 @@ class Reference:
             if not units[unit_around(path, units)][0].island and buffer.is_floating_point()
         ]
         self._full = True  # in the last forward, if there was one
-        # The flat parameters are what the optimizer sees.
-        self.optimizer = torch.optim.SGD([unit.flat for unit in self.units.values()], **SGD)
+        optimized = [param for unit in self.units.values() for param in unit.optimized]
+        self.optimizer = torch.optim.SGD(optimized, **SGD)
 
     def cast(self, full_precision: bool = False) -> None:
         """Give the module what the optimizer has, in the dtypes that it computes with."""
@@ -234,9 +277,11 @@ class Reference:
                 unit.take_gradient()
             raise
         for unit in units:
-            grad = unit.take_gradient()
-            if grad is not None:
+            found = unit.take_gradient()
+            if found is not None:
+                grad, used = found
                 unit.waiting = grad if unit.waiting is None else unit.waiting + grad
+                unit.used |= used
                 if not synchronize:
                     unit.add_to_gradient(0.0)  # so that the optimizer finds one, as after DDP's
         if not synchronize:
@@ -245,8 +290,7 @@ class Reference:
         for unit in complete:
             if unit.waiting is None:
                 self.events.add("another rank has used more units")
-            unit.add_to_gradient(unit.mean(unit.waiting))
-            unit.waiting = None
+            unit.reduce()
         for unit in complete:
             for hook in unit.after_gradient:
                 hook(unit.flat)
@@ -260,31 +304,38 @@ class Reference:
         return [bool(waits) for waits in somewhere]
 
     def step(self) -> None:
+        for unit in self.units.values():
+            for param, grad in zip(unit.optimized, unit.gradients(), strict=True):
+                param.grad = grad
         self.optimizer.step()
         self.cast()
 
     def zero_grad(self, set_to_none: bool) -> None:
-        self.optimizer.zero_grad(set_to_none)
         for unit in self.units.values():
-            unit.waiting = None
+            unit.zero_grad(set_to_none)
 
     def named_parameters(self, remove_duplicate: bool = True) -> dict[str, Tensor]:
         """In the optimizer's dtype; memory of the flat parameters."""
-        return self._named(lambda unit: unit.flat.data, remove_duplicate)
+        return self._named(lambda unit: unit.pieces(unit.flat.data), remove_duplicate)
 
     def named_gradients(self) -> dict[str, Tensor]:
-        return self._named(
-            lambda unit: None if unit.flat.grad is None else unit.flat.grad.float(), True
-        )
+        def gradients(unit: PlainUnit) -> list[Tensor | None]:
+            grads = unit.gradients()
+            if not unit.in_rows:
+                (grad,) = grads
+                grads = [None] * len(unit.params) if grad is None else unit.pieces(grad)
+            return [None if grad is None else grad.float() for grad in grads]
+
+        return self._named(gradients, True)
 
     def _named(
-        self, which: Callable[[PlainUnit], Tensor | None], remove_duplicate: bool
+        self, which: Callable[[PlainUnit], Sequence[Tensor | None]], remove_duplicate: bool
     ) -> dict[str, Tensor]:
         pieces: dict[nn.Parameter, Tensor] = {}
         for unit in self.units.values():
-            flat = which(unit)
-            if flat is not None:
-                pieces |= zip(unit.params, unit.pieces(flat), strict=True)
+            for param, piece in zip(unit.params, which(unit), strict=False):
+                if piece is not None:
+                    pieces[param] = piece
         found = self._once if remove_duplicate else self._always
         return {name: pieces[param] for name, param in found.items() if param in pieces}
 

@@ -111,7 +111,12 @@ class SummonedParams:
         """Views of the gradient, for each parameter; None for those that have none."""
         if self.grad is None:
             return [None] * len(self.unit.param_infos)
-        return self.unit.layout.unflatten(self.grad)
+        grads = self.unit.layout.unflatten(self.grad)
+        if self.unit.mesh is None:
+            return grads
+        # In rows one may have none, because no rank has used it or a program has cleared it.
+        params = zip(grads, self.unit.optimized_params, strict=True)
+        return [None if param.grad is None else grad for grad, param in params]
 
 
 def _copy_if_replaced(value: Tensor, view: Tensor) -> bool:

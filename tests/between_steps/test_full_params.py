@@ -277,6 +277,28 @@ def test_units_without_gradients_have_none():
     assert frozen == ["wide.0.weight", "wide.0.bias", "wide.1.weight"]
 
 
+class Spare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@on_ranks(2)
+def test_in_rows_what_no_rank_has_used_has_none():
+    model = FSDP(Spare().to(device()), use_orig_params=True)
+    model(torch.ones(2, 3, device=device())).sum().backward()
+    for _ in range(2):  # and gets none by what is written back
+        with FSDP.summon_full_params(model, with_grads=True):
+            found = {name for name, param in model.named_parameters() if param.grad is not None}
+            model.module.used.bias.grad.fill_(7)
+        assert found == {"used.weight", "used.bias"}
+        assert model.module.unused.bias.grad is None
+    assert (model.module.used.bias.grad.full_tensor() == 7).all()
+
+
 @on_ranks(2)
 def test_gradients_that_wait_are_not_shown_as_if_they_were_whole():
     model = stack()
