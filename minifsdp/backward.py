@@ -45,6 +45,7 @@ class Backward:
         summoned: units whose parameters are out between steps; see hooks.py.
         saved: what autograd has saved of parameters.
         lent: units that were gathered in a forward for the module around them.
+        graphs: forwards with gradients since the last backward.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -52,7 +53,8 @@ class Backward:
         self.calls: list[Call] = []
         self.summoned: dict[Unit, Any] = {}
         self.lent: list[Unit] = []
-        self.saved = SavedParameters(self.before_backward)
+        self.graphs = 0
+        self.saved = SavedParameters(self.gather)
         self._to_end: Callable[[], bool] | None = None
         for unit in engine.units:
             unit.unsharded_by_dtype.on_gradient = partial(self.after_gradient, unit)
@@ -62,6 +64,13 @@ class Backward:
     def running(self) -> bool:
         """Whether one is running. One that an exception has ended is not."""
         return self._to_end is not None and self._to_end()
+
+    def begin_graph(self) -> None:
+        """A forward with gradients begins. What is saved of its parameters is told from what graphs
+        before it have saved."""
+        self.graphs += 1
+        for unit in self.engine.units:
+            unit.unsharded.saved = [object()]
 
     def begin(self, training: bool | None) -> None:
         """A backward has begun. Nothing, if that is known already.
@@ -121,16 +130,21 @@ class Backward:
         """
         chain = self.saved.last.get(unit)
         if chain is not None and _task() >= 0:
-            self.before_backward(chain)
-            if not unit.uses_unsharded_views:
-                self.agreement.at(Moment.BACKWARD_OF, unit)
-                self.engine.parameters.unshard_again(unit)
+            self.gather(chain)
         elif self._lends and not unit.uses_unsharded_views:
             check_unreplaced(unit)
             self.agreement.at(Moment.FORWARD_OF, unit)
             self.engine.before_forward(unit, prefetch=False)
             self.lent.append(unit)
         return unit.uses_unsharded_views
+
+    def gather(self, calls: Chain) -> None:
+        """Autograd needs a parameter of the last of the calls, also if its unit was freed early."""
+        self.before_backward(calls)
+        unit = calls[-1].unit
+        if not unit.uses_unsharded_views:
+            self.agreement.at(Moment.BACKWARD_OF, unit)
+            self.engine.parameters.unshard_again(unit)
 
     @property
     def _lends(self) -> bool:
@@ -153,8 +167,13 @@ class Backward:
     def _free_early(self, unit: Unit) -> None:
         """The backward has come to a unit inside of this one. If nothing that is saved of this one
         is left, free it; its gradient is complete much later. So it is with most roots: the head's
-        backward is over, and an embedding's needs no parameter."""
-        if unit.state.training is not TrainingState.PRE_BACKWARD or unit.unsharded.is_saved:
+        backward is over, and an embedding's needs no parameter.
+
+        Not if there may be another graph, which the program has dropped. Python's collector decides
+        when that is gone, and so on each rank at another time; but all have to free alike."""
+        if unit.state.training is not TrainingState.PRE_BACKWARD or self.graphs != 1:
+            return
+        if unit.unsharded.is_saved:
             return
         in_forward = any(call.unit is unit for call in self.calls)  # of torch.autograd.grad
         if not in_forward and not self.engine.stays_after_backward(unit):
@@ -181,6 +200,7 @@ class Backward:
         for unit in self.engine.units:
             if unit.unsharded.has_gradient:
                 self._gradient_of(unit)  # it came in parts only
+        self.graphs = 0
         self.agreement.at(Moment.END_OF_A_BACKWARD_BELOW, self.engine.root)
         self.engine.end_of_backward(in_use={call.unit for call in self.calls})
         show_divided_params(self.engine.units)
@@ -195,7 +215,7 @@ class Backward:
         """If an exception has ended the last one, start as if it had never been."""
         if self._to_end is None:
             return
-        self._to_end = None
+        self._to_end, self.graphs = None, 0
         self.agreement.failed()
         self.engine.reset()
         self.engine.prefetcher.forget()

@@ -139,7 +139,9 @@ class Hooks:
             self.backward.forget_failed()
             self._graph_waits = hides_params(self.engine.units)
             self.engine.start(module.training)
-            if not torch.is_grad_enabled():
+            if torch.is_grad_enabled():
+                self.backward.begin_graph()
+            else:
                 hide_divided_params(self.engine.units)
             self.agreement.begin()
             self.engine.prefetcher.start_forward()

@@ -71,8 +71,7 @@ class WaitReport(NamedTuple):
     @staticmethod
     def on(waits: Waits, answered: int) -> "WaitReport":
         """This rank's report on its waits."""
-        frames = sys._current_frames()
-        awaited = (_awaited(wait, frames.get(thread)) for thread, wait in waits.items())
+        awaited = (_awaited(wait, _frame_of(thread)) for thread, wait in waits.items())
         return WaitReport(tuple(awaited), dict(started), answered)
 
     @property
@@ -141,15 +140,22 @@ def all_waits(waiting: dict[int, Message]) -> Waits:
     Args:
         waiting: the messages that threads wait for now.
     """
-    frames, main = sys._current_frames(), threading.main_thread().ident or 0
+    alive, main = set(sys._current_frames()), threading.main_thread().ident or 0
     waits: Waits = {}
-    # Threads that have ended are not in the frames. Who has run no model may call torch's own.
-    for thread in sorted(frames.keys() & set(owners.values())) or [main]:
-        wait = waiting.get(thread) or torch_collective(frames.get(thread))
+    # Who has run no model may call torch's own collectives.
+    for thread in sorted(alive & set(owners.values())) or [main]:
+        wait = waiting.get(thread) or torch_collective(_frame_of(thread))
         if wait is None:
             return {}
         waits[thread] = wait
     return waits
+
+
+def _frame_of(thread: int) -> FrameType | None:
+    """Where a thread is. The frames of all threads are kept in no variable: this function's own is
+    among them, and in that cycle all that the others have in theirs would stay alive, parameters
+    too, until the garbage collector comes."""
+    return sys._current_frames().get(thread)
 
 
 def torch_collective(frame: FrameType | None) -> TorchCollective | None:

@@ -197,6 +197,7 @@ class _Hooks(saved_tensors_hooks):
                 state.training is not TrainingState.PRE_BACKWARD
                 or state.graph_task != torch._C._current_graph_task_id()
                 or self.saved.began[call.unit] != call.version
+                or not call.unit.uses_unsharded_views  # freed early: only the last graph was seen
             ):
                 self.saved.before_use(saved.chain)
             return _view(call.unit.unsharded.data, saved)
