@@ -104,7 +104,6 @@ class Unit:
         if self.mesh is not None:
             self.layout = Rows(shapes, trained, self.shard_world_size)
         self.numel = sum(shape.numel() for shape in shapes)
-        self.padded_numel = self.layout.padded_numel
 
         # The shard's memory, and padding in it.
         self.padded_shard = host_copy(
@@ -165,6 +164,11 @@ class Unit:
         ranks = f"{self.shard_world_size} rank{'s' * (self.shard_world_size > 1)}"
         rows = ", in rows" if self.mesh is not None else ""
         return f"unit of {self.numel:,} parameters, sharded over {ranks}{rows}"
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the unsharded flat parameter."""
+        return self.layout.padded_numel
 
     @property
     def needs_unshard(self) -> bool:

@@ -451,6 +451,7 @@ MUTANTS = [
     Mutant("checks/other_wrappers", "tensors of other classes go unnoticed", "return not issubclass(cls, nn.Parameter) or (", "return ("),
     Mutant("checks/other_wrappers", "parameters with functions of their own go unnoticed", "return not issubclass(cls, nn.Parameter) or (", "return not issubclass(cls, nn.Parameter) and ("),
     Mutant("checks/other_wrappers", "parameters without a shape go unnoticed", "if isinstance(param, UninitializedParameter):", "if False:"),
+    Mutant("support/divided_param", "as many marks as before", "given[0].new_zeros(sum(unit.layout.blocks))", "given[0].new_zeros(unit.padded_shard.numel())"),
     Mutant("support/divided_param", "an assignment to a gradient's data is lost", "            lost.append(_name_of(param))\n", "            pass\n"),
     Mutant("support/divided_param", "no gradient may be assigned", 'if hasattr(grad, "minifsdp_storage") and', "if grad is not None and"),
     Mutant("support/divided_param", "integers have gradients", "DividedParameter(data, requires_grad=False)", "DividedParameter(data)"),

@@ -110,9 +110,10 @@ def layouts():
         model(torch.ones(2))
         at = torch.cat(by_rank(torch.arange(len(full)), unit.layout.blocks, 2)[dist.get_rank()])
         assert [full[i] for i in at] == unit.padded_shard.tolist()
+        del full[12 if settings else 10 :]  # after them rows have marks, which are all zero
         boxes = [(1, colour if n else "gray", "0aabbccxyz"[n]) for n in full]
         found.append([box if i in at else (1, "", "") for i, box in enumerate(boxes)])
-    assert unit.layout.blocks == [4, 2]
+    assert unit.layout.blocks[:2] == [4, 2]
     return found
 
 

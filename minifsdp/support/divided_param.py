@@ -287,7 +287,7 @@ def divide_again(unit: Any) -> None:
             )
     flat.hide_grad()  # laid as the unit was until now
     unit.layout = Rows(layout.param_shapes, unit.trained, layout.world_size)
-    padded = given[0].new_zeros(unit.padded_shard.numel())
+    padded = given[0].new_zeros(sum(unit.layout.blocks))  # there may be more marks, or fewer
     for place, tensor in zip(
         unit.layout.local_tensors(padded, unit.shard_rank), given, strict=True
     ):

@@ -232,9 +232,9 @@ def _with_parameters(
     return func(*args, **kwargs)
 
 
-# Of any tensor. The last three: tools that count memory read them, and torch in its messages.
+# Of any tensor. The second line: tools that count memory read these, and torch in its messages.
 _OF_TENSORS = {"shape", "ndim", "dim", "numel", "size", "layout", "is_sparse"}
-_OF_TENSORS |= {"nelement", "untyped_storage", "type"}
+_OF_TENSORS |= {"nelement", "untyped_storage", "type", "is_cpu", "is_cuda", "is_meta"}
 _KNOWN = _OF_TENSORS | {*vars(Placeholder)}
 """What a placeholder answers itself."""
 

@@ -547,3 +547,26 @@ def test_a_unit_of_integers(dtype):
     for name, value in plain.module.state_dict().items():
         assert torch.equal(model.state_dict()[name].full_tensor(), value), name
     assert model[1].weight.dtype is dtype
+
+
+@on_ranks(2)
+def test_a_unit_may_be_frozen_and_thawed_however_many_marks_that_takes():
+    def many():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))).to(device())
+
+    model, plain, marks = FSDP(many(), use_orig_params=True), many(), []
+    for step in range(3):
+        for each in (model, plain):
+            for number, param in enumerate(each.parameters()):
+                param.requires_grad_(step != 1 or number % 5 == 0)
+            each.zero_grad()
+            backward(model if each is model else DDP(plain), step)
+            with torch.no_grad():
+                for param in each.parameters():
+                    if param.grad is not None:
+                        param -= 0.1 * param.grad
+        marks.append(model._unit.layout.marks)
+    assert marks == [16, 8, 16]
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(whole(param.detach()), expected.detach())

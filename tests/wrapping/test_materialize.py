@@ -415,13 +415,12 @@ def test_one_unit_at_a_time_is_whole(init_fn):
 
 
 class Kinds(nn.Module):
-    """Tensors of several kinds, with other values on every rank, and another layout."""
+    """Tensors of several kinds, with other values on every rank, and a buffer with strides."""
 
     def __init__(self, rank: int):
         super().__init__()
         torch.manual_seed(rank)
-        weight = torch.randn(6, 6)
-        self.weight = nn.Parameter(weight.t() if rank % 2 else weight)
+        self.weight = nn.Parameter(torch.randn(6, 6))
         self.register_buffer("table", torch.randn(5, 3).t())
         self.register_buffer("count", torch.tensor(100 + rank))
         self.register_buffer("flag", torch.tensor([rank == 0, True]))
