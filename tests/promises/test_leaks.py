@@ -9,6 +9,7 @@ from contextlib import nullcontext, suppress
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -18,6 +19,7 @@ from tests.promises import WAYS, Block, batch, seeded
 from tests.ranks import on_ranks
 
 STEPS = 300
+ways = pytest.mark.parametrize("way", WAYS)
 
 
 class Watched(Block):
@@ -198,3 +200,34 @@ def test_no_activation_is_left_by_a_frozen_unit(kind, way):
 def test_a_leak_would_be_seen():
     kept = []
     assert count_after(lambda model, x: kept.append(loss_of(model, x)), "rows") == 3 * STEPS
+
+
+@ways
+@on_ranks(2)
+def test_a_graph_that_is_collected_late_on_one_rank_parts_no_ranks(way):
+    """A dropped graph lives until Python's collector comes, if something in it refers to itself.
+    What is freed early must not depend on that: a checkpoint in the root gathers it again."""
+
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.block, self.last = nn.Linear(6, 6), Watched(), nn.Linear(6, 6)
+
+        def forward(self, x):
+            x = checkpoint(self.first, x, use_reentrant=False)
+            return self.last(self.block(x))
+
+    def program(wrap):
+        model, kept = wrap(Root()), []
+        for step in range(4):
+            x = batch(3, 6, step=step)
+            kept.append(model(x).sum())
+            dropped = model(x)
+            if dist.get_rank() == 0:
+                kept.append(dropped)  # as a collector that has not come yet
+            del dropped
+            kept[0].backward()
+            kept.clear()
+            model.zero_grad()
+
+    seeded(program, WAYS[way])
