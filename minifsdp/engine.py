@@ -88,7 +88,8 @@ class Engine:
             check_tree(self.root.module)
             check_lists(self.units)
             for unit in self.units:
-                check_on_host(unit)
+                if unit.offload_from is not None:
+                    check_on_host(unit)
             check_on_meta(self.root.module)
             check_held(self.root.module)
         self.reset(keep=training is not None and training is self.training)

@@ -46,7 +46,8 @@ def follow_changes(unit: Unit) -> None:
             has assigned to its ``data``.
     """
     adopt(unit)  # it may have been moved through its module, not through the wrapper
-    check_on_host(unit)
+    if unit.offload_from is not None:
+        check_on_host(unit)
     shard = unit.optimized_params[0]
     if unit.mesh is not None:
         check_assigned(unit)
@@ -71,9 +72,9 @@ def follow_changes(unit: Unit) -> None:
 
 
 def check_on_host(unit: Unit) -> None:
-    """Raises RuntimeError: the shard lives on the host, and was moved away from there."""
+    """Raises RuntimeError: the shard of a unit with offload was moved away from the host."""
     shard = unit.optimized_params[0]
-    moved = unit.offload_from is not None and shard.device != HOST
+    moved = shard.device != HOST
     if moved and (has_memory(shard) or has_memory(unit.padded_shard)):  # else it has no values yet
         raise RuntimeError(
             f"the parameters of unit {unit.label} were moved to {shard.device}, but with "
