@@ -23,6 +23,7 @@ from minifsdp.prefetch import Prefetcher
 from minifsdp.sim.device import VirtualGpu
 from minifsdp.sim.figures.report import ALL_GATHER, last_step
 from minifsdp.sim.tape import COMPUTE, Op
+from minifsdp.support.param_access import Placeholder
 from minifsdp.support.unsharded_views import take_gradient
 from minifsdp.unit import Unit
 from tests.lone_unit import Lone, lone_unit
@@ -84,7 +85,7 @@ def gradient(unit: Unit) -> Tensor:
 
 def has_views(lone: Lone) -> bool:
     """Whether the module computes with its unsharded parameters, and not with what lists shards."""
-    return isinstance(lone.module.weight, Tensor)
+    return not isinstance(lone.module.weight, Placeholder)
 
 
 def has_memory(lone: Lone) -> bool:
