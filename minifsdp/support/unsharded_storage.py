@@ -45,8 +45,9 @@ class UnshardedFlatParam:
             (unsharded_views.py).
         used: the numbers of the views that had a gradient, in the order in which they are laid, if
             gradients arrive there; None in a unit in chunks, which need not know.
-        saved: one object. All that autograd has saved of the parameters refers to it
-            (saved_tensors.py), so the references to it tell whether there is still something.
+        saved: one object, a new one for each graph. All that autograd has saved of the parameters
+            in the last graph refers to it (saved_tensors.py), so the references to it tell whether
+            there is still something.
     """
 
     flat_param: Tensor
