@@ -47,7 +47,7 @@ def test_a_unit_is_freed_when_its_last_reason_is_gone():
     unit.let_go("a third one")
     unit.let_go("a second one")
     assert storage(unit)
-    unit.let_go(FORWARD, "a second one")
+    unit.let_go("a third one", FORWARD)
     assert not storage(unit)
     unit.hold(FORWARD)
     assert not storage(unit)  # a reason does not gather
