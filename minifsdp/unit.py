@@ -82,7 +82,7 @@ class Unit:
         params = [info.parameter for info in param_infos]
         named = {info.name: param for info, param in zip(param_infos, params, strict=True)}
         check_flattenable(named) if mesh is None else check_divisible(named)
-        self.name = ""  # the wrapper's place in the root; the root itself keeps ""
+        self.rename("")
         self.module, self.param_infos, self.buffers = module, param_infos, buffers
         self.shard_group, self.replicate_group, self.reshard_after_forward = placement
         self.precision, self.offload_from = precision, offload_from
@@ -137,6 +137,7 @@ class Unit:
         self.unsharded_by_dtype = UnshardedFlatParams()
         # Till the first use. Then the one of the dtype that is computed in.
         self.unsharded = UnshardedFlatParam(self.padded_shard, self.padded_shard, False, None)
+        self.needs_unshard = False  # before use: gathered, uploaded or cast
         self.placeholders = [Placeholder(self, info) for info in param_infos]
 
     def _new_chunk(self, data: Tensor, requires_grad: bool) -> FlatParameter:
@@ -158,10 +159,10 @@ class Unit:
         """The dtype of the optimizer's gradients; None: that of the shard."""
         return self.precision.param_dtype if self.precision.keep_low_precision_grads else None
 
-    @property
-    def label(self) -> str:
-        """The unit's name as a message should say it."""
-        return repr(self.name) if self.name else "<root>"
+    def rename(self, name: str) -> None:
+        """Take a name, which is the wrapper's place in the root; the root itself keeps ``""``. The
+        label is the name as a message should say it."""
+        self.name, self.label = name, repr(name) if name else "<root>"
 
     def describe(self) -> str:
         """The unit in a few words, for ``print(model)``."""
@@ -173,11 +174,6 @@ class Unit:
     def padded_numel(self) -> int:
         """Elements of the unsharded flat parameter."""
         return self.layout.padded_numel
-
-    @property
-    def needs_unshard(self) -> bool:
-        """Whether its parameters have to be gathered, uploaded or cast before they can be used."""
-        return self.unsharded.needs_unshard
 
     @property
     def device(self) -> torch.device:
@@ -253,7 +249,7 @@ class Unit:
     def _use(self, unsharded: UnshardedFlatParam) -> None:
         if unsharded is not self.unsharded:
             self.views = []  # they are of another one
-        self.unsharded = unsharded
+        self.unsharded, self.needs_unshard = unsharded, unsharded.needs_unshard
 
     @torch.inference_mode(False)  # what is made here outlives the mode that a forward may run in
     def _new_unsharded(self, dtype: torch.dtype, trained: bool) -> UnshardedFlatParam:

@@ -130,7 +130,7 @@ def lone_unit(
         CPU if offload else None,
         tag=1,
     )
-    unit.name = "lone"
+    unit.rename("lone")
     unit.choose_precision(training=True)
     use_sharded_views(unit)
     with _collectives(unit):

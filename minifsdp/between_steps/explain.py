@@ -24,7 +24,8 @@ def explain(model: nn.Module) -> None:
     """Print a line for each unit: how many parameters it has, the bytes of this rank's shard, those
     that are allocated while it is gathered, the dtype to compute in, whether it is cut in chunks
     (shard.py) or in rows (rows.py), and the ranks that share it. A last line counts the parameters
-    that are in no unit because they are ignored (wrapping/ignored.py). No rank waits for another.
+    that are in no unit because they are ignored (wrapping/ignored.py). Of units that are gathered
+    now it says why they stay (unit_state.py). No rank waits for another.
 
     Args:
         model: a wrapper or what fully_shard was called on, or a module with such modules inside.
@@ -55,6 +56,11 @@ def table(model: nn.Module) -> str:
     largest = max(units, key=lambda unit: unit.numel)
     if largest.numel > MOST * total and largest.shard_world_size > 1:
         lines.append(_warning(largest, total))
+    lines += [
+        f"Unit {unit.label} is held now, for {' and '.join(sorted(unit.reasons))}."
+        for unit in units
+        if unit.reasons
+    ]
     return "\n".join(lines)
 
 

@@ -83,7 +83,7 @@ def name_units(root: nn.Module) -> list[Any]:
     for wrapper, name in names.items():
         units.setdefault(wrapper._unit, []).append(name)
     for unit, places in units.items():
-        unit.name = "" if unit.module is root else ", ".join(places)
+        unit.rename("" if unit.module is root else ", ".join(places))
         unit.ancestors = [
             outer
             for outer, around in units.items()

@@ -69,6 +69,18 @@ def test_one_unit_that_is_most_of_the_model_is_warned_of():
 
 
 @on_ranks(2)
+def test_it_says_why_a_unit_is_gathered_now():
+    model = stack(2, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    out = model(torch.ones(2, 6, device=device()))
+    assert "Unit '1' is held now, for its strategy.\nUnit '2' is held" in table(model)
+    with FSDP.summon_full_params(model.module[1]):
+        assert "Unit '1' is held now, for summon_full_params." in table(model)
+        assert "Unit '2'" not in table(model)
+    del out
+    assert "held now" not in table(model)
+
+
+@on_ranks(2)
 def test_print_shows_where_the_units_are():
     model = stack()
     shown = [line.strip() for line in repr(model).splitlines() if "unit of" in line]

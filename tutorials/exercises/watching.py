@@ -58,7 +58,7 @@ def two_units(**settings: Any) -> Iterator[tuple[Engine, Lone, Lone]]:
         lone_unit(**settings) as next_,
     ):
         for lone, name in ((root, "root"), (now, "now"), (next_, "next")):
-            lone.unit.name = name
+            lone.unit.rename(name)
         units = [root.unit, now.unit, next_.unit]
         with replaced(agreement_groups, lambda units: []):
             engine = Engine(units, NoLimit(), Says(next_.unit))

@@ -18,7 +18,7 @@ def _units(stack: ExitStack, names: str, **settings: Any) -> tuple[list[Any], An
 
     lone = [stack.enter_context(lone_unit(**settings)) for _ in names]
     for one, name in zip(lone, names, strict=True):
-        one.unit.name = name
+        one.unit.rename(name)
     return [one.unit for one in lone], lone[0].streams
 
 
