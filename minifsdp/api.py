@@ -129,8 +129,10 @@ class Stats:
         self.all_gathers += 1
         self.unsharded_units += 1
         self.unsharded_bytes += nbytes
-        self.peak_unsharded_units = max(self.peak_unsharded_units, self.unsharded_units)
-        self.peak_unsharded_bytes = max(self.peak_unsharded_bytes, self.unsharded_bytes)
+        if self.unsharded_units > self.peak_unsharded_units:
+            self.peak_unsharded_units = self.unsharded_units
+        if self.unsharded_bytes > self.peak_unsharded_bytes:
+            self.peak_unsharded_bytes = self.unsharded_bytes
 
     def count_reshard(self, nbytes: int) -> None:
         """A unit of so many bytes has been freed."""

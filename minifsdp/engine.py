@@ -126,12 +126,13 @@ class Engine:
         for unit in self.units:
             if LIST in unit.reasons:
                 close(unit)
-            kept = keep and is_kept(unit)
-            unit.reasons.clear()
-            if kept:
-                unit.hold(NO_SYNC)
-            else:
-                self.parameters.reshard(unit)
+            if unit.reasons:  # else it is freed already
+                kept = keep and is_kept(unit)
+                unit.reasons.clear()
+                if kept:
+                    unit.hold(NO_SYNC)
+                else:
+                    self.parameters.reshard(unit)
             unit.post_forward_shard = None  # an optimizer may have stepped
             unit.state.start_step()
             unit.unsharded.drop_gradient()
@@ -229,9 +230,10 @@ class Engine:
         for unit in self.agreement.late:
             self.gradients.reduce_held(unit)
         for unit in self.units:
-            if FORWARD not in unit.reasons:
-                use_sharded_views(unit)
-            unit.let_go(BACKWARD, STRATEGY, PREFETCH, DIVERGED)  # if its outputs had no gradient
+            if unit.reasons:  # its outputs had no gradient, or other reasons keep it
+                if FORWARD not in unit.reasons:
+                    use_sharded_views(unit)
+                unit.let_go(BACKWARD, STRATEGY, PREFETCH, DIVERGED)
             unit.post_forward_shard = None
             unit.state.end_backward()
         wait_for_readers()  # an optimizer may be about to write to the shards

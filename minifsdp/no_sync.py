@@ -37,6 +37,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from minifsdp.support.shard_changes import was_moved
 from minifsdp.unit import Unit, UnreducedGrad
+from minifsdp.unit_state import STRATEGY
 
 NO_SYNC = "a backward in no_sync"  # a reason to stay, and one for a gradient to wait
 
@@ -76,7 +77,9 @@ class NoSync:
                 unit.hold(NO_SYNC)
         for unit in self.units if self._was_inside and not self.inside else ():
             unit.waits.discard(NO_SYNC)
-            unit.reasons.discard(NO_SYNC)  # and not let_go(): its backward may be about to begin
+            if NO_SYNC in unit.reasons:
+                unit.hold(STRATEGY)  # now it stays as after any other forward
+                unit.let_go(NO_SYNC)
         self._was_inside = self.inside
 
 

@@ -31,7 +31,7 @@ from minifsdp.rows import Rows, check_divisible
 from minifsdp.shard import Chunks
 from minifsdp.streams import Event
 from minifsdp.support.buffers import Buffers
-from minifsdp.support.divided_param import DividedParameter, divided_parameter
+from minifsdp.support.divided_param import divided_parameter
 from minifsdp.support.flat_parameter import FlatParameter, flat_parameter
 from minifsdp.support.param_access import ParamInfo, Placeholder
 from minifsdp.support.param_attributes import common_attributes
@@ -184,8 +184,8 @@ class Unit:
     def optimized_params(self) -> list[nn.Parameter]:
         """What an optimizer finds in ``parameters()``: the sharded flat parameter, or a DTensor for
         each parameter."""
-        shard = self.sharded_flat_param
-        return shard.params if isinstance(shard, DividedParameter) else [shard]
+        shard: Any = self.sharded_flat_param  # in rows a DividedParameter
+        return shard.params if self.mesh is not None else [shard]
 
     @property
     def trained(self) -> list[bool]:

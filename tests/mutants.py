@@ -352,7 +352,7 @@ MUTANTS = [
     Mutant("no_sync", "no_sync gathers anew", "                unit.hold(NO_SYNC)\n", "                pass\n"),
     Mutant("no_sync", "what was kept is stale", "unit.gathered_version == unit.sharded_flat_param._version", "True"),
     Mutant("parameters", "what was kept is never what it was", "        unit.gathered_version = unit.sharded_flat_param._version\n", "", noticed_by="no_sync"),
-    Mutant("no_sync", "what was kept stays for ever", "            unit.reasons.discard(NO_SYNC)", "            pass"),
+    Mutant("no_sync", "what was kept stays for ever", "                unit.let_go(NO_SYNC)\n", "                pass\n"),
     Mutant("engine", "what was kept is freed by the next forward", "            if kept:\n", "            if False:\n", noticed_by="no_sync"),
     Mutant("checks/optimizers", "a step without gradients is as good as any", "if _has_no_gradient(groups) and", "if False and"),
     Mutant("checks/optimizers", "a step before any forward is told", "    return ran\n", "    return True\n"),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minifsdp.support.divided_param import DividedParameter, mark
+from minifsdp.support.divided_param import mark
 from minifsdp.support.fingerprint import fingerprint
 from minifsdp.support.unsharded_views import views_of
 from minifsdp.unit import Unit
@@ -200,10 +200,10 @@ def check_untouched(unit: Unit, before: Values, failed: bool = False) -> None:
 def adopt(unit: Unit) -> None:
     """Take over the parameter that ``module.to(...)`` has put in place of the flat parameter, or
     the DTensors that it has changed."""
-    if isinstance(unit.sharded_flat_param, DividedParameter):
-        mark(unit, unit.sharded_flat_param)
+    own: Any = unit.sharded_flat_param  # in rows a DividedParameter
+    if unit.mesh is not None:
+        mark(unit, own)
     found = unit.module._parameters.get(FLAT_PARAM)
-    own = unit.sharded_flat_param
     if found is None or found is own:
         return
     # torch moves values, or casts them. Others were put there for one call, and will be taken away.
