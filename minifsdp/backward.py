@@ -73,7 +73,7 @@ class Backward:
             unit.unsharded.saved = [object()]
 
     def begin(self, training: bool | None) -> None:
-        """A backward has begun. Nothing, if that is known already.
+        """A backward has begun. Does nothing if that is known already.
 
         Args:
             training: the mode that its graph was made in.

@@ -183,13 +183,13 @@ class FSDPModule:
         engine.no_sync.inside = not requires_gradient_sync
 
     def reset_iter_state(self) -> None:
-        """Nothing: the next forward or backward itself resets what an exception has left."""
+        """Does nothing: the next forward or backward resets what an exception has left."""
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Nothing, for True: ranks agree in each backward on what any of them has used, and those
-        that have not used it reduce zeros.
+        """Does nothing if it is True: ranks agree in each backward on what any of them has used,
+        and those that have not used it reduce zeros.
 
         Raises:
             NotImplementedError: for False.
@@ -273,7 +273,7 @@ def _subclass(cls: Any) -> type:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let ``module.method_name(...)`` gather the module's unit, as a call of the module does.
 
-    Nothing, if ``module`` was not given to :func:`fully_shard`, as in torch.
+    Does nothing if ``module`` was not given to :func:`fully_shard`, as in torch.
 
     Raises:
         AttributeError: the module has no such method.

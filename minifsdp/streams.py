@@ -24,7 +24,7 @@ this means depends on the device:
   in program order, which is the same order on every rank. (Ranks on one machine copy the data from
   each other's memory in ``finish``: there is no network whose time could be hidden.)
 
-This is the only file that names a kind of device. :data:`BACKENDS` takes others.
+What follows from the kind of device for streams is here, and :data:`BACKENDS` takes other kinds.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,10 @@
 """Mistakes that would go unnoticed, or would end in a deadlock, refused early and by name.
 
-The concepts can be read without any of this. In a step only two files do something: the ranks
-exchange one small message for each backward (rank_agreement.py; more in the first steps), and an
-optimizer compares its parameter groups with those of its last step (optimizers.py). The rest runs
-when a model is wrapped or changed, before its first step, or when an optimizer is built or loaded.
+In a step three files do something: the ranks exchange one small message for each backward
+(rank_agreement.py; more in the first steps), an optimizer compares its parameter groups with those
+of its last step (optimizers.py), and a backward refuses parameters that were changed since its
+forward (misplaced_calls.py). The rest runs when a model is wrapped or changed, before its first
+step, or when an optimizer is built or loaded.
 
 rank_agreement.py     all ranks run the same units in the same order; what happens if they do not
 agreement_groups.py   which ranks have to agree on which units

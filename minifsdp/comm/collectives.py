@@ -1,4 +1,4 @@
-"""The collectives: the only file in which tensors travel between ranks.
+"""The collectives: how tensors travel between ranks.
 
 Two of them carry all of FSDP::
 
