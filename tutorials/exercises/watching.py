@@ -24,8 +24,10 @@ from minifsdp.sim.device import VirtualGpu
 from minifsdp.sim.figures.report import ALL_GATHER, last_step
 from minifsdp.sim.tape import COMPUTE, Op
 from minifsdp.support.param_access import Placeholder
+from minifsdp.support.param_views import make_views, use_unsharded_views
 from minifsdp.support.unsharded_views import take_gradient
 from minifsdp.unit import Unit
+from minifsdp.unit_state import BACKWARD, FORWARD
 from tests.lone_unit import Lone, lone_unit
 from tests.small import Block, gathered_gradients, replaced, storage, watch
 
@@ -66,14 +68,38 @@ def two_units(**settings: Any) -> Iterator[tuple[Engine, Lone, Lone]]:
 
 
 def state(lone: Lone) -> str:
-    """What a unit's state is, such as "SHARDED, FORWARD", and whether it has memory."""
+    """What a unit's state is, whether it has memory, and its reasons to stay: "SHARDED, FORWARD,
+    without memory, held for nothing"."""
     sharded, training = lone.unit.state.sharded.name, lone.unit.state.training.name
-    return f"{sharded}, {training}, {'with' if lone.memory else 'without'} memory"
+    reasons = " and ".join(sorted(lone.unit.reasons)) or "nothing"
+    memory = "with" if lone.memory else "without"
+    return f"{sharded}, {training}, {memory} memory, held for {reasons}"
 
 
-def gathered_for_backward(engine: Engine, lone: Lone) -> None:
-    """Put a unit where it is between the start of its backward and its gradient."""
+def gathered_for_forward(lone: Lone, *reasons: str) -> None:
+    """Put a unit where it is while its module runs.
+
+    Args:
+        reasons: others that it has to stay.
+    """
     lone.fill()
+    for reason in (FORWARD, *reasons):
+        lone.unit.hold(reason)
+    make_views(lone.unit)
+    use_unsharded_views(lone.unit)
+
+
+def gathered_for_backward(lone: Lone, *reasons: str) -> None:
+    """Put a unit where it is between the start of its backward and its gradient.
+
+    Args:
+        reasons: others that it has to stay.
+    """
+    lone.fill()
+    for reason in (BACKWARD, *reasons):
+        lone.unit.hold(reason)
+    make_views(lone.unit)
+    use_unsharded_views(lone.unit)
     lone.unit.state.run_forward()
     lone.unit.state.start_backward(0)
 
@@ -81,6 +107,16 @@ def gathered_for_backward(engine: Engine, lone: Lone) -> None:
 def gradient(unit: Unit) -> Tensor:
     """What backwards have computed of the unit's gradient, which is taken away."""
     return whole(take_gradient(unit))
+
+
+def root_of(engine: Engine) -> Lone:
+    """The root of :func:`two_units`."""
+    return Lone(engine.root, engine.streams, engine.root.module)
+
+
+def lists_shard(lone: Lone) -> bool:
+    """Whether ``parameters()`` of the module lists the shard, and not views."""
+    return all(param is lone.unit.sharded_flat_param for param in lone.module.parameters())
 
 
 def has_views(lone: Lone) -> bool:

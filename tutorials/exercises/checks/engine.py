@@ -14,6 +14,29 @@ def _raised(got: Any) -> bool:
     return isinstance(got, dict) and "raised" in got
 
 
+def _reasons(state: Any) -> str:
+    """What a unit is held for, of what watching.state() says."""
+    return state.partition("held for ")[2] if isinstance(state, str) else ""
+
+
+def _lost(want: Any, got: Any, own: str) -> str:
+    """What is wrong where a unit has a reason to stay that is not this moment's, and does not stay.
+
+    Args:
+        own: the reasons of this moment.
+    """
+    kept = _reasons(want)
+    if all(reason in _reasons(got) for reason in kept.split(" and ")):
+        return (
+            f"the unit is still held for {kept}, and is freed all the same: unit.let_go() frees a "
+            f"unit when its last reason is gone, and parameters.reshard() frees it in any case"
+        )
+    return (
+        f"let go of {own} only: the unit is also held for {kept}, by somebody who still needs it "
+        f"and will let go of it later"
+    )
+
+
 def _of_training(what: str, want: Any, got: Any) -> str | None:
     """What training shows, on a GPU or on ranks; the same for all moments."""
     from tutorials.exercises.judge import ratio
@@ -57,6 +80,14 @@ def _before_forward(what: str, want: Any, got: Any) -> str | None:
         if "no part of a step" in what:
             return "it is gathered although prefetch is False: this forward has no place in a step"
         return "the prefetcher's target is not gathered, so nothing hides its all-gather"
+    if "the state" in what and str(got).startswith("SHARDED"):
+        return "a module computes with its parameters, so they have to be gathered"
+    if "the state" in what and _reasons(got) != "its forward":
+        return (
+            "hold the unit for its forward, and for nothing else (parameters.unshard(unit, "
+            "FORWARD)): the moment after the forward lets go of FORWARD, and a unit that is held "
+            "for another reason would not be freed then"
+        )
     if "the module has" in what:
         return "the module still has its sharded parameters: use_unsharded_views is missing"
     if "the memory" in what or "parameters of the module" in what or "the state" in what:
@@ -128,101 +159,159 @@ def before_forward_on_two_ranks() -> Iterator[Any]:
 def _after_forward(what: str, want: Any, got: Any) -> str | None:
     if _raised(got):
         return None
-    if "without gradients" in what:
-        return "no backward follows where gradients are off: nothing stays, nor changes its state"
     if "the next unit" in what:
         if "no part of a step" in what:
             return "it is gathered although prefetch is False: this forward has no place in a step"
         return "the prefetcher's target after a forward is not gathered"
     if "checkpoint" in what:
         return (
-            "a forward that runs again in its own backward (PRE_BACKWARD) must leave everything "
-            "as it is: the backward computes with these parameters"
+            "a forward that runs again in its own backward (BACKWARD is among the unit's reasons) "
+            "leaves the unit's views and state as they are, and only lets go of FORWARD: the "
+            "backward computes with these parameters"
         )
     if "lists" in what:
         return (
-            "between forward and backward the module lists its sharded parameters, also where the "
+            "when its module runs no more, the module lists its sharded parameters, also where the "
             "unit stays gathered (use_sharded_views)"
         )
-    if "root" in what:
-        return "the root stays: its backward comes right after its forward"
-    if "reshard_after_forward" in what and got is True:
-        return "it stays although no backward will follow: only in the state FORWARD does it"
-    if "reshard_after_forward" in what:
-        return "a unit whose strategy keeps it (not reshard_after_forward) stays for its backward"
-    if "the state" in what:
-        return (
-            "after a forward with gradients a unit is freed, and its state is FORWARD: a backward "
-            "may follow (unit.state.run_forward)"
-        )
+    if "the state" in what and isinstance(got, str):
+        return _state_after_forward(what, want, got)
     return _of_training(what, want, got)
+
+
+def _state_after_forward(what: str, want: str, got: str) -> str:
+    if "as well" in what and "its forward" not in _reasons(got):
+        return _lost(want, got, "FORWARD")
+    if "its forward" in _reasons(got):
+        return (
+            "the forward is over, and the unit is still held for it: unit.let_go(FORWARD), or else "
+            "no unit is freed until the next step"
+        )
+    if "without gradients" in what:
+        return (
+            "no backward follows where gradients are off: nothing is held for STRATEGY then, and "
+            "no unit changes its state"
+        )
+    if "has raised" in what and _reasons(want) != "nothing":
+        return _lost(want, got, "FORWARD")
+    if "has raised" in what:
+        return "leave() lets go of FORWARD and does no more: no backward follows a failed forward"
+    if "its strategy" in _reasons(want):
+        if "its strategy" in _reasons(got):
+            return (
+                "hold the unit for STRATEGY before you let go of FORWARD: a unit is freed when its "
+                "last reason is gone, and hold() does not gather it again"
+            )
+        if "root" in what:
+            return (
+                "the root stays (hold it for STRATEGY): its backward comes right after its "
+                "forward, so to free it would gain nothing"
+            )
+        return (
+            "a unit whose strategy keeps it (reshard_after_forward=False) stays for its backward: "
+            "hold it for STRATEGY, or else it is gathered twice in a step"
+        )
+    if "its strategy" in _reasons(got):
+        return (
+            "only the root, and units with reshard_after_forward=False, are held for STRATEGY: "
+            "otherwise all units are in memory when the forward ends"
+        )
+    return (
+        "after a forward with gradients a unit is freed, and its state is FORWARD: a backward may "
+        "follow (unit.state.run_forward)"
+    )
 
 
 @check("engine.2", because=_after_forward)
 def a_unit_is_freed_after_its_forward() -> Iterator[Any]:
     import torch
 
-    from tutorials.exercises.watching import has_memory, state, two_units
+    from minifsdp.unit_state import STRATEGY
+    from tutorials.exercises.watching import (
+        gathered_for_forward,
+        has_memory,
+        lists_shard,
+        state,
+        two_units,
+    )
 
     with two_units() as (engine, now, following):
-        now.fill()
+        gathered_for_forward(now)
         engine.after_forward(now.unit, prefetch=True)
         yield "the state of a unit after its forward", state(now)
         yield "whether the next unit has memory", has_memory(following)
     with two_units() as (engine, now, following):
-        now.fill()
+        gathered_for_forward(now)
         engine.after_forward(now.unit, prefetch=False)
         yield "whether the next unit has memory, in no part of a step", has_memory(following)
     with two_units() as (engine, now, following), torch.no_grad():
-        now.fill()
+        gathered_for_forward(now)
         engine.after_forward(now.unit, prefetch=True)
         yield "the state of a unit after a forward without gradients", state(now)
+        yield "whether the next unit has memory", has_memory(following)
+    for reasons in ((), (STRATEGY,)):
+        with two_units() as (engine, now, _):
+            gathered_for_forward(now, *reasons)
+            engine.leave(now.unit)
+            yield "the state of a unit whose module has raised an error (leave)", state(now)
+            yield "whether that module lists its shard", lists_shard(now)
+
+
+@check("engine.2", because=_after_forward)
+def other_reasons_are_left_alone() -> Iterator[Any]:
+    import torch
+
+    from minifsdp.checks.rank_agreement import DIVERGED
+    from minifsdp.no_sync import NO_SYNC
+    from tutorials.exercises.watching import gathered_for_forward, lists_shard, state, two_units
+
+    for reason in (NO_SYNC, DIVERGED):
+        for grad in (True, False):
+            with two_units() as (engine, now, _), torch.set_grad_enabled(grad):
+                gathered_for_forward(now, reason)
+                engine.after_forward(now.unit, prefetch=False)
+                of = "with gradients" if grad else "without gradients"
+                yield f"the state of a unit that is held for {reason} as well, {of}", state(now)
+                yield "whether parameters() lists its shard", lists_shard(now)
 
 
 @check("engine.2", because=_after_forward)
 def some_units_stay() -> Iterator[Any]:
     import torch
 
-    from minifsdp.support.param_views import make_views, use_unsharded_views
-    from tutorials.exercises.watching import has_views, state, two_units
+    from minifsdp.unit_state import FORWARD, STRATEGY
+    from tutorials.exercises.watching import (
+        gathered_for_backward,
+        gathered_for_forward,
+        has_views,
+        lists_shard,
+        root_of,
+        state,
+        two_units,
+    )
 
-    for keeps in (False, True):
-        with two_units() as (engine, now, _):
-            name = "a unit without reshard_after_forward" if keeps else "a unit"
-            now.unit.reshard_after_forward = not keeps
-            yield f"whether {name} stays before its forward", engine.stays_after_forward(now.unit)
-            now.unit.state.run_forward()
-            yield f"whether {name} stays, FORWARD", engine.stays_after_forward(now.unit)
-            with torch.no_grad():
-                stays = engine.stays_after_forward(now.unit)
-            yield f"whether {name} stays, without gradients", stays
-            now.unit.state.start_backward(0)
-            with torch.no_grad():  # as a reentrant checkpoint does
-                stays = engine.stays_after_forward(now.unit)
-            yield f"whether {name} stays in a checkpoint, PRE_BACKWARD", stays
-            now.unit.state.complete_grad()
-            yield f"whether {name} stays, POST_BACKWARD", engine.stays_after_forward(now.unit)
-    with two_units() as (engine, now, _):
-        engine.root.state.run_forward()
-        yield "whether the root stays, FORWARD", engine.stays_after_forward(engine.root)
-        now.unit.reshard_after_forward = False
-        now.fill()
-        make_views(now.unit)
-        use_unsharded_views(now.unit)
-        engine.after_forward(now.unit, prefetch=False)
-        yield "the state of a unit without reshard_after_forward", state(now)
-        yield (
-            "whether parameters() lists the shards",
-            all(p is now.unit.sharded_flat_param for p in now.module.parameters()),
-        )
-    with two_units() as (engine, now, _):
-        now.fill()
-        make_views(now.unit)
-        use_unsharded_views(now.unit)
-        now.unit.state.start_backward(0)
-        engine.after_forward(now.unit, prefetch=False)
-        yield "the state of a unit in a checkpoint", state(now)
-        yield "whether its module has its unsharded parameters in a checkpoint", has_views(now)
+    for name in ("a unit with reshard_after_forward=False", "the root"):
+        for grad in (True, False):
+            with two_units() as (engine, now, _), torch.set_grad_enabled(grad):
+                lone = now if name != "the root" else root_of(engine)
+                lone.unit.reshard_after_forward = lone is not now
+                gathered_for_forward(lone)
+                engine.after_forward(lone.unit, prefetch=False)
+                of = "a forward" if grad else "a forward without gradients"
+                yield f"the state of {name} after {of}", state(lone)
+                yield f"whether parameters() of {name} lists its shard", lists_shard(lone)
+    for reasons in ((), (STRATEGY,)):
+        for grad in (True, False):  # without, as in a reentrant checkpoint
+            with two_units() as (engine, now, _), torch.set_grad_enabled(grad):
+                now.unit.reshard_after_forward = not reasons
+                gathered_for_backward(now, *reasons)
+                now.unit.hold(FORWARD)
+                engine.after_forward(now.unit, prefetch=False)
+                yield "the state of a unit in a checkpoint", state(now)
+                yield (
+                    "whether its module has its unsharded parameters in a checkpoint",
+                    has_views(now),
+                )
 
 
 @check("engine.2", because=_after_forward)
@@ -266,8 +355,16 @@ def _before_backward(what: str, want: Any, got: Any) -> str | None:
         return "a backward needs the parameters: gather, wait, and give them to the module"
     if "the next unit" in what:
         return "the prefetcher's target is not gathered, so nothing hides its all-gather"
+    if "state" in what and str(got).startswith("SHARDED"):
+        return "a backward needs the parameters: gather, wait, and give them to the module"
     if "state" in what and isinstance(got, str) and "PRE_BACKWARD" not in got:
         return "nobody knows that the unit's backward has started (unit.state.start_backward)"
+    if "state" in what and _reasons(got) != _reasons(want):
+        return (
+            "hold the unit for its backward (parameters.unshard(unit, BACKWARD)): that is the "
+            "reason that is let go when its gradient is complete, and with another one the unit "
+            "would not be freed then"
+        )
     if "the memory" in what or "the state" in what:
         return "the backward would compute before the data is there: wait_for_unshard is missing"
     if "autograd's number" in what:
@@ -349,27 +446,35 @@ def _after_gradient(what: str, want: Any, got: Any) -> str | None:
     if _raised(got):
         return None
     if "the next unit" in what:
+        if "before" in what:
+            return "free the unit before you prefetch, so that the next one can have its memory"
         return "the prefetcher's target after a backward is not gathered"
-    if "no_sync" in what:
-        if "stays" in what:
-            return (
-                "in no_sync a unit that its strategy keeps is not freed, since no optimizer steps "
-                "before its next forward (stays_after_backward)"
-            )
-        return "in no_sync a gradient is held (self.gradients.hold), and nothing is sent"
-    if "diverged" in what:
+    if "has to wait" in what:
         return (
-            "where ranks have diverged (not agreement.may_reduce) some would never come to the "
-            "reduction: hold the gradient"
+            "a gradient that has to wait (unit.waits: in no_sync, or where ranks have diverged and "
+            "some would never come to the reduction) is held: give it to self.gradients.take(), "
+            "which sees to that"
         )
     if "without parameters" in what:
         return "a unit without parameters (numel is 0) has nothing to reduce or to hold"
     if "state" in what and isinstance(got, str):
         if "POST_BACKWARD" not in got:
             return "the state has to say that the gradient is complete (unit.state.complete_grad)"
-        return "nobody needs the parameters any more: free them (reshard_after_use)"
+        if "its backward" in _reasons(got):
+            return (
+                "nobody needs the parameters any more: let go of BACKWARD, and the unit is freed "
+                "if it has no other reason to stay"
+            )
+        if "its strategy" in _reasons(got):
+            return (
+                "a strategy keeps a unit from its forward to its backward, which is over: let go "
+                "of STRATEGY as well, or else the unit stays until the whole backward has ended"
+            )
+        if "as well" in what:
+            return _lost(want, got, "BACKWARD and STRATEGY")
+        return "nobody needs the parameters any more: unit.let_go(BACKWARD, STRATEGY) frees them"
     if "reductions" in what:
-        return "the gradient has to be reduced, once (self.gradients.reduce)"
+        return "the gradient has to be reduced, once (self.gradients.take)"
     if "seconds" in what:
         return (
             "the next gather waits behind the reduction: collectives run in the order of their "
@@ -386,45 +491,74 @@ def _after_gradient(what: str, want: Any, got: Any) -> str | None:
 def a_gradient_is_reduced() -> Iterator[Any]:
     import torch
 
+    from minifsdp.unit_state import STRATEGY
     from tutorials.exercises.watching import gathered_for_backward, has_memory, state, two_units
 
     with two_units() as (engine, now, following):
-        gathered_for_backward(engine, now)
+        gathered_for_backward(now)
         engine.after_gradient(now.unit, torch.arange(10.0))
         yield "the state of a unit whose gradient is complete", state(now)
         yield "whether the next unit has memory", has_memory(following)
         yield "reductions that were started", engine.stats.reductions
         engine.gradients.finish()
         yield "the gradient that the optimizer gets", now.unit.sharded_flat_param.grad
+    with two_units() as (engine, now, _):
+        now.unit.reshard_after_forward = False
+        gathered_for_backward(now, STRATEGY)
+        engine.after_gradient(now.unit, torch.arange(10.0))
+        yield "the state of a unit that its strategy has kept for its backward", state(now)
+    with two_units() as (engine, now, _):
+        gathered_for_backward(now)
+        now.unit.numel = 0
+        engine.after_gradient(now.unit, torch.arange(10.0))
+        yield "reductions for a unit without parameters", engine.stats.reductions
+        yield "gradients pending of a unit without parameters", engine.gradients.pending
 
 
 @check("engine.4", because=_after_gradient)
-def gradients_that_are_not_reduced_yet() -> Iterator[Any]:
+def a_unit_is_freed_before_the_next_is_gathered() -> Iterator[Any]:
     import torch
 
-    from tutorials.exercises.watching import gathered_for_backward, has_memory, state, two_units
+    from tutorials.exercises.watching import gathered_for_backward, has_memory, two_units
 
-    for stays in (False, True):
-        with two_units() as (engine, now, _):
-            now.unit.reshard_after_forward = not stays
-            gathered_for_backward(engine, now)
-            with engine.no_sync():
+    with two_units() as (engine, now, _):
+        gathered_for_backward(now)
+        prefetch, seen = engine.parameters.prefetch, []
+
+        def noted(*args: Any) -> None:
+            seen.append(has_memory(now))
+            prefetch(*args)
+
+        engine.parameters.prefetch = noted  # type: ignore[method-assign]
+        engine.after_gradient(now.unit, torch.arange(10.0))
+        yield "whether the unit has memory just before the next unit is gathered", seen
+
+
+@check("engine.4", because=_after_gradient)
+def reasons_to_stay_and_reasons_to_wait() -> Iterator[Any]:
+    import torch
+
+    from minifsdp.checks.rank_agreement import DIVERGED
+    from minifsdp.no_sync import NO_SYNC
+    from minifsdp.unit_state import FORWARD, STRATEGY
+    from tutorials.exercises.watching import gathered_for_backward, state, two_units
+
+    for reason in (NO_SYNC, DIVERGED, FORWARD):  # the last: of a forward that calls autograd.grad
+        for kept in ((), (STRATEGY,)):
+            with two_units() as (engine, now, _):
+                gathered_for_backward(now, reason, *kept)
                 engine.after_gradient(now.unit, torch.arange(10.0))
-                if stays:
-                    yield "whether a unit that stays has memory in no_sync", has_memory(now)
-                yield "reductions that were started in no_sync", engine.stats.reductions
-                yield "gradients that are held in no_sync", engine.gradients.pending
-    with two_units() as (engine, now, _):
-        gathered_for_backward(engine, now)
-        engine.agreement.diverged = True
-        engine.after_gradient(now.unit, torch.arange(10.0))
-        yield "reductions that were started when ranks have diverged", engine.stats.reductions
-        yield "gradients that are held when ranks have diverged", engine.gradients.pending
-    with two_units() as (engine, now, _):
-        gathered_for_backward(engine, now)
-        now.unit.reshard_after_forward = False
-        engine.after_gradient(now.unit, torch.arange(10.0))
-        yield "the state of a unit that stays after a forward only", state(now)
+                name = f"the state of a unit that is held for {reason} as well"
+                yield f"{name}, when its gradient is complete", state(now)
+    for reason in (NO_SYNC, DIVERGED):
+        with two_units() as (engine, now, _):
+            gathered_for_backward(now)
+            now.unit.waits.add(reason)
+            engine.after_gradient(now.unit, torch.arange(10.0))
+            of = f"a gradient that has to wait ({reason})"
+            yield f"reductions started of {of}", engine.stats.reductions
+            yield f"how many gradients are held, of {of}", engine.gradients.pending
+            yield f"the state of the unit of {of}", state(now)
 
 
 @check("engine.4", because=_after_gradient)
@@ -446,20 +580,40 @@ def after_gradient_on_two_ranks() -> Iterator[Any]:
     yield "reductions of a step with no_sync", model.engine.stats.reductions
 
 
+_OVER = {
+    "its backward": "BACKWARD: no gradient of its own has come, so nobody else has let go of it",
+    "its strategy": "STRATEGY: the backward for which its strategy has kept it is over",
+    "a prefetch": "PREFETCH: it was gathered ahead, and its turn has not come",
+    "ranks that use different units": "DIVERGED: ranks are together again",
+}
+
+
 def _end(what: str, want: Any, got: Any) -> str | None:
     if _raised(got):
         return None
-    if "no_sync" in what:
-        if "lists" in what:
-            return "also a unit that stays gathered lists its shards when the backward is over"
-        return (
-            "in no_sync a unit that its strategy keeps stays gathered for the next forward, if "
-            "kept_version says which version of the shard it has"
-        )
+    if "lists" in what:
+        return "also a unit that stays gathered lists its shards when the backward is over"
+    if "state" in what and isinstance(got, str):
+        for reason, name in _OVER.items():
+            if reason in _reasons(got) and reason not in _reasons(want):
+                return f"free every unit at the end: this one is still held for {name}"
+        if "no_sync" in what and _reasons(want) != "nothing":
+            return "in no_sync a unit that its strategy keeps stays for the next forward: " + _lost(
+                want, got, "BACKWARD, STRATEGY, PREFETCH and DIVERGED"
+            )
+        if "forward is running" in what:
+            return (
+                "a unit whose forward is running (it is held for FORWARD) still computes with its "
+                "parameters: do not let go of FORWARD here, and do not free it"
+            )
+        return "each unit's state has to end its backward (unit.state.end_backward)"
     if "forward is running" in what:
-        return "a unit whose forward is running (in_use) still computes with its parameters"
-    if "diverged" in what:
-        return "when the backward is over, ranks are together again (agreement.diverged = False)"
+        return (
+            "a unit whose forward is running (it is held for FORWARD) still computes with its "
+            "parameters: its module keeps its unsharded views"
+        )
+    if "diverged" in what or "has to wait" in what:
+        return "when the backward is over, ranks are together again (agreement.end_backward)"
     if "order" in what:
         return "where ranks have diverged, each has seen another order: forget it"
     if "late" in what:
@@ -467,13 +621,6 @@ def _end(what: str, want: Any, got: Any) -> str | None:
             "units in agreement.late have to be reduced at the end by all ranks, with zeros where "
             "a rank has no gradient (gradients.reduce_held)"
         )
-    if "state" in what and isinstance(got, str):
-        if got.startswith("UNSHARD"):
-            return (
-                "a unit is still gathered, because no gradient of its own has come: free every "
-                "unit at the end"
-            )
-        return "each unit's state has to end its backward (unit.state.end_backward)"
     if "optimizer" in what or (what.startswith("the gradient") and got is None):
         return (
             "the reductions are not waited for, so the optimizer gets no gradient "
@@ -495,67 +642,103 @@ def gradients_reach_the_optimizer() -> Iterator[Any]:
     from tutorials.exercises.watching import gathered_for_backward, state, two_units
 
     with two_units() as (engine, now, following):
-        gathered_for_backward(engine, now)
-        gathered_for_backward(engine, following)  # no gradient of its own will come
+        gathered_for_backward(now)
+        gathered_for_backward(following)  # no gradient of its own will come
         engine.after_gradient(now.unit, torch.arange(10.0))
-        engine.end_of_backward(set())
+        engine.end_of_backward()
         yield "the gradient that the optimizer gets", now.unit.sharded_flat_param.grad
         yield "gradients that are still pending for the optimizer", engine.gradients.pending
         yield "the state of a unit after the backward", state(now)
         yield "the state of a unit without a gradient", state(following)
         yield "the state of a unit without a forward", str(engine.root.state.training)
+
+
+@check("engine.5", because=_end)
+def every_unit_is_freed_but_those_in_use() -> Iterator[Any]:
+    from minifsdp.unit_state import FORWARD, STRATEGY
+    from tutorials.exercises.watching import (
+        gathered_for_backward,
+        gathered_for_forward,
+        has_views,
+        lists_shard,
+        state,
+        two_units,
+    )
+
     with two_units() as (engine, now, following):
-        for lone in (now, following):
-            gathered_for_backward(engine, lone)
-        engine.end_of_backward({following.unit})
-        yield "the state of a unit without a gradient", state(now)
-        yield "the state of a unit whose forward is running", state(following)
+        now.unit.reshard_after_forward = False
+        gathered_for_forward(now)
+        engine.after_forward(now.unit, prefetch=True)
+        engine.end_of_backward()  # of a part of the model without these two
+        yield "the state of a unit that its strategy has kept, without a gradient", state(now)
+        yield "the state of a unit that was prefetched, and not needed", state(following)
+    for reasons in ((FORWARD,), (FORWARD, STRATEGY)):
+        with two_units() as (engine, now, following):
+            gathered_for_backward(now, *reasons)
+            gathered_for_backward(following)
+            engine.end_of_backward()
+            yield "the state of a unit whose forward is running", state(now)
+            yield (
+                "whether its module has its unsharded parameters, while its forward is running",
+                has_views(now),
+            )
+            yield "the state of a unit without a gradient, beside it", state(following)
+            yield "whether parameters() of that one lists its shard", lists_shard(following)
 
 
 @check("engine.5", because=_end)
 def what_a_backward_leaves_in_no_sync() -> Iterator[Any]:
     import torch
 
-    from tutorials.exercises.watching import gathered_for_backward, state, two_units
+    from minifsdp.no_sync import NO_SYNC
+    from minifsdp.unit_state import STRATEGY
+    from tutorials.exercises.watching import (
+        gathered_for_backward,
+        lists_shard,
+        state,
+        two_units,
+    )
 
     with two_units() as (engine, now, following):
         now.unit.reshard_after_forward = False
-        gathered_for_backward(engine, now)
-        gathered_for_backward(engine, following)
-        with engine.no_sync():
-            engine.after_gradient(now.unit, torch.arange(10.0))
-            engine.end_of_backward(set())
+        gathered_for_backward(now, NO_SYNC, STRATEGY)
+        gathered_for_backward(following)
+        for lone in (now, following):
+            lone.unit.waits.add(NO_SYNC)
+        engine.after_gradient(now.unit, torch.arange(10.0))
+        engine.end_of_backward()
         yield "the state of a unit that stays in no_sync", state(now)
-        yield (
-            "whether its kept version is that of its shard, in no_sync",
-            now.unit.kept_version == now.unit.sharded_flat_param._version,
-        )
-        yield (
-            "whether its module lists its shard after no_sync",
-            all(p is now.unit.sharded_flat_param for p in now.module.parameters()),
-        )
+        yield "whether its module lists its shard after no_sync", lists_shard(now)
         yield "the state of another unit after the backward", state(following)
-        yield "its unreduced gradient", now.unit.unreduced_grad.grad
+        yield "its unreduced gradient", now.unit.unreduced_grad.grad  # type: ignore[union-attr]
 
 
 @check("engine.5", because=_end)
 def ranks_that_have_diverged() -> Iterator[Any]:
     import torch
 
-    from tutorials.exercises.watching import gathered_for_backward, two_units
+    from minifsdp.checks.rank_agreement import DIVERGED
+    from tutorials.exercises.watching import gathered_for_backward, state, two_units
 
     with two_units() as (engine, now, following):
-        gathered_for_backward(engine, now)
+        gathered_for_backward(now, DIVERGED)
+        following.fill()
+        following.unit.hold(DIVERGED)
         engine.agreement.diverged, engine.agreement.late = True, [now.unit, following.unit]
+        for lone in (now, following):
+            lone.unit.waits.add(DIVERGED)
         engine.prefetcher.pre_backward_order.visit(now.unit)
         engine.after_gradient(now.unit, torch.arange(10.0))
-        engine.end_of_backward(set())
+        engine.end_of_backward()
         yield "the gradient of a late unit", now.unit.sharded_flat_param.grad
         yield (
             "the gradient of a late unit that this rank has not used",
             (following.unit.sharded_flat_param.grad),
         )
+        yield "the state of a unit that this rank has used", state(now)
+        yield "the state of a unit that only other ranks have used", state(following)
         yield "whether ranks have diverged after it", engine.agreement.diverged
+        yield "reasons for which the next gradient has to wait", sorted(now.unit.waits)
         engine.prefetcher.pre_backward_order.start()
         yield (
             "units in the order that the next backward goes by",

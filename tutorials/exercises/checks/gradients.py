@@ -54,8 +54,21 @@ def _grad() -> torch.Tensor:
 def _reduce(what: str, want: Any, got: Any) -> str | None:
     if "under way when the next" in what:
         return "wait for the first part of the reduction before, so that at most one is under way"
-    if "under way when reduce" in what:
-        return "reduce() waits for the reduction that it starts, so that nothing hides it"
+    if "has to wait" in what:
+        return (
+            "a gradient that has to wait (unit.waits) is held in self._held, and nothing is sent: "
+            "in no_sync that would be in vain, and where ranks have diverged some would never come "
+            "to the reduction"
+        )
+    if "whose gradient is not" in what:
+        return (
+            "why a unit stays gathered (unit.reasons) is one matter, and why its gradient waits "
+            "(unit.waits) another: ask for the second only"
+        )
+    if "second part that waits" in what:
+        return "a unit's second part is added to the first one that is held"
+    if "under way when take" in what:
+        return "take() waits for the reduction that it starts, so that nothing hides it"
     if "parts of reductions" in what:
         return (
             "with replicas a reduction has further parts: when a reduction starts, the one before "
@@ -65,7 +78,7 @@ def _reduce(what: str, want: Any, got: Any) -> str | None:
         return "the statistics count each reduction that is started, in stats.reductions"
     if "backward that failed" in what:
         return (
-            "reduce() changed what no_sync has left; it has to stay as it is until this backward "
+            "it has changed what no_sync has left; it has to stay as it is until this backward "
             "has succeeded, so add it to the new gradient and not the other way round"
         )
     if "two parts" in what:
@@ -88,25 +101,65 @@ def what_no_sync_has_left_is_added() -> Iterator[Any]:
     with ExitStack() as stack:
         (a, b, c, d), streams = _units(stack, "abcd")
         gradients, stats = Gradients(streams, stats := Stats()), stats
-        gradients.reduce(a, _grad())
+        gradients.take(a, _grad())
         gradients.finish()
         yield "the gradient of a", a.sharded_flat_param.grad
         yield "reductions counted", stats.reductions
         store_unreduced(b, _grad())
-        gradients.reduce(b, _grad())
+        gradients.take(b, _grad())
         gradients.finish()
         yield "the gradient of b, of which no_sync has left one before", b.sharded_flat_param.grad
         store_unreduced(c, kept := _grad())
         before = kept.clone()
-        gradients.reduce(c, _grad())
+        gradients.take(c, _grad())
         left = c.unreduced_grad is not None and torch.equal(c.unreduced_grad.grad, before)
         gradients.drop()
         yield "what no_sync had left is still there in a backward that failed", left
         store_unreduced(d, _grad())
-        gradients.reduce(d, _grad())
-        gradients.reduce(d, _grad())
+        gradients.take(d, _grad())
+        gradients.take(d, _grad())
         gradients.finish()
         yield "the gradient of d, which came in two parts", d.sharded_flat_param.grad
+
+
+@check("gradients.1", because=_reduce)
+def a_gradient_may_have_to_wait() -> Iterator[Any]:
+    from minifsdp.api import Stats
+    from minifsdp.checks.rank_agreement import DIVERGED
+    from minifsdp.gradients import Gradients
+    from minifsdp.no_sync import NO_SYNC
+
+    with ExitStack() as stack:
+        (a, b), streams = _units(stack, "ab")
+        gradients, stats = Gradients(streams, stats := Stats()), stats
+        for unit, reason in ((a, NO_SYNC), (b, DIVERGED)):
+            unit.waits.add(reason)
+            gradients.take(unit, _grad())
+            of = f"a gradient that has to wait ({reason})"
+            yield f"reductions started of {of}", stats.reductions
+            yield f"how many are pending with {of}", gradients.pending
+        gradients.take(b, _grad())
+        gradients.reduce_held(b)
+        gradients.finish()
+        yield (
+            "reductions of a gradient that has to wait, and of one that waits no more",
+            (stats.reductions),
+        )
+        yield (
+            "what is left of a, whose gradient has to wait",
+            (a.unreduced_grad and a.unreduced_grad.grad),
+        )
+        yield "the gradient of b, with a second part that waits", b.sharded_flat_param.grad
+    with ExitStack() as stack:
+        (c,), streams = _units(stack, "c")
+        gradients = Gradients(streams, Stats())
+        c.reasons.add(NO_SYNC)  # why it stays gathered, which is another matter
+        gradients.take(c, _grad())
+        gradients.finish()
+        yield (
+            "the gradient of c, which is held and whose gradient is not",
+            (c.sharded_flat_param.grad),
+        )
 
 
 @check("gradients.1", because=_reduce)
@@ -119,14 +172,12 @@ def one_reduction_at_a_time() -> Iterator[Any]:
         log: list[str] = []
         gradients = Gradients(_watched(streams, log), Stats())
         for unit in units:
-            gradients.reduce(unit, _grad())
+            gradients.take(unit, _grad())
             before = log[: log.index(f"start reduce {unit.label}")]
             yield at_most(
                 f"reductions under way when the next, {unit.name}, starts", _under_way(before)
             )
-            yield at_least(
-                f"reductions under way when reduce({unit.name}) returns", _under_way(log)
-            )
+            yield at_least(f"reductions under way when take({unit.name}) returns", _under_way(log))
         gradients.finish()
         for unit in units:
             yield (
@@ -138,7 +189,7 @@ def one_reduction_at_a_time() -> Iterator[Any]:
         log = []
         gradients = Gradients(_watched(streams, log), Stats())
         for unit in units:
-            gradients.reduce(unit, _grad())
+            gradients.take(unit, _grad())
         parts = sum(entry.startswith("start") for entry in log)
         yield at_least("parts of reductions that start during a backward with replicas", parts)
         gradients.finish()
@@ -188,7 +239,7 @@ def _finish(what: str, want: Any, got: Any) -> str | None:
     if "with replicas" in what or ("raises if the last" in what and got == "no exception"):
         return (
             "the last reduction has parts that are not started or not waited for: no further "
-            "reduce() will do that"
+            "take() will do that"
         )
     if "missing waits" in what:
         return "the last part of each reduction has to be waited for before its result is read"
@@ -203,13 +254,15 @@ def _finish(what: str, want: Any, got: Any) -> str | None:
 def all_or_none() -> Iterator[Any]:
     from minifsdp.api import Stats
     from minifsdp.gradients import Gradients
+    from minifsdp.no_sync import NO_SYNC
 
     with ExitStack() as stack:
         (a, b, c, d), streams = _units(stack, "abcd")
         gradients = Gradients(_watched(streams, []), Stats())
         for unit in (a, b, c):
-            gradients.reduce(unit, _grad())
-        gradients.hold(d, kept := _grad())
+            gradients.take(unit, _grad())
+        d.waits.add(NO_SYNC)
+        gradients.take(d, kept := _grad())
         gradients.finish()
         for unit in (a, b, c):
             yield f"the gradient of {unit.name}", unit.sharded_flat_param.grad
@@ -226,8 +279,9 @@ def all_or_none() -> Iterator[Any]:
             gradients = Gradients(_watched(streams, [], fails, times), Stats())
             a.sharded_flat_param.grad = torch.ones_like(a.sharded_flat_param)
             for unit in (a, b, c):
-                gradients.reduce(unit, _grad())
-            gradients.hold(d, _grad())
+                gradients.take(unit, _grad())
+            d.waits.add(NO_SYNC)
+            gradients.take(d, _grad())
             of = f"(the last {fails})"
             yield (
                 f"what finish() raises if the last reduction fails {of}",
@@ -242,6 +296,7 @@ def all_or_none() -> Iterator[Any]:
 def the_order_that_hooks_see() -> Iterator[Any]:
     from minifsdp.api import Stats
     from minifsdp.gradients import Gradients
+    from minifsdp.no_sync import NO_SYNC
 
     with ExitStack() as stack:
         units, streams = _units(stack, "cab")
@@ -254,13 +309,14 @@ def the_order_that_hooks_see() -> Iterator[Any]:
         for unit in units:
             unit.sharded_flat_param.register_post_accumulate_grad_hook(hook)
         for unit in units[:2]:
-            gradients.reduce(unit, _grad())
-        gradients.hold(units[2], _grad())
+            gradients.take(unit, _grad())
+        units[2].waits.add(NO_SYNC)
+        gradients.take(units[2], _grad())
         gradients.finish()
         yield "hooks that are called, with b held", called
         units[0].sharded_flat_param.register_post_accumulate_grad_hook(lambda param: 1 / 0)
-        gradients.reduce(units[0], _grad())
-        gradients.reduce(units[1], _grad())
+        gradients.take(units[0], _grad())
+        gradients.take(units[1], _grad())
         yield "what finish() raises if a hook fails", refused(gradients.finish)
         yield "how many are pending after a hook that failed", gradients.pending
 
@@ -281,7 +337,7 @@ def with_replicas_and_offload() -> Iterator[Any]:
             units, streams = _units(stack, "abc", **settings)
             gradients = Gradients(streams, Stats())
             for unit in units:
-                gradients.reduce(unit, _grad())
+                gradients.take(unit, _grad())
             gradients.finish()
             of = f"with replicas, {settings}"
             for unit in units:

@@ -19,6 +19,17 @@ def _frozen(what: str, want: Any, got: Any) -> str | None:
             "an input that the loss does not use never gets a gradient: wait for those that will "
             "get one (after_gradients_of), and free the unit then"
         )
+    if "the state" in what and "its strategy" in str(got):
+        return (
+            "a strategy keeps a unit from its forward to its backward, which is over: let go of "
+            "STRATEGY as well, or else the unit stays until the whole backward has ended"
+        )
+    if "that is held for" in what and "its backward" not in str(got):
+        return (
+            "let go of BACKWARD and STRATEGY only (unit.let_go): the unit is also held for "
+            "no_sync, which keeps it for the next forward, and parameters.reshard() would free it "
+            "in any case"
+        )
     if "the state" in what and str(got).startswith("UNSHARDED"):
         return (
             "frozen units are kept until the end of the whole backward: they have no gradient of "
@@ -49,7 +60,7 @@ def a_frozen_unit_is_freed_with_its_last_input() -> Iterator[Any]:
     for unused in (False, True):
         with two_units() as (engine, now, _):
             hooks = Hooks(engine)
-            gathered_for_backward(engine, now)
+            gathered_for_backward(now)
             x, y = (torch.rand(2, requires_grad=True) for _ in range(2))
             first, second = x.clone(), y.clone()
             others = [torch.ones(2), torch.rand(2, requires_grad=True).clone()][: 1 + unused]
@@ -67,6 +78,29 @@ def a_frozen_unit_is_freed_with_its_last_input() -> Iterator[Any]:
 
 
 @check("hooks.1", because=_frozen)
+def a_frozen_unit_with_other_reasons_to_stay() -> Iterator[Any]:
+    import torch
+
+    from minifsdp.hooks import Hooks
+    from minifsdp.no_sync import NO_SYNC
+    from minifsdp.unit_state import STRATEGY
+    from tutorials.exercises.watching import gathered_for_backward, state, two_units
+
+    for reason, name in (
+        (STRATEGY, "that its strategy has kept for its backward"),
+        (NO_SYNC, "that is held for no_sync as well"),
+    ):
+        with two_units() as (engine, now, _):
+            now.unit.reshard_after_forward = False
+            gathered_for_backward(now, reason)
+            x = torch.ones(2, requires_grad=True)
+            first = x.clone()
+            Hooks(engine)._free_when_inputs_have_gradients(now.unit, (first,), {})
+            (2 * first).sum().backward()
+            yield f"the state of a unit {name}, when its input has its gradient", state(now)
+
+
+@check("hooks.1", because=_frozen)
 def inputs_without_gradients() -> Iterator[Any]:
     import torch
 
@@ -76,7 +110,7 @@ def inputs_without_gradients() -> Iterator[Any]:
     for args in ((), (torch.ones(2), "text", None)):
         with two_units() as (engine, now, _):
             hooks = Hooks(engine)
-            gathered_for_backward(engine, now)
+            gathered_for_backward(now)
             hooks._free_when_inputs_have_gradients(now.unit, args, {})
             yield (
                 f"whether it has memory before the backward, with {len(args)} inputs",

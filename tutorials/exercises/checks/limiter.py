@@ -26,7 +26,7 @@ class Unit:
 
     def __init__(self, label: str, around: "list[Unit] | None" = None, stays: bool = False) -> None:
         self.label, self.ancestors, self.reshard_after_forward = label, around or [], not stays
-        self.module = None  # not a list of modules
+        self.is_list = False  # of modules
 
 
 def _fairscale(what: str, want: Any, got: Any) -> str | None:

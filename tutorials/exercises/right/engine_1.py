@@ -10,7 +10,7 @@ class Engine(Engine):
         """
         target = self.prefetcher.pre_forward(unit) if prefetch else None
         self.prefetcher.needed(unit)
-        self.parameters.unshard(unit)
+        self.parameters.unshard(unit, FORWARD)
         self.parameters.prefetch(target)
         make_views(unit)
         wait_for_unshard(unit)

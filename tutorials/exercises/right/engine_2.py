@@ -1,21 +1,24 @@
-"""Written as one condition, with the state changed last and views hidden by hand."""
+"""The cases are told apart first, and views are hidden by a condition of its own."""
 
 
 class Engine(Engine):
     def after_forward(self, unit: Unit, prefetch: bool) -> None:
-        """The module has run. Free its parameters, unless its backward follows at once."""
-        recomputed = unit.state.training is TrainingState.PRE_BACKWARD
+        """The module has run. If a backward may follow, hold the unit for it, if that is the unit's
+        strategy. Free it otherwise, and gather what comes next."""
+        backward_may_follow = torch.is_grad_enabled()
+        stays = unit is self.units[0] or not unit.reshard_after_forward
+        if stays and backward_may_follow:
+            unit.hold(STRATEGY)
+        self.leave(unit)
+        if backward_may_follow:
+            unit.state.run_forward()
+        if prefetch:
+            target = self.prefetcher.post_forward(unit)
+            self.parameters.prefetch(target)
+
+    def leave(self, unit: Unit) -> None:
+        """The unit's module runs no more, also because it has raised."""
+        recomputed = BACKWARD in unit.reasons
+        unit.let_go(FORWARD)
         if not recomputed:
             use_sharded_views(unit)
-            if torch.is_grad_enabled():
-                unit.state.run_forward()
-            if not self.stays_after_forward(unit):
-                self.parameters.reshard_after_use(unit)
-        if prefetch:
-            self.parameters.prefetch(self.prefetcher.post_forward(unit))
-
-    def stays_after_forward(self, unit: Unit) -> bool:
-        """Whether a unit keeps its parameters when its forward ends."""
-        keeps = unit is self.units[0] or not unit.reshard_after_forward
-        comes = torch.is_grad_enabled() and unit.state.training == TrainingState.FORWARD
-        return unit.state.training == TrainingState.PRE_BACKWARD or (comes and keeps)

@@ -14,7 +14,7 @@ class Engine(Engine):
             self.parameters.reshard(unit)
             unit.compute_with(unsharded)
         target = self.prefetcher.pre_backward(unit)
-        self.parameters.unshard(unit)
+        self.parameters.unshard(unit, BACKWARD)
         self.parameters.prefetch(target)
         wait_for_unshard(unit)
         use_unsharded_views(unit)

@@ -1,24 +1,23 @@
-"""Units are freed before the reductions are waited for, and their states end first."""
+"""Units are freed first, and their states end in a loop of their own."""
 
 
 class Engine(Engine):
-    def end_of_backward(self, in_use: set[Unit]) -> None:
-        """Every unit is sharded again, every gradient where the optimizer looks for it.
-
-        Args:
-            in_use: units whose forward is still running, if it has called torch.autograd.grad.
-        """
+    def end_of_backward(self) -> None:
+        """Every unit is sharded again, every gradient where the optimizer looks for it."""
+        own = (DIVERGED, PREFETCH, STRATEGY, BACKWARD)
+        for unit in self.units:
+            unit.let_go(*own)
+            in_use = FORWARD in unit.reasons
+            if not in_use:
+                use_sharded_views(unit)
         for unit in self.units:
             unit.state.end_backward()
-            if not self.stays_after_backward(unit) and unit not in in_use:
-                self.parameters.reshard(unit)
-        for unit in self.agreement.late:
+            unit.post_forward_shard = None
+        for unit in list(self.agreement.late):
             self.gradients.reduce_held(unit)
+        wait_for_readers()
         self.gradients.finish()
-        if self.agreement.diverged:
-            self.prefetcher.pre_backward_order.forget()  # every rank has seen another one
-            self.agreement.diverged = False
-        for unit in self.units:
-            if self.stays_after_backward(unit):
-                unit.kept_version = unit.sharded_flat_param._version
-                use_sharded_views(unit)
+        diverged = self.agreement.diverged
+        self.agreement.end_backward()
+        if diverged:
+            self.prefetcher.pre_backward_order.forget()

@@ -2,7 +2,15 @@
 
 
 class Gradients(Gradients):
-    def reduce(self, unit: Unit, grad: Tensor) -> None:
+    def take(self, unit: Unit, grad: Tensor) -> None:
+        """With one way out for what has to wait."""
+        if not unit.waits:
+            self._reduce(unit, grad)
+            return
+        held = self._held.pop(unit, None)
+        self._held[unit] = whole(grad) if held is None else held + whole(grad)
+
+    def _reduce(self, unit: Unit, grad: Tensor) -> None:
         """With other names, out of place, and counted first."""
         self.stats.reductions = self.stats.reductions + 1
         again = unit in [reduction.unit for reduction in self._reductions]

@@ -13,5 +13,5 @@ class Hooks(Hooks):
             after_gradients_of(inputs, partial(self._free, unit))
 
     def _free(self, unit: Unit, grads: object) -> None:
-        self.engine.parameters.reshard_after_use(unit)
+        unit.let_go(STRATEGY, BACKWARD)
         unit.state.complete_grad()

@@ -23,9 +23,9 @@ from minifsdp.unit import Unit
 class Gradients(Default):
     """Those of the backward that is under way, in ``self._reductions``."""
 
-    def reduce(self, unit: Unit, grad: Tensor) -> None:
+    def _reduce(self, unit: Unit, grad: Tensor) -> None:
         """Start to reduce ``grad``; by then the reduction before it is complete."""
-        super().reduce(unit, grad)
+        super()._reduce(unit, grad)
 
     def finish(self) -> None:
         """Wait for all reductions, then hand everything over."""

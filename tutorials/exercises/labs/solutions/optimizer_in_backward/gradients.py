@@ -12,10 +12,10 @@ class Gradients(Default):
     """One gradient is being reduced, and none waits for the end of the backward. The price: after a
     backward that fails, some units have been stepped, and some have not."""
 
-    def reduce(self, unit: Unit, grad: Tensor) -> None:
+    def _reduce(self, unit: Unit, grad: Tensor) -> None:
         """Start a reduction. It waits for the one before, which is complete then."""
         before = list(self._reductions)
-        super().reduce(unit, grad)
+        super()._reduce(unit, grad)
         if all(reduction.parts_left == 0 for reduction in before):
             self._hand_over(len(before))
 
