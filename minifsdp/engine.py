@@ -230,10 +230,9 @@ class Engine:
         for unit in self.agreement.late:
             self.gradients.reduce_held(unit)
         for unit in self.units:
-            if unit.reasons:  # its outputs had no gradient, or other reasons keep it
-                if FORWARD not in unit.reasons:
-                    use_sharded_views(unit)
-                unit.let_go(BACKWARD, STRATEGY, PREFETCH, DIVERGED)
+            if FORWARD not in unit.reasons:
+                use_sharded_views(unit)
+            unit.let_go(BACKWARD, STRATEGY, PREFETCH, DIVERGED)  # if its outputs had no gradient
             unit.post_forward_shard = None
             unit.state.end_backward()
         wait_for_readers()  # an optimizer may be about to write to the shards

@@ -198,10 +198,11 @@ class Unit:
         self.reasons.add(reason)
 
     def let_go(self, *reasons: str) -> None:
-        """Free the unit if there is no other reason to keep it."""
-        self.reasons.difference_update(reasons)
-        if not self.reasons:
-            self.free(self)
+        """Free the unit if there was a reason to keep it, and there is no other."""
+        if self.reasons:
+            self.reasons.difference_update(reasons)
+            if not self.reasons:
+                self.free(self)
 
     def end_by_hand(self) -> None:
         """Put away what ``FSDPModule.unshard()`` has gathered between steps, if that was called."""
