@@ -92,7 +92,8 @@ class Unit:
         self.unshard_event: Event | None = None  # while UNSHARDING: passed when the data is there
         self.on_demand: Callable[[Unit], bool] = lambda unit: False  # see param_access.Placeholder
         self.by_hand: ExitStack | None = None  # while FSDPModule.unshard() has it gathered
-        self.comm_hook: Callable[[Tensor], Tensor] | None = None  # see between_steps/comm_hooks.py
+        self.comm_hook: Any = None  # a stage; see between_steps/comm_hooks.py
+        self.stages: Sequence[Any] = ()  # of the reduction of its gradients; see stages.py
 
         group = self.shard_group
         self.shard_rank = group.rank() if group is not None else 0
