@@ -126,39 +126,20 @@ class Reduction:
     Attributes:
         value: what the last stage has returned, of those that were launched; at first ``grad``.
         event: when it is passed, all stages that were started are complete.
-        sent: ``grad``, while the first stage that travels may read it; then None.
+        sent: what the first stage that travels, and those before it, read; then None.
     """
 
     def __init__(self, unit: Unit, grad: Tensor | Pieces, streams: Streams) -> None:
         self.unit, self._streams = unit, streams
         self.value: Any = grad
         self.event = streams.compute.record_event()  # passed when grad is written
-        self.sent: Tensor | Pieces | None = None
+        self.sent: list[Tensor | Pieces] | None = []
         self._left: list[Stage] = [*unit.stages]
 
     def start(self) -> None:
-        """Start the first stage that travels."""
-        # Referred to until this stage is complete: otherwise the memory could be given to another
-        # tensor while the stage still reads it.
-        self.sent = self.value
-        self._start_next()
-
-    def advance(self) -> bool:
-        """Go one stage further: start the next one that travels, if there is one.
-
-        Returns:
-            Whether there are more.
-        """
-        if self.sent is not None:
-            # Without this wait the backward could get the memory that is being sent, and reductions
-            # would pile up behind a slow network.
-            self.event.wait()
-            self.sent = None
-        self._start_next()
-        return len(self._left) > 0
-
-    def _start_next(self) -> None:
-        stages: list[Stage] = []  # one that travels, after those that do not
+        """Start the stages that are left, up to the next one that travels, as one piece of work on
+        the stream of that one. Does nothing if none is left."""
+        stages: list[Stage] = []
         while self._left and not (stages and stages[-1].travels):
             stages.append(self._left.pop(0))
         if stages:
@@ -172,8 +153,27 @@ class Reduction:
 
     def _launch(self, stages: list[Stage]) -> Finish:
         for stage in stages:
+            if self.sent is not None:
+                # Referred to until it is sent: otherwise the memory could be given to another
+                # tensor while the stream, or another rank, still reads it.
+                self.sent.append(self.value)
             self.value, finish = stage.launch(self.unit, self.value)
         return finish
+
+    def advance(self) -> bool:
+        """Go one stage further. After the first stage this lets the compute stream wait for it, and
+        lets go of what was sent.
+
+        Returns:
+            Whether stages are left.
+        """
+        if self.sent is not None:
+            # Without this wait the next reduction would start before this one is sent, and they
+            # would pile up behind a slow network.
+            self.event.wait()
+            self.sent = None
+        self.start()
+        return len(self._left) > 0
 
     def wait_for_result(self) -> None:
         """Wait for the last stage: the compute stream waits or, if the result is on the host, which

@@ -137,7 +137,7 @@ MUTANTS = [
            "stream.wait_event(self.event)", "self.event.wait()", noticed_by="gradients"),
     Mutant("reduce", "the computation waits, not the host", "self.event.synchronize()", "self.event.wait()"),
     Mutant("reduce", "the next reduction starts too early", "            self.event.wait()\n            self.sent", "            self.sent"),
-    Mutant("reduce", "what is sent is let go at once", "self.sent = self.value", "pass"),
+    Mutant("reduce", "what is sent is let go at once", "self.sent.append(self.value)", "pass"),
     Mutant("reduce", "what is sent is never let go", "            self.sent = None\n", ""),
     Mutant("reduce", "later stages are never started", "return len(self._left) > 0", "return False"),
     Mutant("reduce", "all stages at once", "while self._left and not (stages and stages[-1].travels):", "while self._left:"),

@@ -154,7 +154,7 @@ MISSED = {
     "reshard.py reshard: unit.unshard_event.wait()":  # the optimizer steps while it is sent
         r"mul_ on compute uses .* from the compute stream\) and does not wait for "
         r"_allgather_base_ of all-gather '2' on unshard",
-    "reduce.py _start_next: stream.wait_event(self.event)":
+    "reduce.py start: stream.wait_event(self.event)":
         r"mul_ of reduce '3' on reduce uses the result of cat .* and does not wait for "
         r"cat on compute",
     "reduce.py advance: self.event.wait()":
