@@ -43,9 +43,9 @@
 # {{ minifsdp/reduce.py Reduction.start }}
 #
 # (Other stages are a cast, which does not *travel*, and the download of page [17](17_offload.md).
-# With NCCL the all-reduce is one stage. On a CPU it is two: its halves, a reduce-scatter and an
-# all-gather as on page [01](01_collectives.md).) The all-reduce runs on a stream of its own, so that
-# it can use the network while the next reduce-scatter uses NVLink.
+# With NCCL the all-reduce is one stage. On a CPU it is two, a reduce-scatter and an all-gather, as
+# on page [01](01_collectives.md).) It runs on a stream of its own, so that it can use the network
+# while the next reduce-scatter uses NVLink.
 #
 # The model is a quarter of a GPT of 7 billion parameters, 8 of its 32 layers, trained in bfloat16.
 # We try it on two networks, the one above and one that is 16 times as fast. `waits` is the part of
