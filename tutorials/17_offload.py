@@ -173,9 +173,9 @@ def adam_on_the_host() -> None:
 # not wait for them. It tells the compute stream to wait, and goes on. With offload it is the host
 # itself that needs the gradients, so it has to wait:
 #
-# {{ minifsdp/reduce.py wait_for_reduction }}
+# {{ minifsdp/reduce.py Reduction.wait_for_result }}
 #
-# Leave out the case for offload, train the GPT of `make demo`, and ask the virtual GPU for *races*:
+# Leave out the first case, train the GPT of `make demo`, and ask the virtual GPU for *races*:
 # uses of the same memory, one of them a write, without a fixed sequence (page [09](09_streams.md)).
 
 
@@ -185,7 +185,7 @@ def only_the_gpu_waits(reduction: Reduction) -> None:
 
 
 def too_early() -> None:
-    with cluster() as gpu, patch("minifsdp.gradients.wait_for_reduction", only_the_gpu_waits):
+    with cluster() as gpu, patch.object(Reduction, "wait_for_result", only_the_gpu_waits):
         policy = ModuleWrapPolicy({DemoBlock})
         model = FSDP(GPT(layers=4, width=128), auto_wrap_policy=policy, cpu_offload=OFFLOAD)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
