@@ -197,7 +197,7 @@ def too_early() -> None:
 
 # %% [markdown]
 # The operation `add_` is the optimizer's step: parameter plus update. It runs on the host and uses
-# a gradient, memory that was made with `empty`, before the download has filled it. On a real GPU
+# a gradient, the memory of a download, before the copy has filled it. On a real GPU
 # the step would add whatever is in that memory: the gradient of the last step, zeros, or half of a
 # gradient. It depends on how busy the link is, so it happens on some days only, and no error says
 # so.
