@@ -35,6 +35,7 @@ from minifsdp.no_sync import NO_SYNC, NoSync, check_unreduced_grad, is_kept
 from minifsdp.parameters import Parameters
 from minifsdp.post_forward import keep_post_forward_shard
 from minifsdp.prefetch import Prefetcher
+from minifsdp.stages import stages_of
 from minifsdp.streams import Streams
 from minifsdp.support.listed_modules import LIST, close
 from minifsdp.support.param_views import make_views, use_sharded_views, use_unsharded_views
@@ -66,6 +67,7 @@ class Engine:
         self.parameters = Parameters(units, self.streams, limiter, prefetcher, self.stats)
         self.gradients = Gradients(self.streams, self.stats)
         self.no_sync = NoSync(units)
+        self._choose_stages()
 
     def start(self, training: bool | None) -> None:
         """Be ready for a forward: nothing left from the last one, everything as the user wants it.
@@ -105,7 +107,12 @@ class Engine:
         if device != self.streams.device:
             self.streams = Streams.on(device)
             self.parameters.streams = self.gradients.streams = self.streams
+            self._choose_stages()
         self.prefetcher.adapt_to(self.streams.host_runs_ahead)
+
+    def _choose_stages(self) -> None:
+        for unit in self.units:
+            unit.stages = stages_of(unit, self.streams)
 
     def compute_as(self, training: bool | None) -> None:
         """Have everything in the precision of this mode, for what a backward will run again."""

@@ -7,8 +7,9 @@ while the backward goes on; the optimizer gets them when the backward is over, a
     reduce          | d | c | b | a |
     sharded_flat_param.grad         all four, at the end
 
-One reduction at a time. Otherwise a network slower than the computation would pile up the gradients
-of the whole model, all waiting to be sent.
+When a gradient is complete, each reduction that is under way goes one stage further (reduce.py). So
+one gradient at a time is being sent. Otherwise a network slower than the computation would pile up
+the gradients of the whole model, all waiting to be sent.
 
 While a unit has reasons for its gradient to *wait* (``unit.waits``: no_sync.py, and ranks that use
 different units, checks/rank_agreement.py), the gradient is held here until the end of the backward.
@@ -20,14 +21,7 @@ from torch import Tensor
 from minifsdp.api import Stats
 from minifsdp.comm.pieces import Pieces, whole
 from minifsdp.no_sync import store_unreduced
-from minifsdp.reduce import (
-    Reduction,
-    reduce_gradient,
-    start_next_part,
-    store_gradient,
-    wait_for_first_part,
-    wait_for_reduction,
-)
+from minifsdp.reduce import Reduction, store_gradient
 from minifsdp.streams import Streams
 from minifsdp.support.grad_hooks import after_gradient
 from minifsdp.support.unsharded_views import no_gradient
@@ -45,6 +39,7 @@ class Gradients:
     def __init__(self, streams: Streams, stats: Stats) -> None:
         self.streams, self.stats = streams, stats
         self._reductions: list[Reduction] = []  # in the order of their start
+        self._under_way: list[Reduction] = []  # those of them that have to go on; oldest first
         self._held: dict[Unit, Tensor] = {}  # not reduced
 
     @property
@@ -72,12 +67,16 @@ class Gradients:
             waiting = unit.unreduced_grad.grad
             assert isinstance(grad, Tensor)  # Backward sees to it
             grad = grad.to(torch.promote_types(grad.dtype, waiting.dtype)).add_(waiting)
-        for reduction in self._reductions[-2:-1]:
-            start_next_part(reduction, self.streams)
-        if self._reductions:
-            wait_for_first_part(self._reductions[-1], self.streams)
-        self._reductions.append(reduce_gradient(unit, grad, self.streams))
+        self._advance()
+        reduction = Reduction(unit, grad, self.streams)
+        reduction.start()
+        self._reductions.append(reduction)
+        self._under_way.append(reduction)
         self.stats.reductions += 1
+
+    def _advance(self) -> None:
+        """Each reduction that is under way goes one stage further."""
+        self._under_way = [reduction for reduction in self._under_way if reduction.advance()]
 
     def reduce_held(self, unit: Unit) -> None:
         """Reduce what is held of a unit; if nothing is, zeros: this rank's part of the mean."""
@@ -86,12 +85,10 @@ class Gradients:
 
     def finish(self) -> None:
         """Wait for all reductions, then hand everything over."""
-        if self._reductions:
-            wait_for_first_part(self._reductions[-1], self.streams)
+        while self._under_way:
+            self._advance()
         for reduction in self._reductions:
-            start_next_part(reduction, self.streams)
-        for reduction in self._reductions:
-            wait_for_reduction(reduction)
+            reduction.wait_for_result()
         for reduction in self._reductions:
             store_gradient(reduction)
         while self._held:  # freed one after the other, since each may be replaced by a cast copy
@@ -104,7 +101,7 @@ class Gradients:
 
     def drop(self) -> None:
         """The backward has failed. Its memory must not be given away while it is being sent."""
-        reductions, self._reductions = self._reductions, []
+        reductions, self._reductions, self._under_way = self._reductions, [], []
         self._held.clear()
         for reduction in reductions:
             reduction.event.wait()

@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from minifsdp.streams import Event, Finish, Streams, has_memory
+from minifsdp.streams import Finish, Streams, has_memory
 
 HOST = torch.device("cpu")
 
@@ -70,28 +70,33 @@ def upload(padded_shard: Tensor, streams: Streams, unit: str) -> Callable[[], Te
     return uploaded
 
 
-def download(tensor: Tensor, ready: Event, streams: Streams, unit: str) -> tuple[Tensor, Event]:
-    """Start to copy a tensor of a unit to the host.
+class Download:
+    """The stage of a reduction that copies its result to the host.
 
     Args:
-        tensor: of any shape and dtype, on the device.
-        ready: passed when ``tensor`` has its values; the copy waits for it.
         streams: of the device to copy from.
-        unit: its label, for profiles.
-
-    Returns:
-        The copy, and the event after which it has its values.
     """
-    copy = _host_memory(tensor, streams.device)
 
-    def launch() -> Finish:
-        copy.copy_(tensor, non_blocking=True)
-        return lambda: None
+    stream, travels, on_host = "download", True, True
 
-    streams.download.wait_event(ready)
-    # Without this line another gradient could get this memory while the copy still reads it.
-    streams.download.record_stream(tensor)
-    return copy, streams.download.submit(launch, f"download {unit}")
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    def launch(self, unit: object, value: Tensor) -> tuple[Tensor, Finish]:
+        """Start to copy. This runs on the download stream.
+
+        Args:
+            value: of any shape and dtype, on the device. It has its values.
+
+        Returns:
+            The copy, in the host's memory, of the same shape and dtype; it has its values when the
+            work that was launched is complete. And ``finish``, which has nothing to do.
+        """
+        copy = _host_memory(value, self._streams.device)
+        copy.copy_(value, non_blocking=True)
+        # Without this line another gradient could get this memory while the copy still reads it.
+        self._streams.download.record_stream(value)
+        return copy, lambda: None
 
 
 def _host_memory(like: Tensor, device: torch.device) -> Tensor:

@@ -8,8 +8,8 @@ rank stores its shard in full precision, and a *copy* of it in low precision is 
     shard.grad fp32 <--cast-- fp32 <--reduce-scatter-- fp32 <--cast-- gradient bf16
 
 With sharding this costs little memory: each rank stores one shard in full precision, and not a
-second model. unshard.py casts the parameters, reduce.py the gradients and support/buffers.py the
-buffers. This file casts the inputs and outputs of modules.
+second model. unshard.py casts the parameters and support/buffers.py the buffers. This file casts
+gradients, and the inputs and outputs of modules.
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740.
 """
@@ -17,14 +17,35 @@ Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740.
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from minifsdp.api import MixedPrecision
+from minifsdp.comm.pieces import Pieces
+from minifsdp.streams import Finish
 from minifsdp.support.pytree import map_tensors, tensors_in
 from minifsdp.unit import Unit
 
 FULL_PRECISION = MixedPrecision(cast_forward_inputs=True)
 """For a unit that computes in full precision inside a model that does not."""
+
+
+class Cast:
+    """The stage of a reduction that casts the gradient to the dtype of the reduction.
+
+    Args:
+        dtype: ``reduce_dtype``.
+    """
+
+    stream, travels, on_host = "reduce", False, False
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def launch(self, unit: Unit, value: Tensor | Pieces) -> tuple[Tensor | Pieces, Finish]:
+        """``value``: of any shape and dtype. Returns it in the other dtype, and a ``finish`` that
+        has nothing to do. What has this dtype is not copied."""
+        return value.to(self._dtype), lambda: None
 
 
 def prepare_inputs(

@@ -6,140 +6,183 @@ parameter. The optimizer of a rank needs their mean, and of that only its own sh
     rank 0   [a0 b0]                      rank 0   mean(a0, a1)
     rank 1   [a1 b1]   reduce-scatter ->  rank 1   mean(b0, b1)
 
-A rank that has all parameters (NO_SHARD) needs all of the mean, so the gradient is all-reduced.
-Hybrid sharding does both: a reduce-scatter in the group that shares the parameters, and then an
-all-reduce of a shard over the ranks that have the same shard.
+A reduction goes through *stages*, one after the other. stages.py says which ones a unit has::
 
-On a CPU an all-reduce has two parts, a reduce-scatter and an all-gather (comm/collectives.py). So a
-reduction has up to three parts, one after the other. Each part is started when the one before is
-complete, one or two units later in the backward, so that the computation hides all of them.
+    FULL_SHARD      reduce-scatter
+    NO_SHARD        all-reduce: a rank that has all parameters needs all of the mean
+    HYBRID_SHARD    reduce-scatter in the group that shares the parameters, and then all-reduce of a
+                    shard over the ranks that have the same shard
+    the longest     cast, reduce-scatter, all-reduce, download to the host
 
-Until its first part is complete a reduction needs memory for the gradient that is sent, and for
-what other ranks send, where the result will be. On a CPU the gradient is sent from where autograd
-has left it; for NCCL it is copied together. The engine waits for the first part of one reduction
-before it starts the next (gradients.py). So there is at most one such set of memory, and the
-gradient that is being computed.
+A stage that *travels* takes time, in which the backward goes on. The stage after it is started when
+the gradient of the next unit is complete, so that the computation hides all of them (gradients.py).
+
+Until the first of these stages is complete a reduction needs memory for the gradient that is sent,
+and for what other ranks send, where the result will be. On a CPU the gradient is sent from where
+autograd has left it; for NCCL it is copied together. The computation waits for this stage before
+the next reduction starts. So there is at most one such set of memory, and the gradient that is
+being computed. It does not wait for the later stages, which wait for each other on their streams.
 
 Source: Rajbhandari et al., "ZeRO", arXiv:1910.02054.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from minifsdp.comm.collectives import all_reduce, halves, reduce_scatter
-from minifsdp.comm.pieces import Pieces, whole
-from minifsdp.offload import download
+from minifsdp.comm.collectives import all_reduce, reduce_scatter
+from minifsdp.comm.pieces import Pieces
 from minifsdp.rows import Rows
-from minifsdp.streams import Event, Finish, Streams
+from minifsdp.streams import Finish, Stream, Streams
 from minifsdp.unit import Unit
 
 
-@dataclass
-class Reduction:
-    """The reduction of one gradient, in progress.
+class Stage(Protocol):
+    """One stage of a reduction.
 
     Attributes:
-        unit: whose gradient it is.
-        result: shaped as ``unit.padded_shard``; in the dtype of the reduction; on the unit's device
-            and, with offload, at last on the host.
-        event: when it is passed, all parts that were started are complete. After the last part
-            ``result`` has its values.
-        sent: the tensors that the first part reads; empty when it is complete.
-        parts_left: parts of the all-reduce that are not started yet.
-        all_reduce: starts these parts, one after the other; None before the first.
+        stream: the name of the one that it runs on; see :class:`~minifsdp.streams.Streams`.
+        travels: the backward goes on meanwhile. What does not travel is done in one piece with the
+            stage after it, on the stream of that one.
+        on_host: its result is in the host's memory, and not on the unit's device.
     """
 
-    unit: Unit
-    result: Tensor
-    event: Event
-    sent: tuple[Tensor | Pieces, ...] = ()
-    parts_left: int = 0
-    all_reduce: Iterator[Finish] | None = None
+    stream: str
+    travels: bool
+    on_host: bool
+
+    def launch(self, unit: Unit, value: Any) -> tuple[Any, Finish]:
+        """Start, on the stream.
+
+        Args:
+            unit: whose gradient it is.
+            value: the result of the stage before; of the first one the gradient, as
+                :class:`Reduction` gets it. It may be overwritten.
+
+        Returns:
+            The result, which has its values after ``finish``; and ``finish``. What the last stage
+            returns is shaped as ``unit.padded_shard``, in the dtype of the reduction, on the unit's
+            device or on the host.
+        """
 
 
-def reduce_gradient(unit: Unit, grad: Tensor | Pieces, streams: Streams) -> Reduction:
-    """Start the first part of a reduction, on the reduce stream.
+NAMES = {"reduce": "reduce", "replicate": "all-reduce", "download": "download"}
+"""What profiles call a stage, by its stream."""
+
+
+class ReduceScatter:
+    """The mean over the ranks that share the unit, of which this rank keeps its shard."""
+
+    stream, travels, on_host = "reduce", True, False
+
+    def launch(self, unit: Unit, value: Tensor | Pieces) -> tuple[Tensor, Finish]:
+        """``value``: ``[padded_numel]``, on the unit's device. See :class:`Stage`."""
+        shards = unit.shard_group
+        assert shards is not None
+        return reduce_scatter(
+            value, shards, 1 / shards.size(), unit.tag, unit.label,
+            blocks=unit.layout.trained_blocks, sizes=unit.layout.sizes,
+        )  # fmt: skip
+
+
+class AllReduce:
+    """The mean over the ranks that have the same shard, in place, as one collective.
 
     Args:
+        stream: the one that it runs on.
+    """
+
+    travels, on_host = True, False
+
+    def __init__(self, stream: str) -> None:
+        self.stream = stream
+
+    def launch(self, unit: Unit, value: Tensor) -> tuple[Tensor, Finish]:
+        """``value``: shaped as ``unit.padded_shard``, on the unit's device; written. See
+        :class:`Stage`."""
+        return value, next(mean_over_replicas(unit, value))
+
+
+def mean_over_replicas(unit: Unit, flat: Tensor) -> Iterator[Finish]:
+    """The parts of an all-reduce of ``flat``, in place, over the ranks that have the same shard;
+    see :func:`~minifsdp.comm.collectives.all_reduce`."""
+    replicas = unit.replicate_group
+    assert replicas is not None
+    return all_reduce(flat, replicas, 1 / replicas.size(), unit.tag, unit.label)
+
+
+class Reduction:
+    """One gradient on its way through the stages of its unit.
+
+    Args:
+        unit: whose gradient it is.
         grad: the gradient of ``unit.unsharded.flat_param``, ``[padded_numel]``, in its dtype or,
             with what no_sync has left, in a wider one. A tensor may be overwritten. Pieces come
             only for a unit that is shared by the ranks of a shard group, on CPUs.
-    """
-    # Without this wait the reduction would send what the backward has yet to write.
-    written = streams.compute.record_event()
-    streams.reduce.wait_event(written)
-    shards = unit.shard_group
-    reduction = Reduction(unit, unit.padded_shard, written)  # till launch() has begun
-    if unit.replicate_group is not None and unit.comm_hook is None:
-        # Without a shard group the all-reduce is all there is, so launch() starts one of its parts.
-        reduction.parts_left = halves(unit.device) - (shards is None)
+        streams: of the unit's device. The compute stream writes ``grad``.
 
-    def launch() -> Finish:
-        dtype = unit.precision.reduce_dtype
-        cast = grad if dtype is None else grad.to(dtype)
-        # Referred to until this part is complete: otherwise the memory could be given to another
-        # tensor while the reduce stream still reads it.
-        reduction.sent = grad, cast
-        if unit.comm_hook is not None:  # a user's own reduction, which waits for its end
-            reduction.result = unit.comm_hook(whole(cast))
-            return lambda: None
-        if shards is None:
-            reduction.result = whole(cast)
-            return _start_all_reduce_part(reduction, reduction.result)
-        reduction.result, finish = reduce_scatter(
-            cast, shards, 1 / shards.size(), unit.tag, unit.label,
-            blocks=unit.layout.trained_blocks, sizes=unit.layout.sizes,
-        )  # fmt: skip
+    Attributes:
+        value: what the last stage has returned, of those that were launched; at first ``grad``.
+        event: when it is passed, all stages that were started are complete.
+        sent: what the first stage that travels, and those before it, read; then None.
+    """
+
+    def __init__(self, unit: Unit, grad: Tensor | Pieces, streams: Streams) -> None:
+        self.unit, self._streams = unit, streams
+        self.value: Any = grad
+        self.event = streams.compute.record_event()  # passed when grad is written
+        self.sent: list[Tensor | Pieces] | None = []
+        self._left: list[Stage] = [*unit.stages]
+
+    def start(self) -> None:
+        """Start the stages that are left, up to the next one that travels, as one piece of work on
+        the stream of that one. Does nothing if none is left."""
+        stages: list[Stage] = []
+        while self._left and not (stages and stages[-1].travels):
+            stages.append(self._left.pop(0))
+        if stages:
+            name = stages[-1].stream
+            stream: Stream = getattr(self._streams, name)
+            # Without this wait a stage would read what the backward, or the stage before, has yet
+            # to write.
+            stream.wait_event(self.event)
+            label = f"{NAMES[name]} {self.unit.label}"
+            self.event = stream.submit(partial(self._launch, stages), label)
+
+    def _launch(self, stages: list[Stage]) -> Finish:
+        for stage in stages:
+            if self.sent is not None:
+                # Referred to until it is sent: otherwise the memory could be given to another
+                # tensor while the stream, or another rank, still reads it.
+                self.sent.append(self.value)
+            self.value, finish = stage.launch(self.unit, self.value)
         return finish
 
-    reduction.event = streams.reduce.submit(launch, f"reduce {unit.label}")
-    return reduction
+    def advance(self) -> bool:
+        """Go one stage further. After the first stage this lets the compute stream wait for it, and
+        lets go of what was sent.
 
+        Returns:
+            Whether stages are left.
+        """
+        if self.sent is not None:
+            # Without this wait the next reduction would start before this one is sent, and they
+            # would pile up behind a slow network.
+            self.event.wait()
+            self.sent = None
+        self.start()
+        return len(self._left) > 0
 
-def wait_for_first_part(reduction: Reduction, streams: Streams) -> None:
-    """Make the compute stream wait for the first part. Then start what comes after it: the next
-    part of the all-reduce over replicas or, with offload, all parts and the copy to the host."""
-    reduction.event.wait()
-    reduction.sent = ()
-    start_next_part(reduction, streams)
-    unit = reduction.unit
-    if unit.offload_from is not None:
-        start_next_part(reduction, streams)
-        ready = reduction.event
-        reduction.result, reduction.event = download(reduction.result, ready, streams, unit.label)
-
-
-def start_next_part(reduction: Reduction, streams: Streams) -> None:
-    """Start the next part of the all-reduce over replicas, if there is one, after the last part."""
-    if reduction.parts_left:
-        reduction.parts_left -= 1
-        result = reduction.result  # the tensor on the device: download() replaces it by a host copy
-        # Without this wait the all-reduce would send what the part before has yet to write.
-        streams.replicate.wait_event(reduction.event)
-        reduction.event = streams.replicate.submit(
-            lambda: _start_all_reduce_part(reduction, result), f"all-reduce {reduction.unit.label}"
-        )
-
-
-def _start_all_reduce_part(reduction: Reduction, flat: Tensor) -> Finish:
-    unit, replicas = reduction.unit, reduction.unit.replicate_group
-    assert replicas is not None
-    if reduction.all_reduce is None:
-        scale = 1 / replicas.size()
-        reduction.all_reduce = all_reduce(flat, replicas, scale, unit.tag, unit.label)
-    return next(reduction.all_reduce)
-
-
-def wait_for_reduction(reduction: Reduction) -> None:
-    """Wait for the last part: the host waits if the gradient is added to others on the host, and
-    otherwise the compute stream."""
-    if reduction.unit.offload_from is not None:
-        # Without this wait the host would read a gradient that has not arrived.
-        reduction.event.synchronize()
-    else:
-        reduction.event.wait()
+    def wait_for_result(self) -> None:
+        """Wait for the last stage: the compute stream waits or, if the result is on the host, which
+        adds it to others itself, the host."""
+        if self.unit.stages[-1].on_host:
+            # Without this wait the host would read a gradient that has not arrived.
+            self.event.synchronize()
+        else:
+            self.event.wait()
 
 
 def store_gradient(reduction: Reduction) -> None:
@@ -151,7 +194,7 @@ def store_gradient(reduction: Reduction) -> None:
     unit, shard = reduction.unit, reduction.unit.sharded_flat_param
     unused = _without_gradient(reduction) if unit.has_unused else []
     # ``grad_dtype`` is that of the shard or, with keep_low_precision_grads, ``param_dtype``.
-    grad, before = reduction.result[: shard.numel()].to(shard.grad_dtype), shard.grad
+    grad, before = reduction.value[: shard.numel()].to(shard.grad_dtype), shard.grad
     unit.unreduced_grad = None  # what no_sync has left was part of this sum
     # Assigned in both cases: in rows this shows it in each DTensor, also where one was cleared.
     shard.grad = grad if before is None else before.add_(grad)
@@ -163,9 +206,8 @@ def _without_gradient(reduction: Reduction) -> list[int]:
     """The parameters of a unit in rows that had no gradient before this one, which no rank has used
     for it. Zeros would let an optimizer change them, by weight decay or by momentum."""
     unit = reduction.unit
-    if not isinstance(unit.layout, Rows) or unit.comm_hook is not None:  # which may do anything
-        return []
+    assert isinstance(unit.layout, Rows)  # others have no marks
     params, waiting = unit.optimized_params, unit.unreduced_grad
     cleared: Sequence[int] = () if waiting is None else waiting.cleared
-    unused = unit.layout.unused(reduction.result)
+    unused = unit.layout.unused(reduction.value)
     return [n for n in unused if params[n].grad is None or n in cleared]

@@ -96,7 +96,8 @@ class Unit:
         self.waits = set[str]()  # reasons not to reduce its gradient yet; see gradients.py
         self.free: Callable[[Unit], None] = lambda unit: None  # when no reason is left; the root's
         self.by_hand: ExitStack | None = None  # while FSDPModule.unshard() has it gathered
-        self.comm_hook: Callable[[Tensor], Tensor] | None = None  # see between_steps/comm_hooks.py
+        self.comm_hook: Any = None  # a stage; see between_steps/comm_hooks.py
+        self.stages: Sequence[Any] = ()  # of the reduction of its gradients; see stages.py
 
         group = self.shard_group
         self.shard_rank = group.rank() if group is not None else 0

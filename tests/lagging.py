@@ -16,14 +16,12 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
-import minifsdp.offload
 import minifsdp.reshard
 import minifsdp.unshard
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import streams
-from minifsdp.streams import CpuEvent, CpuStream, Event, Streams
+from minifsdp.streams import CpuEvent, CpuStream, Streams
 from tests.small import replaced
 
 
@@ -123,7 +121,7 @@ class DeferringStream(CpuStream):
 @contextmanager
 def deferring_device() -> Iterator[None]:
     """Inside, models that are wrapped there run on such a device."""
-    unshard, download = minifsdp.unshard.unshard, minifsdp.offload.download
+    unshard = minifsdp.unshard.unshard
 
     def make(device: torch.device) -> Streams:
         return Streams(device, CpuStream(), *(DeferringStream() for _ in range(5)))
@@ -133,14 +131,9 @@ def deferring_device() -> Iterator[None]:
         unit.unsharded.allocate()  # as on a GPU: taken at once, filled later
         unit.unsharded.data.fill_(torch.nan)
 
-    def download_into_nan(*args) -> tuple[Tensor, Event]:
-        copy, event = download(*args)
-        return copy.fill_(torch.nan), event
-
     with (
         patch.dict(streams.BACKENDS, cpu=make),
         replaced(unshard, unshard_into_nan),
-        replaced(download, download_into_nan),
     ):
         yield
 

@@ -20,6 +20,7 @@ from minifsdp import MixedPrecision
 from minifsdp.comm import collectives
 from minifsdp.comm.groups import Placement
 from minifsdp.comm.pieces import Pieces, whole
+from minifsdp.stages import stages_of
 from minifsdp.streams import Streams
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.param_access import ParamInfo
@@ -133,8 +134,10 @@ def lone_unit(
     unit.rename("lone")
     unit.choose_precision(training=True)
     use_sharded_views(unit)
+    streams = Streams.on(CPU)
+    unit.stages = stages_of(unit, streams)
     with _collectives(unit):
-        yield Lone(unit, Streams.on(CPU), module)
+        yield Lone(unit, streams, module)
 
 
 @contextmanager

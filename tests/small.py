@@ -127,13 +127,12 @@ def watch(model: FSDP) -> Iterator[list[str]]:
 def reductions() -> Iterator[list[Reduction]]:
     """The reductions that are started in here, in their order, also when they are over."""
     started: list[Reduction] = []
-    reduce_gradient = minifsdp.reduce.reduce_gradient
 
     def noted(*args):
-        started.append(reduce_gradient(*args))
+        started.append(Reduction(*args))
         return started[-1]
 
-    with replaced(reduce_gradient, noted):
+    with replaced(Reduction, noted):
         yield started
 
 

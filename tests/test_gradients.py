@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from unittest.mock import Mock
 
 import pytest
@@ -13,8 +13,12 @@ import minifsdp.comm.collectives
 import minifsdp.reduce
 from minifsdp import CPUOffload, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.api import Stats
+from minifsdp.gradients import Gradients
 from minifsdp.sim import cluster
-from minifsdp.streams import CpuEvent
+from minifsdp.stages import stages_of
+from minifsdp.streams import CpuEvent, CpuStream, Streams
+from tests.lone_unit import lone_unit
 from tests.parity import grid
 from tests.ranks import device, on_ranks
 from tests.small import (
@@ -53,13 +57,102 @@ def test_at_most_one_reduction_is_under_way():
 
         def counted(*args):
             open_at_once.append(sum(not r.event.query() for r in started))
-            return reduce_gradient(*args)
+            return noted(*args)
 
-        reduce_gradient = minifsdp.reduce.reduce_gradient
-        with replaced(reduce_gradient, counted):
+        noted = minifsdp.reduce.Reduction
+        with replaced(noted, counted):
             step(model)
     assert open_at_once == [0] * 5
     assert all(reduction.event.query() for reduction in started)
+
+
+class Recorded(CpuEvent):
+    """An event that notes who waits for it."""
+
+    def __init__(self, label, log, finish=None):
+        super().__init__(finish)
+        self.label, self.log = label, log
+
+    def wait(self):
+        self.log.append(f"compute < {self.label}")
+        super().synchronize()
+
+    def synchronize(self):
+        self.log.append(f"host < {self.label}")
+        super().synchronize()
+
+
+class Recording(CpuStream):
+    """A stream that notes what is started on it, and what it waits for."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def submit(self, launch, label=""):
+        self.log.append(f"{label} on {self.name}")
+        return Recorded(label, self.log, launch())
+
+    def record_event(self):
+        return Recorded("grad", self.log)
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} < {event.label}")
+        CpuEvent.synchronize(event)
+
+
+STREAMS = ("compute", "unshard", "reduce", "replicate", "upload", "download")
+FIRST = ["reduce < grad", "reduce {} on reduce"]
+NEXT = {  # what is started after what
+    "half": ["replicate < reduce {}", "all-reduce {} on replicate"],
+    "other half": ["replicate < all-reduce {}", "all-reduce {} on replicate"],
+    "copy": ["download < reduce {}", "download {} on download"],
+    "copy of a mean": ["download < all-reduce {}", "download {} on download"],
+}
+KINDS = {
+    "sharded": ({}, [], "compute < reduce {}"),
+    "mixed precision": ({"precision": MixedPrecision(torch.bfloat16, torch.float32)}, [],
+                        "compute < reduce {}"),
+    "whole": ({"ranks": 1, "replicas": 2}, ["half"], "compute < all-reduce {}"),
+    "hybrid": ({"replicas": 2}, ["half", "other half"], "compute < all-reduce {}"),
+    "offload": ({"offload": True}, ["copy"], "host < download {}"),
+    "hybrid, offload": ({"replicas": 2, "offload": True},
+                        ["half", "other half", "copy of a mean"], "host < download {}"),
+}  # fmt: skip
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_gradient_that_is_complete_takes_all_reductions_one_stage_further(kind):
+    """What is started when, and who waits for what. The computation waits for the first stage
+    alone, which reads the gradient, before the next one starts; and for the last, at the end."""
+    settings, stages, end = KINDS[kind]
+    with ExitStack() as stack:
+        log: list[str] = []
+        streams = Streams(torch.device("cpu"), *(Recording(name, log) for name in STREAMS))
+        gradients, labels, steps = Gradients(streams, Stats()), [], []
+        for name in "abcde":
+            unit = stack.enter_context(lone_unit(**settings)).unit
+            unit.name, unit.stages = name, stages_of(unit, streams)
+            labels.append(unit.label)
+            gradients.take(unit, torch.zeros(unit.padded_numel, dtype=unit.unsharded.dtype))
+            steps.append([*log])
+            log.clear()
+        gradients.finish()
+
+    def advanced(at: int) -> list[str]:
+        """What happens when the gradient of this number is complete, the oldest reduction first."""
+        found = []
+        for number, label in enumerate(labels[:at]):
+            age = at - number  # its stages that were started, up to now
+            lines = ["compute < reduce {}"] * (age == 1)
+            lines += NEXT[stages[age - 1]] if age <= len(stages) else []
+            found += [line.format(label) for line in lines]
+        return found
+
+    for at, label in enumerate(labels):
+        assert steps[at] == [*advanced(at), *(line.format(label) for line in FIRST)], label
+    rest = [line for at in range(5, 5 + len(stages) + 1) for line in advanced(at)]
+    assert log == [*rest, *(end.format(label) for label in labels)]
 
 
 @on_ranks(2)

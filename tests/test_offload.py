@@ -1,5 +1,7 @@
 """offload.py: parameters that live in the host's memory."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,14 +9,14 @@ from torch import nn
 
 from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.offload import HOST, download, host_copy, upload
+from minifsdp.offload import HOST, Download, host_copy, upload
 from minifsdp.sim import cluster
 from minifsdp.sim.tape import Op
 from minifsdp.streams import CpuEvent, CpuStream, Streams
 from tests.lagging import DeferringStream
 from tests.parity import check_at_rest, grid
 from tests.ranks import device, on_ranks, run
-from tests.small import batch, layers, mean_gradients, replaced, stack, step
+from tests.small import batch, layers, mean_gradients, stack, step
 
 OFFLOAD = CPUOffload(offload_params=True)
 STRATEGIES = list(ShardingStrategy)
@@ -67,11 +69,18 @@ class TestDirectly:
     def test_a_download_starts_when_its_source_is_ready_and_ends_with_its_event(self):
         streams, source = late_streams(), torch.zeros(3)
         ready = CpuEvent(lambda: source.fill_(7))
-        copy, arrived = download(source, ready, streams, "unit")
-        copy.fill_(torch.nan)
+        streams.download.wait_event(ready)
+        copies = []
+
+        def launch():
+            copy, finish = Download(streams).launch(None, source)
+            copies.append(copy)
+            return finish
+
+        arrived = streams.download.submit(launch)
         assert not arrived.query(), "the host goes on meanwhile"
         arrived.synchronize()
-        assert copy.tolist() == [7, 7, 7]
+        assert copies[0].tolist() == [7, 7, 7] and copies[0] is not source
 
     def test_only_what_is_offloaded_is_copied(self):
         tensor = torch.arange(3.0)
@@ -268,11 +277,12 @@ def test_what_is_downloaded_is_in_the_dtype_of_the_reduction():
     """Half the bytes on the way; it is the host that makes exact numbers of them."""
     model, dtypes = offloaded(mixed_precision=MixedPrecision(torch.bfloat16)), []
 
-    def noted(tensor, *others):
+    def noted(stage, unit, tensor):
         dtypes.append(tensor.dtype)
-        return download(tensor, *others)
+        return launch(stage, unit, tensor)
 
-    with replaced(download, noted):
+    launch = Download.launch
+    with patch.object(Download, "launch", noted):
         step(model)
     assert dtypes == [torch.bfloat16] * 5
     assert model.engine.units[1].sharded_flat_param.grad.dtype is torch.float32

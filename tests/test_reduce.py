@@ -8,16 +8,8 @@ import torch.distributed as dist
 
 from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp.comm.groups import HYBRID
-from minifsdp.reduce import (
-    Reduction,
-    reduce_gradient,
-    start_next_part,
-    store_gradient,
-    wait_for_first_part,
-    wait_for_reduction,
-)
+from minifsdp.reduce import Reduction, store_gradient
 from minifsdp.sim import cluster
-from minifsdp.streams import CpuEvent
 from tests.lagging import deferring_device
 from tests.lone_unit import lone_unit
 from tests.parity import grid
@@ -37,12 +29,18 @@ STRATEGIES = list(ShardingStrategy)
 OFFLOADS = pytest.mark.parametrize("offload", [None, CPUOffload(True)], ids=["", "offload"])
 
 
-def reduced(lone, grad):
+def started(unit, grad, streams):
+    reduction = Reduction(unit, grad, streams)
+    reduction.start()
+    return reduction
+
+
+def reduced(unit, grad, streams):
     """From the start to the end of one reduction, as the engine does it."""
-    reduction = reduce_gradient(lone.unit, grad, lone.streams)
-    wait_for_first_part(reduction, lone.streams)
-    start_next_part(reduction, lone.streams)
-    wait_for_reduction(reduction)
+    reduction = started(unit, grad, streams)
+    while reduction.advance():
+        pass
+    reduction.wait_for_result()
     return reduction
 
 
@@ -52,42 +50,47 @@ class TestDirectly:
 
     def test_the_reduction_is_started_and_not_waited_for(self):
         with lone_unit() as lone:
-            reduction = reduce_gradient(lone.unit, torch.zeros(10), lone.streams)
+            reduction = started(lone.unit, torch.zeros(10), lone.streams)
             assert lone.unit.shard_group.called == ["reduce-scatter"], "one is started"
             assert not reduction.event.query(), "the backward goes on meanwhile"
 
     @pytest.mark.parametrize("rank, expected", [(0, [5, 6, 7, 8, 9]), (1, [10, 11, 12, 13, 14])])
     def test_a_rank_gets_its_chunk_of_the_mean(self, rank, expected):
         with lone_unit(rank) as lone:
-            assert reduced(lone, torch.arange(0.0, 20, 2)).result.tolist() == expected
+            grad = torch.arange(0.0, 20, 2)
+            assert reduced(lone.unit, grad, lone.streams).value.tolist() == expected
 
     @pytest.mark.parametrize("ranks, mean", [(1, [5.0] * 10), (2, [6.25] * 5)])
     def test_replicas_add_up_what_their_ranks_have(self, ranks, mean):
         with lone_unit(ranks=ranks, replicas=2) as lone:
-            reduction = reduced(lone, torch.full((10,), 0.0 if ranks == 1 else -5.0))
+            grad = torch.full((10,), 0.0 if ranks == 1 else -5.0)
+            reduction = reduced(lone.unit, grad, lone.streams)
             assert lone.unit.replicate_group.called == ["all-reduce", "its second half"]
-            assert reduction.result.tolist() == mean
+            assert reduction.value.tolist() == mean
 
     def test_the_optimizer_gets_the_sum_of_its_gradients_without_padding(self):
         with lone_unit(rank=2, ranks=3) as lone:  # which has 9, 10, and padding
             for total in (1.0, 2.0):
                 result = torch.tensor([1.0, 1.0, torch.nan, torch.nan])
-                store_gradient(Reduction(lone.unit, result, CpuEvent()))
+                store_gradient(Reduction(lone.unit, result, lone.streams))
                 assert lone.unit.sharded_flat_param.grad.tolist() == [total, total]
 
     def test_what_is_sent_is_kept_till_it_has_arrived(self):
         with lone_unit() as lone:
             grad = torch.zeros(10)
-            reduction = reduce_gradient(lone.unit, grad, lone.streams)
+            reduction = started(lone.unit, grad, lone.streams)
             assert any(tensor is grad for tensor in reduction.sent), "its memory is being read"
-            wait_for_first_part(reduction, lone.streams)
-            assert reduction.sent == (), "its memory would be held to the end of the backward"
+            reduction.advance()
+            assert reduction.sent is None, "its memory would be held to the end of the backward"
 
     def test_sums_are_in_the_reduce_dtype(self):
         precision = MixedPrecision(torch.bfloat16, torch.float32)
         with lone_unit(precision=precision) as lone:
-            reduction = reduced(lone, torch.zeros(10, dtype=torch.bfloat16))
-            assert reduction.result.dtype is torch.float32
+            grad = torch.zeros(10, dtype=torch.bfloat16)
+            reduction = started(lone.unit, grad, lone.streams)
+            kept = [tensor.dtype for tensor in reduction.sent]
+            assert kept == [torch.bfloat16, torch.float32], "what is sent is the cast"
+            assert reduced(lone.unit, grad, lone.streams).value.dtype is torch.float32
 
 
 def sharded(strategy, **settings):
@@ -115,10 +118,9 @@ def test_each_rank_keeps_its_own_part():
     model.engine.start(training=True)
     unit = model.engine.units[1]
     grad = torch.arange(42.0, device=device()) * (dist.get_rank() + 1)
-    reduction = reduce_gradient(unit, grad, model.engine.streams)
-    reduction.event.wait()
+    reduction = reduced(unit, grad, model.engine.streams)
     expected = (torch.arange(42.0, device=device()) * 1.5).chunk(2)[dist.get_rank()]
-    assert torch.equal(reduction.result, expected)
+    assert torch.equal(reduction.value, expected)
 
 
 @pytest.mark.parametrize("strategy", HYBRID)
@@ -127,14 +129,10 @@ def test_with_hybrid_sharding_there_are_two_means_one_after_the_other(strategy):
     """Ranks 0 and 1 are a row, 0 and 2 a column; each of four gives its own number."""
     model = sharded(strategy)
     model.engine.start(training=True)
-    unit, streams = model.engine.units[1], model.engine.streams
     grad = torch.full((42,), 10.0 ** dist.get_rank(), device=device())
-    reduction = reduce_gradient(unit, grad, streams)
-    wait_for_first_part(reduction, streams)
-    start_next_part(reduction, streams)
-    wait_for_reduction(reduction)
-    assert reduction.result.shape == (21,)
-    assert (reduction.result == (1 + 10 + 100 + 1000) / 4).all()
+    reduction = reduced(model.engine.units[1], grad, model.engine.streams)
+    assert reduction.value.shape == (21,)
+    assert (reduction.value == (1 + 10 + 100 + 1000) / 4).all()
 
 
 @on_ranks(2)
@@ -149,12 +147,11 @@ def test_the_result_does_not_keep_the_whole_gradient_alive():
 def test_what_was_sent_is_let_go_once_it_has_arrived_and_not_before():
     model = stack()
     model.engine.start(training=True)
-    streams = model.engine.streams
     grad = torch.ones(42, device=device())
-    reduction = reduce_gradient(model.engine.units[1], grad, streams)
+    reduction = started(model.engine.units[1], grad, model.engine.streams)
     assert any(tensor is grad for tensor in reduction.sent)
-    wait_for_first_part(reduction, streams)
-    assert reduction.sent == () and reduction.event.query()
+    reduction.advance()
+    assert reduction.sent is None and reduction.event.query()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -181,8 +178,10 @@ def test_what_has_waited_is_reduced_once():
 @OFFLOADS
 @on_ranks(2)
 def test_the_host_waits_only_for_what_it_reads_itself(offload):
-    unit, event = stack(cpu_offload=offload).engine.units[1], Mock()
-    wait_for_reduction(Reduction(unit, torch.empty(0), event))
+    engine, event = stack(cpu_offload=offload).engine, Mock()
+    reduction = Reduction(engine.units[1], torch.empty(0), engine.streams)
+    reduction.event = event
+    reduction.wait_for_result()
     assert event.synchronize.called == (offload is not None)
     assert event.wait.called == (offload is None)
 
@@ -192,10 +191,9 @@ def test_a_result_is_stored_without_copying_it():
     model = stack()
     model.engine.start(training=True)
     unit = model.engine.units[1]
-    reduction = reduce_gradient(unit, torch.ones(42, device=device()), model.engine.streams)
-    reduction.event.wait()
+    reduction = reduced(unit, torch.ones(42, device=device()), model.engine.streams)
     store_gradient(reduction)
-    assert unit.sharded_flat_param.grad.data_ptr() == reduction.result.data_ptr()
+    assert unit.sharded_flat_param.grad.data_ptr() == reduction.value.data_ptr()
 
 
 @pytest.mark.parametrize("keep, stored", [(False, torch.float32), (True, torch.bfloat16)])
@@ -211,9 +209,8 @@ def test_a_gradient_is_cast_before_it_is_added_up_and_again_when_it_is_stored(
     # 1 + 2**-8 is no number in bfloat16, which rounds it to 1
     value = torch.tensor(2.0 if dist.get_rank() == 0 else 2.0**-7)
     grad = torch.full((42,), value, dtype=torch.bfloat16, device=device())
-    reduction = reduce_gradient(unit, grad, streams)
-    wait_for_first_part(reduction, streams)
-    assert reduction.result.dtype is (reduce_dtype or torch.bfloat16)
+    reduction = reduced(unit, grad, streams)
+    assert reduction.value.dtype is (reduce_dtype or torch.bfloat16)
     store_gradient(reduction)
     assert unit.sharded_flat_param.grad.dtype is stored
     mean = 1 + 2.0**-8 if reduce_dtype is not None and not keep else 1
@@ -261,8 +258,9 @@ def test_a_reduction_goes_on_while_the_backward_does():
 
 
 @on_ranks(4)
-def test_so_do_its_second_half_and_the_copy_to_the_host():
-    """When unit 4's chunk is on its way to the replicas and the host, others are still computed."""
+def test_so_do_its_later_stages():
+    """When chunks are on their way to the replicas and the host, others are still computed: of unit
+    4 at first one half of the all-reduce, then the other, then the copy."""
     if device().type == "cuda":
         pytest.skip("the streams are placeholders")
     log = []
@@ -273,6 +271,8 @@ def test_so_do_its_second_half_and_the_copy_to_the_host():
             streams = model.engine.streams
             log.append((streams.replicate.under_way, streams.download.under_way))
 
-        model.module[1].module[0].register_full_backward_hook(note)
+        for unit in (2, 1):
+            model.module[unit].module[0].register_full_backward_hook(note)
+        model.module[0].register_full_backward_hook(note)
         step(model)
-    assert log == [(True, True)]
+    assert log == [(True, False), (True, False), (True, True)]

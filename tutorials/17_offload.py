@@ -173,9 +173,9 @@ def adam_on_the_host() -> None:
 # not wait for them. It tells the compute stream to wait, and goes on. With offload it is the host
 # itself that needs the gradients, so it has to wait:
 #
-# {{ minifsdp/reduce.py wait_for_reduction }}
+# {{ minifsdp/reduce.py Reduction.wait_for_result }}
 #
-# Leave out the case for offload, train the GPT of `make demo`, and ask the virtual GPU for *races*:
+# Leave out the first case, train the GPT of `make demo`, and ask the virtual GPU for *races*:
 # uses of the same memory, one of them a write, without a fixed sequence (page [09](09_streams.md)).
 
 
@@ -185,7 +185,7 @@ def only_the_gpu_waits(reduction: Reduction) -> None:
 
 
 def too_early() -> None:
-    with cluster() as gpu, patch("minifsdp.gradients.wait_for_reduction", only_the_gpu_waits):
+    with cluster() as gpu, patch.object(Reduction, "wait_for_result", only_the_gpu_waits):
         policy = ModuleWrapPolicy({DemoBlock})
         model = FSDP(GPT(layers=4, width=128), auto_wrap_policy=policy, cpu_offload=OFFLOAD)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -197,7 +197,7 @@ def too_early() -> None:
 
 # %% [markdown]
 # The operation `add_` is the optimizer's step: parameter plus update. It runs on the host and uses
-# a gradient, memory that was made with `empty`, before the download has filled it. On a real GPU
+# a gradient, the memory of a download, before the copy has filled it. On a real GPU
 # the step would add whatever is in that memory: the gradient of the last step, zeros, or half of a
 # gradient. It depends on how busy the link is, so it happens on some days only, and no error says
 # so.

@@ -17,17 +17,15 @@
 #
 # When the gradient of a unit is complete, each rank has all of it, computed from its own data. What
 # a rank needs is its own shard of the mean over all ranks. This starts to compute it, on a stream
-# of its own:
+# of its own (`value` is the gradient):
 #
-# {{ minifsdp/reduce.py reduce_gradient -Start the first part -reduction = Reduction
-# -if unit.replicate_group -dtype = -cast = -Referred to -tensor while
-# -reduction.sent -if unit.comm_hook -if shards is None }}
+# {{ minifsdp/reduce.py ReduceScatter.launch -``value`` -assert }}
 #
 # (`blocks` is for page [26](26_rows.md), `sizes` says where a CPU may cut the gradient, `tag` and
 # `label` are a number and a name for the message.) At the end of the backward the result goes to
 # where the optimizer looks:
 #
-# {{ minifsdp/reduce.py store_gradient -Add the result -unit.unred -unused -for -unit.opt }}
+# {{ minifsdp/reduce.py store_gradient -Add the result -unit.unred -unused -for number -unit.opt }}
 #
 # The last line is the first place to add up: `.grad` of the shard. What is added has been reduced
 # already. The other place is before the reduction. Inside of `no_sync()` the gradient of a unit is
@@ -263,7 +261,7 @@ def all_in_no_sync() -> None:
 # %% [markdown]
 # ## Predict, then run
 #
-# 1. `reduce_gradient` scales what a rank brings by `1 / shards.size()`, *before* the sum. In fp16
+# 1. `ReduceScatter` scales what a rank brings by `1 / shards.size()`, *before* the sum. In fp16
 #    the largest number is 65,504. On two ranks a gradient is 40,000 each. What is the mean, if one
 #    adds first and divides then?
 # 2. With two micro-batches instead of four, of which one is in `no_sync()`, what becomes of the

@@ -34,17 +34,18 @@
 #
 # `HYBRID_SHARD` uses the grid of page [16](16_groups.md): each machine is a row, and parameters are
 # sharded along the row only. So each machine has the whole model, cut into 8 chunks, and every
-# gather stays on NVLink. A reduction has two parts. The first is a reduce-scatter along the row,
+# gather stays on NVLink. A reduction has two *stages*. The first is a reduce-scatter along the row,
 # after which a rank has its chunk of the mean over its *machine*. The second is an all-reduce along
 # the column, between the ranks that have the same chunk, one in each machine. After it the chunk is
-# the mean over all ranks. This starts the second part:
+# the mean over all ranks. This starts the first one and, when the gradient of the next unit is
+# complete, the second:
 #
-# {{ minifsdp/reduce.py start_next_part }}
+# {{ minifsdp/reduce.py Reduction.start }}
 #
-# (With NCCL the all-reduce is one collective. On a CPU it is started in two halves, a
-# reduce-scatter and an all-gather, as on page [01](01_collectives.md). This is why it counts
-# `parts_left`. `download` is for page [17](17_offload.md).) It runs on a stream of its own, so that
-# it can use the network while the next reduce-scatter uses NVLink.
+# (Other stages are a cast, which does not *travel*, and the download of page [17](17_offload.md).
+# With NCCL the all-reduce is one stage. On a CPU it is two, a reduce-scatter and an all-gather, as
+# on page [01](01_collectives.md).) It runs on a stream of its own, so that it can use the network
+# while the next reduce-scatter uses NVLink.
 #
 # The model is a quarter of a GPT of 7 billion parameters, 8 of its 32 layers, trained in bfloat16.
 # We try it on two networks, the one above and one that is 16 times as fast. `waits` is the part of

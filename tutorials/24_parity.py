@@ -99,7 +99,7 @@ def gap(name: str, strategy: str = "FULL_SHARD") -> float:
 
 MISTAKES = {
     "no reduction": (comm.collectives.reduce_scatter, "add_(part, alpha=scale)", "copy_(part)"),
-    "a sum of replicas, not a mean": (reduce._start_all_reduce_part, "1 / replicas.size()", "1.0"),
+    "a sum of replicas, not a mean": (reduce.mean_over_replicas, "1 / replicas.size()", "1.0"),
     "padding comes first": (shard.shard, "shard[:unpadded]", "shard[size - unpadded :]"),
     "overwrites what is there": (reduce.store_gradient, "before.add_(grad)", "grad"),
     "computes too early": (unshard.wait_for_unshard, "unit.unshard_event.wait()", "pass"),

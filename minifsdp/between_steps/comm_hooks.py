@@ -33,7 +33,10 @@ from torch import Tensor
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from minifsdp.comm.blocks import together
+from minifsdp.comm.pieces import Pieces, whole
 from minifsdp.engine import Engine
+from minifsdp.stages import stages_of
+from minifsdp.streams import Finish
 from minifsdp.unit import Unit
 
 Hook = Callable[..., None]
@@ -71,7 +74,8 @@ def register_comm_hook(engine: Engine, state: object, hook: Hook) -> None:
             dtype = _DTYPES[hook] or unit.precision.reduce_dtype
             unit.precision = replace(unit.precision, reduce_dtype=dtype)
         else:
-            unit.comm_hook = _reduction(unit, state, hook)
+            unit.comm_hook = HookStage(state, hook)
+        unit.stages = stages_of(unit, engine.streams)
 
 
 def _check(unit: Unit, hook: Hook) -> None:
@@ -104,22 +108,31 @@ def _same_ranks(unit: Unit, group: Any) -> bool:
     return group is not None and own is not None and ranks(group) == ranks(own)
 
 
-def _reduction(unit: Unit, state: object, hook: Hook) -> Callable[[Tensor], Tensor]:
-    """What reduce.py calls: from a gradient as the unit has it to this rank's shard of the mean."""
+class HookStage:
+    """The stage of a reduction that calls a hook, which is over when the hook returns.
 
-    def reduce(grad: Tensor) -> Tensor:
-        group = unit.shard_group
+    Attributes:
+        name: the hook's, by which the ranks compare what they have registered.
+    """
+
+    stream, travels, on_host = "reduce", True, False
+
+    def __init__(self, state: object, hook: Hook) -> None:
+        self._state, self._hook, self.name = state, hook, _name(hook)
+
+    def launch(self, unit: Unit, value: Tensor | Pieces) -> tuple[Tensor, Finish]:
+        """From a gradient as the unit has it, ``[padded_numel]``, to this rank's shard of the mean
+        and, since that has its values, a ``finish`` that has nothing to do."""
+        grad, group = whole(value), unit.shard_group
+        unit.has_unused = False  # a hook may do anything, also to the marks of unused parameters
         if group is None:
-            hook(state, grad)
-            return grad
+            self._hook(self._state, grad)
+            return grad, lambda: None
         # In rows, the parts of one rank are not in one place. Hooks are written for chunks.
         sent = together(grad, unit.layout.trained_blocks, group.size())
         shard = grad.new_empty(grad.numel() // group.size())
-        hook(state, sent, shard)
-        return shard
-
-    reduce.__qualname__ = _name(hook)  # by which the ranks compare what they have registered
-    return reduce
+        self._hook(self._state, sent, shard)
+        return shard, lambda: None
 
 
 def _name(hook: Hook) -> str:

@@ -110,7 +110,7 @@ def _describe(unit: Unit, with_values: bool) -> UnitReport:
     when = "freed" if unit.reshard_after_forward else "kept"
     if unit.post_forward_lines is not None:
         when = f"kept by {len(unit.post_forward_lines[0])} ranks together"
-    hook = "" if unit.comm_hook is None else f", reduced by {unit.comm_hook.__qualname__}"
+    hook = "" if unit.comm_hook is None else f", reduced by {unit.comm_hook.name}"
     groups = [group for group in (unit.shard_group, unit.replicate_group) if group is not None]
     targets = ("forward", unit.forward_targets), ("backward", unit.backward_targets)
     lists = "".join(f", prefetches {[u.name for u in us]} in {at}" for at, us in targets if us)

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.algorithms._comm_hooks.default_hooks import (
     DefaultState,
@@ -17,6 +18,7 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
 from torch.distributed.device_mesh import init_device_mesh
 
 from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from minifsdp import FullyShardedDataParallel as FSDP
 from tests.ranks import device, on_ranks
 from tests.small import batch, gathered_gradients, reductions, stack, step
 
@@ -53,7 +55,10 @@ def test_a_users_hook_decides_what_the_optimizer_gets(layout):
     with reductions() as started:
         for either in (model, plain):
             either(batch(5)).pow(2).sum().backward()
-    assert len(started) == 6 and not any(reduction.all_reduce for reduction in started)
+    assert len(started) == 6
+    for unit in model.engine.units:  # nothing is averaged once more
+        assert [stage.name for stage in unit.stages[:1]] == ["mean_of_squares"]
+        assert len(unit.stages) == 1 + (unit.offload_from is not None)
     own, found = gathered_gradients(plain), gathered_gradients(model)
     assert len(calls) == 3 and found.keys() == own.keys()
     for name, gradient in own.items():
@@ -124,6 +129,29 @@ def test_a_hook_for_other_ranks_than_the_units_is_called():
     other = gradient.clone()
     dist.broadcast(other, 0)
     assert torch.equal(gradient, other) is (dist.get_rank() == 0)
+
+
+class HalfUsed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@on_ranks(2)
+def test_a_hook_may_change_the_marks_of_parameters_that_nobody_uses():
+    """In rows they are negative zeros, and this hook makes some of all others."""
+
+    def negative(state, gradient, shard):
+        dist.all_reduce(gradient.neg_())
+        shard.copy_(gradient.chunk(2)[dist.get_rank()])
+
+    model = FSDP(HalfUsed().to(device()), use_orig_params=True)
+    model.register_comm_hook(None, negative)
+    model(batch()).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
 
 
 @on_ranks(2)

@@ -154,18 +154,15 @@ MISSED = {
     "reshard.py reshard: unit.unshard_event.wait()":  # the optimizer steps while it is sent
         r"mul_ on compute uses .* from the compute stream\) and does not wait for "
         r"_allgather_base_ of all-gather '2' on unshard",
-    "reduce.py reduce_gradient: streams.reduce.wait_event(written)":
+    "reduce.py start: stream.wait_event(self.event)":
         r"mul_ of reduce '3' on reduce uses the result of cat .* and does not wait for "
         r"cat on compute",
-    "reduce.py wait_for_first_part: reduction.event.wait()":
+    "reduce.py advance: self.event.wait()":
         r"the result of cat .* is given out again while mul_ of reduce '3' on reduce may still "
         r"use it",
-    "reduce.py start_next_part: streams.replicate.wait_event(reduction.event)":
-        r"mul_ of all-reduce '3' on replicate uses memory of reduce '3' .* and does not wait for "
-        r"_reduce_scatter_base_ of reduce '3' on reduce",
-    "reduce.py wait_for_reduction: reduction.event.synchronize()":
+    "reduce.py wait_for_result: self.event.synchronize()":
         r"\w+ on host uses .* and does not wait for copy_ of download <root> on download",
-    "reduce.py wait_for_reduction: reduction.event.wait()":
+    "reduce.py wait_for_result: self.event.wait()":
         r"\w+ on compute uses memory of reduce <root> .* and does not wait for allreduce_ of "
         r"all-reduce <root> on replicate",
     "offload.py upload: streams.unshard.wait_event(streams.upload.submit(launch, f'upload {unit}'))":  # noqa: E501
@@ -174,10 +171,7 @@ MISSED = {
     "offload.py uploaded: streams.unshard.record_stream(copies[0])":
         r"memory of upload <root> .* is given out again while _allgather_base_ of all-gather "
         r"<root> on unshard may still use it",
-    "offload.py download: streams.download.wait_event(ready)":
-        r"copy_ of download '3' on download uses memory of reduce '3' .* and does not wait for "
-        r"_reduce_scatter_base_ of reduce '3' on reduce",
-    "offload.py download: streams.download.record_stream(tensor)":
+    "offload.py launch: self._streams.download.record_stream(value)":
         r"memory of reduce '3' .* is given out again while copy_ of download '3' on download may "
         r"still use it",
     "engine.py start: self.streams.unshard.wait_event(self.streams.compute.record_event())":

@@ -2,6 +2,7 @@
 
 import ast
 import tempfile
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -31,17 +32,16 @@ def graded(folder: Path) -> str:
             start = (folder / exercise.file).read_text()
             text = exercise.reference.read_text().replace(wrong.original, wrong.replacement)
             assert start != text
-            (folder / exercise.file).write_text(_todo_after(exercise.takes[0], text, start))
+            (folder / exercise.file).write_text(_todo_after(exercise.takes, text, start))
     shown = [e for e in exercises().values() if e.key.partition(".")[0] in SHOWN]
     return table(grade(folder, shown))
 
 
-def _todo_after(name: str, text: str, start: str) -> str:
-    """``start``, with the definition of ``name`` from ``text``."""
-    for node in ast.parse(text).body:
-        if getattr(node, "name", "") == name:
-            return start + "\n\n" + (ast.get_source_segment(text, node) or "") + "\n"
-    raise KeyError(name)
+def _todo_after(names: Sequence[str], text: str, start: str) -> str:
+    """``start``, with the definitions of ``names`` from ``text``."""
+    found = {getattr(node, "name", ""): node for node in ast.parse(text).body}
+    written = [ast.get_source_segment(text, found[name]) or "" for name in names]
+    return "\n\n".join([start, *written]) + "\n"
 
 
 def svg(text: str) -> str:

@@ -53,7 +53,7 @@ def _grad() -> torch.Tensor:
 
 def _reduce(what: str, want: Any, got: Any) -> str | None:
     if "under way when the next" in what:
-        return "wait for the first part of the reduction before, so that at most one is under way"
+        return "wait for the first stage of the reduction before, so that at most one is under way"
     if "has to wait" in what:
         return (
             "a gradient that has to wait (unit.waits) is held in self._held, and nothing is sent: "
@@ -71,8 +71,8 @@ def _reduce(what: str, want: Any, got: Any) -> str | None:
         return "take() waits for the reduction that it starts, so that nothing hides it"
     if "parts of reductions" in what:
         return (
-            "with replicas a reduction has further parts: when a reduction starts, the one before "
-            "the last starts its next part"
+            "with replicas a reduction has further stages: when a reduction starts, each of those "
+            "that are under way goes one stage further"
         )
     if "counted" in what:
         return "the statistics count each reduction that is started, in stats.reductions"
@@ -236,9 +236,9 @@ def _finish(what: str, want: Any, got: Any) -> str | None:
         return "what is held is not reduced: store_unreduced() keeps it for the next backward"
     if "pending" in what or "second backward" in what:
         return "when all is handed over, nothing of this backward may be left for the next one"
-    if "with replicas" in what or ("raises if the last" in what and got == "no exception"):
+    if "with replicas" in what or ("raises if the last" in what and got != "ConnectionError"):
         return (
-            "the last reduction has parts that are not started or not waited for: no further "
+            "the last reduction has stages that are not started or not waited for: no further "
             "take() will do that"
         )
     if "missing waits" in what:

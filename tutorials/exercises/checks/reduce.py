@@ -20,34 +20,23 @@ def _mean(what: str, want: Any, got: Any) -> str | None:
         return "start the reduction and return: the backward goes on while it travels"
     if "collectives" in what:
         return "shards are reduce-scattered, replicas all-reduced, and hybrid sharding does both"
-    if "races" in what:
-        return (
-            "the reduce stream reads what the compute stream has not written yet, or memory that "
-            "was given to another tensor: streams.reduce has to wait, and sent to keep both alive"
-        )
     if "seconds" in what:
         return "no reduction is hidden behind the computation: something waits for it too early"
-    if "reduced in float32" in what:
-        return "the reduction is in unit.precision.reduce_dtype; None: as the gradient is"
     return of_training(what, want, got)
 
 
 def _reduced(lone: Any, grad: torch.Tensor) -> Iterator[Any]:
     """A whole reduction, with the reference's functions around those that are looked at."""
-    from minifsdp.reduce import (
-        reduce_gradient,
-        start_next_part,
-        store_gradient,
-        wait_for_first_part,
-        wait_for_reduction,
-    )
+    from minifsdp.reduce import Reduction, store_gradient
 
-    reduction = reduce_gradient(lone.unit, grad, lone.streams)
+    reduction = Reduction(lone.unit, grad, lone.streams)
+    reduction.start()
     yield "passed at once", reduction.event.query()
-    wait_for_first_part(reduction, lone.streams)
-    yield "passed after the first part", reduction.event.query()
-    start_next_part(reduction, lone.streams)
-    wait_for_reduction(reduction)
+    more = [reduction.advance()]
+    yield "passed after the first stage", reduction.event.query()
+    more += [reduction.advance() for _ in range(3)]
+    yield "what advance() returns, called four times", more
+    reduction.wait_for_result()
     store_gradient(reduction)
     for group in (lone.unit.shard_group, lone.unit.replicate_group):
         if group is not None:
@@ -125,7 +114,6 @@ def _stored(what: str, want: Any, got: Any) -> str | None:
 def gradients_add_up() -> Iterator[Any]:
     from minifsdp import MixedPrecision
     from minifsdp.reduce import Reduction, store_gradient
-    from minifsdp.streams import CpuEvent
     from minifsdp.unit import UnreducedGrad
     from tests.lone_unit import lone_unit
 
@@ -135,46 +123,50 @@ def gradients_add_up() -> Iterator[Any]:
             result = torch.randn(unit.padded_shard.numel())
             mark = torch.zeros(1)
             unit.unreduced_grad = UnreducedGrad(torch.zeros(unit.padded_numel), mark, 0, 0)
-            store_gradient(Reduction(unit, result, CpuEvent()))
+            store_gradient(Reduction(unit, result, lone.streams))
             grad = unit.sharded_flat_param.grad
             yield f"size of the gradient, rank {rank} of 3", grad.numel()
             yield f"gradient, rank {rank} of 3", grad
             yield "what no_sync has left", unit.unreduced_grad is None
-            store_gradient(Reduction(unit, torch.randn_like(result), CpuEvent()))
+            store_gradient(Reduction(unit, torch.randn_like(result), lone.streams))
             total = unit.sharded_flat_param.grad
             yield f"gradient after a second backward, rank {rank} of 3", total
             yield "the gradient is the same object after a second backward", total is grad
     with lone_unit(precision=MixedPrecision(torch.bfloat16)) as lone:
         result = torch.randn(lone.unit.padded_shard.numel()).bfloat16()
-        store_gradient(Reduction(lone.unit, result, CpuEvent()))
+        store_gradient(Reduction(lone.unit, result, lone.streams))
         yield "dtype of a gradient that was reduced in bfloat16", lone.unit.sharded_flat_param.grad
 
 
 def _parts(what: str, want: Any, got: Any) -> str | None:
     if "passed" in what:
-        return "the next part has to be started, and not waited for: the computation hides it"
-    if "collectives" in what or "gradient" in what:
+        return "the next stage has to be started, and not waited for: the computation hides it"
+    if "collectives" in what or "gradient" in what or "advance()" in what:
         return (
-            "after the first part every part of the all-reduce over replicas has to be started, "
-            "each after the part before"
+            "after the first stage every other one has to be started, each when the one before is "
+            "complete, one with each advance()"
         )
     if "sent" in what:
-        return "when the first part is complete, what was sent can go: reduction.sent = ()"
+        return "when the first stage is complete, what was sent can go: self.sent = None"
     if "races" in what:
-        return "streams.replicate has to wait for reduction.event before the next part"
+        return (
+            "a stage reads what is not written yet, or memory that was given to another tensor: "
+            "its stream has to wait for self.event, and the computation for what is sent"
+        )
     return _mean(what, want, got)
 
 
 @check("reduce.3", because=_parts)
 def parts_follow_each_other() -> Iterator[Any]:
-    from minifsdp.reduce import reduce_gradient, wait_for_first_part
+    from minifsdp.reduce import Reduction
     from tests.lone_unit import lone_unit
 
-    yield from _alone(reduce_dtype=False)
+    yield from _alone(reduce_dtype=True)
     with lone_unit(replicas=2) as lone:
-        reduction = reduce_gradient(lone.unit, torch.ones(lone.unit.padded_numel), lone.streams)
-        wait_for_first_part(reduction, lone.streams)
-        yield "what was sent is kept after the first part", len(reduction.sent)
+        reduction = Reduction(lone.unit, torch.ones(lone.unit.padded_numel), lone.streams)
+        reduction.start()
+        reduction.advance()
+        yield "what was sent is kept after the first stage", reduction.sent is not None
 
 
 @check("reduce.3", because=_parts)

@@ -17,9 +17,11 @@ class Gradients(Gradients):
         kept = unit.unreduced_grad
         if kept is not None and not again:
             grad = grad + kept.grad
-        if self._reductions:
-            *older, last = self._reductions
-            if older:
-                start_next_part(older[-1], self.streams)
-            wait_for_first_part(last, self.streams)
-        self._reductions = [*self._reductions, reduce_gradient(unit, grad, self.streams)]
+        going = []
+        for older in self._under_way:
+            if older.advance():
+                going.append(older)
+        started = Reduction(unit, grad, self.streams)
+        started.start()
+        self._under_way = [*going, started]
+        self._reductions = [*self._reductions, started]

@@ -1,24 +1,24 @@
-"""The memory is allocated on the way, and the allocator is told afterwards."""
+"""The memory is made by hand, and the allocator is told first."""
 
 import torch
 from torch import Tensor
 
-from minifsdp.streams import Event, Finish, Streams
+from minifsdp.streams import Finish, Streams
 
 
-def download(tensor: Tensor, ready: Event, streams: Streams, unit: str) -> tuple[Tensor, Event]:
-    streams.download.wait_event(ready)
-    host = torch.empty(
-        tensor.shape,
-        dtype=tensor.dtype,
-        device="cpu",
-        pin_memory=streams.device.type == "cuda",
-    )
+class Download:
+    stream, travels, on_host = "download", True, True
 
-    def launch() -> Finish:
-        host.copy_(tensor, non_blocking=True)
-        return lambda: None
+    def __init__(self, streams: Streams) -> None:
+        self.given = streams
 
-    event = streams.download.submit(launch)
-    streams.download.record_stream(tensor)
-    return host, event
+    def launch(self, unit: object, value: Tensor) -> tuple[Tensor, Finish]:
+        self.given.download.record_stream(value)
+        host = torch.empty(
+            value.shape,
+            dtype=value.dtype,
+            device="cpu",
+            pin_memory=self.given.device.type == "cuda",
+        )
+        host.copy_(value, non_blocking=True)
+        return host, lambda: None

@@ -7,8 +7,6 @@ def store_gradient(reduction):
     unit = reduction.unit
     shard = unit.sharded_flat_param
     if shard.grad is None:
-        shard.grad = torch.zeros(
-            shard.shape, dtype=shard.grad_dtype, device=reduction.result.device
-        )
-    shard.grad += reduction.result[: shard.numel()].to(shard.grad.dtype)
+        shard.grad = torch.zeros(shard.shape, dtype=shard.grad_dtype, device=reduction.value.device)
+    shard.grad += reduction.value[: shard.numel()].to(shard.grad.dtype)
     unit.unreduced_grad = None

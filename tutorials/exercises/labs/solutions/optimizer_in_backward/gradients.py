@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from minifsdp.gradients import Gradients as Default
-from minifsdp.reduce import start_next_part, store_gradient, wait_for_first_part, wait_for_reduction
+from minifsdp.reduce import Reduction, store_gradient
 from minifsdp.support.grad_hooks import after_gradient
 from minifsdp.unit import Unit
 
@@ -14,24 +14,20 @@ class Gradients(Default):
 
     def _reduce(self, unit: Unit, grad: Tensor) -> None:
         """Start a reduction. It waits for the one before, which is complete then."""
-        before = list(self._reductions)
         super()._reduce(unit, grad)
-        if all(reduction.parts_left == 0 for reduction in before):
-            self._hand_over(len(before))
+        self._hand_over([one for one in self._reductions if one not in self._under_way])
 
     def finish(self) -> None:
         """Hand over the last one."""
-        if self._reductions:
-            wait_for_first_part(self._reductions[-1], self.streams)
-        for reduction in self._reductions:
-            start_next_part(reduction, self.streams)
-        self._hand_over(len(self._reductions))
+        while self._under_way:
+            self._advance()
+        self._hand_over(self._reductions)
         super().finish()  # what is held, and not reduced
 
-    def _hand_over(self, number: int) -> None:
-        complete, self._reductions = self._reductions[:number], self._reductions[number:]
+    def _hand_over(self, complete: list[Reduction]) -> None:
+        self._reductions = [one for one in self._reductions if one not in complete]
         for reduction in complete:
-            wait_for_reduction(reduction)
+            reduction.wait_for_result()
             store_gradient(reduction)
         units = [reduction.unit for reduction in complete]
         complete.clear()

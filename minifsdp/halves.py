@@ -1,0 +1,48 @@
+"""An all-reduce in two halves, each of which is a stage of a reduction.
+
+On a CPU an all-reduce is a reduce-scatter and then an all-gather of what that gives
+(comm/collectives.py). The calling thread starts the second half, and has to wait for the first one
+before it does. So each half is a stage of its own: the second starts one unit later in the
+backward, which hides both.
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from minifsdp.reduce import mean_over_replicas
+from minifsdp.streams import Finish
+from minifsdp.unit import Unit
+
+Started = tuple[Tensor, Iterator[Finish]]
+"""The tensor that is reduced in place, and the halves that are to come."""
+
+
+class FirstHalf:
+    """After it each rank has a chunk of the mean over the ranks that have the same shard.
+
+    Args:
+        stream: the name of the one that it runs on.
+    """
+
+    travels, on_host = True, False
+
+    def __init__(self, stream: str) -> None:
+        self.stream = stream
+
+    def launch(self, unit: Unit, value: Tensor) -> tuple[Started, Finish]:
+        """``value``: shaped as ``unit.padded_shard``, on a CPU; written."""
+        halves = mean_over_replicas(unit, value)
+        finish = next(halves)
+        return (value, halves), finish
+
+
+class SecondHalf:
+    """After it each of them has all chunks."""
+
+    stream, travels, on_host = "replicate", True, False
+
+    def launch(self, unit: Unit, value: Started) -> tuple[Tensor, Finish]:
+        """Returns the tensor that the first half was given, and ``finish``."""
+        flat, halves = value
+        return flat, next(halves)
