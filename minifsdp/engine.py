@@ -132,7 +132,7 @@ class Engine:
             close(unit)
             if not keep or was_moved(unit) or unit.kept_version != unit.sharded_flat_param._version:
                 self.parameters.reshard(unit)
-            unit.post_forward_shard = None  # an optimizer may have stepped
+            unit.source = unit.own_source  # an optimizer may have stepped
             unit.state.start_step()
             unit.unsharded.drop_gradient()
             unit.has_unused = False
@@ -199,7 +199,7 @@ class Engine:
         """The gradient of the unit, ``[padded_numel]``, is complete: free its parameters, reduce
         the gradient. If it is a tensor nobody else may hold it."""
         unit.state.complete_grad()
-        unit.post_forward_shard = None
+        unit.source = unit.own_source
         if not self.stays_after_backward(unit):
             self.parameters.reshard_after_use(unit)
         self.parameters.prefetch(self.prefetcher.post_backward(unit))
@@ -226,7 +226,7 @@ class Engine:
                 use_sharded_views(unit)
             elif unit not in in_use:  # still unsharded, if its outputs had no gradient
                 self.parameters.reshard(unit)
-            unit.post_forward_shard = None
+            unit.source = unit.own_source
             unit.state.end_backward()
         wait_for_readers()  # an optimizer may be about to write to the shards
         self.gradients.finish()

@@ -9,7 +9,6 @@ from minifsdp.api import Stats
 from minifsdp.checks.members import warn_of_leak
 from minifsdp.checks.rank_agreement import RankAgreement
 from minifsdp.limiter import Limiter
-from minifsdp.post_forward import unshard_in_smaller_group
 from minifsdp.prefetch import Prefetcher
 from minifsdp.reshard import reshard
 from minifsdp.streams import Event, Streams
@@ -79,10 +78,7 @@ class Parameters:
 
     def _unshard(self, unit: Unit) -> None:
         self.stats.count_unshard(unit.unsharded.nbytes)
-        if unit.post_forward_shard is not None:
-            unshard_in_smaller_group(unit, self.streams)
-        else:
-            unshard(unit, self.streams)
+        unshard(unit, self.streams)
 
     def reshard(self, unit: Unit) -> None:
         """Free a unit's parameters. Nothing, if it is sharded already."""

@@ -131,7 +131,7 @@ def two_layers() -> None:
 # At each of them the engine does its work. This is the post-backward. It frees the parameters, and
 # starts to reduce the gradient:
 #
-# {{ minifsdp/engine.py Engine.after_gradient -post_forward_shard -.prefetch( -elif unit.numel }}
+# {{ minifsdp/engine.py Engine.after_gradient -own_source -.prefetch( -elif unit.numel }}
 #
 # (`stays_after_backward`, `synchronizes` and `may_reduce` are always the same on this page: no,
 # yes, yes. Page [20](20_no_sync.md) changes the second. How the hooks are set is in
