@@ -34,7 +34,7 @@ from minifsdp.support.param_views import check_unreplaced, show_divided_params, 
 from minifsdp.support.saved_tensors import Call, Chain, SavedParameters
 from minifsdp.support.unsharded_views import take_gradient
 from minifsdp.unit import Unit
-from minifsdp.unit_state import TrainingState
+from minifsdp.unit_state import BACKWARD, STRATEGY, TrainingState
 
 
 class Backward:
@@ -91,10 +91,8 @@ class Backward:
         self.agreement.at(Moment.START_OF_A_BACKWARD_BELOW, self.engine.root)
         for unit in self.engine.units:
             check_unreduced_grad(unit)
-        self.agreement.agree(_source, self.engine.synchronizes)
-        if self.agreement.diverged:  # from here on, other ranks may not be there to gather with
-            for unit in self.engine.units:
-                self.engine.parameters.unshard(unit)
+        self.agreement.agree(_source, not self.engine.no_sync.inside)
+        self.engine.start_backward()
 
     @without_modes
     def before_backward(self, calls: Chain, grads: object = None) -> None:
@@ -171,12 +169,9 @@ class Backward:
 
         Not if there may be another graph, which the program has dropped. Python's collector decides
         when that is gone, and so on each rank at another time; but all have to free alike."""
-        if unit.state.training is not TrainingState.PRE_BACKWARD or self.graphs != 1:
+        if BACKWARD not in unit.reasons or self.graphs != 1 or unit.unsharded.is_saved:
             return
-        if unit.unsharded.is_saved:
-            return
-        in_forward = any(call.unit is unit for call in self.calls)  # of torch.autograd.grad
-        if not in_forward and not self.engine.stays_after_backward(unit):
+        if unit.reasons <= {BACKWARD, STRATEGY}:
             self.engine.parameters.reshard_early(unit)
 
     @without_modes
@@ -202,7 +197,7 @@ class Backward:
                 self._gradient_of(unit)  # it came in parts only
         self.graphs = 0
         self.agreement.at(Moment.END_OF_A_BACKWARD_BELOW, self.engine.root)
-        self.engine.end_of_backward(in_use={call.unit for call in self.calls})
+        self.engine.end_of_backward()
         show_divided_params(self.engine.units)
         self._to_end = None
 

@@ -6,18 +6,18 @@ comes next (prefetch.py), and sends gradients on their way (gradients.py):
 
 - **Before forward.** Start to gather the unit. Start to gather what comes next; the computation
   does not wait for that one. Let it wait for this unit. Make new views for the module.
-- **After forward.** Free the unit, unless its backward comes soon (`stays_after_forward`).
+- **After forward.** Free the unit, unless its backward comes soon (STRATEGY).
 - **Before backward.** As in the forward, but without new views: the graph has those of the forward,
   and they show the same memory. (Backward frees units around this one whose parameters autograd
   does not need any more: the root, as a rule, since its head's backward is over.)
 - **After gradient.** Free the unit first, so that what is gathered next can have its memory. Gather
-  what comes next. Start to reduce the gradient, or hold it on this rank.
+  what comes next. Start to reduce the gradient.
 - **End of backward.** Free what is still there: a unit whose outputs had no part in the loss, for
   example. Wait for all reductions, and give the optimizer its gradients.
-"""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+To free a unit is to let go of the reason of this moment; it stays if there is another reason
+(unit_state.py).
+"""
 
 import torch
 from torch import Tensor
@@ -26,27 +26,22 @@ from minifsdp.api import Stats
 from minifsdp.checks.held_values import check_held
 from minifsdp.checks.members import check_lists, check_tree
 from minifsdp.checks.on_meta import check_on_meta
-from minifsdp.checks.rank_agreement import RankAgreement
+from minifsdp.checks.rank_agreement import DIVERGED, RankAgreement
 from minifsdp.comm.pieces import Pieces
 from minifsdp.comm.transport import wait_for_readers
 from minifsdp.gradients import Gradients
 from minifsdp.limiter import Limiter
-from minifsdp.no_sync import check_unreduced_grad
+from minifsdp.no_sync import NO_SYNC, NoSync, check_unreduced_grad, is_kept
 from minifsdp.parameters import Parameters
 from minifsdp.post_forward import keep_post_forward_shard
 from minifsdp.prefetch import Prefetcher
 from minifsdp.streams import Streams
-from minifsdp.support.listed_modules import close, is_open
+from minifsdp.support.listed_modules import LIST, close
 from minifsdp.support.param_views import make_views, use_sharded_views, use_unsharded_views
-from minifsdp.support.shard_changes import (
-    check_on_host,
-    common_device,
-    follow_changes,
-    was_moved,
-)
+from minifsdp.support.shard_changes import check_on_host, common_device, follow_changes
 from minifsdp.support.unsharded_storage import UnshardedFlatParam
 from minifsdp.unit import Unit
-from minifsdp.unit_state import TrainingState
+from minifsdp.unit_state import BACKWARD, FORWARD, PREFETCH, STRATEGY
 from minifsdp.unshard import wait_for_unshard
 
 
@@ -68,9 +63,9 @@ class Engine:
         self.sharded = any(unit.shard_group is not None for unit in units)  # not all replicated
         self.training: bool | None = None  # the mode of the outermost module, last time it ran
         self.streams = Streams.on(torch.device("cpu"))  # till the first forward
-        self.parameters = Parameters(self.streams, limiter, prefetcher, self.agreement, self.stats)
+        self.parameters = Parameters(units, self.streams, limiter, prefetcher, self.stats)
         self.gradients = Gradients(self.streams, self.stats)
-        self.synchronizes = True  # backwards reduce gradients; not so inside no_sync
+        self.no_sync = NoSync(units)
 
     def start(self, training: bool | None) -> None:
         """Be ready for a forward: nothing left from the last one, everything as the user wants it.
@@ -129,22 +124,18 @@ class Engine:
         self.agreement.reset()
         self.gradients.drop()
         for unit in self.units:
-            close(unit)
-            if not keep or was_moved(unit) or unit.kept_version != unit.sharded_flat_param._version:
+            if LIST in unit.reasons:
+                close(unit)
+            kept = keep and is_kept(unit)
+            unit.reasons.clear()
+            if kept:
+                unit.hold(NO_SYNC)
+            else:
                 self.parameters.reshard(unit)
             unit.source = unit.own_source  # an optimizer may have stepped
             unit.state.start_step()
             unit.unsharded.drop_gradient()
             unit.has_unused = False
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards in this block leave their gradients on this rank; see no_sync.py."""
-        before, self.synchronizes = self.synchronizes, False
-        try:
-            yield
-        finally:
-            self.synchronizes = before
 
     # ---------------------------------------------------------------- the five moments of a step
 
@@ -155,28 +146,51 @@ class Engine:
             prefetch: this forward is part of a step, whose order tells what comes next.
         """
         self.prefetcher.needed(unit)
-        self.parameters.unshard(unit)
+        self.parameters.unshard(unit, FORWARD)
         if prefetch:
             self.parameters.prefetch(self.prefetcher.pre_forward(unit))
         wait_for_unshard(unit)
-        if not is_open(unit):  # else those of the first module of its list are still good
+        if LIST not in unit.reasons:  # else those of the first module of its list are still good
             make_views(unit)
         use_unsharded_views(unit)
 
     def after_forward(self, unit: Unit, prefetch: bool) -> None:
-        """The module has run. With gradients, its state is FORWARD now. Free its parameters, unless
-        :meth:`stays_after_forward`. A unit that stays gets its sharded views, because parameters()
-        must not list views between steps; not so in its own backward (PRE_BACKWARD)."""
+        """The module has run. If a backward may follow, hold the unit for it, if that is the unit's
+        strategy. Free it otherwise, and gather what comes next."""
         if torch.is_grad_enabled():
             unit.state.run_forward()
-        if not self.stays_after_forward(unit):
-            if torch.is_grad_enabled():
+            # The root's backward comes right after its forward: freeing it would gain nothing.
+            if unit is self.root or not unit.reshard_after_forward:
+                unit.hold(STRATEGY)
+            elif unit.reasons == {FORWARD}:
                 keep_post_forward_shard(unit, self.streams)
-            self.parameters.reshard_after_use(unit)
-        elif unit.state.training is not TrainingState.PRE_BACKWARD:
-            use_sharded_views(unit)  # kept for the backward; parameters() does not list views
+        self.leave(unit)
         if prefetch:
             self.parameters.prefetch(self.prefetcher.post_forward(unit))
+
+    def leave(self, unit: Unit) -> None:
+        """The unit's module runs no more, also because it has raised. A unit that stays gets its
+        sharded views, because parameters() must not list views between steps; not so in its own
+        backward, where an activation checkpoint may run another part of it."""
+        if BACKWARD not in unit.reasons:
+            use_sharded_views(unit)
+        unit.let_go(FORWARD)
+
+    def end_of_forward(self) -> None:
+        """The outermost module has run. Free what was gathered ahead for a forward that did not
+        come and, without gradients, what was held for a backward that will not."""
+        over = {PREFETCH} if torch.is_grad_enabled() else {PREFETCH, STRATEGY}
+        for unit in self.units:
+            if LIST in unit.reasons:
+                close(unit)
+            if unit.reasons & over:
+                unit.let_go(*over)
+
+    def start_backward(self) -> None:
+        """A backward begins, and ranks have agreed on what they do in it."""
+        self.no_sync.start_backward()
+        for unit in self.units if self.agreement.diverged else ():
+            self.parameters.unshard(unit, DIVERGED)  # others may not be there to gather with later
 
     def before_backward(self, unit: Unit, unsharded: UnshardedFlatParam, graph_task: int) -> None:
         """The first gradient has reached the unit: gather its parameters again.
@@ -189,7 +203,7 @@ class Engine:
         if unit.unsharded is not unsharded:
             self.parameters.reshard(unit)
             unit.compute_with(unsharded)
-        self.parameters.unshard(unit)
+        self.parameters.unshard(unit, BACKWARD)
         unit.state.start_backward(graph_task)
         self.parameters.prefetch(self.prefetcher.pre_backward(unit))
         wait_for_unshard(unit)
@@ -200,59 +214,28 @@ class Engine:
         the gradient. If it is a tensor nobody else may hold it."""
         unit.state.complete_grad()
         unit.source = unit.own_source
-        if not self.stays_after_backward(unit):
-            self.parameters.reshard_after_use(unit)
+        unit.let_go(BACKWARD, STRATEGY)
         self.parameters.prefetch(self.prefetcher.post_backward(unit))
-        if unit.numel and self.synchronizes and self.agreement.may_reduce:
-            self.gradients.reduce(unit, grad)
-        elif unit.numel:
-            self.gradients.hold(unit, grad)
+        if unit.numel:
+            self.gradients.take(unit, grad)
 
-    def end_of_backward(self, in_use: set[Unit]) -> None:
+    def end_of_backward(self) -> None:
         """Every unit is sharded again, every gradient where the optimizer looks for it.
 
-        A unit that stays for the next forward (no_sync) gets its sharded views, and its
-        ``kept_version`` tells from now on whether its shard was changed. If the ranks had diverged,
-        each has recorded another pre-backward order: forget it. They are not diverged any more.
-
-        Args:
-            in_use: units whose forward is still running, if it has called torch.autograd.grad.
+        Two kinds of units stay: those in no_sync, for the next forward, and those whose forward is
+        still running, if it has called torch.autograd.grad. If the ranks had diverged, each has
+        recorded another pre-backward order: forget it.
         """
         for unit in self.agreement.late:
             self.gradients.reduce_held(unit)
         for unit in self.units:
-            if self.stays_after_backward(unit):
-                unit.kept_version = unit.sharded_flat_param._version
+            if FORWARD not in unit.reasons:
                 use_sharded_views(unit)
-            elif unit not in in_use:  # still unsharded, if its outputs had no gradient
-                self.parameters.reshard(unit)
+            unit.let_go(BACKWARD, STRATEGY, PREFETCH, DIVERGED)  # if its outputs had no gradient
             unit.source = unit.own_source
             unit.state.end_backward()
         wait_for_readers()  # an optimizer may be about to write to the shards
         self.gradients.finish()
         if self.agreement.diverged:
             self.prefetcher.pre_backward_order.forget()  # every rank has seen another one
-            self.agreement.diverged = False
-
-    def stays_after_forward(self, unit: Unit) -> bool:
-        """Whether a unit keeps its parameters when its forward ends. By its training state:
-
-        - PRE_BACKWARD: yes, its backward is under way (activation checkpointing runs it again).
-        - Others of its list of modules are still to run: yes.
-        - FORWARD, and gradients are on: the root does, and so does a unit whose strategy is not to
-          reshard after forward.
-        - Otherwise no.
-        """
-        if unit.state.training is TrainingState.PRE_BACKWARD:
-            return True  # checkpointing
-        if is_open(unit):
-            return True
-        if not torch.is_grad_enabled() or unit.state.training is not TrainingState.FORWARD:
-            return False  # no backward will come for them
-        # The root's backward comes right after its forward: freeing it would gain nothing.
-        return unit is self.root or not unit.reshard_after_forward
-
-    def stays_after_backward(self, unit: Unit) -> bool:
-        """Whether a unit keeps its parameters after a backward: in no_sync, for the next forward,
-        since no optimizer steps in between; unless the strategy is to save its memory."""
-        return not (self.synchronizes or unit.reshard_after_forward)
+        self.agreement.end_backward()

@@ -36,7 +36,7 @@ from minifsdp.checks.unsupported import add_missing, refuse
 from minifsdp.engine import Engine
 from minifsdp.fully_sharded import make_root
 from minifsdp.prefetch_lists import ListedPrefetcher, units_to_prefetch
-from minifsdp.support.listed_modules import ListedModules, is_list, outermost
+from minifsdp.support.listed_modules import ListedModules, outermost
 from minifsdp.support.param_views import adopt, check_unreplaced_by_hand
 from minifsdp.support.pytree import map_tensors
 from minifsdp.wrapping.auto_wrap import check_wrappable
@@ -99,7 +99,7 @@ def fully_shard(
         check_inside(whole)
         settings = fsdp2_settings(mesh, reshard_after_forward, mp_policy, offload_policy)
         unit = build_unit(whole, settings, stays_on_meta=True)
-        unit.unreduced_dtype = mp_policy.reduce_dtype
+        unit.is_list, unit.unreduced_dtype = whole is not modules[0], mp_policy.reduce_dtype
         unit.post_forward_lines = post_forward_lines(reshard_after_forward, unit.shard_group, mesh)
     for one in modules:
         one.__dict__.update(_unit=unit, _output_dtype=mp_policy.output_dtype)
@@ -180,7 +180,7 @@ class FSDPModule:
         refuse(recurse=None if recurse else "False")
         engine = self._engine
         check_root_and_idle(self._unit, engine.root, self._hooks.idle, "set_requires_gradient_sync")
-        engine.synchronizes = requires_gradient_sync
+        engine.no_sync.inside = not requires_gradient_sync
 
     def reset_iter_state(self) -> None:
         """Nothing: the next forward or backward itself resets what an exception has left."""
@@ -243,7 +243,7 @@ class FSDPModule:
     def extra_repr(self) -> str:
         """For ``print(model)``, which then shows where the units are."""
         own = super().extra_repr()  # type: ignore[misc]
-        of_list = f"with the modules {self._unit.label}" if is_list(self._unit) else ""
+        of_list = f"with the modules {self._unit.label}" if self._unit.is_list else ""
         return ", ".join(filter(None, [own, self._unit.describe(), of_list]))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

@@ -10,8 +10,8 @@ while the backward goes on; the optimizer gets them when the backward is over, a
 One reduction at a time. Otherwise a network slower than the computation would pile up the gradients
 of the whole model, all waiting to be sent.
 
-What is not reduced now (``no_sync``; ranks that use different units, see checks/rank_agreement.py)
-is held here until the end of the backward.
+While a unit has reasons for its gradient to *wait* (``unit.waits``: no_sync.py, and ranks that use
+different units, checks/rank_agreement.py), the gradient is held here until the end of the backward.
 """
 
 import torch
@@ -52,10 +52,21 @@ class Gradients:
         """How many there are that the optimizer has not got yet."""
         return len(self._reductions) + len(self._held)
 
-    def reduce(self, unit: Unit, grad: Tensor | Pieces) -> None:
-        """Start to reduce ``grad``, ``[padded_numel]``, together with what ``no_sync`` has left of
-        the unit; that only once in a backward, in which a unit's gradient may come in several
-        parts. If it is a tensor nobody else may hold it: it is written to."""
+    def take(self, unit: Unit, grad: Tensor | Pieces) -> None:
+        """A unit's gradient is complete, or a part of it: start to reduce it, or hold it if it has
+        to wait; a unit's second part is added to the first.
+
+        Args:
+            grad: ``[padded_numel]``. If it is a tensor nobody else may hold it: it is written to.
+        """
+        if unit.waits:
+            before = self._held.get(unit)
+            self._held[unit] = whole(grad) if before is None else before.add_(whole(grad))
+        else:
+            self._reduce(unit, grad)
+
+    def _reduce(self, unit: Unit, grad: Tensor | Pieces) -> None:
+        # What no_sync has left of the unit is added, once in a backward.
         if unit.unreduced_grad is not None and all(r.unit is not unit for r in self._reductions):
             # What no_sync has left stays as it is until this backward has succeeded.
             waiting = unit.unreduced_grad.grad
@@ -68,15 +79,10 @@ class Gradients:
         self._reductions.append(reduce_gradient(unit, grad, self.streams))
         self.stats.reductions += 1
 
-    def hold(self, unit: Unit, grad: Tensor | Pieces) -> None:
-        """Keep a gradient that is not to be reduced now; a unit's second one is added to it."""
-        before = self._held.get(unit)
-        self._held[unit] = whole(grad) if before is None else before.add_(whole(grad))
-
     def reduce_held(self, unit: Unit) -> None:
         """Reduce what is held of a unit; if nothing is, zeros: this rank's part of the mean."""
         grad = self._held.pop(unit, None)
-        self.reduce(unit, no_gradient(unit) if grad is None else grad)
+        self._reduce(unit, no_gradient(unit) if grad is None else grad)
 
     def finish(self) -> None:
         """Wait for all reductions, then hand everything over."""

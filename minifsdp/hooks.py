@@ -39,7 +39,7 @@ from minifsdp.engine import Engine
 from minifsdp.precision import output_cast, prepare_inputs
 from minifsdp.support.autograd_hooks import after_gradients_of, before_gradient_of
 from minifsdp.support.dispatch_modes import without_modes
-from minifsdp.support.listed_modules import close, is_open, starts
+from minifsdp.support.listed_modules import LIST, starts
 from minifsdp.support.param_views import (
     check_unreplaced,
     check_untouched,
@@ -51,7 +51,7 @@ from minifsdp.support.param_views import (
 from minifsdp.support.pytree import tensors_in
 from minifsdp.support.saved_tensors import Call, refuse_transforms
 from minifsdp.unit import Unit
-from minifsdp.unit_state import TrainingState
+from minifsdp.unit_state import BACKWARD, STRATEGY
 
 
 class Hooks:
@@ -149,8 +149,8 @@ class Hooks:
             check_unreplaced(unit)
         if unit.needs_unshard or not self.backward.running:  # else other ranks need not take part
             self.agreement.at(Moment.FORWARD_OF, unit)
-        self.engine.before_forward(unit, prefetch=self._in_order and not is_open(unit))
-        if self._in_order:
+        self.engine.before_forward(unit, prefetch=self._in_order and LIST not in unit.reasons)
+        if unit.is_list and self._in_order:
             starts(unit, module)
         before = values(unit, thoroughly=self.agreement.compares(unit))
         version = unit.sharded_flat_param._version
@@ -178,15 +178,12 @@ class Hooks:
             hook = partial(self.backward.before_backward, tuple(self.calls))
             for tensor in tensors_in(output):
                 before_gradient_of(tensor, hook, first)
-        self.engine.after_forward(unit, prefetch=self._in_order and not is_open(unit))
+        self.engine.after_forward(unit, prefetch=self._in_order and LIST not in unit.reasons)
         while self.backward.lent:
-            self.engine.parameters.reshard_after_use(self.backward.lent.pop())
+            self.engine.leave(self.backward.lent.pop())
         if self._outermost:
             self.agreement.at(Moment.END_OF_FORWARD_OF, unit)
-            for other in self.engine.units:  # prefetched for a forward that did not come
-                close(other)
-                if not self.engine.stays_after_forward(other) and other not in self.summoned:
-                    self.engine.parameters.reshard(other)
+            self.engine.end_of_forward()
             wait_for_readers()  # the program may change parameters now
             if not torch.is_grad_enabled() and not self._graph_waits:  # no backward will come
                 show_divided_params(self.engine.units)
@@ -202,9 +199,8 @@ class Hooks:
             self.engine.prefetcher.forget()
             if not self._graph_waits:
                 show_divided_params(self.engine.units)
-        elif unit.state.training is not TrainingState.PRE_BACKWARD and self.agreement.may_reshard:
-            # Only this one: its caller may catch the exception, whose traceback may hold views.
-            self.engine.parameters.reshard(unit)
+        else:  # only this one: its caller may catch the exception
+            self.engine.leave(unit)
 
     def _check_thread(self) -> None:
         """Refuse a forward beside one, or beside a backward, that another thread runs.
@@ -245,6 +241,6 @@ class Hooks:
         @without_modes
         def free(grads: object) -> None:
             unit.state.complete_grad()
-            self.engine.parameters.reshard_after_use(unit)
+            unit.let_go(BACKWARD, STRATEGY)
 
         after_gradients_of(inputs, free)

@@ -35,7 +35,6 @@ from typing import Protocol, runtime_checkable
 from torch.profiler import record_function
 
 from minifsdp.streams import Event
-from minifsdp.support.listed_modules import is_list
 from minifsdp.unit import Unit
 
 
@@ -96,8 +95,8 @@ class EventQueue:
             False for a prefetch if other units that the host has not freed take all the room. A
             unit that is needed is always admitted.
         """
-        alive = [u for u in self._alive if not is_list(u)]
-        others = sum(u.reshard_after_forward and u not in unit.ancestors for u in alive)
+        alive = [u for u in self._alive if u.reshard_after_forward and not u.is_list]
+        others = sum(u not in unit.ancestors for u in alive)
         room = self.limit - others - 1  # for units that the device has not freed yet
         if room < 0 and not needed:
             return False

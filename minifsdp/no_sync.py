@@ -20,9 +20,13 @@ has to clear it, as it clears any other gradient, and that changes only ``shard.
 valid for as long as the mark is not changed. A mark of zeros that was scaled has to be told from
 one that was cleared, so its first element is -0: multiplied by a positive number it stays -0, and
 ``zero_grad()`` makes it 0.
+
+No optimizer steps in such a block. So units that may stay gathered from forward to backward
+(SHARD_GRAD_OP) stay for the next forward as well.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 from weakref import WeakSet
@@ -31,9 +35,55 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from minifsdp.support.shard_changes import was_moved
 from minifsdp.unit import Unit, UnreducedGrad
 
+NO_SYNC = "a backward in no_sync"  # a reason to stay, and one for a gradient to wait
+
 _units: "WeakSet[Unit]" = WeakSet()  # that have had an unreduced gradient
+
+
+class NoSync:
+    """Whether the backwards of one root reduce gradients.
+
+    Args:
+        units: of the root.
+
+    Attributes:
+        inside: they do not.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units, self.inside = units, False
+        self._was_inside = False  # in the last backward
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Backwards in this block leave their gradients on this rank."""
+        before, self.inside = self.inside, True
+        try:
+            yield
+        finally:
+            self.inside = before
+
+    def start_backward(self) -> None:
+        """A backward begins. Units are held here, where all ranks are alike, and not in their own
+        backwards: these need not come on all ranks, and in the next forward some ranks would gather
+        a unit that others have kept."""
+        for unit in self.units if self.inside else ():
+            unit.waits.add(NO_SYNC)
+            if not unit.reshard_after_forward:
+                unit.hold(NO_SYNC)
+        for unit in self.units if self._was_inside and not self.inside else ():
+            unit.waits.discard(NO_SYNC)
+            unit.reasons.discard(NO_SYNC)  # and not let_go(): its backward may be about to begin
+        self._was_inside = self.inside
+
+
+def is_kept(unit: Unit) -> bool:
+    """Whether a backward in no_sync has left the unit gathered, and its shard is as it was then."""
+    unchanged = unit.gathered_version == unit.sharded_flat_param._version
+    return NO_SYNC in unit.reasons and unchanged and not was_moved(unit)
 
 
 def store_unreduced(unit: Unit, grad: Tensor) -> None:

@@ -5,48 +5,54 @@ model: the limit on how many may be unsharded (limiter.py), the choice of the ne
 (prefetch.py), and the counts that ``model.engine.stats`` shows.
 """
 
+from collections.abc import Iterable
+
 from minifsdp.api import Stats
 from minifsdp.checks.members import warn_of_leak
-from minifsdp.checks.rank_agreement import RankAgreement
 from minifsdp.limiter import Limiter
 from minifsdp.prefetch import Prefetcher
 from minifsdp.reshard import reshard
 from minifsdp.streams import Event, Streams
 from minifsdp.support.param_views import use_sharded_views, use_unsharded_views
 from minifsdp.unit import Unit
-from minifsdp.unit_state import ShardedState
+from minifsdp.unit_state import BACKWARD, PREFETCH, ShardedState
 from minifsdp.unshard import unshard, wait_for_unshard
 
 
 class Parameters:
-    """Unshards and reshards units.
+    """Unshards units, and frees each when its last reason to stay is gone (unit_state.py).
 
     Args:
+        units: of one root.
         streams: of the device that the units are on; set anew when the model moves.
         limiter: asked before each gather, told of each free.
         prefetcher: told which prefetches were made.
-        agreement: while ranks have diverged, units are neither prefetched nor freed.
         stats: counts.
     """
 
     def __init__(
         self,
+        units: Iterable[Unit],
         streams: Streams,
         limiter: Limiter,
         prefetcher: Prefetcher,
-        agreement: RankAgreement,
         stats: Stats,
     ) -> None:
         self.streams, self.limiter, self.prefetcher = streams, limiter, prefetcher
-        self.agreement, self.stats = agreement, stats
+        self.stats = stats
+        for unit in units:
+            unit.free = self._free_after_use
         # Units that were freed early. To the limiter they are alive until their gradient is
         # complete: it would wait for the device otherwise, before the next unit is gathered.
         self._freed_early: dict[Unit, Event] = {}
         self._needed_again: set[Unit] = set()  # of these, the ones that had to be gathered again
 
-    def unshard(self, unit: Unit) -> None:
-        """Start to gather a unit that is needed now, unless a prefetch has done it. The host may
-        have to wait for the limiter; for the data it is the computation that waits, later."""
+    def unshard(self, unit: Unit, reason: str) -> None:
+        """Hold a unit that is needed now, and start to gather it, unless a prefetch has done it.
+        The host may have to wait for the limiter; for the data it is the computation that waits,
+        later."""
+        unit.hold(reason)
+        unit.reasons.discard(PREFETCH)  # its turn has come
         if unit.needs_unshard and unit.state.sharded is ShardedState.SHARDED:
             self._admit(unit, needed=True)
             self._unshard(unit)
@@ -62,12 +68,11 @@ class Parameters:
             for one in target:
                 self.prefetch(one, listed=True)
             return
-        if target is None or not target.needs_unshard or not self.agreement.may_prefetch:
-            return
-        if not self.prefetcher.is_sound(target):
+        if target is None or not target.needs_unshard or not self.prefetcher.is_sound(target):
             return
         if self._admit(target, needed=listed):
             self.prefetcher.issued(target)
+            target.hold(PREFETCH)
             self._unshard(target)
         else:
             self.stats.declined_prefetches += 1
@@ -78,11 +83,12 @@ class Parameters:
 
     def _unshard(self, unit: Unit) -> None:
         self.stats.count_unshard(unit.unsharded.nbytes)
+        unit.gathered_version = unit.sharded_flat_param._version
         unshard(unit, self.streams)
 
     def reshard(self, unit: Unit) -> None:
-        """Free a unit's parameters. Nothing, if it is sharded already."""
-        unit.kept_version = -1
+        """Free a unit's parameters, whatever reasons there are: a step has failed, or they are of
+        another precision or an older step. Does nothing if it is sharded already."""
         event = self._freed_early.pop(unit, None)
         if unit.state.sharded is ShardedState.SHARDED:
             use_sharded_views(unit)  # with NO_SHARD there are views, and nothing to free
@@ -96,10 +102,9 @@ class Parameters:
         return reshard(unit, self.streams)
 
     def reshard_early(self, unit: Unit) -> None:
-        """Free a unit in its backward, before its gradient is complete. Nothing, if somebody refers
-        to its parameters, or if this was once too early."""
-        may_free = self.agreement.may_reshard and unit not in self._needed_again
-        if not may_free or unit.state.sharded is not ShardedState.UNSHARDED:
+        """Free a unit in its backward, before its gradient is complete. Does nothing if somebody
+        refers to its parameters, or if this was once too early."""
+        if unit in self._needed_again or unit.state.sharded is not ShardedState.UNSHARDED:
             return
         use_sharded_views(unit)  # modules refer to the others, too
         if unit.unsharded.is_in_use(unit.views):
@@ -111,14 +116,13 @@ class Parameters:
         """Gather what was freed early, and is needed in this backward all the same: an activation
         checkpoint inside of the unit runs a part of it again."""
         self._needed_again.add(unit)
-        self.unshard(unit)
+        self.unshard(unit, BACKWARD)
         wait_for_unshard(unit)
         use_unsharded_views(unit)
 
-    def reshard_after_use(self, unit: Unit) -> None:
-        """Free a unit that has had its turn, where all ranks do so."""
-        if self.agreement.may_reshard:
-            before = unit.leaks
-            self.reshard(unit)
-            if unit.leaks > before == 0:
-                warn_of_leak(unit)
+    def _free_after_use(self, unit: Unit) -> None:
+        """No reason to keep the unit is left."""
+        before = unit.leaks
+        self.reshard(unit)
+        if unit.leaks > before == 0:
+            warn_of_leak(unit)

@@ -91,6 +91,10 @@ class Unit:
         self.state, self.tag = UnitState(), tag
         self.unshard_event: Event | None = None  # while UNSHARDING: passed when the data is there
         self.on_demand: Callable[[Unit], bool] = lambda unit: False  # see param_access.Placeholder
+        self.is_list = False  # of several modules; see listed_modules.py
+        self.reasons = set[str]()  # to stay gathered; see unit_state.py
+        self.waits = set[str]()  # reasons not to reduce its gradient yet; see gradients.py
+        self.free: Callable[[Unit], None] = lambda unit: None  # when no reason is left; the root's
         self.by_hand: ExitStack | None = None  # while FSDPModule.unshard() has it gathered
         self.comm_hook: Callable[[Tensor], Tensor] | None = None  # see between_steps/comm_hooks.py
 
@@ -129,9 +133,9 @@ class Unit:
         self.has_unused = False
         self.uses_unsharded_views = True  # its modules see unsharded parameters
         self.has_placeholders = False  # its modules see those, and no parameters
-        # kept_version: of the shard, if a no_sync backward has left it gathered. leaks: how often
-        # somebody else has kept the memory. watched: by flat_parameter.watch_for_losses.
-        self.kept_version, self.leaks, self.watched = -1, 0, object()
+        # gathered_version: of the shard, when it was gathered last. leaks: how often somebody else
+        # has kept the memory. watched: by flat_parameter.watch_for_losses.
+        self.gathered_version, self.leaks, self.watched = -1, 0, object()
         self.unsharded_by_dtype = UnshardedFlatParams()
         # Till the first use. Then the one of the dtype that is computed in.
         self.unsharded = UnshardedFlatParam(self.padded_shard, self.padded_shard, False, None)
@@ -194,6 +198,16 @@ class Unit:
         """Whether each parameter has a gradient."""
         trained = [param.requires_grad for param in self.optimized_params]
         return trained if self.mesh is not None else trained * len(self.param_infos)
+
+    def hold(self, reason: str) -> None:
+        """Keep the unit, once it is gathered, until :meth:`let_go` of the same reason."""
+        self.reasons.add(reason)
+
+    def let_go(self, *reasons: str) -> None:
+        """Free the unit if there is no other reason to keep it."""
+        self.reasons.difference_update(reasons)
+        if not self.reasons:
+            self.free(self)
 
     def end_by_hand(self) -> None:
         """Put away what ``FSDPModule.unshard()`` has gathered between steps, if that was called."""

@@ -1,4 +1,4 @@
-"""Unit state: two small state machines, and all transitions of both.
+"""Unit state: whether a unit's parameters are there, why they stay, and how far it is in a step.
 
 The sharded state tells whether the unsharded flat parameter has memory and data::
 
@@ -8,6 +8,20 @@ The sharded state tells whether the unsharded flat parameter has memory and data
 
 A unit goes from UNSHARDING back to SHARDED if it was prefetched and not used, or if its all-gather
 failed.
+
+It goes back to SHARDED when no *reason* to stay is left. Whoever needs the unit holds it with a
+reason of its own, ``unit.hold(FORWARD)``, and later lets go of that one only,
+``unit.let_go(FORWARD)``. Nobody has to know who else may need it::
+
+    FORWARD     its module runs
+    BACKWARD    a gradient has reached it, and its own is not complete
+    PREFETCH    it was gathered ahead, and its turn has not come
+    STRATEGY    from its forward to its backward: the root, and SHARD_GRAD_OP
+
+Those are an engine's own. A feature that keeps units has one more, in its own file: LIST
+(support/listed_modules.py), NO_SYNC (no_sync.py), DIVERGED (checks/rank_agreement.py), SUMMON
+(between_steps/full_params.py). Two rules: a reason does not gather the unit, it only keeps what is
+gathered; and a reason is taken where all ranks are alike, because all of them have to free alike.
 
 The training state tells how far the unit is in the training step::
 
@@ -26,6 +40,11 @@ The names are those of PyTorch's FSDP2 (``ShardedState`` and ``TrainingState`` i
 """
 
 from enum import Enum, auto
+
+FORWARD = "its forward"
+BACKWARD = "its backward"
+PREFETCH = "a prefetch"
+STRATEGY = "its strategy"
 
 
 class ShardedState(Enum):

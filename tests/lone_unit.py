@@ -42,7 +42,7 @@ class StubUnit:
     ancestors: list["StubUnit"] = field(default_factory=list)
     reshard_after_forward: bool = True
     numel: int = 1
-    module: None = None
+    is_list: bool = False
 
 
 @dataclass

@@ -26,6 +26,7 @@ import minifsdp.reshard
 from minifsdp import CustomPolicy, MixedPrecision, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.comm.groups import HYBRID
+from minifsdp.no_sync import NO_SYNC
 from minifsdp.unit_state import ShardedState
 from tests.models import CASES, Case
 from tests.ranks import cached_in_a_world, device
@@ -305,7 +306,7 @@ def check_where(model: FSDP) -> None:
 
 
 def check_at_rest(model: FSDP, kept: bool = False) -> None:
-    """After a step nothing is unsharded or under way.
+    """After a step nothing is unsharded, held or under way.
 
     Args:
         kept: this is right after a backward in no_sync, which leaves gathered what the strategy
@@ -313,7 +314,8 @@ def check_at_rest(model: FSDP, kept: bool = False) -> None:
     """
     unsharded = 0
     for unit in model.engine.units:
-        stays = unit.kept_version >= 0
+        stays = NO_SYNC in unit.reasons
+        assert unit.reasons <= {NO_SYNC}, f"{unit.label} is held for {unit.reasons}"
         assert not stays or (kept and not unit.reshard_after_forward), f"{unit.label} was kept"
         if unit.needs_unshard and unit.unsharded.flat_param is not None and not stays:
             assert unit.unsharded.flat_param.untyped_storage().size() == 0, (

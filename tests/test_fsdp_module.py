@@ -352,7 +352,7 @@ def test_only_the_root_says_whether_gradients_are_reduced():
         model[1].set_requires_gradient_sync(False)
     with pytest.raises(NotImplementedError, match="recurse"):
         model.set_requires_gradient_sync(False, recurse=False)
-    assert model._engine.synchronizes
+    assert not model._engine.no_sync.inside
     model.set_is_last_backward(False)  # taken, and changes nothing
 
 

@@ -39,7 +39,7 @@ def test_gradients_are_handed_over_all_or_none():
     engine.start(training=True)
     with reductions() as started:
         for unit in engine.units[:3]:
-            engine.gradients.reduce(unit, torch.ones(42, device=device()))
+            engine.gradients.take(unit, torch.ones(42, device=device()))
     started[1].event = CpuEvent(Mock(side_effect=ConnectionError("gone")))
     with pytest.raises(ConnectionError):
         engine.gradients.finish()
@@ -99,7 +99,7 @@ def test_the_last_gradient_gets_its_second_half_too():
     model.engine.start(training=True)
     for number, unit in enumerate(model.engine.units[:2]):
         grad = torch.full((42,), float(number + dist.get_rank()), device=device())
-        model.engine.gradients.reduce(unit, grad)
+        model.engine.gradients.take(unit, grad)
     model.engine.gradients.finish()
     assert [float(unit.sharded_flat_param.grad[0]) for unit in model.engine.units[:2]] == [0.5, 1.5]
 

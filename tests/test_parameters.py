@@ -7,6 +7,7 @@ import torch
 
 import minifsdp.comm.collectives
 import minifsdp.reduce
+from minifsdp.unit_state import FORWARD, PREFETCH
 from tests.parity import check_at_rest
 from tests.ranks import on_ranks
 from tests.small import (
@@ -24,14 +25,45 @@ def test_gathering_and_freeing_twice_is_gathering_and_freeing_once():
     model = stack()
     engine, unit = model.engine, model.engine.units[1]
     engine.start(training=True)
-    engine.parameters.unshard(unit)
-    engine.parameters.unshard(unit)
+    engine.parameters.unshard(unit, FORWARD)
+    engine.parameters.unshard(unit, FORWARD)
     assert engine.stats.all_gathers == engine.stats.unsharded_units == 1
     assert engine.stats.unsharded_bytes == unit.unsharded.nbytes == storage(unit)
     engine.parameters.reshard(unit)
     engine.parameters.reshard(unit)
+    unit.let_go(FORWARD)
     assert engine.stats.unsharded_units == engine.stats.unsharded_bytes == 0
     assert engine.stats.peak_unsharded_bytes == unit.unsharded.nbytes
+
+
+@on_ranks(2)
+def test_a_unit_is_freed_when_its_last_reason_is_gone():
+    model = stack()
+    engine, unit = model.engine, model.engine.units[1]
+    engine.start(training=True)
+    engine.parameters.unshard(unit, FORWARD)
+    engine.parameters.unshard(unit, "a second one")
+    unit.hold("a second one")  # to hold for a reason twice is to hold for it once
+    unit.let_go("a third one")
+    unit.let_go("a second one")
+    assert storage(unit)
+    unit.let_go("a third one", FORWARD)
+    assert not storage(unit)
+    unit.hold(FORWARD)
+    assert not storage(unit)  # a reason does not gather
+
+
+@on_ranks(2)
+def test_what_was_prefetched_stays_till_its_turn_and_is_freed_after_it():
+    model = stack()
+    engine, unit = model.engine, model.engine.units[1]
+    engine.start(training=True)
+    engine.parameters.prefetch(unit)
+    assert unit.reasons == {PREFETCH} and storage(unit)
+    engine.parameters.unshard(unit, FORWARD)
+    assert unit.reasons == {FORWARD} and engine.stats.all_gathers == 1
+    unit.let_go(FORWARD)
+    assert not storage(unit)
 
 
 @on_ranks(2)

@@ -131,11 +131,11 @@ def two_layers() -> None:
 # At each of them the engine does its work. This is the post-backward. It frees the parameters, and
 # starts to reduce the gradient:
 #
-# {{ minifsdp/engine.py Engine.after_gradient -own_source -.prefetch( -elif unit.numel }}
+# {{ minifsdp/engine.py Engine.after_gradient -own_source -.prefetch( }}
 #
-# (`stays_after_backward`, `synchronizes` and `may_reduce` are always the same on this page: no,
-# yes, yes. Page [20](20_no_sync.md) changes the second. How the hooks are set is in
-# [autograd_hooks.py](../minifsdp/support/autograd_hooks.py). One more,
+# (To let go of a reason frees the unit if there is no other one, see
+# [unit_state.py](../minifsdp/unit_state.py); on this page there is none. How the hooks are set is
+# in [autograd_hooks.py](../minifsdp/support/autograd_hooks.py). One more,
 # [saved_tensors.py](../minifsdp/support/saved_tensors.py), is for outputs that leave a module in an
 # attribute, where no hook sees them.)
 #

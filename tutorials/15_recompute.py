@@ -224,12 +224,10 @@ def in_the_engine() -> None:
 
 # %% [markdown]
 # The pre-backward hook gathers the unit and gives its modules views, so the inside works. And a
-# unit that is in its backward is neither gathered again nor freed by a forward:
+# forward does not free a unit that is in its backward. It lets go of its own reason, FORWARD, and
+# BACKWARD is left:
 #
-# {{ minifsdp/engine.py Engine.after_forward }}
-#
-# (`reshard_after_use` leaves such a unit alone; `stays_after_forward` is page
-# [16](16_groups.md)'s.)
+# {{ minifsdp/engine.py Engine.leave }}
 #
 # ## What breaks: a second forward that is not the first one
 #

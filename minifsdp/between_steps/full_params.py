@@ -32,6 +32,8 @@ from minifsdp.support.param_views import show_divided_params
 from minifsdp.unit import Unit
 from minifsdp.unshard import wait_for_unshard
 
+SUMMON = "summon_full_params"  # a reason to stay
+
 
 @dataclass(frozen=True)
 class Options:
@@ -126,7 +128,8 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[N
             params.unregister()
         for unit in units:
             hooks.summoned.pop(unit, None)
-            engine.parameters.reshard(unit)
+            unit.reasons.discard(SUMMON)
+            engine.parameters.reshard(unit)  # let_go() would warn of what the program has kept
         show_divided_params(shown_before)
         for unit in engine.units if not hooks.summoned else ():
             unit.choose_precision(engine.training)  # a backward may follow, of a forward before
@@ -139,19 +142,19 @@ def _summon(
     with torch.no_grad():
         if options.form is not None:
             return UnitDTensors(unit, options.form)
-        hooks.engine.parameters.unshard(unit)
+        hooks.engine.parameters.unshard(unit, SUMMON)
         wait_for_unshard(unit)
         grad = _unsharded_grad(unit) if options.with_grads else None
         params = SummonedParams(unit, unit.unsharded.data, grad)
         if not shown:
             # This rank only had to take part in the all-gather.
-            hooks.engine.parameters.reshard(unit)
+            unit.let_go(SUMMON)
         elif options.offload_to_cpu:
             # A copy is made also if the parameters are in the host's memory already. The unsharded
             # flat parameter is freed now, and to read a view of it would end the process.
             params.flat = torch.empty_like(params.flat, device=HOST).copy_(params.flat)
             params.grad = None if grad is None else grad.to(HOST)
-            hooks.engine.parameters.reshard(unit)
+            unit.let_go(SUMMON)
     return params
 
 

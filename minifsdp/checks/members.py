@@ -31,7 +31,6 @@ from torch.nn.modules.module import (
 
 from minifsdp.support.divided_param import is_optimized, take_over, unit_of_param
 from minifsdp.support.dtensors import divided_alike
-from minifsdp.support.listed_modules import is_list
 from minifsdp.unit import Unit
 from minifsdp.wrapping.module_tree import (
     WRAPPER_PREFIX,
@@ -210,7 +209,7 @@ def check_lists(units: Sequence[Unit]) -> None:
     """
     found = set(units[0].module.modules())
     for unit in units:
-        for position, module in unit.module.named_children() if is_list(unit) else ():
+        for position, module in unit.module.named_children() if unit.is_list else ():
             if module not in found:
                 raise RuntimeError(
                     f"unit {unit.label} was made of a list of modules, of which number {position} "

@@ -45,6 +45,7 @@ from minifsdp.comm.neighbors import find_neighbors
 from minifsdp.unit import Unit
 
 CHECKED_STEPS = 2
+DIVERGED = "ranks that use different units"  # a reason to stay, and one for a gradient to wait
 _MODES = ("", " in train() mode", " in eval() mode")  # see RankAgreement._mode
 
 
@@ -79,10 +80,11 @@ class RankAgreement:
 
     Attributes:
         steps: how many steps have begun.
-        diverged: in this backward some ranks get a gradient for a unit and others do not, so all
-            units are gathered before it. What else that means is answered by ``may_prefetch``,
-            ``may_reshard`` and ``may_reduce``; ask one of these where it fits.
-        late: the units whose gradients are reduced at the end of this backward.
+        diverged: in this backward some ranks get a gradient for a unit and others do not. So all
+            units are gathered before it and held for DIVERGED: one rank may need a unit again when
+            the others do not, and it cannot gather the unit alone.
+        late: the units whose gradients are reduced at the end of this backward. If one comes before
+            that, it waits for DIVERGED: some ranks may never have it.
     """
 
     def __init__(self, units: list[Unit], settings: str = "") -> None:
@@ -97,26 +99,6 @@ class RankAgreement:
         self._by_mode = next((u for u in units if u.precision.full_precision_in_eval), None)
         self._groups = agreement_groups(units)
         self._group_of = {unit: group for group in self._groups for unit in group.units}
-
-    # ---------------------------------------------------------------- questions about divergence
-
-    @property
-    def may_prefetch(self) -> bool:
-        """Whether a unit may be gathered before it is needed. Not if ranks diverge: everything is
-        gathered then, and a prefetch would only count as one with a wrong target."""
-        return not self.diverged
-
-    @property
-    def may_reshard(self) -> bool:
-        """Whether a unit may be freed after its turn. Not if ranks diverge: one rank may need it
-        again when the others do not, and it cannot gather the unit alone."""
-        return not self.diverged
-
-    @property
-    def may_reduce(self) -> bool:
-        """Whether a gradient may be reduced as soon as it is complete. Not if ranks diverge: some
-        ranks will never have this gradient. It is kept then, and ``late`` has the unit."""
-        return not self.diverged
 
     # ------------------------------------------------------------------------------------- steps
 
@@ -143,7 +125,8 @@ class RankAgreement:
 
     def reset(self) -> None:
         """A step begins, or has failed and is forgotten."""
-        self.diverged = self._training = False
+        self.end_backward()
+        self._training = False
         self._started_before = messages_started()
 
     def begin(self) -> None:
@@ -220,6 +203,12 @@ class RankAgreement:
                 f"there all the same."
             )
 
+    def end_backward(self) -> None:
+        """Ranks are together again: what they had held for DIVERGED is freed, by the engine."""
+        for unit in self.late:
+            unit.waits.discard(DIVERGED)
+        self.diverged, self.late = False, []
+
     def agree(self, source: Callable[[Unit], GradSource], synchronizes: bool) -> None:
         """A backward begins: find out whether ranks diverge in it, and set ``late``.
 
@@ -231,7 +220,6 @@ class RankAgreement:
             RuntimeError: some ranks are inside of no_sync and others are not, or their precision
                 depends on the mode and they are in different modes. All ranks raise it.
         """
-        self.diverged, self.late = False, []
         mine = {unit: source(unit) if unit.numel else GradSource.NONE for unit in self.units}
         highest = dict(mine)  # of all ranks
         found: dict[int, list[int]] = {}
@@ -259,6 +247,8 @@ class RankAgreement:
             if self.diverged:
                 late.append(GradSource.BACKWARD)
             self.late = [unit for unit in self.units if highest[unit] in late]
+        for unit in self.late:
+            unit.waits.add(DIVERGED)
 
     @property
     def compares_backwards(self) -> bool:

@@ -6,14 +6,14 @@ an embedding and a head, a list makes that unit::
 
     fully_shard([model.norm, model.output])
 
-    before   norm's forward       gather the unit
-    after    norm's forward       keep it: output is still to run
-    after    output's forward     free it, as after the forward of any unit
+    before   norm's forward       gather the unit, and hold it for LIST
+    after    norm's forward       it stays: output is still to run
+    before   output's forward     let go of LIST
+    after    output's forward     it is freed, as after the forward of any unit
 
-Between the first of the modules that runs and the last one the unit is *open*. Modules that do not
-run at all would leave it open for ever; so it is closed at the end of the outermost forward at the
-latest. In a backward nothing is different: a unit is gathered when the first gradient reaches it,
-and freed when its gradient is complete, however many modules it has.
+Modules that do not run at all would have it held for ever; so LIST is let go at the end of the
+outermost forward at the latest. In a backward nothing is different: a unit is gathered when the
+first gradient reaches it, and freed when its gradient is complete, however many modules it has.
 
 Source: ``fully_shard`` (pytorch 2.13), ``_register_group_forward_hooks``. There the last call of a
 list that ran in part is told by the root as well.
@@ -26,13 +26,15 @@ from torch import nn
 
 from minifsdp.unit import Unit
 
+LIST = "its list of modules"  # a reason to stay: some have run in this forward, some are to run
+
 
 class ListedModules(nn.Module):
     """What ``unit.module`` is for a list: the modules, by their positions in it. It is in no model,
     and is never called.
 
     Attributes:
-        to_run: those whose forward the unit is still kept for; empty if it is not open.
+        to_run: those whose forward the unit is still kept for.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -64,23 +66,18 @@ def outermost(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return [module for module in modules if module not in below]
 
 
-def is_list(unit: Unit) -> bool:
-    """Whether the unit is that of several modules."""
-    return isinstance(unit.module, ListedModules)
-
-
-def is_open(unit: Unit) -> bool:
-    """Whether modules of the unit's list have run in this forward, and others are still to run."""
-    return isinstance(unit.module, ListedModules) and bool(unit.module.to_run)
-
-
 def starts(unit: Unit, module: nn.Module) -> None:
-    """The forward of ``module`` begins. The unit is open now, unless ``module`` is the last one."""
-    if isinstance(unit.module, ListedModules):
-        unit.module.to_run = (unit.module.to_run or set(unit.module.children())) - {module}
+    """The forward of ``module`` begins, one of the unit's list. Hold the unit for the others."""
+    listed: Any = unit.module
+    listed.to_run = (listed.to_run or set(listed.children())) - {module}
+    if listed.to_run:
+        unit.hold(LIST)
+    else:
+        unit.reasons.discard(LIST)  # its forward holds it
 
 
 def close(unit: Unit) -> None:
     """What has not run by now does not run in this forward."""
-    if isinstance(unit.module, ListedModules):
-        unit.module.to_run = set()
+    listed: Any = unit.module
+    listed.to_run = set()
+    unit.let_go(LIST)

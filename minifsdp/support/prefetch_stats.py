@@ -12,8 +12,9 @@ or time.
 """
 
 from minifsdp.unit import Unit
-from minifsdp.unit_state import ShardedState
+from minifsdp.unit_state import BACKWARD, FORWARD, PREFETCH, ShardedState
 
+_TURN = {FORWARD, BACKWARD, PREFETCH}
 MISTARGETS = ("already unsharded", "not needed yet", "already resharded")
 
 
@@ -44,9 +45,11 @@ class PrefetchStats:
         """``target`` is not prefetched, because of the state that it is in."""
         if target.state.sharded is ShardedState.SHARDED:
             self.mistarget("already resharded", target)
-        elif target.reshard_after_forward and target is not self._pending:
-            # A unit that stays unsharded by its strategy, or that was prefetched a moment ago, is
-            # where it should be.
+        elif (
+            target.reshard_after_forward and target.reasons <= _TURN and target is not self._pending
+        ):
+            # A unit that stays unsharded for another reason than its turn, or that was prefetched a
+            # moment ago, is where it should be.
             self.mistarget("already unsharded", target)
 
     def needed(self, unit: Unit) -> None:

@@ -30,7 +30,7 @@ PROMISES: dict[str, dict[str, Any]] = {
     },
     "parameters may be moved, cast and replaced": {
         "engine.follow_changes": nothing,
-        "engine.was_moved": false,
+        "no_sync.was_moved": false,
         "engine.common_device": nothing,
     },
     "ranks stay in step": {

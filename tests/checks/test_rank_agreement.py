@@ -18,7 +18,7 @@ from minifsdp import (
     ShardingStrategy,
 )
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.checks.rank_agreement import CHECKED_STEPS, RankAgreement
+from minifsdp.checks.rank_agreement import CHECKED_STEPS, DIVERGED, RankAgreement
 from minifsdp.comm import consensus
 from minifsdp.comm.collectives import all_gather
 from minifsdp.comm.groups import HYBRID
@@ -32,6 +32,7 @@ from tests.small import (
     gathered_gradients,
     mean_gradients,
     step,
+    storage,
 )
 
 STRATEGIES = list(ShardingStrategy)
@@ -323,21 +324,23 @@ def test_so_it_does_where_gradients_have_waited(strategy, ranks):
 
 
 @on_ranks(2)
-def test_where_ranks_diverge_nothing_is_prefetched_freed_or_reduced_in_its_turn():
+def test_where_ranks_diverge_all_units_are_held_and_gradients_wait():
     model, _ = whims(FULL_SHARD)
-    agreement, answers = model.engine.agreement, []
+    units, seen = model.engine.units, []
+
+    def note(unit):  # asked in each unit's backward, after it is known whether ranks diverge
+        seen.append((unit.name, [u.name for u in units if DIVERGED in u.reasons and storage(u)],
+                     [u.name for u in units if DIVERGED in u.waits]))  # fmt: skip
+
+    names = [unit.name for unit in units]
     for uses in ((), ("head",) if dist.get_rank() else ()):
         loss = model(batch(), uses)
-        with patch.object(  # the last question of a backward, after it is known whether they do
-            model.engine.prefetcher,
-            "pre_backward",
-            lambda unit: answers.append(
-                (agreement.may_prefetch, agreement.may_reshard, agreement.may_reduce)
-            ),
-        ):
+        with patch.object(model.engine.prefetcher, "pre_backward", note):
             loss.backward()
-    assert answers[0] == (True, True, True) and answers[-1] == (False, False, False)
-    assert agreement.may_prefetch and agreement.may_reshard and agreement.may_reduce
+        assert not any(unit.reasons or unit.waits or storage(unit) for unit in units)
+    used = [name for name in names if name != "layer"]
+    assert all(not held and not waits for _, held, waits in seen[:2])
+    assert seen[-1][1:] == (names, used) and len(seen) > 2
 
 
 @on_ranks(2)

@@ -14,7 +14,7 @@ import minifsdp
 from minifsdp import FSDPModule, fully_shard
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.between_steps.explain import table
-from minifsdp.support.listed_modules import ListedModules, is_open
+from minifsdp.support.listed_modules import LIST, ListedModules
 from tests.ranks import device, on_ranks
 
 
@@ -211,7 +211,7 @@ def test_the_unit_is_there_from_the_first_module_to_the_last():
     unit, seen = model.embed._unit, []
 
     def look(*_):
-        seen.append((is_open(unit), unit.unsharded.storage.nbytes() > 0))
+        seen.append((LIST in unit.reasons, unit.unsharded.storage.nbytes() > 0))
 
     for module in (model.embed, model.blocks[1], model.norm, model.head):
         module.register_forward_hook(look)
@@ -230,7 +230,7 @@ def test_what_does_not_run_keeps_nothing_alive():
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             model(words)
-        assert not is_open(model.norm._unit)
+        assert not model.norm._unit.reasons
         assert model.norm._unit.unsharded.storage.nbytes() == 0
 
 
@@ -242,7 +242,7 @@ def test_a_forward_that_failed_leaves_no_list_open():
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             model(words)
-        assert not is_open(model.embed._unit)
+        assert not model.embed._unit.reasons
     handle.remove()
     assert torch.equal(model(words), build()(words))
     handle = model.embed.register_forward_hook(lambda *_: 1 / 0)
@@ -250,7 +250,7 @@ def test_a_forward_that_failed_leaves_no_list_open():
     plain = build()(words)
     fully_shard(caught)
     assert torch.equal(caught(words, handle), plain)
-    assert not is_open(model.embed._unit)
+    assert not model.embed._unit.reasons
 
 
 class Catches(nn.Module):

@@ -2,13 +2,17 @@
 
 from types import SimpleNamespace
 
+from minifsdp.checks.rank_agreement import DIVERGED
 from minifsdp.support.prefetch_stats import MISTARGETS, PrefetchStats
-from minifsdp.unit_state import UnitState
+from minifsdp.unit_state import BACKWARD, UnitState
 
 
-def new_unit(unsharded=False, reshard_after_forward=True):
+def new_unit(unsharded=False, reshard_after_forward=True, reasons=()):
     unit = SimpleNamespace(
-        state=UnitState(), needs_unshard=True, reshard_after_forward=reshard_after_forward
+        state=UnitState(),
+        needs_unshard=True,
+        reshard_after_forward=reshard_after_forward,
+        reasons={*reasons},
     )
     if unsharded:
         unit.state.start_unshard()
@@ -58,13 +62,14 @@ def test_what_the_last_pass_has_prefetched_does_not_count():
 
 def test_a_target_that_is_unsharded_already():
     stats = PrefetchStats()
-    stats.skipped(new_unit(unsharded=True))
+    stats.skipped(new_unit(unsharded=True, reasons=[BACKWARD]))
     assert counted(stats) == {"already unsharded": 1} and stats.prefetches == 0
 
 
 def test_a_target_that_is_unsharded_as_it_should_be():
     stats, target = PrefetchStats(), new_unit(unsharded=True)
     stats.skipped(new_unit(unsharded=True, reshard_after_forward=False))
+    stats.skipped(new_unit(unsharded=True, reasons=[BACKWARD, DIVERGED]))
     stats.issued(target)
     stats.skipped(target)
     assert counted(stats) == {}

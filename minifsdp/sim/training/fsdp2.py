@@ -42,9 +42,9 @@ class StreamOrdered(Parameters):
     _unit: Unit | None = None  # that is about to compute
     _copied: tuple[Tensor, Event] | None = None  # gathered memory, and when it has been read
 
-    def unshard(self, unit: Unit) -> None:
+    def unshard(self, unit: Unit, reason: str) -> None:
         self._unit = unit
-        super().unshard(unit)
+        super().unshard(unit, reason)
 
     def prefetch(self, target: Any, listed: bool = False) -> None:
         pending = self._unit.unshard_event if self._unit is not None else None
@@ -62,6 +62,7 @@ class StreamOrdered(Parameters):
             super()._unshard(unit)
             return
         self.stats.count_unshard(unit.unsharded.nbytes)
+        unit.gathered_version = unit.sharded_flat_param._version
         unit.state.start_unshard()
         source.prepare(unit, self.streams)
         gathered: list[Tensor] = []

@@ -124,7 +124,7 @@ class Approach:
         engine, prefetcher = model.engine, self.prefetcher(self.backward, self.forward)
         engine.prefetcher = prefetcher
         engine.parameters = self.parameters(
-            engine.streams, engine.limiter, prefetcher, engine.agreement, engine.stats
+            engine.units, engine.streams, engine.limiter, prefetcher, engine.stats
         )
         if isinstance(prefetcher, LettingGo) and isinstance(engine.parameters, StreamOrdered):
             prefetcher.parameters = engine.parameters
