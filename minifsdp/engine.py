@@ -140,7 +140,7 @@ class Engine:
                     unit.hold(NO_SYNC)
                 else:
                     self.parameters.reshard(unit)
-            unit.post_forward_shard = None  # an optimizer may have stepped
+            unit.source = unit.own_source  # an optimizer may have stepped
             unit.state.start_step()
             unit.unsharded.drop_gradient()
             unit.has_unused = False
@@ -221,7 +221,7 @@ class Engine:
         """The gradient of the unit, ``[padded_numel]``, is complete: free its parameters, reduce
         the gradient. If it is a tensor nobody else may hold it."""
         unit.state.complete_grad()
-        unit.post_forward_shard = None
+        unit.source = unit.own_source
         unit.let_go(BACKWARD, STRATEGY)
         self.parameters.prefetch(self.prefetcher.post_backward(unit))
         if unit.numel:
@@ -240,7 +240,7 @@ class Engine:
             if FORWARD not in unit.reasons:
                 use_sharded_views(unit)
             unit.let_go(BACKWARD, STRATEGY, PREFETCH, DIVERGED)  # if its outputs had no gradient
-            unit.post_forward_shard = None
+            unit.source = unit.own_source
             unit.state.end_backward()
         wait_for_readers()  # an optimizer may be about to write to the shards
         self.gradients.finish()

@@ -17,7 +17,7 @@ lost.
 Source: Ren et al., "ZeRO-Offload", arXiv:2101.06840.
 """
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,35 +39,41 @@ def host_copy(tensor: Tensor, device: torch.device | None) -> Tensor:
     return _host_memory(tensor, device).copy_(tensor)
 
 
-def upload(padded_shard: Tensor, streams: Streams, unit: str) -> Callable[[], Tensor]:
-    """Start to copy a unit's shard to the device. The unshard stream waits for the copy.
+class Upload:
+    """A source of a unit (unshard.py): what another source has on the host, copied to the device.
 
     Args:
-        padded_shard: ``[padded_numel / world_size]``, in the host's memory.
-        streams: of the device to copy to.
-        unit: its label, for profiles.
-
-    Returns:
-        A function that returns the copy. Call it on the unshard stream.
+        inner: what is copied: the unit's shard, or a cast of it.
     """
-    copies: list[Tensor] = []
 
-    def launch() -> Finish:
-        # Allocated in here, so that the memory belongs to the upload stream, which can then write
-        # to it without waiting for another stream.
-        copies.append(torch.empty_like(padded_shard, device=streams.device))
-        copies[0].copy_(padded_shard, non_blocking=True)
-        return lambda: None
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.group = inner, inner.group
+        self._copy: Tensor | None = None  # from prepare() to tensor(), no longer
 
-    # Without this wait the all-gather would send memory that the copy has not filled yet.
-    streams.unshard.wait_event(streams.upload.submit(launch, f"upload {unit}"))
+    def prepare(self, unit: Any, streams: Streams) -> None:
+        """Start to copy what this rank sends to ``streams.device``, on the upload stream. The
+        unshard stream waits for the copy."""
+        self.inner.prepare(unit, streams)
 
-    def uploaded() -> Tensor:
+        def launch() -> Finish:
+            shard = self.inner.tensor(unit, streams)
+            # Allocated in here, so that the memory belongs to the upload stream, which can then
+            # write to it without waiting for another stream.
+            self._copy = torch.empty_like(shard, device=streams.device)
+            self._copy.copy_(shard, non_blocking=True)
+            return lambda: None
+
+        # Without this wait the all-gather would send memory that the copy has not filled yet.
+        streams.unshard.wait_event(streams.upload.submit(launch, f"upload {unit.label}"))
+
+    def tensor(self, unit: Any, streams: Streams) -> Tensor:
+        """The copy, of the shape and dtype of what was copied. Called on the unshard stream. The
+        source does not keep it: it is freed when the all-gather has sent it."""
+        copy, self._copy = self._copy, None
+        assert copy is not None, unit.label
         # Without this line the next upload could get this memory while the all-gather reads it.
-        streams.unshard.record_stream(copies[0])
-        return copies[0]
-
-    return uploaded
+        streams.unshard.record_stream(copy)
+        return copy
 
 
 class Download:

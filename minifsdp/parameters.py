@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from minifsdp.api import Stats
 from minifsdp.checks.members import warn_of_leak
 from minifsdp.limiter import Limiter
-from minifsdp.post_forward import unshard_in_smaller_group
 from minifsdp.prefetch import Prefetcher
 from minifsdp.reshard import reshard
 from minifsdp.streams import Event, Streams
@@ -85,10 +84,7 @@ class Parameters:
     def _unshard(self, unit: Unit) -> None:
         self.stats.count_unshard(unit.unsharded.nbytes)
         unit.gathered_version = unit.sharded_flat_param._version
-        if unit.post_forward_shard is not None:
-            unshard_in_smaller_group(unit, self.streams)
-        else:
-            unshard(unit, self.streams)
+        unshard(unit, self.streams)
 
     def reshard(self, unit: Unit) -> None:
         """Free a unit's parameters, whatever reasons there are: a step has failed, or they are of

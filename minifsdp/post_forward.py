@@ -25,50 +25,41 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from minifsdp.comm.collectives import Group, all_gather
+from minifsdp.comm.collectives import Group
 from minifsdp.comm.groups import smaller_group
-from minifsdp.streams import Event, Finish, Streams
+from minifsdp.streams import Event, Streams
 from minifsdp.unit import Unit
 from minifsdp.unit_state import ShardedState
 
 
 class PostForwardShard(NamedTuple):
-    """What one rank keeps of a unit, in the dtype that it is computed in."""
+    """The source of a unit (unshard.py) between its forward and its backward: this rank's part for
+    the smaller group. It is on the device, in the dtype that the unit is computed in."""
 
     shard: Tensor  # ``[padded_numel / ranks of the smaller group]``
-    ready: Event  # on the compute stream
-    group: Group  # the smaller one
+    ready: Event  # on the compute stream: it has been copied
+    group: Group  # the smaller one; all its ranks have a part
+
+    def prepare(self, unit: Unit, streams: Streams) -> None:
+        """Let the unshard stream wait until the part is there."""
+        streams.unshard.wait_event(self.ready)  # else it might send what has not been copied yet
+
+    def tensor(self, unit: Unit, streams: Streams) -> Tensor:
+        """The part."""
+        return self.shard
 
 
 def keep_post_forward_shard(unit: Unit, streams: Streams) -> None:
-    """Copy this rank's part of an unsharded unit, which is about to be freed. Nothing, for a unit
-    that has no smaller group."""
-    group = _group(unit)
-    if group is not None and unit.state.sharded is ShardedState.UNSHARDED:
-        # A copy: a view would be of memory that is freed.
-        shard = unit.unsharded.data.chunk(group.size())[group.rank()].clone()
-        unit.post_forward_shard = PostForwardShard(shard, streams.compute.record_event(), group)
-
-
-def unshard_in_smaller_group(unit: Unit, streams: Streams) -> None:
-    """Start to fill ``unit.unsharded.flat_param`` as :func:`~minifsdp.unshard.unshard` does, from
-    the post-forward shards. All ranks of the smaller group have one."""
-    kept = unit.post_forward_shard
-    assert kept is not None, unit.label
-    unit.state.start_unshard()
-    streams.unshard.wait_event(kept.ready)  # else it might send what has not been copied yet
-
-    def launch() -> Finish:
-        unit.unsharded.allocate()
-        return all_gather(unit.unsharded.data, kept.shard, kept.group, unit.tag, unit.label)
-
-    unit.unshard_event = streams.unshard.submit(launch, f"all-gather {unit.label}")
-
-
-def _group(unit: Unit) -> Group | None:
-    # Made when it is first used. All ranks have to make it, and by then they have compared whether
-    # they are to (checks/same_model.py).
+    """Copy this rank's part of an unsharded unit, which is about to be freed. The next gather sends
+    that, until the engine has the unit send its shard again. Does nothing if the unit has no
+    smaller group."""
     lines = unit.post_forward_lines
     if lines is None or unit.shard_group is None:
-        return None
-    return smaller_group(unit.shard_group, lines)
+        return
+    # Made when it is first used. All ranks have to make it, and by now they have compared whether
+    # they are to (checks/same_model.py).
+    group = smaller_group(unit.shard_group, lines)
+    if unit.state.sharded is ShardedState.UNSHARDED:
+        # A copy: a view would be of memory that is freed.
+        shard = unit.unsharded.data.chunk(group.size())[group.rank()].clone()
+        unit.source = PostForwardShard(shard, streams.compute.record_event(), group)

@@ -8,8 +8,8 @@ rank stores its shard in full precision, and a *copy* of it in low precision is 
     shard.grad fp32 <--cast-- fp32 <--reduce-scatter-- fp32 <--cast-- gradient bf16
 
 With sharding this costs little memory: each rank stores one shard in full precision, and not a
-second model. unshard.py casts the parameters and support/buffers.py the buffers. This file casts
-gradients, and the inputs and outputs of modules.
+second model. This file casts the parameters and the gradients, and the inputs and outputs of
+modules; support/buffers.py casts the buffers.
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740.
 """
@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 
 from minifsdp.api import MixedPrecision
+from minifsdp.comm.collectives import Group
 from minifsdp.comm.pieces import Pieces
-from minifsdp.streams import Finish
+from minifsdp.streams import Finish, Streams
 from minifsdp.support.pytree import map_tensors, tensors_in
 from minifsdp.unit import Unit
+from minifsdp.unshard import Source
 
 FULL_PRECISION = MixedPrecision(cast_forward_inputs=True)
 """For a unit that computes in full precision inside a model that does not."""
@@ -46,6 +48,30 @@ class Cast:
         """``value``: of any shape and dtype. Returns it in the other dtype, and a ``finish`` that
         has nothing to do. What has this dtype is not copied."""
         return value.to(self._dtype), lambda: None
+
+
+class CastShard:
+    """A source of a unit (unshard.py): what another source sends, in the dtype that the unit is
+    computed in now. With ``full_precision_in_eval`` this depends on the mode, and nothing may have
+    to be cast.
+
+    Args:
+        inner: what is cast, where it is: the unit's shard, or a copy of it on the device.
+    """
+
+    def __init__(self, inner: Source) -> None:
+        self.inner = inner
+        self.group: Group | None = inner.group
+
+    def prepare(self, unit: Unit, streams: Streams) -> None:
+        """As ``inner`` does."""
+        self.inner.prepare(unit, streams)
+
+    def tensor(self, unit: Unit, streams: Streams) -> Tensor:
+        """A copy of what ``inner`` sends, of the same shape; or itself, if it has the dtype."""
+        # Cast before it is sent. Else twice as many bytes would be, and the all-gather would write
+        # numbers of one dtype into memory of another one.
+        return self.inner.tensor(unit, streams).to(unit.unsharded.dtype)
 
 
 def prepare_inputs(

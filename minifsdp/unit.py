@@ -120,9 +120,11 @@ class Unit:
         else:
             unpadded = self.padded_shard[: self.layout.optimized_numel(self.shard_rank)]
             self.sharded_flat_param = self._new_chunk(unpadded, any(trained))
-        # Ranks to share it between forward and backward, and this one's part; see post_forward.py.
+        # What it sends in a gather, and what it sends of its shard; see unshard.py. They differ
+        # between forward and backward if it has ranks to share it then; see post_forward.py.
+        self.source: Any = None  # set by strategies.py
+        self.own_source: Any = None
         self.post_forward_lines: tuple[tuple[int, ...], ...] | None = None
-        self.post_forward_shard: Any = None
         self.unreduced_grad: UnreducedGrad | None = None
         self.unreduced_dtype: torch.dtype | None = None  # to keep it in; None: that of the gradient
         self.forward_targets: list[Unit] = []  # what a program wants to have prefetched when this

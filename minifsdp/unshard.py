@@ -9,15 +9,54 @@ There are two functions, because of what can happen between them. :func:`unshard
 all-gather and returns at once; :func:`wait_for_unshard` makes the computation wait for it. The
 computation in between hides the time that the network takes.
 
-A shard may have to be uploaded (offload.py) and cast (precision.py) first. A unit that is not
-sharded needs no all-gather, but may need these.
+What a rank sends is a strategy of the unit, its ``source``: as a rule its shard, as it is stored.
 """
 
-from minifsdp.comm.collectives import all_gather
-from minifsdp.offload import upload
+from typing import Protocol
+
+from torch import Tensor
+
+from minifsdp.comm.collectives import Group, all_gather
 from minifsdp.streams import Finish, Streams
 from minifsdp.unit import Unit
 from minifsdp.unit_state import ShardedState
+
+
+class Source(Protocol):
+    """What this rank sends in a gather. One source may wrap another one; strategies.py says which
+    ones a unit has.
+
+    Attributes:
+        group: the ranks that gather; each of them sends a part of the same size. None: there is
+            nobody to gather from, since this rank has all of it.
+    """
+
+    @property
+    def group(self) -> Group | None: ...
+
+    def prepare(self, unit: Unit, streams: Streams) -> None:
+        """The host is about to submit a gather: start copies that it needs, on their own streams,
+        and let the unshard stream wait for them."""
+
+    def tensor(self, unit: Unit, streams: Streams) -> Tensor:
+        """What is sent, ``[padded_numel / group.size()]``, in the dtype of the unsharded flat
+        parameter and on its device. (If there is no group, in any dtype: it is copied, which casts
+        as well.) Called once after each :meth:`prepare`, on the stream that reads the tensor."""
+
+
+class OwnShard:
+    """The source of a unit whose shard is where it is needed, as it is needed."""
+
+    def __init__(self, group: Group | None) -> None:
+        self.group = group
+
+    def prepare(self, unit: Unit, streams: Streams) -> None:
+        """Do nothing: it is there."""
+
+    def tensor(self, unit: Unit, streams: Streams) -> Tensor:
+        """``unit.padded_shard`` itself."""
+        shard: Tensor = unit.padded_shard
+        return shard
 
 
 def unshard(unit: Unit, streams: Streams) -> None:
@@ -27,24 +66,27 @@ def unshard(unit: Unit, streams: Streams) -> None:
     wait for the optimizer's last step. Otherwise the other ranks may get parameters of which some
     are from before that step.
     """
-    assert unit.needs_unshard, unit.label
-    unit.state.start_unshard()  # first, so that reshard() frees the memory if one of these fails
-    offloaded = unit.offload_from is not None
-    uploaded = upload(unit.padded_shard, streams, unit.label) if offloaded else None
+    source: Source = unit.source
+    label = unit.label
+    assert unit.unsharded.needs_unshard, label
+    unit.state.start_unshard()  # first, so that reshard() frees the memory if what follows fails
+    source.prepare(unit, streams)
 
     def launch() -> Finish:
+        # Taken before memory is allocated: if there is none, the source holds no copy any more.
+        shard, group = source.tensor(unit, streams), source.group
         # Allocated in here, so that on CUDA the memory belongs to the unshard stream. The
         # all-gather can then write to it without waiting for the compute stream.
         unit.unsharded.allocate()
-        shard = uploaded() if uploaded is not None else unit.padded_shard
-        if unit.shard_group is not None:
-            sent = shard if shard.dtype is unit.unsharded.dtype else shard.to(unit.unsharded.dtype)
-            full, blocks = unit.unsharded.data, unit.layout.blocks
-            return all_gather(full, sent, unit.shard_group, unit.tag, unit.label, blocks=blocks)
-        unit.unsharded.data.copy_(shard)  # casts as well
-        return lambda: None
+        full = unit.unsharded.data
+        if group is None:
+            full.copy_(shard)
+            return lambda: None
+        # Another group than the unit's own may divide it anywhere (post_forward.py does).
+        blocks = unit.layout.blocks if group is unit.shard_group else None
+        return all_gather(full, shard, group, unit.tag, label, blocks=blocks)
 
-    unit.unshard_event = streams.unshard.submit(launch, f"all-gather {unit.label}")
+    unit.unshard_event = streams.unshard.submit(launch, f"all-gather {label}")
 
 
 def wait_for_unshard(unit: Unit) -> None:

@@ -21,6 +21,7 @@ from minifsdp.comm import collectives
 from minifsdp.comm.groups import Placement
 from minifsdp.comm.pieces import Pieces, whole
 from minifsdp.stages import stages_of
+from minifsdp.strategies import choose_strategies
 from minifsdp.streams import Streams
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.param_access import ParamInfo
@@ -131,6 +132,7 @@ def lone_unit(
         CPU if offload else None,
         tag=1,
     )
+    choose_strategies(unit)
     unit.rename("lone")
     unit.choose_precision(training=True)
     use_sharded_views(unit)

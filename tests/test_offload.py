@@ -1,6 +1,7 @@
 """offload.py: parameters that live in the host's memory."""
 
-from unittest.mock import patch
+import weakref
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -9,11 +10,13 @@ from torch import nn
 
 from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.offload import HOST, Download, host_copy, upload
+from minifsdp.offload import HOST, Download, Upload, host_copy
 from minifsdp.sim import cluster
 from minifsdp.sim.tape import Op
 from minifsdp.streams import CpuEvent, CpuStream, Streams
+from minifsdp.unshard import OwnShard
 from tests.lagging import DeferringStream
+from tests.lone_unit import lone_unit
 from tests.parity import check_at_rest, grid
 from tests.ranks import device, on_ranks, run
 from tests.small import batch, layers, mean_gradients, stack, step
@@ -55,16 +58,34 @@ class TestDirectly:
     """On streams on which nothing happens before somebody waits for it."""
 
     def test_the_unshard_stream_gets_a_chunk_that_has_arrived(self):
-        streams, arrived, chunk = late_streams(), [], torch.arange(3.0)
-        uploaded = upload(chunk, streams, "unit")
+        with lone_unit(offload=True) as lone:
+            streams, arrived, chunk = late_streams(), [], lone.unit.padded_shard
+            source = Upload(OwnShard(lone.unit.shard_group))
+            source.prepare(lone.unit, streams)
 
-        def launch():
-            arrived.append(uploaded())
-            return lambda: None
+            def launch():
+                arrived.append(source.tensor(lone.unit, streams))
+                return lambda: None
 
-        streams.unshard.submit(launch).wait()
-        assert arrived[0].tolist() == [0, 1, 2]
-        assert arrived[0] is not chunk, "the chunk stays on the host; this is a copy"
+            streams.unshard.submit(launch).wait()
+            assert arrived[0].tolist() == [1, 2, 3, 4, 5]
+            assert arrived[0] is not chunk, "the chunk stays on the host; this is a copy"
+            assert source.group is lone.unit.shard_group
+
+    def test_what_is_copied_is_prepared_first(self):
+        with lone_unit(offload=True) as lone:
+            inner = Mock(**{"tensor.return_value": torch.arange(3.0)})
+            source = Upload(inner)
+            source.prepare(lone.unit, lone.streams)
+            assert source.tensor(lone.unit, lone.streams).tolist() == [0, 1, 2]
+            assert [name for name, *_ in inner.method_calls] == ["prepare", "tensor"]
+
+    def test_a_source_does_not_keep_what_it_has_copied(self):
+        with lone_unit(offload=True) as lone:
+            source = Upload(OwnShard(lone.unit.shard_group))
+            source.prepare(lone.unit, lone.streams)
+            copy = weakref.ref(source.tensor(lone.unit, lone.streams))
+            assert copy() is None, "the device would hold each shard as long as the model lives"
 
     def test_a_download_starts_when_its_source_is_ready_and_ends_with_its_event(self):
         streams, source = late_streams(), torch.zeros(3)

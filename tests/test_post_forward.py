@@ -16,8 +16,34 @@ from minifsdp import fully_shard
 from minifsdp.between_steps.explain import table
 from minifsdp.comm import collectives
 from minifsdp.comm.groups import smaller_group
+from minifsdp.post_forward import PostForwardShard, keep_post_forward_shard
+from minifsdp.streams import CpuEvent
+from minifsdp.unshard import unshard, wait_for_unshard
 from minifsdp.wrapping.fsdp2_settings import reshards_after_forward
+from tests.lone_unit import Group, lone_unit
 from tests.ranks import device, on_ranks
+
+
+@pytest.mark.direct
+class TestDirectly:
+    def test_what_is_sent_is_the_part_when_it_is_there(self):
+        with lone_unit(ranks=4) as lone:
+            part = torch.full((6,), torch.nan)
+            ready = CpuEvent(lambda: part.copy_(torch.arange(1.0, 7)))
+            lone.unit.source = PostForwardShard(part, ready, Group(0, 2))
+            unshard(lone.unit, lone.streams)
+            wait_for_unshard(lone.unit)
+            assert lone.gathered == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0, 0]
+            assert lone.unit.source.group.called == ["all-gather"], "in the smaller group"
+            assert lone.unit.shard_group.called == []
+
+    def test_a_unit_without_a_smaller_group_keeps_its_source(self):
+        for ranks, lines in ((4, None), (1, ((0, 1),))):
+            with lone_unit(ranks=ranks) as lone:
+                lone.unit.post_forward_lines = lines
+                lone.fill()
+                keep_post_forward_shard(lone.unit, lone.streams)
+                assert lone.unit.source is lone.unit.own_source
 
 
 class Block(nn.Module):
@@ -154,21 +180,26 @@ def test_it_is_kept_from_the_units_forward_to_its_backward():
     units = [block._unit for block in model[1:4]]
 
     def kept():
-        return [u.post_forward_shard and u.post_forward_shard.shard.numel() for u in units]
+        for unit in units:
+            if isinstance(unit.source, PostForwardShard):
+                yield unit.source.shard.numel()
+            else:
+                assert unit.source is unit.own_source
+                yield None
 
     halves = [unit.padded_numel // 2 for unit in units]
     seen = []
-    model[1].register_full_backward_pre_hook(lambda *_: seen.append(kept()))
+    model[1].register_full_backward_pre_hook(lambda *_: seen.append([*kept()]))
     for _ in range(2):
         with torch.no_grad():
             model(batch())
-            assert kept() == [None] * 3
+            assert [*kept()] == [None] * 3
         loss = model(batch()).sum()
-        assert kept() == halves
+        assert [*kept()] == halves
         assert not any(unit.leaks for unit in units)  # it has memory of its own
         assert all(unit.unsharded.storage.nbytes() == 0 for unit in units)
         loss.backward()
-        assert kept() == [None] * 3
+        assert [*kept()] == [None] * 3
         assert seen[-1] == [halves[0], None, None]
 
 
@@ -191,7 +222,7 @@ def test_it_can_be_switched_off():
     model.set_reshard_after_forward(True)
     assert "after forward" not in table(model)
     loss = model(batch()).sum()
-    assert all(block._unit.post_forward_shard is None for block in model[1:4])
+    assert all(block._unit.source is block._unit.own_source for block in model[1:4])
     loss.backward()
 
 

@@ -1,22 +1,26 @@
 """unshard.py: gather a unit's parameters."""
 
 import itertools
+import weakref
 from datetime import timedelta
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy, offload
+import minifsdp.unshard
+from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp.comm import collectives
+from minifsdp.offload import Upload
 from minifsdp.sim import cluster
 from minifsdp.sim.tape import Op
 from minifsdp.support.param_views import make_views, use_unsharded_views
+from minifsdp.support.unsharded_storage import UnshardedFlatParam
 from minifsdp.unit_state import ShardedState
-from minifsdp.unshard import unshard, wait_for_unshard
+from minifsdp.unshard import OwnShard, unshard, wait_for_unshard
 from tests.lagging import deferring_device
-from tests.lone_unit import lone_unit
+from tests.lone_unit import Group, lone_unit
 from tests.parity import check_at_rest
 from tests.ranks import device, on_ranks
 from tests.small import batch, layers, replaced, stack, step, storage
@@ -61,6 +65,64 @@ class TestDirectly:
             wait_for_unshard(lone.unit)
             assert lone.unit.unsharded.data.dtype is torch.bfloat16
             assert lone.gathered == list(range(1, 11))
+
+    def test_a_unit_sends_its_shard_as_it_is_stored(self):
+        with lone_unit() as lone:
+            source = OwnShard(lone.unit.shard_group)
+            source.prepare(lone.unit, lone.streams)
+            assert source.tensor(lone.unit, lone.streams) is lone.unit.padded_shard
+            assert source.group is lone.unit.shard_group
+
+    def test_a_source_is_prepared_and_then_asked_what_to_send_and_to_whom(self):
+        with lone_unit() as lone:
+            lone.unit.source = source = Noted(Group(1, 2), torch.tensor([6.0, 7, 8, 9, 10]))
+            unshard(lone.unit, lone.streams)
+            assert source.called == ["prepare", "tensor"], "prepare() comes before the launch"
+            wait_for_unshard(lone.unit)
+            assert source.group.called == ["all-gather"], "the source says among whom"
+            assert lone.unit.shard_group.called == []
+            assert lone.gathered == list(range(1, 11))
+
+    def test_where_there_is_nobody_to_gather_from_what_it_would_send_is_copied(self):
+        with lone_unit() as lone:
+            lone.unit.source = Noted(None, torch.arange(10.0, 20))
+            unshard(lone.unit, lone.streams)
+            wait_for_unshard(lone.unit)
+            assert lone.gathered == list(range(10, 20))
+            assert lone.unit.shard_group.called == []
+
+    def test_without_memory_to_gather_into_no_copy_stays(self):
+        with lone_unit(offload=True) as lone:
+            lone.unit.source = source = Noted(lone.unit.shard_group, Upload(lone.unit.source))
+            with patch.object(lone.unit.unsharded, "allocate", Mock(side_effect=MemoryError)):
+                try:
+                    unshard(lone.unit, lone.streams)
+                except MemoryError as error:
+                    error.__traceback__ = None  # its frames refer to the copy
+                else:
+                    pytest.fail("no error")
+            assert source.sent is not None and source.sent() is None
+            assert lone.unit.state.sharded is ShardedState.UNSHARDING, "reshard() frees the rest"
+
+
+class Noted:
+    """A source that sends a tensor, or what another one sends, and notes its calls."""
+
+    def __init__(self, group, sends):
+        self.group, self.sends, self.called, self.sent = group, sends, [], None
+
+    def prepare(self, unit, streams):
+        self.called.append("prepare")
+        if not isinstance(self.sends, torch.Tensor):
+            self.sends.prepare(unit, streams)
+
+    def tensor(self, unit, streams):
+        self.called.append("tensor")
+        if isinstance(self.sends, torch.Tensor):
+            return self.sends
+        sent = self.sends.tensor(unit, streams)
+        self.sent = weakref.ref(sent)
+        return sent
 
 
 def prepared(**settings):
@@ -172,19 +234,27 @@ def test_a_unit_that_is_not_sharded_may_need_a_cast_or_an_upload_but_no_gather(o
     assert unit.unsharded.flat_param.data_ptr() != unit.sharded_flat_param.data_ptr()
 
 
-@pytest.mark.parametrize("what", [offload.upload, collectives.all_gather], ids=lambda f: f.__name__)
+FAILING = {
+    "the upload": (Upload, "prepare"),
+    "the source": (Upload, "tensor"),
+    "memory": (UnshardedFlatParam, "allocate"),
+    "the gather": (minifsdp.unshard, "all_gather"),
+}
+
+
+@pytest.mark.parametrize("what", FAILING)
 @on_ranks(2)
 def test_what_fails_leaves_nothing(what):
     model = stack(cpu_offload=CPUOffload(True))
     step(model)
-    calls = itertools.count()
+    calls, as_it_is = itertools.count(), getattr(*FAILING[what])
 
     def fails(*args, **blocks):
         if next(calls) == 2:  # there is a root around this one, which a limiter does not count
             raise MemoryError
-        return what(*args, **blocks)
+        return as_it_is(*args, **blocks)
 
-    with replaced(what, fails), pytest.raises(MemoryError):
+    with patch.object(*FAILING[what], fails), pytest.raises(MemoryError):
         step(model)
     check_at_rest(model)
     step(model)

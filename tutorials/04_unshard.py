@@ -94,17 +94,17 @@ def filled_again() -> None:
 # In the engine each unit has two such tensors for its whole parameters: `flat_param`, which
 # autograd knows, and `data`, which is its `.data` and gets what is gathered. Both are made once,
 # and their storage comes and goes. This is how it goes. (`...` stands for lines that are left out.
-# Those here are for views that somebody has kept. Those below have to do with later pages: with
-# streams, page [09](09_streams.md), and with parameters on the host, page [17](17_offload.md).)
+# Those here are for views that somebody has kept. Those below have to do with streams, page
+# [09](09_streams.md), and with units that are not sharded. `source` gives this rank's shard; with
+# parameters on the host, page [17](17_offload.md), it is copied first.)
 #
 # {{ minifsdp/support/unsharded_storage.py UnshardedFlatParam.release
 # -inference_mode -trained = -flat_param.data -self.frozen is -storage = -False }}
 #
 # And this is how it comes. Find the line that makes room, and the one that gathers:
 #
-# {{ minifsdp/unshard.py unshard -Start to -assert -start_unshard
-# -offloaded = -uploaded = -Allocated -all-gather can -shard = uploaded -sent = -full, blocks
-# -data.copy_ -lambda }}
+# {{ minifsdp/unshard.py unshard -Start to -assert -start_unshard -Taken before -Allocated
+# -all-gather can -if group is -Another group -blocks = }}
 #
 # Now the GPT of `make demo`. Each of its four blocks is a unit. What is in no block, the embeddings
 # and the head, is one more unit, the *root*. How large are the storages of the blocks during a

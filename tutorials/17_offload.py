@@ -111,7 +111,8 @@ def reads(op: Op, unit: str) -> bool:
 #
 # This is an upload in the engine:
 #
-# {{ minifsdp/offload.py upload -Start to copy -Allocated in here -to it without }}
+# {{ minifsdp/offload.py Upload -A source of -__init__ -Start to copy -Allocated in here
+# -write to it -The copy, of -assert }}
 #
 # (`submit` runs a function on a stream and gives an event, which is passed when the copy is there.
 # `record_stream` is on page [10](10_allocator.md).)

@@ -165,10 +165,11 @@ MISSED = {
     "reduce.py wait_for_result: self.event.wait()":
         r"\w+ on compute uses memory of reduce <root> .* and does not wait for allreduce_ of "
         r"all-reduce <root> on replicate",
-    "offload.py upload: streams.unshard.wait_event(streams.upload.submit(launch, f'upload {unit}'))":  # noqa: E501
+    "offload.py prepare: streams.unshard.wait_event("
+    "streams.upload.submit(launch, f'upload {unit.label}'))":
         r"_allgather_base_ of all-gather <root> on unshard uses memory of upload <root> .* and "
         r"does not wait for copy_ of upload <root> on upload",
-    "offload.py uploaded: streams.unshard.record_stream(copies[0])":
+    "offload.py tensor: streams.unshard.record_stream(copy)":
         r"memory of upload <root> .* is given out again while _allgather_base_ of all-gather "
         r"<root> on unshard may still use it",
     "offload.py launch: self._streams.download.record_stream(value)":

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from minifsdp.comm.collectives import all_gather
-from minifsdp.offload import upload
 from minifsdp.parameters import Parameters
 from minifsdp.streams import Event, Finish
 from minifsdp.unit import Unit
@@ -58,21 +57,20 @@ class StreamOrdered(Parameters):
         """Do nothing: FSDP2 keeps a unit until its gradient is complete."""
 
     def _unshard(self, unit: Unit) -> None:
-        group, dtype = unit.shard_group, unit.unsharded.dtype
+        source, group, dtype = unit.source, unit.shard_group, unit.unsharded.dtype
         if group is None:  # it is all here
             super()._unshard(unit)
             return
         self.stats.count_unshard(unit.unsharded.nbytes)
         unit.gathered_version = unit.sharded_flat_param._version
         unit.state.start_unshard()
-        offloaded = unit.offload_from is not None
-        uploaded = upload(unit.padded_shard, self.streams, unit.label) if offloaded else None
+        source.prepare(unit, self.streams)
         gathered: list[Tensor] = []
 
         def launch() -> Finish:
-            shard = uploaded() if uploaded is not None else unit.padded_shard
             gathered.append(torch.empty(unit.padded_numel, dtype=dtype, device=unit.device))
-            return all_gather(gathered[0], shard.to(dtype), group, unit.tag, unit.label)
+            shard = source.tensor(unit, self.streams)
+            return all_gather(gathered[0], shard, group, unit.tag, unit.label)
 
         event = self.streams.unshard.submit(launch, f"all-gather {unit.label}")
         unit.unshard_event = CopyOut(self, unit, gathered.pop(), event)

@@ -1,6 +1,8 @@
 """Checks of offload.py: copies on a CPU, a virtual GPU that finds missing waits, and two ranks."""
 
+import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,28 +49,37 @@ def _because(what: str, want: Any, got: Any) -> str | None:
     return None
 
 
+def _with_shard(shard: torch.Tensor) -> tuple[Any, Any]:
+    """What an upload knows of a unit with this shard, and the upload."""
+    from minifsdp.offload import Upload
+    from minifsdp.unshard import OwnShard
+
+    return SimpleNamespace(padded_shard=shard, label="'a'"), Upload(OwnShard(None))
+
+
 @check("offload.1", because=_because)
 def a_shard_is_uploaded() -> Iterator[Any]:
-    from minifsdp.offload import upload
     from minifsdp.streams import Streams
 
     streams = Streams.on(torch.device("cpu"))
     for dtype in (torch.float32, torch.bfloat16):
-        chunk, arrived = torch.rand(4).to(dtype), []
-        uploaded = upload(chunk, streams, "a")
+        unit, source = _with_shard(torch.rand(4).to(dtype))
+        arrived: list[Any] = []
+        source.prepare(unit, streams)
 
-        def launch(uploaded: Any = uploaded, arrived: list[Any] = arrived) -> Any:
-            arrived.append(uploaded())
+        def launch(unit: Any = unit, source: Any = source, arrived: Any = arrived) -> Any:
+            arrived.append(source.tensor(unit, streams))
             return lambda: None
 
         streams.unshard.submit(launch, "all-gather").wait()
-        yield f"what the unshard stream gets of a shard in {dtype}", arrived[0]
+        yield f"what the unshard stream gets of a shard in {dtype}", arrived[0].clone()
+        copy = weakref.ref(arrived.pop())
+        yield "whether a copy is allocated when it has been sent", copy() is not None
 
 
 @check("offload.1", because=_because)
 def uploads_on_a_gpu() -> Iterator[Any]:
     from minifsdp import CPUOffload
-    from minifsdp.offload import upload
     from minifsdp.sim import cluster
     from minifsdp.sim.streams import make_streams
     from minifsdp.sim.tape import Op
@@ -76,12 +87,12 @@ def uploads_on_a_gpu() -> Iterator[Any]:
 
     with cluster() as gpu:
         streams = make_streams(gpu, torch.device("meta"))
-        chunk = torch.empty(50_000_000, device="cpu")
+        unit, source = _with_shard(torch.empty(50_000_000, device="cpu"))
         before, start = gpu.clock.now, len(gpu.tape)
-        uploaded = upload(chunk, streams, "a")
-        yield at_most("seconds that the host is in upload()", gpu.clock.now - before, slack=1)
+        source.prepare(unit, streams)
+        yield at_most("seconds that the host is in prepare()", gpu.clock.now - before, slack=1)
         with gpu.on("unshard"):
-            yield "the device of the copy", uploaded().device
+            yield "the device of the copy", source.tensor(unit, streams).device
         yield "streams that copy", sorted({e.stream for e in gpu.tape[start:] if isinstance(e, Op)})
     gpu = train(cpu_offload=CPUOffload(True))
     yield "missing waits, as the GPU finds them", [str(race) for race in gpu.races()[:1]]

@@ -12,13 +12,16 @@ from tutorials.exercises.observe import at_most
 
 def _start(what: str, want: Any, got: Any) -> str | None:
     if isinstance(got, dict) and "raised" in got:
-        return "is the memory allocated, and is the shard cast to the dtype of unit.unsharded"
+        return (
+            "is the memory allocated, is the source prepared before it is asked, and is what it "
+            "sends sent"
+        )
     if "state" in what:
         return "unit.state.start_unshard() says that the all-gather is about to start"
     if "passed" in what:
         return "unshard() starts the all-gather and returns: keep the event, and wait for it later"
     if "collectives" in what:
-        return "one all-gather is started for each unit that has a shard group, and none otherwise"
+        return "one all-gather is started for a unit whose source has a group, and none otherwise"
     if "belongs" in what:
         return "allocate it in launch(), which runs on the unshard stream"
     if "races" in what:
@@ -26,7 +29,7 @@ def _start(what: str, want: Any, got: Any) -> str | None:
     if "seconds" in what:
         return "the all-gather is not started ahead of the computation, so nothing hides it"
     if "bfloat16" in what:
-        return "the shard is cast to the dtype of unit.unsharded before it is sent"
+        return "unit.source gives what is sent, in the dtype of unit.unsharded"
     return None
 
 

@@ -8,7 +8,7 @@ class Engine(Engine):
         for reason in (STRATEGY, BACKWARD):
             unit.let_go(reason)
         unit.state.complete_grad()
-        unit.post_forward_shard = None
+        unit.source = unit.own_source
         self.parameters.prefetch(self.prefetcher.post_backward(unit))
         if not unit.numel:
             return

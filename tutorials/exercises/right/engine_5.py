@@ -12,7 +12,7 @@ class Engine(Engine):
                 use_sharded_views(unit)
         for unit in self.units:
             unit.state.end_backward()
-            unit.post_forward_shard = None
+            unit.source = unit.own_source
         for unit in list(self.agreement.late):
             self.gradients.reduce_held(unit)
         wait_for_readers()

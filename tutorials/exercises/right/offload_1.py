@@ -1,25 +1,22 @@
 """The wait is where the copy is used, on the unshard stream; and the copy is made by to()."""
 
-from collections.abc import Callable
 
-from torch import Tensor
+class Upload:
+    def __init__(self, inner):
+        self.inner, self.group, self.under_way = inner, inner.group, []
 
-from minifsdp.streams import Finish, Streams
+    def prepare(self, unit, streams):
+        self.inner.prepare(unit, streams)
 
+        def launch():
+            shard = self.inner.tensor(unit, streams)
+            self.under_way.append(shard.to(streams.device, non_blocking=True, copy=True))
+            print("uploads", unit.label)
+            return lambda: None
 
-def upload(padded_shard: Tensor, streams: Streams, unit: str) -> Callable[[], Tensor]:
-    made: dict[str, Tensor] = {}
+        self.event = streams.upload.submit(launch, unit.label)
 
-    def launch() -> Finish:
-        made["copy"] = padded_shard.to(streams.device, non_blocking=True)
-        print("uploads", unit)
-        return lambda: None
-
-    event = streams.upload.submit(launch, unit)
-
-    def uploaded() -> Tensor:
-        streams.unshard.wait_event(event)
-        streams.unshard.record_stream(made["copy"])
-        return made["copy"]
-
-    return uploaded
+    def tensor(self, unit, streams):
+        streams.unshard.wait_event(self.event)
+        streams.unshard.record_stream(self.under_way[0])
+        return self.under_way.pop()
