@@ -827,7 +827,7 @@ MUTANTS = [
     Mutant("engine", "the root is gathered twice in a step", "if unit is self.root or not unit.reshard_after_forward:", "if not unit.reshard_after_forward:"),
     Mutant("engine", "the strategy is not kept to", "if unit is self.root or not unit.reshard_after_forward:", "if unit is self.root:"),
     Mutant("engine", "parameters() lists the views of a unit that stays", "        if BACKWARD not in unit.reasons:\n            use_sharded_views(unit)\n", "", noticed_by="promises/when_freed"),
-    Mutant("engine", "a forward that failed leaves its reasons", "            unit.reasons.clear()\n", "", noticed_by="hooks"),
+    Mutant("engine", "a forward that failed leaves its reasons", "unit.reasons.clear()\n", "pass\n", noticed_by="hooks"),
     Mutant("between_steps/explain", "nobody says why a unit is there", "        if unit.reasons\n", "        if not unit.reasons\n"),
     Mutant("unit", "any reason that goes frees the unit", "            if not self.reasons:\n                self.free", "            if True:\n                self.free", noticed_by="parameters"),
     Mutant("unit", "reasons are counted", "self.reasons.difference_update(reasons)\n", "self.reasons.difference_update(reasons[:1])\n", noticed_by="parameters"),
