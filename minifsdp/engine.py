@@ -35,7 +35,7 @@ from minifsdp.no_sync import NO_SYNC, NoSync, check_unreduced_grad, is_kept
 from minifsdp.parameters import Parameters
 from minifsdp.post_forward import keep_post_forward_shard
 from minifsdp.prefetch import Prefetcher
-from minifsdp.stages import stages_of
+from minifsdp.strategies import stages_of
 from minifsdp.streams import Streams
 from minifsdp.support.listed_modules import LIST, close
 from minifsdp.support.param_views import make_views, use_sharded_views, use_unsharded_views

@@ -97,7 +97,7 @@ class Unit:
         self.free: Callable[[Unit], None] = lambda unit: None  # when no reason is left; the root's
         self.by_hand: ExitStack | None = None  # while FSDPModule.unshard() has it gathered
         self.comm_hook: Any = None  # a stage; see between_steps/comm_hooks.py
-        self.stages: Sequence[Any] = ()  # of the reduction of its gradients; see stages.py
+        self.stages: Sequence[Any] = ()  # of the reduction of its gradients; see strategies.py
 
         group = self.shard_group
         self.shard_rank = group.rank() if group is not None else 0

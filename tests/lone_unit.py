@@ -20,8 +20,7 @@ from minifsdp import MixedPrecision
 from minifsdp.comm import collectives
 from minifsdp.comm.groups import Placement
 from minifsdp.comm.pieces import Pieces, whole
-from minifsdp.stages import stages_of
-from minifsdp.strategies import choose_strategies
+from minifsdp.strategies import source_of, stages_of
 from minifsdp.streams import Streams
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.param_access import ParamInfo
@@ -132,7 +131,7 @@ def lone_unit(
         CPU if offload else None,
         tag=1,
     )
-    choose_strategies(unit)
+    unit.source = unit.own_source = source_of(unit)
     unit.rename("lone")
     unit.choose_precision(training=True)
     use_sharded_views(unit)

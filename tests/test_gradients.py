@@ -16,7 +16,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.api import Stats
 from minifsdp.gradients import Gradients
 from minifsdp.sim import cluster
-from minifsdp.stages import stages_of
+from minifsdp.strategies import stages_of
 from minifsdp.streams import CpuEvent, CpuStream, Streams
 from tests.lone_unit import lone_unit
 from tests.parity import grid

@@ -35,7 +35,7 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 from minifsdp.comm.blocks import together
 from minifsdp.comm.pieces import Pieces, whole
 from minifsdp.engine import Engine
-from minifsdp.stages import stages_of
+from minifsdp.strategies import stages_of
 from minifsdp.streams import Finish
 from minifsdp.unit import Unit
 

@@ -26,7 +26,7 @@ from minifsdp.checks.same_model import remember_values
 from minifsdp.comm.consensus import groups_with_peers
 from minifsdp.comm.groups import mesh_of
 from minifsdp.precision import FULL_PRECISION
-from minifsdp.strategies import choose_strategies
+from minifsdp.strategies import source_of
 from minifsdp.streams import has_memory
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.fingerprint import fingerprint
@@ -138,7 +138,7 @@ def build_unit(module: nn.Module, settings: Settings, stays_on_meta: bool = Fals
         module, param_infos, buffers, settings.placement, settings.precision, offload_from, tag,
         mesh,
     )  # fmt: skip
-    choose_strategies(unit)
+    unit.source = unit.own_source = source_of(unit)
     if mesh is None:
         warn_of_lost_attributes(param_infos)
     use_sharded_views(unit)
