@@ -39,7 +39,7 @@ class Gradients:
     def __init__(self, streams: Streams, stats: Stats) -> None:
         self.streams, self.stats = streams, stats
         self._reductions: list[Reduction] = []  # in the order of their start
-        self._under_way: list[Reduction] = []  # those of them that have to go on; oldest first
+        self._under_way: list[Reduction] = []  # those of them that have to go on, newest first
         self._held: dict[Unit, Tensor] = {}  # not reduced
 
     @property
@@ -71,11 +71,13 @@ class Gradients:
         reduction = Reduction(unit, grad, self.streams)
         reduction.start()
         self._reductions.append(reduction)
-        self._under_way.append(reduction)
+        self._under_way.insert(0, reduction)
         self.stats.reductions += 1
 
     def _advance(self) -> None:
-        """Each reduction that is under way goes one stage further."""
+        """Each reduction that is under way goes one stage further, the newest first. Ranks that
+        replicate each other may have units in another order: if the oldest were first, each would
+        wait for a stage that the other one starts only after it."""
         self._under_way = [reduction for reduction in self._under_way if reduction.advance()]
 
     def reduce_held(self, unit: Unit) -> None:

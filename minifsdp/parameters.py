@@ -5,6 +5,7 @@ model: the limit on how many may be unsharded (limiter.py), the choice of the ne
 (prefetch.py), and the counts that ``model.engine.stats`` shows.
 """
 
+import sys
 from collections.abc import Iterable
 
 from minifsdp.api import Stats
@@ -124,5 +125,6 @@ class Parameters:
         """No reason to keep the unit is left."""
         before = unit.leaks
         self.reshard(unit)
-        if unit.leaks > before == 0:
+        failed = sys.exc_info()[0] is not None  # whose traceback refers to the views
+        if unit.leaks > before == 0 and not failed:
             warn_of_leak(unit)

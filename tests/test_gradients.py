@@ -140,9 +140,9 @@ def test_each_gradient_that_is_complete_takes_all_reductions_one_stage_further(k
         gradients.finish()
 
     def advanced(at: int) -> list[str]:
-        """What happens when the gradient of this number is complete, the oldest reduction first."""
+        """What happens when the gradient of this number is complete, the newest reduction first."""
         found = []
-        for number, label in enumerate(labels[:at]):
+        for number, label in reversed([*enumerate(labels[:at])]):
             age = at - number  # its stages that were started, up to now
             lines = ["compute < reduce {}"] * (age == 1)
             lines += NEXT[stages[age - 1]] if age <= len(stages) else []

@@ -55,10 +55,6 @@ PROMISES: dict[str, dict[str, Any]] = {
         "backward.change_gradient": second,
         "gradients.after_gradient": nothing,
     },
-    "what was done is counted": {
-        "api.Stats.count_unshard": nothing,
-        "api.Stats.count_reshard": nothing,
-    },
 }
 """By promise, the functions of minifsdp that keep it, and what is in their place."""
 

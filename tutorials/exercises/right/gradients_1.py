@@ -23,5 +23,5 @@ class Gradients(Gradients):
                 going.append(older)
         started = Reduction(unit, grad, self.streams)
         started.start()
-        self._under_way = [*going, started]
+        self._under_way = [started, *going]
         self._reductions = [*self._reductions, started]
