@@ -6,6 +6,7 @@ are those that somebody has a reason to keep (unit_state.py), and at the end of 
 is no reason left.
 """
 
+import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 
@@ -280,7 +281,9 @@ def test_a_part_that_fails_and_is_caught_is_freed_at_once(way):
         return net.head(hidden)
 
     watched = Watched(way, FULL_SHARD, run=fails)
-    moments = watched.step()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "a parameter of unit")  # a traceback refers to it
+        moments = watched.step()
     assert moments[:3] == ["forward of b: root b", "caught: root", "forward of b: root b"]
     assert moments[-1] == "after:" and watched.at_rest()
 
