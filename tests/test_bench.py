@@ -35,6 +35,7 @@ def test_figures_are_held_against_their_aims():
     assert [line.split()[-1] for line in lines] == ["10%", "ok", "ok"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="make validate")
 def test_without_a_gpu_it_is_the_cpus(capsys, monkeypatch, tmp_path):
     """A step that takes as long as is predicted, then one that takes twice as long."""
@@ -51,6 +52,7 @@ def test_without_a_gpu_it_is_the_cpus(capsys, monkeypatch, tmp_path):
     assert gpu.main() == 1
 
 
+@pytest.mark.slow
 def test_the_demos_step_is_measured(monkeypatch):
     monkeypatch.setitem(cpu.SIZES, "demo", (1, 32))  # with a smaller model
     assert 0 < cpu.measured("demo") < 100

@@ -34,6 +34,7 @@ def test_calls_and_shares_are_of_one_step_and_of_all_files():
     assert {"torch", "hooks.py", "engine.py", "support", "limiter.py"} < set(shares)
 
 
+@pytest.mark.slow
 def test_without_its_promises_minifsdp_computes_the_same_with_fewer_calls():
     def gradients(*promises: str) -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -73,6 +73,7 @@ FIND_NAMES = [
 ]
 
 
+@pytest.mark.slow
 def test_new_processes_find_names():
     """One program each, forked where torch is imported already: that takes longer than all else."""
     in_a_new_process(

@@ -67,6 +67,7 @@ def run(*command) -> subprocess.CompletedProcess:
     return run_command([sys.executable, *command], env=beside)
 
 
+@pytest.mark.slow
 def test_what_ranks_say_comes_in_their_order_and_so_do_their_results(page):
     result = run(page)
     assert result.stdout == SAID + SAID.replace("hello", "again"), result.stderr

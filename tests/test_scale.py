@@ -33,6 +33,7 @@ def test_batches_are_those_of_weak_and_of_strong_scaling():
     assert (HYBRID, 8) not in {point[:2] for point in points(weak)}
 
 
+@pytest.mark.slow
 def test_all_engines_send_the_same_and_compute_the_same(small):
     """They differ in when, not in what. A contender with an option of its own (a unit that is kept,
     a prefetch of the wrong one that is gathered twice) would send another amount."""
@@ -51,6 +52,7 @@ def test_more_gpus_mean_more_latency_and_smaller_shards(small):
     assert many["peak reserved"] < few["peak reserved"] < hybrid["peak reserved"]
 
 
+@pytest.mark.slow
 def test_a_step_of_several_batches_is_at_most_what_is_said_of_it(small):
     """The simulated one lets a batch begin while the last one's gradients are being reduced."""
     one = simulated("minifsdp", FULL, 64, 1)
@@ -71,6 +73,7 @@ def test_the_readme_has_what_is_found():
     assert f"| {steps} |" in line and f"| {memory} |" in line
 
 
+@pytest.mark.slow
 def test_tables_have_a_row_for_each_point_and_a_speed_that_begins_with_1(small, monkeypatch):
     monkeypatch.setattr(scale, "GPUS", (8, 64))
     for scaling in (weak, strong):

@@ -23,6 +23,7 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [
     [],
     slow(["--strategy", "shard_grad_op", "--prefetch", "post", "--limit", "none"]),
