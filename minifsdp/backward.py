@@ -156,7 +156,7 @@ class Backward:
             return
         check_unchanged(unit, call.version)
         self.saved.began[unit] = call.version
-        if unit.needs_unshard:
+        if unit.unsharded.needs_unshard:
             self.agreement.at(Moment.BACKWARD_OF, unit)
         for outer in unit.ancestors:
             self._free_early(outer)

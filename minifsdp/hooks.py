@@ -147,7 +147,7 @@ class Hooks:
             self.engine.prefetcher.start_forward()
         if not unit.uses_unsharded_views:
             check_unreplaced(unit)
-        if unit.needs_unshard or not self.backward.running:  # else other ranks need not take part
+        if unit.unsharded.needs_unshard or not self.backward.running:  # else others are not asked
             self.agreement.at(Moment.FORWARD_OF, unit)
         self.engine.before_forward(unit, prefetch=self._in_order and LIST not in unit.reasons)
         if unit.is_list and self._in_order:
@@ -157,7 +157,7 @@ class Hooks:
         self.calls.append(Call(unit, unit.unsharded, version, before, self.engine.training))
         self.backward.saved.uses(tuple(self.calls))
         frozen = not unit.sharded_flat_param.requires_grad
-        if unit.needs_unshard and frozen and torch.is_grad_enabled():
+        if unit.unsharded.needs_unshard and frozen and torch.is_grad_enabled():
             self._free_when_inputs_have_gradients(unit, args, kwargs)
         # Also where a checkpoint around the root runs it again, which is then not the outermost.
         is_root = unit is self.engine.root or self._outermost

@@ -71,15 +71,17 @@ class NoSync:
         """A backward begins. Units are held here, where all ranks are alike, and not in their own
         backwards: these need not come on all ranks, and in the next forward some ranks would gather
         a unit that others have kept."""
-        for unit in self.units if self.inside else ():
-            unit.waits.add(NO_SYNC)
-            if not unit.reshard_after_forward:
-                unit.hold(NO_SYNC)
-        for unit in self.units if self._was_inside and not self.inside else ():
-            unit.waits.discard(NO_SYNC)
-            if NO_SYNC in unit.reasons:
-                unit.hold(STRATEGY)  # now it stays as after any other forward
-                unit.let_go(NO_SYNC)
+        if self.inside:
+            for unit in self.units:
+                unit.waits.add(NO_SYNC)
+                if not unit.reshard_after_forward:
+                    unit.hold(NO_SYNC)
+        elif self._was_inside:
+            for unit in self.units:
+                unit.waits.discard(NO_SYNC)
+                if NO_SYNC in unit.reasons:
+                    unit.hold(STRATEGY)  # now it stays as after any other forward
+                    unit.let_go(NO_SYNC)
         self._was_inside = self.inside
 
 

@@ -54,7 +54,7 @@ class Parameters:
         later."""
         unit.hold(reason)
         unit.reasons.discard(PREFETCH)  # its turn has come
-        if unit.needs_unshard and unit.state.sharded is ShardedState.SHARDED:
+        if unit.unsharded.needs_unshard and unit.state.sharded is ShardedState.SHARDED:
             self._admit(unit, needed=True)
             self._unshard(unit)
 
@@ -69,7 +69,9 @@ class Parameters:
             for one in target:
                 self.prefetch(one, listed=True)
             return
-        if target is None or not target.needs_unshard or not self.prefetcher.is_sound(target):
+        if target is None or not target.unsharded.needs_unshard:
+            return
+        if not self.prefetcher.is_sound(target):
             return
         if self._admit(target, needed=listed):
             self.prefetcher.issued(target)
@@ -125,6 +127,6 @@ class Parameters:
         """No reason to keep the unit is left."""
         before = unit.leaks
         self.reshard(unit)
-        failed = sys.exc_info()[0] is not None  # whose traceback refers to the views
-        if unit.leaks > before == 0 and not failed:
+        # While an exception is on its way, its traceback refers to the views.
+        if unit.leaks > before == 0 and sys.exc_info()[0] is None:
             warn_of_leak(unit)

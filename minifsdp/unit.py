@@ -140,7 +140,6 @@ class Unit:
         self.unsharded_by_dtype = UnshardedFlatParams()
         # Till the first use. Then the one of the dtype that is computed in.
         self.unsharded = UnshardedFlatParam(self.padded_shard, self.padded_shard, False, None)
-        self.needs_unshard = False  # before use: gathered, uploaded or cast
         self.placeholders = [Placeholder(self, info) for info in param_infos]
 
     def _new_chunk(self, data: Tensor, requires_grad: bool) -> FlatParameter:
@@ -253,7 +252,7 @@ class Unit:
     def _use(self, unsharded: UnshardedFlatParam) -> None:
         if unsharded is not self.unsharded:
             self.views = []  # they are of another one
-        self.unsharded, self.needs_unshard = unsharded, unsharded.needs_unshard
+        self.unsharded = unsharded
 
     @torch.inference_mode(False)  # what is made here outlives the mode that a forward may run in
     def _new_unsharded(self, dtype: torch.dtype, trained: bool) -> UnshardedFlatParam:

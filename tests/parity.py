@@ -317,7 +317,7 @@ def check_at_rest(model: FSDP, kept: bool = False) -> None:
         stays = NO_SYNC in unit.reasons
         assert unit.reasons <= {NO_SYNC}, f"{unit.label} is held for {unit.reasons}"
         assert not stays or (kept and not unit.reshard_after_forward), f"{unit.label} was kept"
-        if unit.needs_unshard and unit.unsharded.flat_param is not None and not stays:
+        if unit.unsharded.needs_unshard and unit.unsharded.flat_param is not None and not stays:
             assert unit.unsharded.flat_param.untyped_storage().size() == 0, (
                 f"{unit.label} was not freed"
             )

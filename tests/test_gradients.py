@@ -132,7 +132,8 @@ def test_each_gradient_that_is_complete_takes_all_reductions_one_stage_further(k
         gradients, labels, steps = Gradients(streams, Stats()), [], []
         for name in "abcde":
             unit = stack.enter_context(lone_unit(**settings)).unit
-            unit.name, unit.stages = name, stages_of(unit, streams)
+            unit.rename(name)
+            unit.stages = stages_of(unit, streams)
             labels.append(unit.label)
             gradients.take(unit, torch.zeros(unit.padded_numel, dtype=unit.unsharded.dtype))
             steps.append([*log])

@@ -603,7 +603,7 @@ def test_a_parameter_that_leaves_its_unit_keeps_its_memory_and_that_is_said_once
         expected = model.module[0].module[0].weight.detach().clone()
     with pytest.warns(UserWarning, match="a parameter of unit '0' is still referred to"):
         _, weight = model(batch())
-    assert model.engine.stats.unsharded_units == 0
+    assert model.engine.stats.unsharded_units == 0 and not any(map(storage, model.engine.units))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _, again = model(batch())

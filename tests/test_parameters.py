@@ -7,6 +7,8 @@ import torch
 
 import minifsdp.comm.collectives
 import minifsdp.reduce
+from minifsdp.engine import Engine
+from minifsdp.unit import Unit
 from minifsdp.unit_state import FORWARD, PREFETCH
 from tests.parity import check_at_rest
 from tests.ranks import on_ranks
@@ -20,11 +22,16 @@ from tests.small import (
 )
 
 
+def started() -> tuple[Engine, Unit]:
+    """An engine that is ready for a forward, and a unit that is not the root."""
+    engine = stack().engine
+    engine.start(training=True)
+    return engine, engine.units[1]
+
+
 @on_ranks(2)
 def test_gathering_and_freeing_twice_is_gathering_and_freeing_once():
-    model = stack()
-    engine, unit = model.engine, model.engine.units[1]
-    engine.start(training=True)
+    engine, unit = started()
     engine.parameters.unshard(unit, FORWARD)
     engine.parameters.unshard(unit, FORWARD)
     assert engine.stats.all_gathers == engine.stats.unsharded_units == 1
@@ -38,9 +45,7 @@ def test_gathering_and_freeing_twice_is_gathering_and_freeing_once():
 
 @on_ranks(2)
 def test_a_unit_is_freed_when_its_last_reason_is_gone():
-    model = stack()
-    engine, unit = model.engine, model.engine.units[1]
-    engine.start(training=True)
+    engine, unit = started()
     engine.parameters.unshard(unit, FORWARD)
     engine.parameters.unshard(unit, "a second one")
     unit.hold("a second one")  # to hold for a reason twice is to hold for it once
@@ -55,9 +60,7 @@ def test_a_unit_is_freed_when_its_last_reason_is_gone():
 
 @on_ranks(2)
 def test_what_was_prefetched_stays_till_its_turn_and_is_freed_after_it():
-    model = stack()
-    engine, unit = model.engine, model.engine.units[1]
-    engine.start(training=True)
+    engine, unit = started()
     engine.parameters.prefetch(unit)
     assert unit.reasons == {PREFETCH} and storage(unit)
     engine.parameters.unshard(unit, FORWARD)

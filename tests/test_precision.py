@@ -116,7 +116,7 @@ def test_parameters_that_are_not_sharded_are_cast_without_a_word_to_anybody():
     assert log == {("reduce", LOW): 5}
     unit = model.engine.units[1]
     assert (
-        unit.needs_unshard
+        unit.unsharded.needs_unshard
         and unit.unsharded.flat_param.data_ptr() != unit.sharded_flat_param.data_ptr()
     )
 

@@ -31,11 +31,12 @@ class TestDirectly:
         with lone_unit(ranks=3) as lone:
             assert lone.unit.numel == 10 and lone.unit.padded_numel == 12
             assert lone.unit.unsharded.data.shape == (12,) and lone.memory == 0
-            assert lone.unit.needs_unshard and lone.unit.state.sharded is ShardedState.SHARDED
+            assert lone.unit.unsharded.needs_unshard
+            assert lone.unit.state.sharded is ShardedState.SHARDED
 
     def test_what_is_not_sharded_is_computed_with_where_it_is(self):
         with lone_unit(ranks=1) as lone:
-            assert not lone.unit.needs_unshard
+            assert not lone.unit.unsharded.needs_unshard
             assert lone.unit.unsharded.data.data_ptr() == lone.unit.padded_shard.data_ptr()
 
 
@@ -99,7 +100,7 @@ def test_only_what_is_there_in_the_right_dtype_and_place_is_computed_with_as_it_
     unit = prepared(strategy, cpu_offload=offload)
     unit.compute_in(dtype)
     as_it_is = strategy == "NO_SHARD" and dtype is torch.float32 and offload is None
-    assert unit.needs_unshard == (not as_it_is)
+    assert unit.unsharded.needs_unshard == (not as_it_is)
     assert (unit.unsharded.flat_param.data_ptr() == unit.padded_shard.data_ptr()) == as_it_is
     assert storage(unit) == (42 * 4 if as_it_is else 0)
 

@@ -212,7 +212,7 @@ def test_a_unit_that_is_not_sharded_computes_with_its_shard():
     for unit in model.engine.units:
         assert (
             unit.unsharded.flat_param.data_ptr() == unit.sharded_flat_param.data_ptr()
-            and not unit.needs_unshard
+            and not unit.unsharded.needs_unshard
         )
     assert model.engine.stats.all_gathers == 0
 
@@ -226,7 +226,7 @@ def test_a_unit_that_is_not_sharded_may_need_a_cast_or_an_upload_but_no_gather(o
             cpu_offload=OFFLOADS[offload],
             mixed_precision=PRECISIONS[precision],
         )
-        assert unit.needs_unshard and storage(unit) == 0
+        assert unit.unsharded.needs_unshard and storage(unit) == 0
         unshard(unit, streams)
         wait_for_unshard(unit)
     expected = layers()[1][0].weight.to(unit.unsharded.dtype)

@@ -162,8 +162,9 @@ def values(unit: Unit, thoroughly: bool) -> Values:
         thoroughly: read all of them, which is for the first steps only.
     """
     # Without sharding the views are the parameters themselves, and a change of them lasts.
-    number = fingerprint([unit.unsharded.data]) if thoroughly and unit.needs_unshard else None
-    return Values(unit.unsharded.flat_param._version, number)
+    unsharded = unit.unsharded
+    number = fingerprint([unsharded.data]) if thoroughly and unsharded.needs_unshard else None
+    return Values(unsharded.flat_param._version, number)
 
 
 def check_untouched(unit: Unit, before: Values, failed: bool = False) -> None:
@@ -179,9 +180,10 @@ def check_untouched(unit: Unit, before: Values, failed: bool = False) -> None:
         RuntimeError: a parameter was changed in place, or another tensor put in its place.
     """
     how = ""
-    if (unit.needs_unshard or failed) and values(unit, before.number is not None) != before:
+    unsharded = unit.unsharded
+    if (unsharded.needs_unshard or failed) and values(unit, before.number is not None) != before:
         how = "changed in place"
-    memory = unit.unsharded.storage._cdata
+    memory = unsharded.storage._cdata
     for info, view in zip(unit.param_infos, unit.views, strict=True):
         for module, name in info.owners:
             if module._parameters.get(name) is not view:

@@ -59,7 +59,7 @@ class PrefetchStats:
             self._pending = None
         elif (
             pending is not None
-            and unit.needs_unshard
+            and unit.unsharded.needs_unshard
             and unit.state.sharded is ShardedState.SHARDED
         ):
             self._pending = None  # count it once

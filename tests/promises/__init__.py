@@ -63,13 +63,13 @@ def fsdp(**settings: Any) -> Wrap:
     return lambda module: FSDP(module.to(device()), **settings)
 
 
-def without_wrapper(module: nn.Module) -> nn.Module:
-    """The same units by ``fully_shard``."""
+def without_wrapper(module: nn.Module, **settings: Any) -> nn.Module:
+    """The same units by ``fully_shard``, all with these arguments."""
     module = module.to(device())
     for inner in reversed([*module.modules()]):
         if isinstance(inner, Block) and inner is not module:
-            fully_shard(inner)
-    return fully_shard(module)
+            fully_shard(inner, **settings)
+    return fully_shard(module, **settings)
 
 
 WAYS: dict[str, Wrap] = {

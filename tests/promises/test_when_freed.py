@@ -8,7 +8,6 @@ is no reason left.
 
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,9 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ShardingStrategy, fully_shard
-from tests.promises import Block, batch, fsdp
-from tests.ranks import device, on_ranks
+from minifsdp import ShardingStrategy
+from tests.promises import Block, batch, fsdp, without_wrapper
+from tests.ranks import on_ranks
 
 FULL_SHARD, SHARD_GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 
@@ -48,18 +47,11 @@ class Net(nn.Module):
         return self.run(self, x) if self.run else self.head(self.b(self.a(x)))
 
 
-def without_wrapper(module, strategy):
-    reshards, module = strategy is FULL_SHARD, module.to(device())
-    for part in (module.a, module.b):
-        fully_shard(part, reshard_after_forward=reshards)
-    return fully_shard(module, reshard_after_forward=reshards)
-
-
 SETTINGS = {"sharding_strategy": None, "backward_prefetch": None, "forward_prefetch": False}
 WAYS = {
     "chunks": lambda m, s: fsdp(**SETTINGS | {"sharding_strategy": s})(m),
     "rows": lambda m, s: fsdp(**SETTINGS | {"sharding_strategy": s}, use_orig_params=True)(m),
-    "fully_shard": without_wrapper,
+    "fully_shard": lambda m, s: without_wrapper(m, reshard_after_forward=s is FULL_SHARD),
 }
 
 
@@ -86,12 +78,6 @@ class Watched:
 
     def note(self, moment: str) -> None:
         self.moments.append(f"{moment}: {self.alive()}".strip())
-
-    @contextmanager
-    def no_sync(self):
-        self.engine.no_sync.inside = True
-        yield
-        self.engine.no_sync.inside = False
 
     def step(self, loss_of: Callable = lambda out: out.sum(), at: int = 0) -> list[str]:
         """The moments of a forward and a backward."""
@@ -167,7 +153,7 @@ def test_an_evaluation_keeps_nothing(way):
 @on_ranks(2)
 def test_in_no_sync_units_stay_for_the_next_forward_if_their_strategy_lets_them(way):
     watched = Watched(way, SHARD_GRAD_OP)
-    with watched.no_sync():
+    with watched.engine.no_sync():
         assert watched.step()[-1] == "after: root a b"
         gathers = watched.engine.stats.all_gathers
         assert watched.step(at=1)[-1] == "after: root a b"
@@ -177,7 +163,7 @@ def test_in_no_sync_units_stay_for_the_next_forward_if_their_strategy_lets_them(
     assert moments[-3:] == ["backward of b: a b", "backward of a: a", "after:"]
     assert watched.at_rest()
     watched = Watched(way, FULL_SHARD)
-    with watched.no_sync():
+    with watched.engine.no_sync():
         assert watched.step() == FORWARD + BACKWARD
 
 
@@ -185,7 +171,7 @@ def test_in_no_sync_units_stay_for_the_next_forward_if_their_strategy_lets_them(
 @on_ranks(2)
 def test_what_no_sync_has_kept_is_freed_when_its_shard_has_changed(way):
     watched = Watched(way, SHARD_GRAD_OP)
-    with watched.no_sync():
+    with watched.engine.no_sync():
         watched.step()
     watched.model.zero_grad()
     with torch.no_grad():

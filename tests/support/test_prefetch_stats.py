@@ -10,7 +10,7 @@ from minifsdp.unit_state import BACKWARD, UnitState
 def new_unit(unsharded=False, reshard_after_forward=True, reasons=()):
     unit = SimpleNamespace(
         state=UnitState(),
-        needs_unshard=True,
+        unsharded=SimpleNamespace(needs_unshard=True),
         reshard_after_forward=reshard_after_forward,
         reasons={*reasons},
     )

@@ -82,11 +82,7 @@ def gathered_for_forward(lone: Lone, *reasons: str) -> None:
     Args:
         reasons: others that it has to stay.
     """
-    lone.fill()
-    for reason in (FORWARD, *reasons):
-        lone.unit.hold(reason)
-    make_views(lone.unit)
-    use_unsharded_views(lone.unit)
+    _gather_for(lone, FORWARD, *reasons)
 
 
 def gathered_for_backward(lone: Lone, *reasons: str) -> None:
@@ -95,13 +91,17 @@ def gathered_for_backward(lone: Lone, *reasons: str) -> None:
     Args:
         reasons: others that it has to stay.
     """
+    _gather_for(lone, BACKWARD, *reasons)
+    lone.unit.state.run_forward()
+    lone.unit.state.start_backward(0)
+
+
+def _gather_for(lone: Lone, *reasons: str) -> None:
     lone.fill()
-    for reason in (BACKWARD, *reasons):
+    for reason in reasons:
         lone.unit.hold(reason)
     make_views(lone.unit)
     use_unsharded_views(lone.unit)
-    lone.unit.state.run_forward()
-    lone.unit.state.start_backward(0)
 
 
 def gradient(unit: Unit) -> Tensor:

@@ -57,7 +57,8 @@ class StreamOrdered(Parameters):
         """Do nothing: FSDP2 keeps a unit until its gradient is complete."""
 
     def _unshard(self, unit: Unit) -> None:
-        source, group, dtype = unit.source, unit.shard_group, unit.unsharded.dtype
+        source, dtype = unit.source, unit.unsharded.dtype
+        group = source.group
         if group is None:  # it is all here
             super()._unshard(unit)
             return

@@ -23,6 +23,6 @@ class Prefetcher(Default):
             return None
         order = self.pre_backward_order
         for target in order.last[order._position : order._position + 2]:
-            if target.state.sharded is ShardedState.SHARDED and target.needs_unshard:
+            if target.state.sharded is ShardedState.SHARDED and target.unsharded.needs_unshard:
                 return target
         return None
