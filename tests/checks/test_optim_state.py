@@ -153,10 +153,11 @@ def test_what_one_rank_says_all_raise():
 @on_ranks(4)
 def test_ranks_that_are_in_no_group_together_hear_it_through_one_that_is_in_both():
     pair, others = dist.new_group([0, 1]), dist.new_group([1, 2, 3])
-    rank, params = dist.get_rank(), []
+    rank, models = dist.get_rank(), []  # which a collector would take, and their groups with them
     for ranks, group in (([0, 1], pair), ([1, 2, 3], others)):
         if rank in ranks:
-            params += FSDP(nn.Linear(6, 6).to(device()), process_group=group).parameters()
+            models.append(FSDP(nn.Linear(6, 6).to(device()), process_group=group))
+    params = [param for model in models for param in model.parameters()]
     with pytest.raises(RuntimeError, match="found by rank 0"):
         agree(None if rank else "found by rank 0", [{"params": params}])
 
