@@ -4,6 +4,7 @@
 test_older_optim_state.py.)
 """
 
+import time
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +16,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.between_steps import local_optim_state
 from minifsdp.between_steps.local_optim_state import group_settings, local_state
 from tests.between_steps.test_state_dict_type import IN_ROWS, trained
+from tests.patience import Patience
 from tests.ranks import on_ranks
 from tests.small import layers
 
@@ -66,7 +68,11 @@ def test_only_the_first_rank_ever_has_a_whole_state(in_rows):
     with patch.object(local_optim_state, "_received", noted):
         found = local_state(model, optimizer.param_groups, given, from_first=True)
     assert received and all(meta is (dist.get_rank() == 1) for meta in received)
-    assert all(map(torch.UntypedStorage._expired, alive))
+    expired, patience = torch.UntypedStorage._expired, Patience(10)
+    while not all(map(expired, alive)) and patience.left:
+        time.sleep(0.001)  # the thread of gloo's that has sent the last one lets go of it
+        patience.count()
+    assert all(map(expired, alive))
     for storage in alive:
         torch.UntypedStorage._free_weak_ref(storage)
     assert set(found["state"]) == {*range(len([*model.parameters()]))}
