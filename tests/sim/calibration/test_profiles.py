@@ -146,6 +146,7 @@ def test_a_gpu_that_is_not_known_needs_another_one(write):
     assert device.like == GPUS["a100-40"] and device.memory == 24 * 10**9
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # of torch before 2.13
 def test_a_profile_of_a_cpu_has_no_kernels(tmp_path):
     with torch.profiler.profile(record_shapes=True) as profile:
         torch.ones(8, 8) @ torch.ones(8, 8)
