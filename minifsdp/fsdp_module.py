@@ -32,13 +32,15 @@ from minifsdp.between_steps.full_params import Options, full_params
 from minifsdp.between_steps.state_dict import register_rows_hook
 from minifsdp.checks.misplaced_calls import check_root_and_idle
 from minifsdp.checks.other_wrappers import check_inside
+from minifsdp.checks.unreplaced import check_unreplaced_by_hand
 from minifsdp.checks.unsupported import add_missing, refuse
 from minifsdp.engine import Engine
 from minifsdp.fully_sharded import make_root
+from minifsdp.no_sync import NoSync
 from minifsdp.prefetch_lists import ListedPrefetcher, units_to_prefetch
 from minifsdp.support.listed_modules import ListedModules, outermost
-from minifsdp.support.param_views import adopt, check_unreplaced_by_hand
 from minifsdp.support.pytree import map_tensors
+from minifsdp.support.shard_changes import adopt
 from minifsdp.wrapping.auto_wrap import check_wrappable
 from minifsdp.wrapping.build import build_unit
 from minifsdp.wrapping.compiled import compiled, uncompiled
@@ -180,7 +182,7 @@ class FSDPModule:
         refuse(recurse=None if recurse else "False")
         engine = self._engine
         check_root_and_idle(self._unit, engine.root, self._hooks.idle, "set_requires_gradient_sync")
-        engine.no_sync.inside = not requires_gradient_sync
+        engine.moments.of(NoSync).inside = not requires_gradient_sync
 
     def reset_iter_state(self) -> None:
         """Does nothing: the next forward or backward resets what an exception has left."""

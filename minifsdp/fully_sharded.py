@@ -29,10 +29,13 @@ from minifsdp.checks.misplaced_calls import check_root_and_idle
 from minifsdp.checks.other_wrappers import check_inside
 from minifsdp.checks.param_names import as_before_wrapping
 from minifsdp.engine import Engine
+from minifsdp.features import layers_of
 from minifsdp.hooks import Hooks
 from minifsdp.limiter import Limiter
+from minifsdp.no_sync import NoSync
 from minifsdp.prefetch import Prefetcher
-from minifsdp.support.param_views import adopt
+from minifsdp.strategies import stages_of
+from minifsdp.support.shard_changes import adopt
 from minifsdp.wrapping.attributes import Forward, ModuleWrapper
 from minifsdp.wrapping.auto_wrap import check_wrappable
 from minifsdp.wrapping.build import build_unit, wrap_below
@@ -185,7 +188,7 @@ class FullyShardedDataParallel(StateDictMethods, ModuleWrapper):
             RuntimeError: this is not the root, or a forward or backward is under way.
         """
         self._check_root_and_idle("no_sync")
-        return self._engine.no_sync()
+        return self._engine.moments.of(NoSync)()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
@@ -266,8 +269,12 @@ def make_root(module: nn.Module, prefetcher: Prefetcher, limiter: Limiter) -> No
     wrappers = name_units(module)
     for wrapper in wrappers:
         if "_hooks" in wrapper.__dict__:
-            wrapper._hooks.engine.reset()  # it was a root, and may have been in use
+            wrapper._hooks.engine.fail()  # it was a root, and may have been in use
     units = dict.fromkeys(w._unit for w in wrappers)  # the modules of a list have one
-    hooks = Hooks(Engine([*units], limiter, prefetcher))
+    engine = Engine([*units], limiter, prefetcher)
+    for unit in units:
+        unit.stages = stages_of(unit, engine.streams)
+    hooks = Hooks(engine)
+    engine.use(layers_of(hooks))
     for wrapper in wrappers:
         wrapper._hooks = hooks

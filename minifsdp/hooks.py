@@ -22,7 +22,6 @@ cannot be seen (an attribute, a closure). Then the hook on saved parameters stil
 gradient can be computed without what autograd has saved (support/saved_tensors.py).
 """
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -31,27 +30,13 @@ import torch
 from torch import nn
 
 from minifsdp.backward import Backward
-from minifsdp.between_steps.state_dict_calls import StateDictCalls
-from minifsdp.checks.misplaced_calls import check_summoned, refuse_mixed
-from minifsdp.checks.rank_agreement import Moment
-from minifsdp.comm.transport import wait_for_readers
 from minifsdp.engine import Engine
-from minifsdp.precision import output_cast, prepare_inputs
+from minifsdp.layers import Call
 from minifsdp.support.autograd_hooks import after_gradients_of, before_gradient_of
 from minifsdp.support.dispatch_modes import without_modes
-from minifsdp.support.listed_modules import LIST, starts
-from minifsdp.support.param_views import (
-    check_unreplaced,
-    check_untouched,
-    hide_divided_params,
-    hides_params,
-    show_divided_params,
-    values,
-)
 from minifsdp.support.pytree import tensors_in
-from minifsdp.support.saved_tensors import Call, refuse_transforms
 from minifsdp.unit import Unit
-from minifsdp.unit_state import BACKWARD, STRATEGY
+from minifsdp.unit_state import BACKWARD, STRATEGY, Purpose
 
 
 class Hooks:
@@ -64,13 +49,11 @@ class Hooks:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.agreement = engine, engine.agreement
+        self.engine = engine
         self.backward = Backward(engine)
-        self.calls, self.summoned = self.backward.calls, self.backward.summoned
+        self.calls: list[Call] = []
+        self.summoned = self.backward.summoned
         self.depth = 0  # of forwards within forwards
-        self._threads: dict[str, int] = {}  # the one that runs the outermost of them
-        self._graph_waits = False  # there was a forward before this one, and not yet its backward
-        self.state_dict_calls = StateDictCalls()
 
     @property
     def idle(self) -> bool:
@@ -91,136 +74,100 @@ class Hooks:
             module: of a list of modules the one that runs. The mode of the outermost one counts.
             run: what to call.
         """
-        if self.state_dict_calls.held:
-            self.state_dict_calls.close_aborted()
+        moments = self.engine.moments
         if self.summoned:
-            check_summoned(unit, self.engine.units, any(self.summoned.values()))
+            for method in moments.between_steps:
+                method(unit)
             if unit in self.summoned:
                 return run(*args, **kwargs)
         if unit is self.engine.root or not self.depth:
-            self._check_thread()
+            for method in moments.enter:
+                method(unit)
         self.depth += 1
-        first = torch._C._autograd._get_sequence_nr()  # of the operations to come
         try:
-            cast_output = output_cast(unit, args, kwargs)
-            args, kwargs = self.before_forward(unit, module, args, kwargs)
+            call, args, kwargs = self.before_forward(unit, module, args, kwargs)
             try:
-                with self.backward.saved.hooks(module):
+                if moments.around_forward:
+                    output = moments.run(call, run, args, kwargs)
+                else:
                     output = run(*args, **kwargs)
             except RuntimeError as error:
-                refuse_transforms(unit, error)
-                refuse_mixed(unit, self.engine.units, error)
-                if unit.uses_unsharded_views:  # perhaps because of a parameter that was changed
-                    check_untouched(unit, self.calls[-1].values, failed=True)
+                for method in moments.error:
+                    method(call, error)
                 raise
-            if cast_output is not None:
-                output = cast_output(output)
-            self.after_forward(unit, output, first)
+            output = self.after_forward(call, output)
         except BaseException:
             self.forward_failed(unit)
             raise
         finally:
             self.depth -= 1
             del self.calls[self.depth :]
-            if not self.depth:
-                self._threads.clear()
         return output
 
     @without_modes
     def before_forward(
         self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
         """The module is about to run.
 
         Returns:
-            The arguments to call it with: moved to the device and cast, where that is asked for.
+            This call, and the arguments for the module.
         """
-        if self._outermost and not self.summoned:
+        engine, moments = self.engine, self.engine.moments
+        if self._begins_a_step:
             self.backward.forget_failed()
-            self._graph_waits = hides_params(self.engine.units)
-            self.engine.start(module.training)
-            if torch.is_grad_enabled():
-                self.backward.begin_graph()
-            else:
-                hide_divided_params(self.engine.units)
-            self.agreement.begin()
-            self.engine.prefetcher.start_forward()
-        if not unit.uses_unsharded_views:
-            check_unreplaced(unit)
-        if unit.unsharded.needs_unshard or not self.backward.running:  # else others are not asked
-            self.agreement.at(Moment.FORWARD_OF, unit)
-        self.engine.before_forward(unit, prefetch=self._in_order and LIST not in unit.reasons)
-        if unit.is_list and self._in_order:
-            starts(unit, module)
-        before = values(unit, thoroughly=self.agreement.compares(unit))
-        version = unit.sharded_flat_param._version
-        self.calls.append(Call(unit, unit.unsharded, version, before, self.engine.training))
-        self.backward.saved.uses(tuple(self.calls))
+            engine.start(Purpose.TRAIN if module.training else Purpose.EVAL)
+            engine.prefetcher.start_forward()
+        # A checkpoint that runs a part again, or an evaluation between steps, tells nothing of the
+        # next step.
+        in_order = not (self.backward.running or self.summoned)
+        call = Call(unit, module, in_order, self._outermost)
+        for method in moments.before_forward:
+            method(call)
+        engine.before_forward(unit, prefetch=call.in_order)
+        self.calls.append(call)
+        for method in moments.gathered:
+            method(call)
         frozen = not unit.sharded_flat_param.requires_grad
         if unit.unsharded.needs_unshard and frozen and torch.is_grad_enabled():
             self._free_when_inputs_have_gradients(unit, args, kwargs)
-        # Also where a checkpoint around the root runs it again, which is then not the outermost.
-        is_root = unit is self.engine.root or self._outermost
-        return prepare_inputs(unit, is_root, args, kwargs)
+        for method in moments.inputs:
+            args, kwargs = method(call, args, kwargs)
+        return call, args, kwargs
 
     @without_modes
-    def after_forward(self, unit: Unit, output: object, first: int) -> None:
+    def after_forward(self, call: Call, output: Any) -> Any:
         """The module has run. Its backward begins with a gradient of one of its outputs.
 
-        Args:
-            first: number of the first operation that autograd may have recorded in it.
-
-        Raises:
-            RuntimeError: it has changed or replaced a parameter.
+        Returns:
+            The output.
         """
-        check_untouched(unit, self.calls[-1].values)
+        engine, moments = self.engine, self.engine.moments
+        for method in moments.after_forward:
+            output = method(call, output)
         if torch.is_grad_enabled():
             hook = partial(self.backward.before_backward, tuple(self.calls))
             for tensor in tensors_in(output):
-                before_gradient_of(tensor, hook, first)
-        self.engine.after_forward(unit, prefetch=self._in_order and LIST not in unit.reasons)
-        while self.backward.lent:
-            self.engine.leave(self.backward.lent.pop())
+                before_gradient_of(tensor, hook, call.first)
+        engine.after_forward(call.unit, prefetch=call.in_order)
         if self._outermost:
-            self.agreement.at(Moment.END_OF_FORWARD_OF, unit)
-            self.engine.end_of_forward()
-            wait_for_readers()  # the program may change parameters now
-            if not torch.is_grad_enabled() and not self._graph_waits:  # no backward will come
-                show_divided_params(self.engine.units)
+            for method in moments.end_of_forward:
+                method(call.unit)
+            engine.end_of_forward()
+            for method in moments.idle:
+                method(torch.is_grad_enabled())
+        return output
 
     @without_modes
     def forward_failed(self, unit: Unit) -> None:
         """The module has raised. Leave everything so that the next forward finds it in order."""
-        if self._outermost and not self.summoned:
-            wait_for_readers()  # the program may catch this, and change parameters
-            self.backward.lent.clear()
-            self.agreement.failed()
-            self.engine.reset()
-            self.engine.prefetcher.forget()
-            if not self._graph_waits:
-                show_divided_params(self.engine.units)
+        if self._begins_a_step:
+            self.engine.fail()
         else:  # only this one: its caller may catch the exception
             self.engine.leave(unit)
-
-    def _check_thread(self) -> None:
-        """Refuse a forward beside one, or beside a backward, that another thread runs.
-
-        Raises:
-            RuntimeError: there is one.
-        """
-        if torch._C._current_graph_task_id() >= 0:
-            return  # in a backward, which may run parts of a forward, perhaps in autograd's thread
-        thread = threading.get_ident()
-        beside = self.backward.running and not self.depth
-        # In one operation, so that of two threads that come at the same time one is refused.
-        if beside or self._threads.setdefault("forward", thread) != thread:
-            raise RuntimeError(
-                f"this model (root: {type(self.engine.root.module).__name__}) runs in another "
-                f"thread at the same time. Its units are gathered and freed in one order, for one "
-                f"forward or backward at a time. Let the threads take turns, with a "
-                f"threading.Lock() around forward and backward, or give each thread a model and a "
-                f"process group of its own."
-            )
+        if self._outermost:
+            for method in self.engine.moments.idle:
+                method(False)
 
     @property
     def _outermost(self) -> bool:
@@ -228,10 +175,9 @@ class Hooks:
         return self.depth == 1 and not self.backward.running
 
     @property
-    def _in_order(self) -> bool:
-        """Whether this forward comes in the order of a step: not in a checkpoint that runs a part
-        again, and not in an evaluation inside of summon_full_params."""
-        return not self.backward.running and not self.summoned
+    def _begins_a_step(self) -> bool:
+        """In an outermost forward that is no evaluation inside of summon_full_params."""
+        return self._outermost and not self.summoned
 
     def _free_when_inputs_have_gradients(self, unit: Unit, args: object, kwargs: object) -> None:
         # A frozen unit has no gradient of its own to wait for. Its backward is over when its inputs

@@ -35,27 +35,28 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from minifsdp.comm.pieces import Pieces, whole
+from minifsdp.engine import Engine
+from minifsdp.layers import Call, Layer
+from minifsdp.streams import Finish
 from minifsdp.support.shard_changes import was_moved
 from minifsdp.unit import Unit, UnreducedGrad
-from minifsdp.unit_state import STRATEGY
+from minifsdp.unit_state import STRATEGY, Purpose
 
 NO_SYNC = "a backward in no_sync"  # a reason to stay, and one for a gradient to wait
 
 _units: "WeakSet[Unit]" = WeakSet()  # that have had an unreduced gradient
 
 
-class NoSync:
+class NoSync(Layer):
     """Whether the backwards of one root reduce gradients.
-
-    Args:
-        units: of the root.
 
     Attributes:
         inside: they do not.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self.units, self.inside = units, False
+    def __init__(self, engine: Engine) -> None:
+        self.units, self._gradients, self.inside = engine.units, engine.gradients, False
         self._was_inside = False  # in the last backward
 
     @contextmanager
@@ -67,10 +68,30 @@ class NoSync:
         finally:
             self.inside = before
 
-    def start_backward(self) -> None:
-        """A backward begins. Units are held here, where all ranks are alike, and not in their own
-        backwards: these need not come on all ranks, and in the next forward some ranks would gather
-        a unit that others have kept."""
+    def start(self, purpose: Purpose) -> None:
+        """Units that were kept stay, if nobody has changed them since. Raises RuntimeError: see
+        :func:`check_unreduced_grad`."""
+        for unit in self.units:
+            if NO_SYNC in unit.reasons and (purpose is Purpose.LOOK or was_changed(unit)):
+                unit.let_go(NO_SYNC)
+            check_unreduced_grad(unit)
+
+    def failed(self) -> None:
+        """Nothing stays."""
+        for unit in self.units:
+            unit.let_go(NO_SYNC)
+
+    def start_backward(self, call: Call | None) -> None:
+        """Units are held here, where all ranks are alike, and not in their own backwards: these
+        need not come on all ranks, and in the next forward some ranks would gather a unit that
+        others have kept.
+
+        Raises:
+            RuntimeError: see :func:`check_unreduced_grad`.
+        """
+        for unit in self.units:
+            check_unreduced_grad(unit)
+            _stages_of_next(unit)
         if self.inside:
             for unit in self.units:
                 unit.waits.add(NO_SYNC)
@@ -84,11 +105,51 @@ class NoSync:
                     unit.let_go(NO_SYNC)
         self._was_inside = self.inside
 
+    def complete(self, units: Sequence[Unit]) -> None:
+        """Keep what was held in this backward; what earlier ones have left was reduced with it."""
+        for unit in units:
+            unit.unreduced_grad = None
+        held = self._gradients.held
+        while held:  # freed one after the other, since each may be replaced by a cast copy
+            unit, grad = held.popitem()
+            store_unreduced(unit, grad)
 
-def is_kept(unit: Unit) -> bool:
-    """Whether a backward in no_sync has left the unit gathered, and its shard is as it was then."""
-    unchanged = unit.gathered_version == unit.sharded_flat_param._version
-    return NO_SYNC in unit.reasons and unchanged and not was_moved(unit)
+
+def was_changed(unit: Unit) -> bool:
+    """Whether the shard is another one than the unit was gathered from."""
+    return unit.gathered_version != unit.sharded_flat_param._version or was_moved(unit)
+
+
+class AddUnreduced:
+    """The first stage of a reduction (reduce.py): adds what backwards in no_sync have left. That
+    stays as it is until this backward has succeeded.
+
+    Args:
+        unreduced: ``[padded_numel]``, on the unit's device.
+    """
+
+    stream, travels, on_host = "reduce", False, False
+
+    def __init__(self, unreduced: Tensor) -> None:
+        self._unreduced: Tensor | None = unreduced
+
+    def launch(self, unit: Unit, value: Tensor | Pieces) -> tuple[Tensor | Pieces, Finish]:
+        """``value``: ``[padded_numel]``; a tensor may be written to. Returns the sum, in the wider
+        dtype of the two. A second gradient of the same backward is returned as it is."""
+        unreduced, self._unreduced = self._unreduced, None
+        if unreduced is not None:
+            grad = whole(value)
+            value = grad.to(torch.promote_types(grad.dtype, unreduced.dtype)).add_(unreduced)
+        return value, lambda: None
+
+
+def _stages_of_next(unit: Unit) -> None:
+    """Let the reductions of a backward that begins add what is left of the unit, if there is
+    something."""
+    if isinstance(unit.stages[0], AddUnreduced):
+        unit.stages = unit.stages[1:]  # of an earlier backward
+    if unit.unreduced_grad is not None:
+        unit.stages = [AddUnreduced(unit.unreduced_grad.grad), *unit.stages]
 
 
 def store_unreduced(unit: Unit, grad: Tensor) -> None:

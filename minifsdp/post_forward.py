@@ -21,15 +21,18 @@ Sources: the "secondary partition" (hpZ) of Wang et al., "ZeRO++", arXiv:2306.10
 ``FSDPParam.to_sharded_post_forward`` (pytorch 2.13).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from minifsdp.comm.collectives import Group
 from minifsdp.comm.groups import smaller_group
+from minifsdp.engine import Engine
+from minifsdp.layers import Call, Layer
 from minifsdp.streams import Event, Streams
 from minifsdp.unit import Unit
-from minifsdp.unit_state import ShardedState
+from minifsdp.unit_state import FORWARD, ShardedState
 
 
 class PostForwardShard(NamedTuple):
@@ -49,9 +52,36 @@ class PostForwardShard(NamedTuple):
         return self.shard
 
 
+class PostForward(Layer):
+    """Has units send their post-forward shard between their forward and their backward."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def after_forward(self, call: Call, output: object) -> object:
+        """Keep the part, if the unit is about to be freed and a backward may follow."""
+        unit, engine = call.unit, self._engine
+        freed = unit.reshard_after_forward and unit.reasons == {FORWARD}
+        if freed and unit is not engine.root and torch.is_grad_enabled():
+            keep_post_forward_shard(unit, engine.streams)
+        return output
+
+    def gradient(self, unit: Unit, grad: Any) -> Any:
+        """From here on it sends its shard again."""
+        unit.source = unit.own_source
+        return grad
+
+    def reset(self) -> None:
+        """An optimizer may have stepped."""
+        for unit in self._engine.units:
+            unit.source = unit.own_source
+
+    end_of_backward = reset
+
+
 def keep_post_forward_shard(unit: Unit, streams: Streams) -> None:
     """Copy this rank's part of an unsharded unit, which is about to be freed. The next gather sends
-    that, until the engine has the unit send its shard again. Does nothing if the unit has no
+    that, until the unit sends its shard again. Does nothing if the unit has no
     smaller group."""
     lines = unit.post_forward_lines
     if lines is None or unit.shard_group is None:

@@ -23,13 +23,71 @@ from torch import Tensor
 from minifsdp.api import MixedPrecision
 from minifsdp.comm.collectives import Group
 from minifsdp.comm.pieces import Pieces
+from minifsdp.engine import Engine
+from minifsdp.layers import Call, Layer
 from minifsdp.streams import Finish, Streams
 from minifsdp.support.pytree import map_tensors, tensors_in
 from minifsdp.unit import Unit
+from minifsdp.unit_state import Purpose
 from minifsdp.unshard import Source
 
 FULL_PRECISION = MixedPrecision(cast_forward_inputs=True)
 """For a unit that computes in full precision inside a model that does not."""
+
+
+class Precision(Layer):
+    """Computes in the dtypes of the precision, and hands on inputs and outputs in them.
+
+    Attributes:
+        purpose: of the last forward; at first, to look at parameters.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.purpose = engine, Purpose.LOOK
+
+    def start(self, purpose: Purpose) -> None:
+        """Have parameters and buffers in the dtypes for this purpose."""
+        if purpose is not Purpose.LOOK:
+            self._change(purpose)
+        for unit in self._engine.units:
+            unit.choose_precision(purpose)
+
+    def restore(self) -> None:
+        """The same for that of the last forward, after a look at parameters."""
+        for unit in self._engine.units:
+            unit.choose_precision(self.purpose)
+
+    def start_backward(self, call: Call | None) -> None:
+        """An evaluation may have come between, perhaps in full precision."""
+        if call is not None and call.notes["purpose"] is not self.purpose:
+            self._change(call.notes["purpose"])
+            self.restore()  # also for what a checkpoint will run again
+
+    def _change(self, purpose: Purpose) -> None:
+        if purpose is not self.purpose:
+            self.purpose = purpose
+            for unit in self._engine.units:
+                self._engine.parameters.reshard(unit)
+
+    def before_backward(self, call: Call) -> None:
+        """The graph was made with the unsharded parameters of its forward."""
+        if call.unit.unsharded is not call.unsharded:
+            self._engine.parameters.reshard(call.unit)
+            call.unit.compute_with(call.unsharded)
+
+    def inputs(self, call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Cast and move them; see :func:`prepare_inputs`."""
+        unit, engine = call.unit, self._engine
+        call.notes["purpose"] = self.purpose
+        call.notes["cast output"] = output_cast(unit, args, kwargs)
+        # Also where a checkpoint around the root runs it again, which is then not the outermost.
+        is_root = unit is engine.root or call.outermost
+        return prepare_inputs(unit, is_root, args, kwargs)
+
+    def after_forward(self, call: Call, output: Any) -> Any:
+        """Cast the output; see :func:`output_cast`."""
+        cast = call.notes["cast output"]
+        return output if cast is None else cast(output)
 
 
 class Cast:

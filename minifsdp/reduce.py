@@ -195,7 +195,6 @@ def store_gradient(reduction: Reduction) -> None:
     unused = _without_gradient(reduction) if unit.has_unused else []
     # ``grad_dtype`` is that of the shard or, with keep_low_precision_grads, ``param_dtype``.
     grad, before = reduction.value[: shard.numel()].to(shard.grad_dtype), shard.grad
-    unit.unreduced_grad = None  # what no_sync has left was part of this sum
     # Assigned in both cases: in rows this shows it in each DTensor, also where one was cleared.
     shard.grad = grad if before is None else before.add_(grad)
     for number in unused:

@@ -36,7 +36,7 @@ from minifsdp.support.flat_parameter import FlatParameter, flat_parameter
 from minifsdp.support.param_access import ParamInfo, Placeholder
 from minifsdp.support.param_attributes import common_attributes
 from minifsdp.support.unsharded_storage import UnshardedFlatParam, UnshardedFlatParams
-from minifsdp.unit_state import ShardedState, UnitState
+from minifsdp.unit_state import Purpose, ShardedState, UnitState
 
 
 class UnreducedGrad(NamedTuple):
@@ -214,10 +214,11 @@ class Unit:
 
     # -------------------------------------------------------------------------- its two tensors
 
-    def choose_precision(self, training: bool | None) -> None:
-        """Parameters and buffers in the dtypes to compute with in this mode of the root or, with
-        None, in those that they are kept in. The unit is sharded."""
-        self.exact = training is None or (self.precision.full_precision_in_eval and not training)
+    def choose_precision(self, purpose: Purpose) -> None:
+        """Parameters and buffers in the dtypes that they have for this purpose: to look at them,
+        those in which they are kept. The unit is sharded."""
+        in_full = purpose is Purpose.EVAL and self.precision.full_precision_in_eval
+        self.exact = in_full or purpose is Purpose.LOOK
         self.compute_in(self.dtype)
         self.buffers.place(self.device, self.exact)
 

@@ -45,6 +45,16 @@ FORWARD = "its forward"
 BACKWARD = "its backward"
 PREFETCH = "a prefetch"
 STRATEGY = "its strategy"
+OF_A_STEP = frozenset((FORWARD, BACKWARD, PREFETCH, STRATEGY))
+
+
+class Purpose(Enum):
+    """What units are gathered for. With ``full_precision_in_eval`` (precision.py) this decides on
+    the dtype."""
+
+    TRAIN = auto()  # a forward in train() mode, and its backward
+    EVAL = auto()  # the same in eval() mode
+    LOOK = auto()  # a program reads or changes parameters between steps
 
 
 class ShardedState(Enum):

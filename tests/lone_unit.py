@@ -27,6 +27,7 @@ from minifsdp.support.param_access import ParamInfo
 from minifsdp.support.param_views import use_sharded_views
 from minifsdp.support.tensor_attribute import TensorAttribute
 from minifsdp.unit import Unit
+from minifsdp.unit_state import Purpose
 from tests.small import replaced
 
 CPU = torch.device("cpu")
@@ -133,7 +134,7 @@ def lone_unit(
     )
     unit.source = unit.own_source = source_of(unit)
     unit.rename("lone")
-    unit.choose_precision(training=True)
+    unit.choose_precision(Purpose.TRAIN)
     use_sharded_views(unit)
     streams = Streams.on(CPU)
     unit.stages = stages_of(unit, streams)

@@ -7,7 +7,7 @@ import torch
 
 from minifsdp import ShardingStrategy
 from minifsdp.streams import CpuEvent, CpuStream, Streams
-from minifsdp.unit_state import FORWARD, TrainingState
+from minifsdp.unit_state import FORWARD, Purpose, TrainingState
 from tests.ranks import device, on_ranks
 from tests.small import (
     batch,
@@ -38,7 +38,7 @@ def test_gathers_wait_for_what_the_optimizer_writes():
     stream = Noted()
     streams = replace(Streams.on(device()), compute=stream, unshard=stream)
     model.engine.streams = model.engine.parameters.streams = streams
-    model.engine.start(training=True)
+    model.engine.start(Purpose.TRAIN)
     model.engine.parameters.unshard(model.engine.units[1], FORWARD)
     assert log.index("mark") < log.index("wait") < log.index("gather")
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from minifsdp import FSDPModule, as_dtensors, fully_shard, register_fsdp_forward_method
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.between_steps.explain import table
+from minifsdp.no_sync import NoSync
 from minifsdp.unit_state import ShardedState
 from tests.ranks import device, on_ranks
 
@@ -352,7 +353,7 @@ def test_only_the_root_says_whether_gradients_are_reduced():
         model[1].set_requires_gradient_sync(False)
     with pytest.raises(NotImplementedError, match="recurse"):
         model.set_requires_gradient_sync(False, recurse=False)
-    assert not model._engine.no_sync.inside
+    assert not model._engine.moments.of(NoSync).inside
     model.set_is_last_backward(False)  # taken, and changes nothing
 
 

@@ -18,6 +18,7 @@ from minifsdp.gradients import Gradients
 from minifsdp.sim import cluster
 from minifsdp.strategies import stages_of
 from minifsdp.streams import CpuEvent, CpuStream, Streams
+from minifsdp.unit_state import Purpose
 from tests.lone_unit import lone_unit
 from tests.parity import grid
 from tests.ranks import device, on_ranks
@@ -40,7 +41,7 @@ from tests.support.test_unsharded_storage import TwoEnds
 def test_gradients_are_handed_over_all_or_none():
     model = stack()
     engine = model.engine
-    engine.start(training=True)
+    engine.start(Purpose.TRAIN)
     with reductions() as started:
         for unit in engine.units[:3]:
             engine.gradients.take(unit, torch.ones(42, device=device()))
@@ -190,7 +191,7 @@ def test_the_last_gradient_gets_its_second_half_too():
         sharding_strategy=ShardingStrategy.HYBRID_SHARD,
         device_mesh=grid(ShardingStrategy.HYBRID_SHARD),
     )
-    model.engine.start(training=True)
+    model.engine.start(Purpose.TRAIN)
     for number, unit in enumerate(model.engine.units[:2]):
         grad = torch.full((42,), float(number + dist.get_rank()), device=device())
         model.engine.gradients.take(unit, grad)

@@ -9,7 +9,7 @@ import minifsdp.comm.collectives
 import minifsdp.reduce
 from minifsdp.engine import Engine
 from minifsdp.unit import Unit
-from minifsdp.unit_state import FORWARD, PREFETCH
+from minifsdp.unit_state import FORWARD, PREFETCH, Purpose
 from tests.parity import check_at_rest
 from tests.ranks import on_ranks
 from tests.small import (
@@ -25,7 +25,7 @@ from tests.small import (
 def started() -> tuple[Engine, Unit]:
     """An engine that is ready for a forward, and a unit that is not the root."""
     engine = stack().engine
-    engine.start(training=True)
+    engine.start(Purpose.TRAIN)
     return engine, engine.units[1]
 
 

@@ -10,6 +10,7 @@ from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp.comm.groups import HYBRID
 from minifsdp.reduce import Reduction, store_gradient
 from minifsdp.sim import cluster
+from minifsdp.unit_state import Purpose
 from tests.lagging import deferring_device
 from tests.lone_unit import lone_unit
 from tests.parity import grid
@@ -115,7 +116,7 @@ def test_the_gradient_is_the_mean_over_ranks(offload, strategy, world_size):
 @on_ranks(2)
 def test_each_rank_keeps_its_own_part():
     model = stack()
-    model.engine.start(training=True)
+    model.engine.start(Purpose.TRAIN)
     unit = model.engine.units[1]
     grad = torch.arange(42.0, device=device()) * (dist.get_rank() + 1)
     reduction = reduced(unit, grad, model.engine.streams)
@@ -128,7 +129,7 @@ def test_each_rank_keeps_its_own_part():
 def test_with_hybrid_sharding_there_are_two_means_one_after_the_other(strategy):
     """Ranks 0 and 1 are a row, 0 and 2 a column; each of four gives its own number."""
     model = sharded(strategy)
-    model.engine.start(training=True)
+    model.engine.start(Purpose.TRAIN)
     grad = torch.full((42,), 10.0 ** dist.get_rank(), device=device())
     reduction = reduced(model.engine.units[1], grad, model.engine.streams)
     assert reduction.value.shape == (21,)
@@ -146,7 +147,7 @@ def test_the_result_does_not_keep_the_whole_gradient_alive():
 @on_ranks(2)
 def test_what_was_sent_is_let_go_once_it_has_arrived_and_not_before():
     model = stack()
-    model.engine.start(training=True)
+    model.engine.start(Purpose.TRAIN)
     grad = torch.ones(42, device=device())
     reduction = started(model.engine.units[1], grad, model.engine.streams)
     assert any(tensor is grad for tensor in reduction.sent)
@@ -189,7 +190,7 @@ def test_the_host_waits_only_for_what_it_reads_itself(offload):
 @on_ranks(2)
 def test_a_result_is_stored_without_copying_it():
     model = stack()
-    model.engine.start(training=True)
+    model.engine.start(Purpose.TRAIN)
     unit = model.engine.units[1]
     reduction = reduced(unit, torch.ones(42, device=device()), model.engine.streams)
     store_gradient(reduction)
@@ -204,7 +205,7 @@ def test_a_gradient_is_cast_before_it_is_added_up_and_again_when_it_is_stored(
 ):
     precision = MixedPrecision(torch.bfloat16, reduce_dtype, keep_low_precision_grads=keep)
     model = stack(mixed_precision=precision)
-    model.engine.start(training=True)
+    model.engine.start(Purpose.TRAIN)
     unit, streams = model.engine.units[1], model.engine.streams
     # 1 + 2**-8 is no number in bfloat16, which rounds it to 1
     value = torch.tensor(2.0 if dist.get_rank() == 0 else 2.0**-7)

@@ -11,7 +11,7 @@ from minifsdp.reshard import reshard
 from minifsdp.sim import cluster
 from minifsdp.streams import CpuEvent
 from minifsdp.support.param_views import make_views, use_unsharded_views
-from minifsdp.unit_state import ShardedState
+from minifsdp.unit_state import Purpose, ShardedState
 from minifsdp.unshard import unshard, wait_for_unshard
 from tests.lagging import LateStream, lagging_device
 from tests.lone_unit import lone_unit
@@ -60,7 +60,7 @@ class TestDirectly:
 
 def unsharded_unit():
     model = stack()
-    model.engine.start(training=True)
+    model.engine.start(Purpose.TRAIN)
     unit, streams = model.engine.units[1], model.engine.streams
     unshard(unit, streams)
     wait_for_unshard(unit)
@@ -93,7 +93,7 @@ def test_gathering_again_revives_what_autograd_has_saved():
 @on_ranks(2)
 def test_a_gather_that_nobody_waited_for_is_over_before_its_memory_goes():
     model = stack()
-    model.engine.start(training=True)
+    model.engine.start(Purpose.TRAIN)
     unit = model.engine.units[1]
     unshard(unit, model.engine.streams)
     event = unit.unshard_event

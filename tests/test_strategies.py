@@ -13,6 +13,8 @@ from minifsdp.sim import cluster
 from minifsdp.sim.tape import Op
 from minifsdp.strategies import source_of, stages_of
 from minifsdp.streams import BACKENDS, CpuStream, Streams
+from minifsdp.support.shard_changes import ShardChanges
+from minifsdp.unit_state import Purpose
 from minifsdp.unshard import OwnShard, unshard, wait_for_unshard
 from tests.lagging import deferring_device
 from tests.lone_unit import lone_unit
@@ -57,11 +59,11 @@ class TestDirectly:
     def test_the_sources_follow_the_mode(self, offload):
         low = MixedPrecision(torch.bfloat16, full_precision_in_eval=True)
         with lone_unit(precision=low, offload=offload) as lone:
-            for training in (True, False, None, True):
-                lone.unit.choose_precision(training)
+            for purpose in (Purpose.TRAIN, Purpose.EVAL, Purpose.LOOK, Purpose.TRAIN):
+                lone.unit.choose_precision(purpose)
                 unshard(lone.unit, lone.streams)
                 wait_for_unshard(lone.unit)
-                dtype = torch.bfloat16 if training else torch.float32
+                dtype = torch.bfloat16 if purpose is Purpose.TRAIN else torch.float32
                 assert lone.unit.unsharded.data.dtype is dtype
                 assert lone.gathered == list(range(1, 11))
                 lone.unit.release()
@@ -88,7 +90,7 @@ def test_in_any_order_they_wait_for_each_other(order):
         pytest.skip("the streams are placeholders")
     with deferring_device():
         model = stack(cpu_offload=CPUOffload(True), mixed_precision=LOW)
-        model.engine.start(training=True)
+        model.engine.start(Purpose.TRAIN)
         unit, streams = model.engine.units[1], model.engine.streams
         unit.source = ORDERS[order](unit.shard_group)
         unshard(unit, streams)
@@ -188,16 +190,16 @@ def test_they_are_those_of_the_device_that_the_model_is_on():
     with patch.dict(
         BACKENDS, meta=lambda device: Streams(device, *(CpuStream() for _ in range(6)))
     ):
-        engine._compute_on(torch.device("meta"))
+        engine.moments.of(ShardChanges).follow_to(torch.device("meta"))
     assert all(names(unit.stages) == ["AllReduce on reduce"] for unit in engine.units)
 
 
 @on_ranks(2)
 def test_they_are_chosen_for_the_device_that_computes_and_not_anew_for_each_reduction():
     model = stack(sharding_strategy=ShardingStrategy.NO_SHARD, cpu_offload=CPUOffload(True))
-    model.engine.start(training=True)
+    model.engine.start(Purpose.TRAIN)
     chosen = [unit.stages for unit in model.engine.units]
     number = collectives.halves(device())
     assert all(len(stages) == number + 1 for stages in chosen)
-    model.engine.start(training=True)
+    model.engine.start(Purpose.TRAIN)
     assert all(u.stages is s for u, s in zip(model.engine.units, chosen, strict=True))

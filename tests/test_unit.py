@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minifsdp import CPUOffload, FlatParameter, MixedPrecision, ModuleWrapPolicy
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.unit_state import ShardedState
+from minifsdp.unit_state import Purpose, ShardedState
 from tests.lone_unit import lone_unit
 from tests.ranks import device, on_ranks
 from tests.small import Block, batch, stack, step, storage
@@ -110,7 +110,7 @@ def test_integers_are_never_computed_with_low():
     module = nn.Identity()
     module.index = nn.Parameter(torch.arange(6, device=device()), requires_grad=False)
     model = FSDP(module, mixed_precision=MixedPrecision(LOW, keep_low_precision_grads=True))
-    model.engine.start(training=True)
+    model.engine.start(Purpose.TRAIN)
     assert model._unit.unsharded.dtype is torch.int64
 
 
@@ -121,8 +121,8 @@ def test_dtypes_follow_the_roots_mode_if_that_is_asked_for(asked_for):
     module.register_buffer("buffer", torch.ones(6))
     precision = MixedPrecision(LOW, buffer_dtype=LOW, full_precision_in_eval=asked_for)
     unit, dtypes = FSDP(module, mixed_precision=precision)._unit, []
-    for training in (True, False, True):
-        unit.choose_precision(training)
+    for purpose in (Purpose.TRAIN, Purpose.EVAL, Purpose.TRAIN):
+        unit.choose_precision(purpose)
         assert module.buffer.dtype is unit.unsharded.dtype
         dtypes.append(unit.unsharded.dtype)
     assert dtypes == [LOW, torch.float32 if asked_for else LOW, LOW]

@@ -17,7 +17,7 @@ from minifsdp.sim import cluster
 from minifsdp.sim.tape import Op
 from minifsdp.support.param_views import make_views, use_unsharded_views
 from minifsdp.support.unsharded_storage import UnshardedFlatParam
-from minifsdp.unit_state import ShardedState
+from minifsdp.unit_state import Purpose, ShardedState
 from minifsdp.unshard import OwnShard, unshard, wait_for_unshard
 from tests.lagging import deferring_device
 from tests.lone_unit import Group, lone_unit
@@ -127,7 +127,7 @@ class Noted:
 
 def prepared(**settings):
     model = stack(**settings)
-    model.engine.start(training=True)
+    model.engine.start(Purpose.TRAIN)
     return model, model.engine.units[1], model.engine.streams
 
 

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
+from minifsdp.checks.rank_agreement import RankAgreement
 from minifsdp.comm.blocks import together
 from minifsdp.comm.pieces import Pieces, whole
 from minifsdp.engine import Engine
@@ -61,7 +62,7 @@ def register_comm_hook(engine: Engine, state: object, hook: Hook) -> None:
         TypeError: ``hook`` cannot be called with the arguments that a unit's strategy needs.
         ValueError: a unit has a hybrid strategy.
     """
-    if engine.agreement.steps:
+    if engine.moments.of(RankAgreement).steps:
         raise RuntimeError(
             "register_comm_hook was called after the first step. Call it before, since the ranks "
             "compare their settings in the first step."

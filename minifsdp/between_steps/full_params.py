@@ -18,18 +18,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minifsdp.between_steps.state_dict_calls import StateDictCalls
 from minifsdp.between_steps.unit_dtensors import Form, UnitDTensors
 from minifsdp.between_steps.unit_params import SummonedParams
-from minifsdp.checks.rank_agreement import Moment
+from minifsdp.checks.rank_agreement import Moment, RankAgreement
 from minifsdp.checks.same_model import remember_values
 from minifsdp.comm.collectives import all_gather
 from minifsdp.comm.message_tags import Kind
 from minifsdp.comm.transport import wait_for_readers
 from minifsdp.hooks import Hooks
 from minifsdp.offload import HOST
+from minifsdp.precision import Precision
 from minifsdp.support.fingerprint import fingerprint
-from minifsdp.support.param_views import show_divided_params
+from minifsdp.support.shown_params import show_divided_params
 from minifsdp.unit import Unit
+from minifsdp.unit_state import Purpose
 from minifsdp.unshard import wait_for_unshard
 
 SUMMON = "summon_full_params"  # a reason to stay
@@ -78,7 +81,9 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[N
         ValueError: ``writeback`` with ``rank0_only``: the other ranks would have nothing to write;
             or, with ``writeback``, a parameter was removed or its shape changed.
     """
-    hooks.state_dict_calls.close_aborted()
+    engine = hooks.engine
+    agreement = engine.moments.of(RankAgreement)
+    engine.moments.of(StateDictCalls).close_aborted()
     if not hooks.idle:
         raise RuntimeError(
             "summon_full_params was called in a forward or in a backward of this model (as "
@@ -89,12 +94,11 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[N
             "summon_full_params(rank0_only=True) needs writeback=False: each rank writes back its "
             "own shard, and only rank 0 would have the parameters."
         )
-    engine = hooks.engine
     if not hooks.summoned:
         hooks.backward.forget_failed()
-        engine.start(None)
-    if engine.sharded:  # otherwise each rank has all parameters, and need not communicate
-        engine.agreement.at(Moment.SUMMON_FULL_PARAMS_OF, engine.root)
+        engine.start(Purpose.LOOK)
+    if agreement.sharded:  # otherwise each rank has all parameters, and need not communicate
+        agreement.at(Moment.SUMMON_FULL_PARAMS_OF, engine.root)
     for unit in units:
         if hooks.summoned.get(unit, options.form) is not options.form:
             raise RuntimeError(
@@ -122,7 +126,7 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[N
             for params in summoned:
                 if params.write_back() and isinstance(params, SummonedParams):
                     remember_values(params.unit, fingerprint([params.flat]))
-                    engine.agreement.compare_values_again()
+                    agreement.compare_values_again()
     finally:
         for params in summoned:
             params.unregister()
@@ -131,8 +135,8 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[N
             unit.reasons.discard(SUMMON)
             engine.parameters.reshard(unit)  # let_go() would warn of what the program has kept
         show_divided_params(shown_before)
-        for unit in engine.units if not hooks.summoned else ():
-            unit.choose_precision(engine.training)  # a backward may follow, of a forward before
+        if not hooks.summoned:
+            engine.moments.of(Precision).restore()  # a backward may follow, of a forward before
 
 
 def _summon(

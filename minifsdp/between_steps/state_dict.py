@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from minifsdp.between_steps.checkpoint_calls import ModelStateDict, WrapperRef, asked_by
 from minifsdp.between_steps.full_params import Options, full_params, is_first
+from minifsdp.between_steps.state_dict_calls import StateDictCalls
 from minifsdp.between_steps.unit_dtensors import EXCHANGED, Form, detached, divide_alike
 from minifsdp.support.dtensors import standalone
 from minifsdp.wrapping.module_tree import (
@@ -155,7 +156,7 @@ def _wrapper_of(module: nn.Module, ref: WrapperRef) -> Any:
 
 
 def _unshard_unit(wrapper: Any, writeback: bool, form: Form | None, *messages: list[str]) -> None:
-    unit, calls = wrapper._unit, wrapper._hooks.state_dict_calls
+    unit, calls = wrapper._unit, wrapper._engine.moments.of(StateDictCalls)
     calls.close_aborted(unit)
     with ExitStack() as stack:
         stack.callback(_clean_names, messages)
@@ -166,7 +167,7 @@ def _unshard_unit(wrapper: Any, writeback: bool, form: Form | None, *messages: l
 
 
 def _reshard_unit(wrapper: Any) -> None:
-    wrapper._hooks.state_dict_calls.held.pop(wrapper._unit).close()
+    wrapper._engine.moments.of(StateDictCalls).held.pop(wrapper._unit).close()
 
 
 def _clean_names(messages: tuple[list[str], ...]) -> None:

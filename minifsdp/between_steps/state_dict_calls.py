@@ -16,10 +16,11 @@ from types import FrameType
 
 from torch import nn
 
+from minifsdp.layers import Layer
 from minifsdp.unit import Unit
 
 
-class StateDictCalls:
+class StateDictCalls(Layer):
     """The calls for the units of one root that are in progress, or that an exception has ended.
 
     Attributes:
@@ -28,6 +29,10 @@ class StateDictCalls:
 
     def __init__(self) -> None:
         self.held: dict[Unit, ExitStack] = {}
+
+    def between_steps(self, unit: Unit | None) -> None:
+        """The call is over, or was ended by an exception."""
+        self.close_aborted()
 
     def close_aborted(self, unit: Unit | None = None) -> None:
         """If an exception has ended the call that holds units, reshard these units. What the call

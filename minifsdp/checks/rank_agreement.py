@@ -30,7 +30,7 @@ After the first steps one message for each backward is left. On a GPU the host w
 for its answer, so there even this message stops, unless ranks have ever diverged.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import torch
@@ -42,7 +42,12 @@ from minifsdp.comm.consensus import first_problem, gather_numbers, groups_with_p
 from minifsdp.comm.deadlock_watch import watch
 from minifsdp.comm.message_tags import Kind, messages_started
 from minifsdp.comm.neighbors import find_neighbors
+from minifsdp.hooks import Hooks
+from minifsdp.layers import Call, Layer
+from minifsdp.no_sync import NoSync
+from minifsdp.support.autograd_hooks import will_reach
 from minifsdp.unit import Unit
+from minifsdp.unit_state import Purpose
 
 CHECKED_STEPS = 2
 DIVERGED = "ranks that use different units"  # a reason to stay, and one for a gradient to wait
@@ -71,12 +76,8 @@ class GradSource(IntEnum):
     BACKWARD = 2  # this backward computes a gradient
 
 
-class RankAgreement:
+class RankAgreement(Layer):
     """What the ranks of one root compare.
-
-    Args:
-        units: the root's first.
-        settings: of the root, in words.
 
     Attributes:
         steps: how many steps have begun.
@@ -87,8 +88,15 @@ class RankAgreement:
             that, it waits for DIVERGED: some ranks may never have it.
     """
 
-    def __init__(self, units: list[Unit], settings: str = "") -> None:
-        self.units, self._settings = units, settings
+    def __init__(self, hooks: Hooks, no_sync: NoSync) -> None:
+        self._hooks, self._no_sync, self._engine = hooks, no_sync, hooks.engine
+        self.units = units = hooks.engine.units
+        limiter, prefetcher = hooks.engine.limiter, hooks.engine.prefetcher
+        self._settings = (  # as the program has chosen them; the device may decide on the last
+            f"limit_all_gathers={getattr(limiter, 'limit', False)}, "
+            f"backward_prefetch={prefetcher.backward}, forward_prefetch={prefetcher.forward}"
+        )
+        self.sharded = any(unit.shard_group is not None for unit in units)  # not all replicated
         self.steps = self._started_before = 0  # messages that were started before this step
         self.diverged = self._ever_diverged = False
         self.late: list[Unit] = []
@@ -102,9 +110,8 @@ class RankAgreement:
 
     # ------------------------------------------------------------------------------------- steps
 
-    def start(self, forward: bool) -> None:
-        """A forward begins, or parameters are summoned. The first time, compare what was wrapped;
-        and values, the first time before a forward.
+    def start(self, purpose: Purpose) -> None:
+        """The first time, compare what was wrapped; and values, the first time before a forward.
 
         Raises:
             ValueError: ranks have wrapped different modules, or the same with other settings or
@@ -112,6 +119,9 @@ class RankAgreement:
             RuntimeError: an exception has ended the last step of this rank, but not of the others;
                 or the process group was destroyed.
         """
+        forward = purpose is not Purpose.LOOK
+        if not forward and not self.sharded:
+            return  # each rank has all parameters, and looks at them alone
         if not (forward and self._compared):  # before torch is asked for them
             self._process_groups()
         if self._failed:
@@ -122,17 +132,15 @@ class RankAgreement:
         self._all_failed = False
         if not self._compared or (forward and not self._compared_values):
             self._compare(forward)
+        if forward:
+            self.steps += 1
+            self._training = torch.is_grad_enabled()
 
     def reset(self) -> None:
-        """A step begins, or has failed and is forgotten."""
-        self.end_backward()
+        """Ranks are together again, or will have to meet."""
+        self._end_backward()
         self._training = False
         self._started_before = messages_started()
-
-    def begin(self) -> None:
-        """A forward begins, and nothing has refused it."""
-        self.steps += 1
-        self._training = torch.is_grad_enabled()
 
     def compare_values_again(self) -> None:
         """The user has set values, which should be the same on all ranks. (Not with several
@@ -183,7 +191,7 @@ class RankAgreement:
         Raises:
             RuntimeError: some rank is at another moment, or at another unit. All ranks raise it.
         """
-        if not self.compares(unit):
+        if self.steps > CHECKED_STEPS or not self.compares(unit):
             return
         group = self._group_of[unit]
         about = f"the comparison of steps ({moment} {unit.label})"
@@ -203,10 +211,47 @@ class RankAgreement:
                 f"there all the same."
             )
 
-    def end_backward(self) -> None:
-        """Ranks are together again: what they had held for DIVERGED is freed, by the engine."""
+    def before_forward(self, call: Call) -> None:
+        """Raises RuntimeError: see :meth:`at`."""
+        # In a checkpoint that runs a part again, a unit that has nothing to gather needs nobody.
+        if call.unit.unsharded.needs_unshard or not self._hooks.backward.running:
+            self.at(Moment.FORWARD_OF, call.unit)
+
+    def end_of_forward(self, unit: Unit) -> None:
+        """Raises RuntimeError: see :meth:`at`."""
+        self.at(Moment.END_OF_FORWARD_OF, unit)
+
+    def start_backward(self, call: Call | None) -> None:
+        """Find out whether ranks diverge, and if so gather all units: others may not be there to
+        gather with later. Raises RuntimeError: see :meth:`at` and :meth:`agree`."""
+        self.at(Moment.START_OF_A_BACKWARD_BELOW, self._engine.root)
+        self.agree(_source, not self._no_sync.inside)
+        for unit in self.units if self.diverged else ():
+            self._engine.parameters.unshard(unit, DIVERGED)
+
+    def before_backward(self, call: Call) -> None:
+        """Raises RuntimeError: see :meth:`at`."""
+        if call.unit.unsharded.needs_unshard:
+            self.at(Moment.BACKWARD_OF, call.unit)
+
+    def end_of_backward(self) -> None:
+        """Reduce what waits for all ranks. Raises RuntimeError: see :meth:`at`."""
+        self.at(Moment.END_OF_A_BACKWARD_BELOW, self._engine.root)
+        for unit in self.late:
+            self._engine.gradients.reduce_held(unit)
+
+    def complete(self, units: Sequence[Unit]) -> None:
+        """Ranks are together again. If they had diverged, each has recorded another pre-backward
+        order: forget it."""
+        if self.diverged:
+            self._engine.prefetcher.pre_backward_order.forget()
+        self._end_backward()
+
+    def _end_backward(self) -> None:
         for unit in self.late:
             unit.waits.discard(DIVERGED)
+        for unit in self.units if self.diverged else ():
+            unit.let_go(DIVERGED)
         self.diverged, self.late = False, []
 
     def agree(self, source: Callable[[Unit], GradSource], synchronizes: bool) -> None:
@@ -271,3 +316,10 @@ class RankAgreement:
     ) -> dict[int, list[int]]:
         tag = group.units[0].tag
         return gather_numbers(group.process_groups, mine, self._device, tag, about, kind)
+
+
+def _source(unit: Unit) -> GradSource:
+    """Where this rank's gradient of a unit comes from, in the backward that has just begun."""
+    if any(will_reach(node) for node in unit.unsharded_by_dtype.grad_accumulators):
+        return GradSource.BACKWARD
+    return GradSource.NO_SYNC if unit.unreduced_grad is not None else GradSource.NONE

@@ -18,14 +18,48 @@ without ranks::
 An optimizer in a hook saves no memory here: the gradients of all units are stored together.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minifsdp.comm.pieces import Pieces, whole
+from minifsdp.layers import Layer
 from minifsdp.rows import Rows
 from minifsdp.unit import Unit
+
+
+class GradientHooks(Layer):
+    """Calls the hooks that users have registered. The last of all layers: such a hook may be an
+    optimizer, or raise."""
+
+    def __init__(self) -> None:
+        self._complete: Sequence[Unit] = ()
+
+    def gradient(self, unit: Unit, grad: Tensor | Pieces) -> Tensor | Pieces:
+        """Before the reduction. Raises RuntimeError: see the functions that are called."""
+        check_first_order(unit, grad)
+        return change_gradient(unit, grad)
+
+    def complete(self, units: Sequence[Unit]) -> None:
+        """Not yet: others may have to wait for what an optimizer must not change."""
+        self._complete = units
+
+    def idle(self, graph: bool) -> None:
+        """At the end of the backward."""
+        complete, self._complete = self._complete, ()
+        for unit in complete:
+            after_gradient(unit)
+
+
+def check_first_order(unit: Unit, grad: Tensor | Pieces) -> None:
+    """Raises RuntimeError: the gradient is to be differentiated itself."""
+    if grad.requires_grad:
+        raise RuntimeError(
+            f"unit {unit.label}: gradients of gradients (create_graph=True) are not supported, "
+            f"because the reduction over ranks cannot be differentiated."
+        )
 
 
 def change_gradient(unit: Unit, grad: Tensor | Pieces) -> Tensor | Pieces:

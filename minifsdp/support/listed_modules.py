@@ -6,10 +6,10 @@ an embedding and a head, a list makes that unit::
 
     fully_shard([model.norm, model.output])
 
-    before   norm's forward       gather the unit, and hold it for LIST
-    after    norm's forward       it stays: output is still to run
-    before   output's forward     let go of LIST
-    after    output's forward     it is freed, as after the forward of any unit
+    before   norm's forward       gather the unit
+    after    norm's forward       hold it for LIST: output is still to run
+    before   output's forward     it is there
+    after    output's forward     let go of LIST; it is freed, as after the forward of any unit
 
 Modules that do not run at all would have it held for ever; so LIST is let go at the end of the
 outermost forward at the latest. In a backward nothing is different: a unit is gathered when the
@@ -24,7 +24,9 @@ from typing import Any
 
 from torch import nn
 
+from minifsdp.layers import Call, Layer
 from minifsdp.unit import Unit
+from minifsdp.unit_state import FORWARD
 
 LIST = "its list of modules"  # a reason to stay: some have run in this forward, some are to run
 
@@ -42,6 +44,39 @@ class ListedModules(nn.Module):
         for position, module in enumerate(modules):
             self.add_module(str(position), module)
         self.to_run: set[nn.Module] = set()
+
+
+class Lists(Layer):
+    """Keeps the units of lists until all of their modules have run.
+
+    Args:
+        units: of the root.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = [unit for unit in units if unit.is_list]
+
+    def before_forward(self, call: Call) -> None:
+        """In the order of a step the unit comes where its first module does."""
+        call.notes["in a step"] = call.in_order
+        if call.unit.is_list and not call.unit.reasons.isdisjoint((LIST, FORWARD)):
+            call.in_order = False
+
+    def after_forward(self, call: Call, output: object) -> object:
+        """Hold the unit for its other modules; after the last one, what comes next is gathered."""
+        if call.unit.is_list and call.notes["in a step"]:
+            has_run(call.unit, call.module)
+            call.in_order = LIST not in call.unit.reasons
+        return output
+
+    def end_of_forward(self, unit: Unit) -> None:
+        """Those that have not run by now do not run in this forward."""
+        self.reset()
+
+    def reset(self) -> None:
+        """No forward is running."""
+        for unit in self._units:
+            close(unit)
 
 
 def outermost(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
@@ -66,14 +101,14 @@ def outermost(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return [module for module in modules if module not in below]
 
 
-def starts(unit: Unit, module: nn.Module) -> None:
-    """The forward of ``module`` begins, one of the unit's list. Hold the unit for the others."""
+def has_run(unit: Unit, module: nn.Module) -> None:
+    """The forward of ``module`` is over, one of the unit's list. Hold the unit for the others."""
     listed: Any = unit.module
     listed.to_run = (listed.to_run or set(listed.children())) - {module}
     if listed.to_run:
         unit.hold(LIST)
     else:
-        unit.reasons.discard(LIST)  # its forward holds it
+        unit.reasons.discard(LIST)  # its forward, which is about to end, holds it
 
 
 def close(unit: Unit) -> None:

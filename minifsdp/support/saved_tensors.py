@@ -30,27 +30,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._composable.checkpoint_activation import checkpoint
 
+from minifsdp.layers import Call, Chain
 from minifsdp.support.dispatch_modes import without_modes
-from minifsdp.support.param_views import Values
-from minifsdp.support.unsharded_storage import UnshardedFlatParam
 from minifsdp.unit import Unit
 from minifsdp.unit_state import TrainingState
 
 Hook = Callable[[Any], Any]
-
-
-class Call(NamedTuple):
-    """One forward of a unit, and what its backward has to find again."""
-
-    unit: Unit
-    unsharded: UnshardedFlatParam  # whose views it computed with
-    version: int  # of the sharded flat parameter
-    values: Values  # of the unsharded parameters, when the forward began
-    training: bool | None  # the mode of the root
-
-
-Chain = tuple[Call, ...]
-"""A call and the calls that it is inside of, outermost first."""
 
 
 class PackedParameter(NamedTuple):
@@ -73,14 +58,14 @@ class SavedParameters:
 
     Attributes:
         last: the last call of each unit.
-        began: the version of each unit's shard in the forward with which its last backward began.
+        began: of each unit the call that its backward has come to last.
     """
 
     def __init__(self, before_use: Callable[[Chain], None]) -> None:
         self.before_use = before_use
         self._chains: dict[int, Chain] = {}  # by the address of the unsharded storage
         self.last: dict[Unit, Chain] = {}
-        self.began: dict[Unit, int] = {}
+        self.began: dict[Unit, Call] = {}
         self._without_outer = _Hooks(self, None)
 
     def uses(self, chain: Chain) -> None:
@@ -120,24 +105,6 @@ def _runs_again(module: nn.Module) -> bool:
     ours. Now they are around ours, and would hand autograd what only looks like a parameter."""
     state: Any = checkpoint.state(module)
     return state is not None and not state.enable_hook
-
-
-def refuse_transforms(unit: Unit, error: RuntimeError) -> None:
-    """Name the unit and the way out where torch refuses a transform of torch.func: there are none
-    while saved-tensor hooks are set.
-
-    Args:
-        error: raised in the unit's forward.
-
-    Raises:
-        RuntimeError: ``error`` is that refusal.
-    """
-    if "saved tensor hooks" in str(error):
-        raise RuntimeError(
-            f"a transform of torch.func was called in the forward of unit {unit.label}. torch has "
-            f"none of them where saved-tensor hooks are set, which is so in a sharded model and in "
-            f"an activation checkpoint. Use torch.autograd.grad there, which works."
-        ) from error
 
 
 _NOTHING = nullcontext()
@@ -196,7 +163,7 @@ class _Hooks(saved_tensors_hooks):
             if (
                 state.training is not TrainingState.PRE_BACKWARD
                 or state.graph_task != torch._C._current_graph_task_id()
-                or self.saved.began[call.unit] != call.version
+                or self.saved.began[call.unit] is not call
                 or not call.unit.uses_unsharded_views  # freed early: only the last graph was seen
             ):
                 self.saved.before_use(saved.chain)

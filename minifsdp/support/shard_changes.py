@@ -10,21 +10,53 @@ torch tells nobody of it. So at the start of each step the engine looks at every
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from minifsdp.checks.unreplaced import replaced
+from minifsdp.engine import Engine
+from minifsdp.layers import Layer
 from minifsdp.offload import HOST, host_copy
 from minifsdp.shard import unpadded_shard_numel
+from minifsdp.strategies import stages_of
 from minifsdp.streams import has_memory
 from minifsdp.support.divided_param import (
     check_assigned,
     divide_again,
     forget_cleared_grad,
+    mark,
     was_changed,
 )
-from minifsdp.support.param_views import adopt
+from minifsdp.support.param_views import FLAT_PARAM
 from minifsdp.unit import Unit
+from minifsdp.unit_state import Purpose
+
+
+class ShardChanges(Layer):
+    """Follows, at each start, what a program has done to shards."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def start(self, purpose: Purpose) -> None:
+        """Raises ValueError or RuntimeError: see the functions that are called."""
+        units, prefetcher = self._engine.units, self._engine.prefetcher
+        device = common_device(units)
+        if device is not None:
+            self.follow_to(device)
+        prefetcher.adapt_to(self._engine.streams.host_runs_ahead)
+        for unit in units:
+            follow_changes(unit)
+
+    def follow_to(self, device: torch.device) -> None:
+        """The units are on this device now: take its streams, and the stages that suit it."""
+        engine = self._engine
+        if device != engine.streams.device:
+            engine.compute_on(device)
+            for unit in engine.units:
+                unit.stages = stages_of(unit, engine.streams)
 
 
 def was_moved(unit: Unit) -> bool:
@@ -103,3 +135,19 @@ def common_device(units: Sequence[Unit]) -> torch.device | None:
                 unit.replace_shard(nn.Parameter(moved, requires_grad=False))
         return device
     return None
+
+
+def adopt(unit: Unit) -> None:
+    """Take over the parameter that ``module.to(...)`` has put in place of the flat parameter, or
+    the DTensors that it has changed."""
+    own: Any = unit.sharded_flat_param  # in rows a DividedParameter
+    if unit.mesh is not None:
+        mark(unit, own)
+    found = unit.module._parameters.get(FLAT_PARAM)
+    if found is None or found is own:
+        return
+    # torch moves values, or casts them. Others were put there for one call, and will be taken away.
+    moved = found.dtype != own.dtype or found.device != own.device or torch.equal(found, own)
+    if type(found) is not nn.Parameter or not moved:
+        raise replaced(unit, FLAT_PARAM, found)
+    unit.module._parameters[FLAT_PARAM] = unit.replace_shard(found)

@@ -12,6 +12,7 @@ import minifsdp
 from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.between_steps.explain import table
+from minifsdp.unit_state import Purpose
 from tests.parity import grid
 from tests.ranks import device, on_ranks
 from tests.small import Block, stack
@@ -32,7 +33,7 @@ def test_sizes_are_those_of_the_tensors():
     assert name == unit.name and int(parameters) == unit.numel
     assert held == f"{unit.padded_shard.nbytes} B" and computed_in == "bfloat16"
     assert cut_in == "chunks" and cells(stack(use_orig_params=True), "1")[5] == "rows"
-    model.engine.start(training=True)
+    model.engine.start(Purpose.TRAIN)
     assert gathered == f"{unit.unsharded.nbytes} B" == f"{unit.padded_numel * 2} B"
     held = sum(unit.padded_shard.nbytes for unit in model.engine.units)
     assert cells(model, "in all")[2] == f"{held} B"

@@ -217,7 +217,8 @@ def test_the_unit_is_there_from_the_first_module_to_the_last():
         module.register_forward_hook(look)
     for _ in range(2):
         loss = model(torch.ones(2, 3, dtype=torch.long, device=device())).sum()
-        assert seen == [(True, True), (True, True), (False, True), (False, False)]
+        # The reason is for the time between the two modules, in which neither of them runs.
+        assert seen == [(False, True), (True, True), (True, True), (False, False)]
         seen.clear()
         loss.backward()
         assert unit.unsharded.storage.nbytes() == 0

@@ -6,8 +6,9 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.support.saved_tensors import Call, SavedParameters
-from minifsdp.unit_state import TrainingState
+from minifsdp.layers import Call
+from minifsdp.support.saved_tensors import SavedParameters
+from minifsdp.unit_state import Purpose, TrainingState
 from tests.ranks import device, on_ranks
 from tests.small import batch, layers, stack, step, storage
 
@@ -15,7 +16,7 @@ from tests.small import batch, layers, stack, step, storage
 def lone_unit():
     """A unit of one rank's whole layer, gathered by hand, and what has been asked for it."""
     model = stack(1)
-    model.engine.start(training=True)
+    model.engine.start(Purpose.TRAIN)
     return model.engine.units[1]
 
 
@@ -37,7 +38,7 @@ def test_a_parameter_is_asked_for_before_it_is_read():
     saved = SavedParameters(lambda chain: (asked.append(chain), unit.unsharded.data.fill_(2)))
     unit.unsharded.allocate()
     unit.unsharded.data.fill_(1)
-    call = Call(unit, unit.unsharded, 0, 0, True)
+    call = Call(unit, unit.module, True, True)
     saved.uses((call,))
     x = torch.ones(3, requires_grad=True)
     with saved.hooks(nn.Module()):
@@ -52,7 +53,7 @@ def test_the_address_of_memory_that_was_left_to_others_means_nothing():
     unit = lone_unit()
     saved = SavedParameters(lambda chain: None)
     unit.unsharded.allocate()
-    saved.uses((Call(unit, unit.unsharded, 0, 0, True),))
+    saved.uses((Call(unit, unit.module, True, True),))
     part = unit.unsharded.flat_param.detach()[:3]
     assert saved.chain_of(part) is not None
     assert not unit.unsharded.release([])  # `part` refers to it

@@ -11,6 +11,7 @@ from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.streams import BACKENDS
 from minifsdp.support.shard_changes import common_device, follow_changes, was_moved
+from minifsdp.unit_state import Purpose
 from tests.lone_unit import lone_unit
 from tests.ranks import device, on_ranks
 from tests.small import batch, layers, stack, step
@@ -117,13 +118,13 @@ def test_a_unit_without_parameters_has_a_dtype_and_a_place_all_the_same(dtype):
     """Both are those of its inputs and buffers; the model may be moved until it runs."""
     inside = nn.Sequential(nn.Flatten(), FSDP(nn.Linear(6, 6).to(device())))
     model = FSDP(inside, mixed_precision=MixedPrecision(dtype))
-    model.engine.start(training=True)
+    model.engine.start(Purpose.TRAIN)
     assert model._unit.unsharded.dtype is (dtype or torch.float32)
     assert model._unit.device == device()
     if device().type == "cpu":
         with patch.dict(BACKENDS, meta=BACKENDS["cpu"]):
             model.to("meta")
-            model.engine.start(training=True)
+            model.engine.start(Purpose.TRAIN)
         assert model._unit.device == model._unit.unsharded.flat_param.device == torch.device("meta")
 
 

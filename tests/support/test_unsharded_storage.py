@@ -10,6 +10,7 @@ from torch import nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import MixedPrecision, ModuleWrapPolicy, ShardingStrategy
+from minifsdp.unit_state import Purpose
 from tests.ranks import device, on_ranks
 from tests.small import Block, batch, stack, step, storage
 
@@ -38,7 +39,7 @@ def test_gathering_does_not_look_like_a_modification_to_autograd():
 
 def prepared(strategy="FULL_SHARD", **settings):
     model = stack(sharding_strategy=ShardingStrategy[strategy], **settings)
-    model.engine.start(training=True)
+    model.engine.start(Purpose.TRAIN)
     return model.engine.units[1]
 
 

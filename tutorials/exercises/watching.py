@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import minifsdp.unshard
 from minifsdp import BackwardPrefetch, ForwardPrefetch, ModuleWrapPolicy
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.checks.agreement_groups import agreement_groups
 from minifsdp.comm.pieces import whole
 from minifsdp.engine import Engine
 from minifsdp.limiter import NoLimit
@@ -62,9 +61,7 @@ def two_units(**settings: Any) -> Iterator[tuple[Engine, Lone, Lone]]:
         for lone, name in ((root, "root"), (now, "now"), (next_, "next")):
             lone.unit.rename(name)
         units = [root.unit, now.unit, next_.unit]
-        with replaced(agreement_groups, lambda units: []):
-            engine = Engine(units, NoLimit(), Says(next_.unit))
-        yield engine, now, next_
+        yield Engine(units, NoLimit(), Says(next_.unit)), now, next_
 
 
 def state(lone: Lone) -> str:

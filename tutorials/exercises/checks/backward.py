@@ -46,7 +46,7 @@ def a_gradient_enters_an_inner_unit() -> Iterator[Any]:
     import torch
 
     from minifsdp.backward import Backward
-    from minifsdp.support.saved_tensors import Call
+    from minifsdp.layers import Call
     from tutorials.exercises.watching import state, two_units
 
     for outer_is_over, used_again in ((False, False), (True, False), (False, True)):
@@ -56,10 +56,7 @@ def a_gradient_enters_an_inner_unit() -> Iterator[Any]:
                 engine.after_forward(lone.unit, prefetch=False)
             backward = Backward(engine)
             engine.prefetcher.target = None  # type: ignore[attr-defined]
-            calls = tuple(
-                Call(u, u.unsharded, u.sharded_flat_param._version, None, None)  # type: ignore[arg-type]
-                for u in (outer.unit, inner.unit)
-            )
+            calls = tuple(Call(u, u.module, False, False) for u in (outer.unit, inner.unit))
             found: dict[str, Any] = {}
 
             def enter(
@@ -72,7 +69,7 @@ def a_gradient_enters_an_inner_unit() -> Iterator[Any]:
                 over: bool = outer_is_over,
                 again: bool = used_again,
             ) -> None:
-                backward.begin(None)
+                backward.begin()
                 for lone, is_over in ((outer, over), (inner, again)):
                     if is_over:
                         lone.unit.state.complete_grad()
@@ -95,7 +92,7 @@ def outer_units_enter_before_inner_ones() -> Iterator[Any]:
     import torch
 
     from minifsdp.backward import Backward
-    from minifsdp.support.saved_tensors import Call
+    from minifsdp.layers import Call
     from tutorials.exercises.watching import two_units
 
     with two_units() as (engine, inner, outer):
@@ -111,10 +108,7 @@ def outer_units_enter_before_inner_ones() -> Iterator[Any]:
             before_backward(unit, *args)
 
         engine.before_backward = noted  # type: ignore[method-assign]
-        calls = tuple(
-            Call(u, u.unsharded, u.sharded_flat_param._version, None, None)  # type: ignore[arg-type]
-            for u in chain
-        )
+        calls = tuple(Call(u, u.module, False, False) for u in chain)
         x = torch.ones(2, requires_grad=True)
         x.register_hook(lambda grad: backward.before_backward(calls))
         (2 * x).sum().backward()
@@ -126,7 +120,7 @@ def a_backward_begins_with_its_first_unit() -> Iterator[Any]:
     import torch
 
     from minifsdp.backward import Backward
-    from minifsdp.support.saved_tensors import Call
+    from minifsdp.layers import Call
     from tutorials.exercises.watching import two_units
 
     with two_units() as (engine, now, _):
@@ -134,8 +128,7 @@ def a_backward_begins_with_its_first_unit() -> Iterator[Any]:
         engine.after_forward(now.unit, prefetch=False)
         backward, found = Backward(engine), []
         engine.prefetcher.target = None  # type: ignore[attr-defined]
-        version = now.unit.sharded_flat_param._version
-        call = Call(now.unit, now.unit.unsharded, version, None, None)  # type: ignore[arg-type]
+        call = Call(now.unit, now.unit.module, in_order=True, outermost=True)
 
         def enter(grad: Any) -> None:
             backward.before_backward((call,))

@@ -1,0 +1,66 @@
+"""The layers of minifsdp, in their order: what surrounds the engine of one root.
+
+layers.py says what a layer is, and which moments there are. The order matters where two layers have
+something to do at the same moment; a line here says why one comes before another. A feature that a
+root does not use has no layer, and costs nothing.
+"""
+
+from collections.abc import Iterator
+
+from minifsdp.between_steps.state_dict_calls import StateDictCalls
+from minifsdp.checks.first_step import FirstStep
+from minifsdp.checks.one_thread import OneThread
+from minifsdp.checks.rank_agreement import RankAgreement
+from minifsdp.checks.refused_operations import RefusedOperations
+from minifsdp.checks.summoned import Summoned
+from minifsdp.checks.unchanged import Unchanged
+from minifsdp.checks.unreplaced import Unreplaced
+from minifsdp.checks.untouched import Untouched
+from minifsdp.comm.readers import Readers
+from minifsdp.hooks import Hooks
+from minifsdp.layers import Layer
+from minifsdp.no_sync import NoSync
+from minifsdp.post_forward import PostForward
+from minifsdp.precision import Precision
+from minifsdp.support.grad_hooks import GradientHooks
+from minifsdp.support.listed_modules import Lists
+from minifsdp.support.on_demand import OnDemand
+from minifsdp.support.shard_changes import ShardChanges
+from minifsdp.support.shown_params import ShownParams
+
+
+def layers_of(hooks: Hooks) -> Iterator[Layer]:
+    """The layers for one root."""
+    engine = hooks.engine
+    units = engine.units
+    no_sync = NoSync(engine)
+    agreement = RankAgreement(hooks, no_sync)
+    # Between steps. A state dict that an exception has ended is put away before anybody is told
+    # that parameters are out.
+    yield OneThread(hooks)
+    yield StateDictCalls()
+    yield Summoned(hooks)
+    # What a program has done since the last step, before anything is gathered or sent. no_sync
+    # frees units whose shards have changed, before these are followed.
+    yield FirstStep(engine)
+    yield no_sync
+    yield ShardChanges(engine)
+    yield Precision(engine)
+    if any(unit.mesh is not None for unit in units):
+        yield ShownParams(units)
+    # A parameter that was replaced is this rank's own affair: it raises before others are asked.
+    yield Unreplaced()
+    yield agreement
+    if any(unit.is_list for unit in units):
+        yield Lists(units)
+    if any(unit.post_forward_lines is not None for unit in units):
+        yield PostForward(engine)
+    # Checks of a unit that is gathered, or is about to be.
+    yield Unchanged()
+    yield OnDemand(hooks, agreement)
+    yield Untouched(agreement)
+    yield RefusedOperations(units)
+    # Control returns to the program. The user's hooks are last: one may be an optimizer, which
+    # must not write to what other ranks still read.
+    yield Readers()
+    yield GradientHooks()

@@ -1,0 +1,148 @@
+"""On demand: a unit is gathered whenever somebody needs it, and freed as soon as nobody does.
+
+The moments of hooks.py follow the calls of modules. Programs do more than that: a loss may come
+from an attribute that a module has kept, an activation checkpoint runs a part of a unit again, a
+module computes with the weights of one inside of it. So there are two more signs that a unit is
+needed, and one that it is not::
+
+    autograd asks for a parameter that it has saved       gather the unit    saved_tensors.py
+    a module asks for a parameter and finds a placeholder gather the unit    param_access.py
+    nothing is left that autograd has saved of the unit   free it early      unsharded_storage.py
+
+These belong together. What was freed early may be needed once more, by a checkpoint; and what
+gathers on demand must not be fooled by memory that is not there any more.
+"""
+
+from contextlib import AbstractContextManager
+
+import torch
+
+from minifsdp.checks.rank_agreement import Moment, RankAgreement
+from minifsdp.checks.unreplaced import check_unreplaced
+from minifsdp.hooks import Hooks
+from minifsdp.layers import Call, Chain, Layer
+from minifsdp.support.dispatch_modes import without_modes
+from minifsdp.support.saved_tensors import SavedParameters
+from minifsdp.unit import Unit
+from minifsdp.unit_state import BACKWARD, STRATEGY, Purpose
+
+
+class OnDemand(Layer):
+    """Gathers and frees the units of one root beside the order of their moments.
+
+    Attributes:
+        saved: what autograd has saved of parameters.
+        lent: units that were gathered in a forward for the module around them.
+        graphs: forwards with gradients since the last backward.
+    """
+
+    def __init__(self, hooks: Hooks, agreement: RankAgreement) -> None:
+        self.hooks, self.agreement = hooks, agreement
+        self.engine, self.backward = hooks.engine, hooks.backward
+        self.saved = SavedParameters(self.gather)
+        self.lent: list[Unit] = []
+        self.graphs = 0
+        for unit in self.engine.units:
+            unit.on_demand = self.on_demand
+
+    def start(self, purpose: Purpose) -> None:
+        """A forward with gradients begins. What is saved of its parameters is told from what graphs
+        before it have saved."""
+        if purpose is not Purpose.LOOK and torch.is_grad_enabled():
+            self.graphs += 1
+            for unit in self.engine.units:
+                unit.unsharded.saved = [object()]
+
+    def gathered(self, call: Call) -> None:
+        """What is saved from now on of this unit's parameters is of this call."""
+        self.saved.uses(tuple(self.hooks.calls))
+
+    def around_forward(self, call: Call) -> AbstractContextManager[object]:
+        """Saves parameters as descriptions."""
+        return self.saved.hooks(call.module)
+
+    def after_forward(self, call: Call, output: object) -> object:
+        """What was lent to the module is not needed any more."""
+        while self.lent:
+            self.engine.leave(self.lent.pop())
+        return output
+
+    def failed(self) -> None:
+        """Units that were lent are freed with all others."""
+        self.lent.clear()
+
+    def before_backward(self, call: Call) -> None:
+        """Units around this one may not be needed any more."""
+        self.saved.began[call.unit] = call
+        for outer in call.unit.ancestors:
+            self._free_early(outer)
+
+    def again(self, call: Call) -> None:
+        """The unit is there, for this call as well."""
+        self.saved.began[call.unit] = call
+
+    def end_of_backward(self) -> None:
+        """The graphs are gone, or will be gone through again."""
+        self.graphs = 0
+
+    broken = end_of_backward
+
+    def gather(self, calls: Chain) -> None:
+        """Autograd needs a parameter of the last of the calls, also if its unit was freed early.
+
+        Raises:
+            RuntimeError: no backward is running.
+        """
+        check_in_backward()
+        self.backward.before_backward(calls)
+        unit = calls[-1].unit
+        if not unit.uses_unsharded_views:
+            self.agreement.at(Moment.BACKWARD_OF, unit)
+            self.engine.parameters.unshard_again(unit)
+
+    @without_modes
+    def on_demand(self, unit: Unit) -> bool:
+        """A module asks for a parameter that is sharded. In a backward this is the recomputation
+        of an activation checkpoint: autograd has saved nothing of what is in it, and the gradient
+        may not have come through the outputs of the unit. In a forward without gradients it is a
+        module that computes with the parameters of one inside of it, and does not call that one,
+        as ``nn.TransformerEncoderLayer`` does. (With gradients they would need a call to be in.)
+
+        Returns:
+            Whether the unit is gathered now.
+        """
+        chain = self.saved.last.get(unit)
+        if chain is not None and torch._C._current_graph_task_id() >= 0:
+            self.gather(chain)
+        elif self._lends and not unit.uses_unsharded_views:
+            check_unreplaced(unit)
+            self.agreement.at(Moment.FORWARD_OF, unit)
+            self.engine.before_forward(unit, prefetch=False)
+            self.lent.append(unit)
+        return unit.uses_unsharded_views
+
+    @property
+    def _lends(self) -> bool:
+        """Whether a forward without gradients is running."""
+        return bool(self.hooks.calls) and not self.backward.running and not torch.is_grad_enabled()
+
+    def _free_early(self, unit: Unit) -> None:
+        """The backward has come to a unit inside of this one. If nothing that is saved of this one
+        is left, free it; its gradient is complete much later. So it is with most roots: the head's
+        backward is over, and an embedding's needs no parameter.
+
+        Not if there may be another graph, which the program has dropped. Python's collector decides
+        when that is gone, and so on each rank at another time; but all have to free alike."""
+        if BACKWARD not in unit.reasons or self.graphs != 1 or unit.unsharded.is_saved:
+            return
+        if unit.reasons <= {BACKWARD, STRATEGY}:
+            self.engine.parameters.reshard_early(unit)
+
+
+def check_in_backward() -> None:
+    """Raises RuntimeError: something that autograd has saved is read while no backward runs."""
+    if torch._C._current_graph_task_id() < 0:
+        raise RuntimeError(
+            "a parameter that autograd has saved was asked for outside of a backward. It is "
+            "sharded then; read it inside of FSDP.summon_full_params(model)."
+        )

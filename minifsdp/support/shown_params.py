@@ -1,0 +1,81 @@
+"""What modules of units in rows have between steps: their DTensors, as an optimizer sees them.
+
+From a forward to the end of its backward they have placeholders (param_access.py) while their unit
+is sharded, as modules of units in chunks always have.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from minifsdp.checks.unreplaced import check_unreplaced
+from minifsdp.layers import Call, Layer
+from minifsdp.support.param_views import hide, show
+from minifsdp.unit import Unit
+from minifsdp.unit_state import Purpose
+
+
+class ShownParams(Layer):
+    """Shows the DTensors when no backward is to come, and hides them where they would be in the
+    way.
+
+    Args:
+        units: of the root.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self._graph_waits = False  # there was a forward before this one, and not yet its backward
+
+    def start(self, purpose: Purpose) -> None:
+        """A forward without gradients may compute with what it does not call."""
+        if purpose is Purpose.LOOK:
+            return
+        self._graph_waits = hides_params(self._units)
+        if not torch.is_grad_enabled():
+            hide_divided_params(self._units)
+
+    def start_backward(self, call: Call | None) -> None:
+        """The backward that was waited for."""
+        self._graph_waits = False
+
+    def idle(self, graph: bool) -> None:
+        """The program may want to see them, if no backward comes."""
+        if not graph and not self._graph_waits:
+            show_divided_params(self._units)
+
+    def reset(self) -> None:
+        """What a failed backward has not used is forgotten."""
+        for unit in self._units:
+            unit.has_unused = False
+
+    def broken(self) -> None:
+        """The program goes on without the rest of this backward."""
+        self._graph_waits = False
+        show_divided_params(self._units)
+
+
+def hides_params(units: Sequence[Unit]) -> bool:
+    """Whether units in rows have placeholders, for a backward that is still to come."""
+    return any(unit.mesh is not None and unit.has_placeholders for unit in units)
+
+
+def hide_divided_params(units: Sequence[Unit]) -> None:
+    """Undo :func:`show_divided_params`, for a forward without gradients: in there a module may
+    compute with the parameters of one inside of it, and not call that one."""
+    for unit in units:
+        if unit.mesh is not None and not unit.uses_unsharded_views and not unit.has_placeholders:
+            check_unreplaced(unit)
+            hide(unit)
+
+
+def show_divided_params(units: Sequence[Unit]) -> None:
+    """Let the modules of units in rows have their DTensors, in place of placeholders.
+
+    This is for the time between steps. From a forward to the end of its backward the placeholders
+    stay: what a checkpoint runs again may need a parameter of a unit that is sharded. A placeholder
+    can have it gathered; a DTensor would be computed with.
+    """
+    for unit in units:
+        if unit.mesh is not None and not unit.uses_unsharded_views and unit.has_placeholders:
+            show(unit, unit.optimized_params)
