@@ -9,24 +9,19 @@ from collections.abc import Iterator
 
 from minifsdp.between_steps.state_dict_calls import StateDictCalls
 from minifsdp.checks.first_step import FirstStep
-from minifsdp.checks.one_thread import OneThread
+from minifsdp.checks.misplaced_calls import OneThread, RefusedOperations, Summoned
+from minifsdp.checks.param_changes import Unchanged, Unreplaced, Untouched
 from minifsdp.checks.rank_agreement import RankAgreement
-from minifsdp.checks.refused_operations import RefusedOperations
-from minifsdp.checks.summoned import Summoned
-from minifsdp.checks.unchanged import Unchanged
-from minifsdp.checks.unreplaced import Unreplaced
-from minifsdp.checks.untouched import Untouched
-from minifsdp.comm.readers import Readers
 from minifsdp.hooks import Hooks
 from minifsdp.layers import Layer
 from minifsdp.no_sync import NoSync
 from minifsdp.post_forward import PostForward
 from minifsdp.precision import Precision
 from minifsdp.support.grad_hooks import GradientHooks
+from minifsdp.support.idle import Readers, ShownParams
 from minifsdp.support.listed_modules import Lists
 from minifsdp.support.on_demand import OnDemand
 from minifsdp.support.shard_changes import ShardChanges
-from minifsdp.support.shown_params import ShownParams
 
 
 def layers_of(hooks: Hooks) -> Iterator[Layer]:

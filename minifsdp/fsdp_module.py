@@ -32,7 +32,7 @@ from minifsdp.between_steps.full_params import Options, full_params
 from minifsdp.between_steps.state_dict import register_rows_hook
 from minifsdp.checks.misplaced_calls import check_root_and_idle
 from minifsdp.checks.other_wrappers import check_inside
-from minifsdp.checks.unreplaced import check_unreplaced_by_hand
+from minifsdp.checks.param_changes import check_unreplaced_by_hand
 from minifsdp.checks.unsupported import add_missing, refuse
 from minifsdp.engine import Engine
 from minifsdp.fully_sharded import make_root

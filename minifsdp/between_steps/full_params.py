@@ -30,7 +30,7 @@ from minifsdp.hooks import Hooks
 from minifsdp.offload import HOST
 from minifsdp.precision import Precision
 from minifsdp.support.fingerprint import fingerprint
-from minifsdp.support.shown_params import show_divided_params
+from minifsdp.support.idle import show_divided_params
 from minifsdp.unit import Unit
 from minifsdp.unit_state import Purpose
 from minifsdp.unshard import wait_for_unshard

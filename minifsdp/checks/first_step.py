@@ -1,17 +1,31 @@
-"""What is looked for once, before the first step of a model.
+"""What is looked for at each start until the first forward is over, and then no more.
 
 Some mistakes can be seen only when all wrapping is over, and cannot come up later: members.py
-refuses changes of a wrapped model at once.
+refuses changes of a wrapped model at once. One of them is here, parameters and buffers that have no
+memory yet. ``fully_shard`` leaves on the meta device what is there, as torch's does. So a rank
+never has more memory than its part of the model takes, and the program says what the values are::
+
+    with torch.device("meta"):
+        model = GPT()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)                         # DTensors on meta
+    model.to_empty(device="cuda")              # memory for this rank's rows
+    model.init_weights()                       # or load_state_dict(state, assign=True)
 """
+
+from torch import nn
 
 from minifsdp.checks.held_values import check_held
 from minifsdp.checks.members import check_lists, check_tree
-from minifsdp.checks.on_meta import check_on_meta
 from minifsdp.engine import Engine
 from minifsdp.layers import Layer
+from minifsdp.streams import has_memory
+from minifsdp.support.flat_parameter import FlatParameter
 from minifsdp.support.shard_changes import check_on_host
 from minifsdp.unit import Unit
 from minifsdp.unit_state import Purpose
+from minifsdp.wrapping.module_tree import clean, is_ignored, join_names
 
 
 class FirstStep(Layer):
@@ -36,3 +50,29 @@ class FirstStep(Layer):
     def end_of_forward(self, unit: Unit) -> None:
         """The first forward is over."""
         self._over = True
+
+
+def check_on_meta(root: nn.Module) -> None:
+    """Refuse a model with something on the meta device.
+
+    Raises:
+        RuntimeError: naming the parameters and buffers.
+    """
+    ignored = {inner for m in root.modules() if is_ignored(m) for inner in m.modules()}
+    names = [
+        join_names(clean(prefix), name)
+        for prefix, module in root.named_modules()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+        and not (isinstance(tensor, FlatParameter) or is_ignored(tensor) or module in ignored)
+        and not has_memory(tensor)
+    ]
+    if names:
+        raise RuntimeError(
+            f"{', '.join(names[:10])}{', ...' * (len(names) > 10)}: on the meta device, so without "
+            f"memory and values, and fully_shard leaves them there. Before the model is used, call "
+            f"model.to_empty(device=...) and then model.init_weights() (or what gives it values), "
+            f"or model.load_state_dict(state, assign=True). The device is 'cpu' with "
+            f"CPUOffloadPolicy. What is in no state dict, such as a table of positions, needs "
+            f"values in both cases."
+        )

@@ -1,5 +1,20 @@
-"""Calls of methods that are right, but not on this module or not now."""
+"""Calls that are right, but not here or not now.
 
+A method that concerns all units is called on the root, between steps (:func:`check_root_and_idle`).
+While parameters are out between steps (between_steps/full_params.py) nobody trains with them
+(:class:`Summoned`). One thread at a time runs a model (:class:`OneThread`): its units are gathered
+and freed in one order, and two threads would free what the other one computes with. And some
+operations of torch do not go with sharding; where torch says so without a word of the reason,
+:class:`RefusedOperations` has it.
+"""
+
+import threading
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from minifsdp.hooks import Hooks
+from minifsdp.layers import Call, Layer
 from minifsdp.unit import Unit
 
 
@@ -19,3 +34,139 @@ def check_root_and_idle(unit: Unit, root: Unit, idle: bool, method: str) -> None
         )
     if not idle:
         raise RuntimeError(f"{method} was called in a forward or backward; call it between.")
+
+
+class Summoned(Layer):
+    """Refuses a forward with gradients, and a backward, while parameters are out."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._units, self._summoned = hooks.engine.units, hooks.summoned
+
+    def between_steps(self, unit: Unit | None) -> None:
+        """Raises RuntimeError: see :func:`check_summoned` and :func:`check_backward_outside`."""
+        if unit is not None:
+            if self._summoned:
+                check_summoned(unit, self._units, any(self._summoned.values()))
+            return
+        for one in [*self._summoned]:
+            one.end_by_hand()  # it is gathered once more, by its own turn
+        check_backward_outside(self._summoned)
+
+
+def check_summoned(unit: Unit, units: Sequence[Unit], as_dtensors: bool) -> None:
+    """Refuse to train inside of summon_full_params, and to compute inside of as_dtensors.
+
+    Args:
+        unit: the one that was called.
+        units: all of its root.
+        as_dtensors: whether DTensors are in the place of parameters.
+
+    Raises:
+        RuntimeError: they are; or some units are trained, and gradients are on.
+    """
+    if as_dtensors:
+        raise RuntimeError(
+            f"unit {unit.label} was called inside as_dtensors, which shows parameters in the form "
+            f"of checkpoints. Leave the block first."
+        )
+    trained = any(one.sharded_flat_param.requires_grad for one in units)
+    if trained and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"unit {unit.label} was called inside summon_full_params with gradients enabled. They "
+            f"would reach parameters that are there for the time of the block only. Leave the "
+            f"block first, since forward gathers by itself; or use torch.no_grad()."
+        )
+
+
+def check_backward_outside(summoned: Iterable[Unit]) -> None:
+    """Raises RuntimeError: a backward begins where the parameters of units are out."""
+    if labels := ", ".join(unit.label for unit in summoned):
+        raise RuntimeError(
+            f"backward() was called inside summon_full_params or as_dtensors, which have taken out "
+            f"the parameters of {labels}. A backward gathers them itself, and frees them. Leave "
+            f"the block first."
+        )
+
+
+class OneThread(Layer):
+    """Refuses a forward beside one, or beside a backward, that another thread runs."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+        self._threads: dict[str, int] = {}  # the one that runs the outermost forward
+
+    def enter(self, unit: Unit) -> None:
+        """Raises RuntimeError: another thread runs the model."""
+        if torch._C._current_graph_task_id() >= 0:
+            return  # in a backward, which may run parts of a forward, perhaps in autograd's thread
+        thread, hooks = threading.get_ident(), self._hooks
+        beside = hooks.backward.running and not hooks.depth
+        # In one operation, so that of two threads that come at the same time one is refused.
+        if beside or self._threads.setdefault("forward", thread) != thread:
+            raise RuntimeError(
+                f"this model (root: {type(hooks.engine.root.module).__name__}) runs in another "
+                f"thread at the same time. Its units are gathered and freed in one order, for one "
+                f"forward or backward at a time. Let the threads take turns, with a "
+                f"threading.Lock() around forward and backward, or give each thread a model and a "
+                f"process group of its own."
+            )
+
+    def idle(self, graph: bool) -> None:
+        """Another thread may have its turn."""
+        self._threads.clear()
+
+
+class RefusedOperations(Layer):
+    """Names the unit and the way out where torch refuses an operation because of sharding.
+
+    Args:
+        units: of the root.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+
+    def error(self, call: Call, error: RuntimeError) -> None:
+        """Raises RuntimeError: ``error`` is one of those that are known here."""
+        refuse_transforms(call.unit, error)
+        refuse_mixed(call.unit, self._units, error)
+
+
+def refuse_transforms(unit: Unit, error: RuntimeError) -> None:
+    """Name the unit and the way out where torch refuses a transform of torch.func: there are none
+    while saved-tensor hooks are set.
+
+    Args:
+        error: raised in the unit's forward.
+
+    Raises:
+        RuntimeError: ``error`` is that refusal.
+    """
+    if "saved tensor hooks" in str(error):
+        raise RuntimeError(
+            f"a transform of torch.func was called in the forward of unit {unit.label}. torch has "
+            f"none of them where saved-tensor hooks are set, which is so in a sharded model and in "
+            f"an activation checkpoint. Use torch.autograd.grad there, which works."
+        ) from error
+
+
+def refuse_mixed(unit: Unit, units: Sequence[Unit], error: RuntimeError) -> None:
+    """Name the units where torch refuses an operation that got a DTensor: between a step and the
+    next forward of its unit, a parameter in rows is one.
+
+    Args:
+        unit: in whose forward ``error`` was raised.
+        units: all of its root.
+
+    Raises:
+        RuntimeError: ``error`` is that refusal.
+    """
+    if "got mixed torch.Tensor and DTensor" in str(error):
+        inside = [u.label for u in units if unit in u.ancestors and not u.uses_unsharded_views]
+        raise RuntimeError(
+            f"an operation in the forward of unit {unit.label} got a parameter that is sharded now "
+            f"(torch says: {str(error).split(',')[0]}). The parameters of the units inside of it "
+            f"({', '.join(inside)}) are there while the module of that unit is called. If the "
+            f"module around one computes with them itself, as nn.MultiheadAttention does with its "
+            f"out_proj, let both be one unit."
+        ) from error

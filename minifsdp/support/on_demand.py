@@ -17,8 +17,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from minifsdp.checks.param_changes import check_unreplaced
 from minifsdp.checks.rank_agreement import Moment, RankAgreement
-from minifsdp.checks.unreplaced import check_unreplaced
 from minifsdp.hooks import Hooks
 from minifsdp.layers import Call, Chain, Layer
 from minifsdp.support.dispatch_modes import without_modes

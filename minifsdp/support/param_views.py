@@ -17,6 +17,11 @@ from minifsdp.support.unsharded_views import views_of
 from minifsdp.unit import Unit
 
 FLAT_PARAM = "_flat_param"  # the name that torch gives it
+OTHER_WEIGHTS = (
+    "To compute with other weights, call torch.func.functional_call with a plain module of the "
+    "same class (it may be on the meta device, if you give all weights), or without gradients "
+    "inside of FSDP.summon_full_params(model)."
+)
 
 
 def make_views(unit: Unit) -> None:
@@ -67,3 +72,14 @@ def show(unit: Unit, tensors: Sequence[Tensor]) -> None:
     hidden, unit.has_placeholders = unit.has_placeholders, False
     for info, tensor in zip(unit.param_infos, tensors, strict=True):
         info.use_unsharded_views(tensor, hidden)
+
+
+def replaced(unit: Unit, name: str, found: object) -> RuntimeError:
+    """The error for ``found``, which is in the place of the parameter of this name."""
+    there = "None" if found is None else "another tensor"
+    return RuntimeError(
+        f"in the place of parameter {name!r} of unit {unit.label} there is {there}, which was put "
+        f"there by functional_call, or by a program that writes to module._parameters. The unit "
+        f"would compute with its own parameter all the same. {OTHER_WEIGHTS} Otherwise change the "
+        f"model before you wrap it."
+    )

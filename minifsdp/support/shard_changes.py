@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from minifsdp.checks.unreplaced import replaced
 from minifsdp.engine import Engine
 from minifsdp.layers import Layer
 from minifsdp.offload import HOST, host_copy
@@ -29,7 +28,7 @@ from minifsdp.support.divided_param import (
     mark,
     was_changed,
 )
-from minifsdp.support.param_views import FLAT_PARAM
+from minifsdp.support.param_views import FLAT_PARAM, replaced
 from minifsdp.unit import Unit
 from minifsdp.unit_state import Purpose
 

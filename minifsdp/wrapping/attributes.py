@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from minifsdp.checks.members import FSDP_MARK, WRAPPED, check_part
 from minifsdp.checks.other_wrappers import refuse_around
-from minifsdp.checks.unreplaced import OTHER_WEIGHTS
 from minifsdp.support.divided_param import is_optimized
+from minifsdp.support.param_views import OTHER_WEIGHTS
 from minifsdp.wrapping.module_tree import clean, is_ignored, unit_of
 from minifsdp.wrapping.torch_attributes import TORCH_ATTRIBUTES
 

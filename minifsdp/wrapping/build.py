@@ -31,9 +31,9 @@ from minifsdp.streams import has_memory
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.fingerprint import fingerprint
 from minifsdp.support.flat_parameter import watch_for_losses
+from minifsdp.support.idle import show_divided_params
 from minifsdp.support.param_attributes import warn_of_lost_attributes
 from minifsdp.support.param_views import use_sharded_views
-from minifsdp.support.shown_params import show_divided_params
 from minifsdp.unit import Unit
 from minifsdp.wrapping.auto_wrap import (
     check_sharing,

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from minifsdp.between_steps.state_dict_calls import StateDictCalls
 from tests.ranks import on_ranks
 from tests.small import Block, layers, stack, step, storage
 
@@ -62,9 +63,9 @@ def look(model):
 @on_ranks(2)
 def test_a_walk_within_a_walk_is_alive():
     model = stack(2)
-    held = []
+    held, calls = [], model.engine.moments.of(StateDictCalls)
     model.module[1].module.register_state_dict_post_hook(
-        lambda *_: held.append([unit.name for unit in model._hooks.state_dict_calls.held])
+        lambda *_: held.append([unit.name for unit in calls.held])
     )
     assert len(model.state_dict()) == 6
     assert held in ([["", "1"]], [[""]])

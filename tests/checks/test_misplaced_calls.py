@@ -9,7 +9,6 @@ from tests.lone_unit import StubUnit
 from tests.parity import check_at_rest
 from tests.ranks import on_ranks
 from tests.small import batch, layers, stack, step
-from tests.test_hooks import STRATEGIES
 
 
 @pytest.mark.direct
@@ -20,38 +19,6 @@ def test_what_concerns_all_units_is_asked_of_the_root_between_steps():
         check_root_and_idle(inner, root, idle=True, method="no_sync")
     with pytest.raises(RuntimeError, match="no_sync was called in a forward or backward"):
         check_root_and_idle(root, root, idle=False, method="no_sync")
-
-
-@on_ranks(2)
-def test_gradients_of_gradients_are_refused_by_name():
-    model = stack()
-    with pytest.raises(RuntimeError, match="unit '4': gradients of gradients"):
-        model(batch()).pow(2).sum().backward(create_graph=True)
-    model.zero_grad()
-    step(model)
-    check_at_rest(model)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(2)
-def test_a_step_between_a_forward_and_its_backward_is_refused(strategy):
-    model = stack(sharding_strategy=strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    first, second = model(batch()).sum(), model(batch(step=1)).sum()
-    first.backward()
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="unit <root> were changed in place"):
-        second.backward()
-
-
-@on_ranks(1)
-def test_a_saved_parameter_that_is_looked_at_outside_of_a_backward_is_refused():
-    model = stack(1)
-    node = model(batch()).grad_fn
-    while "_saved_mat2" not in dir(node):
-        node = node.next_functions[0][0]
-    with pytest.raises(RuntimeError, match="asked for outside of a backward"):
-        node._saved_mat2  # noqa: B018
 
 
 @pytest.mark.parametrize("rows", [False, True])

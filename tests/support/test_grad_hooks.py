@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from minifsdp import ShardingStrategy
+from tests.parity import check_at_rest
 from tests.ranks import device, on_ranks
 from tests.small import (
     assert_same_gradients,
@@ -178,3 +179,13 @@ def test_torchs_optimizers_in_the_backward_step_and_clear():
     step(model)
     assert all(param.grad is None for param in model.parameters())
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@on_ranks(2)
+def test_gradients_of_gradients_are_refused_by_name():
+    model = stack()
+    with pytest.raises(RuntimeError, match="unit '4': gradients of gradients"):
+        model(batch()).pow(2).sum().backward(create_graph=True)
+    model.zero_grad()
+    step(model)
+    check_at_rest(model)

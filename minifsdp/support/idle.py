@@ -1,18 +1,32 @@
-"""What modules of units in rows have between steps: their DTensors, as an optimizer sees them.
+"""Idle: what is done before control returns to the program.
 
-From a forward to the end of its backward they have placeholders (param_access.py) while their unit
-is sharded, as modules of units in chunks always have.
+It may look at parameters now, or change them:
+
+- Other ranks of this machine may still be reading this rank's shards (comm/transport.py). An
+  optimizer must not write to them before that.
+- The modules of units in rows have their DTensors, as an optimizer sees them. From a forward to the
+  end of its backward they have placeholders (param_access.py) while their unit is sharded, as
+  modules of units in chunks always have.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from minifsdp.checks.unreplaced import check_unreplaced
+from minifsdp.checks.param_changes import check_unreplaced
+from minifsdp.comm.transport import wait_for_readers
 from minifsdp.layers import Call, Layer
 from minifsdp.support.param_views import hide, show
 from minifsdp.unit import Unit
 from minifsdp.unit_state import Purpose
+
+
+class Readers(Layer):
+    """Waits for them before control returns to the program, whose optimizer writes to shards."""
+
+    def idle(self, graph: bool) -> None:
+        """The program may change parameters now."""
+        wait_for_readers()
 
 
 class ShownParams(Layer):

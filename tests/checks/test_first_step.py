@@ -1,5 +1,5 @@
-"""on_meta.py: a model on the meta device in fully_shard, in the ways that programs for torch's give
-it memory and values; and what has none is refused by name."""
+"""first_step.py: a model on the meta device in fully_shard, in the ways that programs for torch's
+give it memory and values; and what has none is refused by name."""
 
 import pytest
 import torch

@@ -1,0 +1,165 @@
+"""on_demand.py: what is gathered and freed beside the order of the moments."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import ModuleWrapPolicy, ShardingStrategy
+from tests.parity import check_at_rest
+from tests.ranks import device, on_ranks
+from tests.small import (
+    Block,
+    assert_same_gradients,
+    batch,
+    gathered_gradients,
+    mean_gradients,
+    stack,
+    storage,
+)
+from tests.test_hooks import wrap
+
+
+class Whole(nn.Module):
+    """The root has a first layer, a head, and between them units and perhaps a layer of its own."""
+
+    def __init__(self, between=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Embedding(9, 6), nn.Linear(6, 9, bias=False)
+        self.blocks = nn.ModuleList(Block(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.between = nn.Linear(6, 6) if between is not None else None
+        self.run_between = between
+
+    def forward(self, tokens):
+        x = self.first(tokens)
+        for block in self.blocks:
+            x = block(x)
+            if self.between is not None:
+                x = self.run_between(self.between, x)
+        return self.head(x)
+
+
+class Tied(Whole):
+    """The head has the embedding's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.head.weight = self.first.weight
+
+
+def tokens(at=0):
+    made = torch.Generator().manual_seed(10 * at + dist.get_rank())
+    return torch.randint(9, (5,), generator=made).to(device())
+
+
+def root_in_steps(make, steps=2, **settings):
+    """Whether the root has its memory when each block's backward begins, in some steps in which it
+    trains as a plain model does; and how many units were gathered in the last."""
+    plain = make().to(device())
+    model = FSDP(make().to(device()), auto_wrap_policy=ModuleWrapPolicy({Block}), **settings)
+    (root, *_), there = model.engine.units, []
+    for block in model.module.blocks:
+        block.module.register_full_backward_pre_hook(lambda *_: there.append(bool(storage(root))))
+    for at in range(steps):
+        there.clear()
+        model.zero_grad()
+        before = model.engine.stats.all_gathers
+        model(tokens(at)).pow(2).sum().backward()
+        expected = mean_gradients(plain, plain(tokens(at)).pow(2).sum())
+        assert_same_gradients(gathered_gradients(model), expected)
+        check_at_rest(model)
+    assert not model.engine.limiter._alive  # it has heard of each free, once
+    return there, model.engine.stats.all_gathers - before
+
+
+@pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+@pytest.mark.parametrize("make", [Whole, Tied])
+@on_ranks(2)
+def test_the_root_is_freed_when_its_heads_backward_is_over(make, strategy, rows):
+    """An embedding's backward needs no parameter. Else the largest unit of many models would stay
+    to the end of the backward."""
+    there, _ = root_in_steps(make, sharding_strategy=strategy, use_orig_params=rows)
+    assert there == [False] * 3
+
+
+@on_ranks(2)
+def test_the_root_stays_while_something_is_saved_of_it():
+    """Its layer between the blocks runs for the last time before the first of them."""
+    there, gathers = root_in_steps(lambda: Whole(lambda layer, x: layer(x)))
+    assert (there, gathers) == ([True, True, False], 1 + 2 * 3)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@on_ranks(2)
+def test_the_root_is_gathered_again_for_a_checkpoint_but_once_and_for_all(reentrant):
+    """Of what a checkpoint runs again nothing is saved. A root that was freed too early stays in
+    later steps; else every checkpoint in it would gather it."""
+
+    def between(layer, x):
+        return checkpoint(layer, x, use_reentrant=reentrant)
+
+    _, gathers = root_in_steps(lambda: Whole(between), steps=1)
+    assert gathers == 1 + 2 * 3 + 1
+    there, gathers = root_in_steps(lambda: Whole(between), steps=2)
+    assert there == [True] * 3 and gathers == 1 + 2 * 3
+
+
+@on_ranks(2)
+def test_the_root_stays_where_somebody_refers_to_its_parameters():
+    """It is told of when the unit's turn is over, as of any unit; not before."""
+
+    class Keeps(Whole):
+        def forward(self, x):
+            self.kept = (self.head.weight,)
+            return super().forward(x)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        there, _ = root_in_steps(Keeps)
+    assert there == [True] * 3
+    assert sum("still referred to when the unit is freed" in str(w.message) for w in caught) == 1
+
+
+@on_ranks(2)
+def test_a_gradient_asked_for_in_the_roots_forward_does_not_free_it():
+    class Slope(Whole):
+        def forward(self, tokens):
+            x = self.first(tokens)
+            at = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.blocks[0](at).pow(2).sum(), at)
+            return super().forward(tokens) + self.head(slope)
+
+    model, plain = wrap(Slope().to(device())), Slope().to(device())
+    for at in range(2):
+        losses = [m(tokens(at)).pow(2).sum() for m in (model, plain)]
+        model.zero_grad()
+        losses[0].backward()
+        assert_same_gradients(gathered_gradients(model), mean_gradients(plain, losses[1]))
+
+
+@on_ranks(2)
+def test_where_nothing_can_be_seen_of_what_is_saved_units_stay_as_their_strategy_says():
+    def make():  # the bias is saved itself: without hooks no count shows it
+        return Whole(lambda layer, x: layer(x) * layer.bias).to(device())
+
+    model, plain = wrap(make(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP), make()
+    with torch.autograd.graph.disable_saved_tensors_hooks("a test"):
+        model(tokens()).pow(2).sum().backward()
+    expected = mean_gradients(plain, plain(tokens()).pow(2).sum())
+    assert_same_gradients(gathered_gradients(model), expected)
+
+
+@on_ranks(1)
+def test_a_saved_parameter_that_is_looked_at_outside_of_a_backward_is_refused():
+    model = stack(1)
+    node = model(batch()).grad_fn
+    while "_saved_mat2" not in dir(node):
+        node = node.next_functions[0][0]
+    with pytest.raises(RuntimeError, match="asked for outside of a backward"):
+        node._saved_mat2  # noqa: B018
