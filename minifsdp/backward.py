@@ -32,7 +32,6 @@ from minifsdp.support.dispatch_modes import without_modes
 from minifsdp.support.grad_hooks import change_gradient
 from minifsdp.support.param_views import check_unreplaced, show_divided_params, use_sharded_views
 from minifsdp.support.saved_tensors import Call, Chain, SavedParameters
-from minifsdp.support.unsharded_views import take_gradient
 from minifsdp.unit import Unit
 from minifsdp.unit_state import BACKWARD, STRATEGY, TrainingState
 
@@ -183,7 +182,7 @@ class Backward:
         self._gradient_of(unit)
 
     def _gradient_of(self, unit: Unit) -> None:
-        grad = take_gradient(unit)
+        grad = unit.view_maker.take_gradient(unit)
         check_first_order(unit, grad)
         if unit.unreduced_grad is not None:
             grad = whole(grad)  # what no_sync has left is added to it
@@ -193,7 +192,7 @@ class Backward:
     def end_of_backward(self) -> None:
         """Autograd has nothing left to do."""
         for unit in self.engine.units:
-            if unit.unsharded.has_gradient:
+            if unit.view_maker.has_gradient(unit):
                 self._gradient_of(unit)  # it came in parts only
         self.graphs = 0
         self.agreement.at(Moment.END_OF_A_BACKWARD_BELOW, self.engine.root)

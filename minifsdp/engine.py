@@ -35,7 +35,7 @@ from minifsdp.no_sync import NO_SYNC, NoSync, check_unreduced_grad, is_kept
 from minifsdp.parameters import Parameters
 from minifsdp.post_forward import keep_post_forward_shard
 from minifsdp.prefetch import Prefetcher
-from minifsdp.strategies import stages_of
+from minifsdp.strategies import choose_strategies
 from minifsdp.streams import Streams
 from minifsdp.support.listed_modules import LIST, close
 from minifsdp.support.param_views import make_views, use_sharded_views, use_unsharded_views
@@ -67,7 +67,7 @@ class Engine:
         self.parameters = Parameters(units, self.streams, limiter, prefetcher, self.stats)
         self.gradients = Gradients(self.streams, self.stats)
         self.no_sync = NoSync(units)
-        self._choose_stages()
+        choose_strategies(units, self.streams)
 
     def start(self, training: bool | None) -> None:
         """Be ready for a forward: nothing left from the last one, everything as the user wants it.
@@ -107,12 +107,8 @@ class Engine:
         if device != self.streams.device:
             self.streams = Streams.on(device)
             self.parameters.streams = self.gradients.streams = self.streams
-            self._choose_stages()
+            choose_strategies(self.units, self.streams)
         self.prefetcher.adapt_to(self.streams.host_runs_ahead)
-
-    def _choose_stages(self) -> None:
-        for unit in self.units:
-            unit.stages = stages_of(unit, self.streams)
 
     def compute_as(self, training: bool | None) -> None:
         """Have everything in the precision of this mode, for what a backward will run again."""
@@ -142,7 +138,7 @@ class Engine:
                     self.parameters.reshard(unit)
             unit.source = unit.own_source  # an optimizer may have stepped
             unit.state.start_step()
-            unit.unsharded.drop_gradient()
+            unit.view_maker.drop_gradient(unit)
             unit.has_unused = False
 
     # ---------------------------------------------------------------- the five moments of a step

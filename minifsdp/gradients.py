@@ -24,7 +24,6 @@ from minifsdp.no_sync import store_unreduced
 from minifsdp.reduce import Reduction, store_gradient
 from minifsdp.streams import Streams
 from minifsdp.support.grad_hooks import after_gradient
-from minifsdp.support.unsharded_views import no_gradient
 from minifsdp.unit import Unit
 
 
@@ -83,7 +82,7 @@ class Gradients:
     def reduce_held(self, unit: Unit) -> None:
         """Reduce what is held of a unit; if nothing is, zeros: this rank's part of the mean."""
         grad = self._held.pop(unit, None)
-        self._reduce(unit, no_gradient(unit) if grad is None else grad)
+        self._reduce(unit, unit.view_maker.no_gradient(unit) if grad is None else grad)
 
     def finish(self) -> None:
         """Wait for all reductions, then hand everything over."""

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from minifsdp.comm.collectives import Group
+from minifsdp.collectives import Group
 from minifsdp.comm.groups import smaller_group
 from minifsdp.streams import Event, Streams
 from minifsdp.unit import Unit

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from minifsdp.api import MixedPrecision
-from minifsdp.comm.collectives import Group
+from minifsdp.collectives import Group
 from minifsdp.comm.pieces import Pieces
 from minifsdp.streams import Finish, Streams
 from minifsdp.support.pytree import map_tensors, tensors_in

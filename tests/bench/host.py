@@ -238,8 +238,8 @@ def _silent_collectives() -> Iterator[None]:
     names += ("reduce_scatter_single", "reduce_scatter_tensor")
     with ExitStack() as stack:
         stack.enter_context(patch("minifsdp.comm.collectives.NATIVE", True))
-        for name in ("_all_gather", "_reduce_scatter"):
-            stack.enter_context(patch(f"minifsdp.comm.collectives.{name}", fill))
+        for name in ("torch_all_gather", "torch_reduce_scatter"):
+            stack.enter_context(patch(f"minifsdp.collectives.{name}", fill))
         for name in names:
             if hasattr(dist, name):  # torch 2.13 has renamed some
                 stack.enter_context(patch.object(dist, name, fill))

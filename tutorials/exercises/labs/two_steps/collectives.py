@@ -18,8 +18,8 @@ order of the chunks, and of memory that is still being sent.
 
 from torch import Tensor
 
+from minifsdp.collectives import Group
 from minifsdp.comm.blocks import Blocks
-from minifsdp.comm.collectives import Group
 from minifsdp.comm.collectives import all_gather as in_one_step
 from minifsdp.comm.message_tags import Kind
 from minifsdp.streams import Finish

@@ -10,8 +10,8 @@ from functools import cache
 import torch.distributed as dist
 from torch import Tensor
 
+from minifsdp.collectives import Group
 from minifsdp.comm.blocks import Blocks
-from minifsdp.comm.collectives import Group
 from minifsdp.comm.collectives import all_gather as in_one_step
 from minifsdp.comm.message_tags import Kind
 from minifsdp.streams import Finish
