@@ -7,6 +7,7 @@ import torch
 
 from minifsdp import ShardingStrategy
 from minifsdp.streams import CpuEvent, CpuStream, Streams
+from minifsdp.views import SplitViews
 from minifsdp.unit_state import FORWARD, TrainingState
 from tests.ranks import device, on_ranks
 from tests.small import (
@@ -67,7 +68,9 @@ def test_after_a_backward_that_failed_units_are_idle_and_an_evaluation_keeps_non
         step(model)
     handle.remove()
     unit = model.engine.units[1]
-    unit.views[0].sum().backward()  # a part, as a reentrant checkpoint leaves it
+    unit.view_maker = SplitViews()
+    flat_param = unit.unsharded.flat_param
+    flat_param.grad = torch.ones_like(flat_param)  # a part, as a reentrant checkpoint leaves it
     with torch.no_grad():
         model.eval()(batch())
     assert all(unit.state.training is TrainingState.IDLE for unit in model.engine.units)
