@@ -7,8 +7,8 @@ import torch
 
 from minifsdp import ShardingStrategy
 from minifsdp.streams import CpuEvent, CpuStream, Streams
-from minifsdp.views import SplitViews
 from minifsdp.unit_state import FORWARD, TrainingState
+from minifsdp.views import SplitViews
 from tests.ranks import device, on_ranks
 from tests.small import (
     batch,

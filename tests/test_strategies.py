@@ -12,17 +12,21 @@ from minifsdp.comm import collectives
 from minifsdp.comm.unit_messages import DirectMessages, InBlocks, Watched
 from minifsdp.offload import Upload
 from minifsdp.precision import CastShard
+from minifsdp.rows import Rows
 from minifsdp.sim import cluster
 from minifsdp.sim.tape import Op
-from minifsdp.rows import Rows
 from minifsdp.strategies import (
-    choose_strategies, comm_of, source_of, stages_of, view_maker_of,
+    choose_strategies,
+    comm_of,
+    source_of,
+    stages_of,
+    view_maker_of,
 )
 from minifsdp.streams import BACKENDS, CpuStream, Streams
 from minifsdp.support.marked_views import MarkedPieceViews, MarkedSplitViews
 from minifsdp.support.piece_views import PieceViews
-from minifsdp.views import SplitViews
 from minifsdp.unshard import OwnShard, unshard, wait_for_unshard
+from minifsdp.views import SplitViews
 from tests.lagging import deferring_device
 from tests.lone_unit import lone_unit
 from tests.ranks import device, on_ranks

@@ -77,8 +77,10 @@ class MarkedPieceViews(PieceViews):
 
     def take_gradient(self, unit: Unit) -> Any:
         """See :class:`~minifsdp.views.ViewMaker`."""
-        arrived, places = self.arrived[unit.unsharded], accumulate(unit.layout.sizes, initial=0)
-        used = {at // 2 for at, place in enumerate(places) if place in arrived}
+        # Where parameters begin; what is between them may be empty, and begins where the next does.
+        places = [*accumulate(unit.layout.sizes, initial=0)][::2]
+        arrived = self.arrived[unit.unsharded]
+        used = {number for number, place in enumerate(places) if place in arrived}
         grad = super().take_gradient(unit)
         _mark_unused(unit, grad.pieces[-1], used)  # the marks come last
         return grad
