@@ -7,7 +7,6 @@ A unit in rows may also be frozen in part. Then only a part of its views has gra
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -33,7 +32,7 @@ class MarkedSplitViews(SplitViews):
     def make(self, unit: Unit) -> list[Tensor]:
         """See :class:`~minifsdp.views.ViewMaker`."""
         unsharded, layout = unit.unsharded, unit.layout
-        assert isinstance(layout, Rows)
+        assert isinstance(layout, Rows)  # others have no marks
         views = layout.unflatten(unsharded.flat_param, unsharded.frozen)
         if unsharded.flat_param.requires_grad:
             self._watch_split(views[layout.with_grad[0]], unsharded)
@@ -54,15 +53,17 @@ class MarkedSplitViews(SplitViews):
 
     def take_gradient(self, unit: Unit) -> Tensor:
         """See :class:`~minifsdp.views.ViewMaker`."""
+        layout: Any = unit.layout
         used = self.used.pop(unit.unsharded)
         grad = super().take_gradient(unit)
-        _mark_unused(unit, grad, used)
+        _mark(unit, grad, [number for number in layout.places if number not in used])
         return grad
 
     def no_gradient(self, unit: Unit) -> Tensor:
         """See :class:`~minifsdp.views.ViewMaker`."""
+        layout: Any = unit.layout
         grad = super().no_gradient(unit)
-        _mark_unused(unit, grad, set())
+        _mark(unit, grad, [*layout.places])
         return grad
 
     def drop_gradient(self, unit: Unit) -> None:
@@ -77,32 +78,29 @@ class MarkedPieceViews(PieceViews):
 
     def take_gradient(self, unit: Unit) -> Any:
         """See :class:`~minifsdp.views.ViewMaker`."""
-        # Where parameters begin; what is between them may be empty, and begins where the next does.
-        places = [*accumulate(unit.layout.sizes, initial=0)][::2]
+        layout: Any = unit.layout
         arrived = self.arrived[unit.unsharded]
-        used = {number for number, place in enumerate(places) if place in arrived}
+        unused = [number for number, place in layout.places.items() if place not in arrived]
         grad = super().take_gradient(unit)
-        _mark_unused(unit, grad.pieces[-1], used)  # the marks come last
+        _mark(unit, grad.pieces[-1], unused)  # the marks come last
         return grad
 
     def no_gradient(self, unit: Unit) -> Tensor:
         """See :class:`~minifsdp.views.ViewMaker`."""
+        layout: Any = unit.layout
         grad = super().no_gradient(unit)
-        _mark_unused(unit, grad, set())
+        _mark(unit, grad, [*layout.places])
         return grad
 
 
-def _mark_unused(unit: Unit, grad: Tensor, used: set[int]) -> None:
+def _mark(unit: Unit, grad: Tensor, unused: list[int]) -> None:
     """Mark the parameters of which this rank has no gradient.
 
     Args:
         grad: of the unit, or the last of its pieces; written.
-        used: the numbers of the others, in the order in which they are laid.
+        unused: their numbers, in the order in which they are laid.
     """
-    layout = unit.layout
-    assert isinstance(layout, Rows)
-    # Those without elements are neither used nor unused.
-    unused = [n for n, size in enumerate(layout.sizes[::2]) if size and n not in used]
+    layout: Any = unit.layout
     if unused:
         layout.mark_unused(grad, unused)
         unit.has_unused = True

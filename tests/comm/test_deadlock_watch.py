@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp.comm import deadlock_watch
+from minifsdp.comm import collectives, deadlock_watch
 from minifsdp.comm.message_tags import Kind, Message
-from tests.comm import one_unit
 from tests.ranks import World
 
 
@@ -33,9 +32,11 @@ def crossed(kind):
         pytest.raises(RuntimeError) as error,
     ):
         if rank and kind == "all-reduce":
-            next(one_unit.all_reduce(chunk, group, 1.0, 5, "'b'"))()
+            next(collectives.all_reduce(chunk, group, 1.0, 5, "'b'"))()
         else:
-            one_unit.all_gather(full, chunk, group, 5 + dist.get_rank(), f"'{dist.get_rank()}'")()
+            collectives.all_gather(
+                full, chunk, group, 5 + dist.get_rank(), f"'{dist.get_rank()}'"
+            )()
     assert not deadlock_watch.waiting
     dist.barrier()  # another group is as it was
     return str(error.value)
@@ -63,7 +64,7 @@ def late():
             dist.barrier(group)  # rank 0 is reported here,
             if not rank:
                 threading.Event().wait(1)
-            one_unit.all_gather(full, chunk, group, 5)()  # and rank 1 reads that here
+            collectives.all_gather(full, chunk, group, 5)()  # and rank 1 reads that here
     return full.tolist()
 
 
@@ -80,7 +81,7 @@ def destroyed():
             dist.destroy_process_group()
             return ""
         with pytest.raises(RuntimeError) as error:
-            one_unit.all_gather(full, chunk, group, 5, "'a'")()
+            collectives.all_gather(full, chunk, group, 5, "'a'")()
     return str(error.value)
 
 

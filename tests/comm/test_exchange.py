@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from minifsdp.comm import collectives, deadlock_watch
 from minifsdp.comm.exchange import exchange
-from tests.comm import one_unit
 from tests.comm.test_deadlock_watch import alone_in_the_world
 from tests.ranks import device, run
 
@@ -55,7 +54,7 @@ def crossed():
         pytest.raises(RuntimeError) as error,
     ):
         if dist.get_rank():
-            one_unit.all_gather(torch.empty(4), torch.ones(2), group, 5, "'a'")()
+            collectives.all_gather(torch.empty(4), torch.ones(2), group, 5, "'a'")()
         else:
             have, want = [[range(0, 2)], [range(2, 4)]], [[range(2, 4)], [range(0, 2)]]
             exchange([torch.ones(2)], have, want, group, "the exchange of a test")
