@@ -21,7 +21,6 @@ from minifsdp.layers import Call, Chain
 from minifsdp.support.autograd_hooks import at_end_of_backward
 from minifsdp.support.dispatch_modes import without_modes
 from minifsdp.support.param_views import use_sharded_views
-from minifsdp.support.unsharded_views import take_gradient
 from minifsdp.unit import Unit
 from minifsdp.unit_state import TrainingState
 
@@ -99,7 +98,7 @@ class Backward:
         self._gradient_of(unit)
 
     def _gradient_of(self, unit: Unit) -> None:
-        grad = take_gradient(unit)
+        grad = unit.view_maker.take_gradient(unit)
         for method in self.engine.moments.gradient:
             grad = method(unit, grad)
         self.engine.after_gradient(unit, grad)
@@ -109,7 +108,7 @@ class Backward:
         """Autograd has nothing left to do."""
         moments = self.engine.moments
         for unit in self.engine.units:
-            if unit.unsharded.has_gradient:
+            if unit.view_maker.has_gradient(unit):
                 self._gradient_of(unit)  # it came in parts only
         for method in moments.end_of_backward:
             method()

@@ -94,7 +94,7 @@ class Engine:
         for unit in self.units:
             unit.let_go(*OF_A_STEP)
             unit.state.start_step()
-            unit.unsharded.drop_gradient()
+            unit.view_maker.drop_gradient(unit)
 
     def fail(self) -> None:
         """A forward or a backward has failed: all is as if it had never begun."""

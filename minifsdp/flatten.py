@@ -10,8 +10,8 @@ ranks would be complicated. So the parameters of a unit are concatenated to one 
 The layers compute with *views* of it: tensors of the original shapes that share its memory. To
 autograd a view is an operation like any other, and the gradients of the views are the gradient of
 the flat parameter: each unit has one, to be reduced with one collective. (The engine makes its
-views in support/unsharded_views.py, so that these gradients stay where they are until they are
-sent.)
+views in views.py; or in support/piece_views.py, where these gradients stay as they come until they
+are sent.)
 
 These are pure functions: nothing here depends on ranks, modules or streams.
 """

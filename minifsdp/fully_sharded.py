@@ -34,7 +34,7 @@ from minifsdp.hooks import Hooks
 from minifsdp.limiter import Limiter
 from minifsdp.no_sync import NoSync
 from minifsdp.prefetch import Prefetcher
-from minifsdp.strategies import stages_of
+from minifsdp.strategies import choose_strategies
 from minifsdp.support.shard_changes import adopt
 from minifsdp.wrapping.attributes import Forward, ModuleWrapper
 from minifsdp.wrapping.auto_wrap import check_wrappable
@@ -272,8 +272,7 @@ def make_root(module: nn.Module, prefetcher: Prefetcher, limiter: Limiter) -> No
             wrapper._hooks.engine.fail()  # it was a root, and may have been in use
     units = dict.fromkeys(w._unit for w in wrappers)  # the modules of a list have one
     engine = Engine([*units], limiter, prefetcher)
-    for unit in units:
-        unit.stages = stages_of(unit, engine.streams)
+    choose_strategies([*units], engine.streams)
     hooks = Hooks(engine)
     engine.use(layers_of(hooks))
     for wrapper in wrappers:

@@ -21,7 +21,6 @@ from minifsdp.api import Stats
 from minifsdp.comm.pieces import Pieces, whole
 from minifsdp.reduce import Reduction, store_gradient
 from minifsdp.streams import Streams
-from minifsdp.support.unsharded_views import no_gradient
 from minifsdp.unit import Unit
 
 
@@ -77,7 +76,7 @@ class Gradients:
     def reduce_held(self, unit: Unit) -> None:
         """Reduce what is held of a unit; if nothing is, zeros: this rank's part of the mean."""
         grad = self.held.pop(unit, None)
-        self._reduce(unit, no_gradient(unit) if grad is None else grad)
+        self._reduce(unit, unit.view_maker.no_gradient(unit) if grad is None else grad)
 
     def finish(self) -> list[Unit]:
         """Wait for all reductions, then hand everything over.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from minifsdp.reduce import mean_over_replicas
+from minifsdp.comm.collectives import all_reduce
 from minifsdp.streams import Finish
 from minifsdp.unit import Unit
 
@@ -32,7 +32,9 @@ class FirstHalf:
 
     def launch(self, unit: Unit, value: Tensor) -> tuple[Started, Finish]:
         """``value``: shaped as ``unit.padded_shard``, on a CPU; written."""
-        halves = mean_over_replicas(unit, value)
+        replicas = unit.replicate_group
+        assert replicas is not None
+        halves = all_reduce(value, replicas, 1 / replicas.size(), unit.tag, unit.label)
         finish = next(halves)
         return (value, halves), finish
 

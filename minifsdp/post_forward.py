@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minifsdp.comm.collectives import Group
+from minifsdp.collectives import Group
 from minifsdp.comm.groups import smaller_group
 from minifsdp.engine import Engine
 from minifsdp.layers import Call, Layer

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from minifsdp.api import MixedPrecision
-from minifsdp.comm.collectives import Group
+from minifsdp.collectives import Group
 from minifsdp.comm.pieces import Pieces
 from minifsdp.engine import Engine
 from minifsdp.layers import Call, Layer

@@ -18,22 +18,19 @@ A stage that *travels* takes time, in which the backward goes on. The stage afte
 the gradient of the next unit is complete, so that the computation hides all of them (gradients.py).
 
 Until the first of these stages is complete a reduction needs memory for the gradient that is sent,
-and for what other ranks send, where the result will be. On a CPU the gradient is sent from where
-autograd has left it; for NCCL it is copied together. The computation waits for this stage before
+and for what other ranks send, where the result will be. The computation waits for this stage before
 the next reduction starts. So there is at most one such set of memory, and the gradient that is
 being computed. It does not wait for the later stages, which wait for each other on their streams.
 
 Source: Rajbhandari et al., "ZeRO", arXiv:1910.02054.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from minifsdp.comm.collectives import all_reduce, reduce_scatter
-from minifsdp.comm.pieces import Pieces
 from minifsdp.rows import Rows
 from minifsdp.streams import Finish, Stream, Streams
 from minifsdp.unit import Unit
@@ -77,14 +74,12 @@ class ReduceScatter:
 
     stream, travels, on_host = "reduce", True, False
 
-    def launch(self, unit: Unit, value: Tensor | Pieces) -> tuple[Tensor, Finish]:
+    def launch(self, unit: Unit, value: Any) -> tuple[Tensor, Finish]:
         """``value``: ``[padded_numel]``, on the unit's device. See :class:`Stage`."""
-        shards = unit.shard_group
-        assert shards is not None
-        return reduce_scatter(
-            value, shards, 1 / shards.size(), unit.tag, unit.label,
-            blocks=unit.layout.trained_blocks, sizes=unit.layout.sizes,
-        )  # fmt: skip
+        reduced: tuple[Tensor, Finish] = unit.comm.reduce_scatter(
+            unit, value, 1 / unit.shard_world_size
+        )
+        return reduced
 
 
 class AllReduce:
@@ -102,15 +97,9 @@ class AllReduce:
     def launch(self, unit: Unit, value: Tensor) -> tuple[Tensor, Finish]:
         """``value``: shaped as ``unit.padded_shard``, on the unit's device; written. See
         :class:`Stage`."""
-        return value, next(mean_over_replicas(unit, value))
-
-
-def mean_over_replicas(unit: Unit, flat: Tensor) -> Iterator[Finish]:
-    """The parts of an all-reduce of ``flat``, in place, over the ranks that have the same shard;
-    see :func:`~minifsdp.comm.collectives.all_reduce`."""
-    replicas = unit.replicate_group
-    assert replicas is not None
-    return all_reduce(flat, replicas, 1 / replicas.size(), unit.tag, unit.label)
+        replicas = unit.replicate_group
+        assert replicas is not None
+        return value, unit.comm.all_reduce(unit, value, 1 / replicas.size(), replicas)
 
 
 class Reduction:
@@ -118,9 +107,9 @@ class Reduction:
 
     Args:
         unit: whose gradient it is.
-        grad: the gradient of ``unit.unsharded.flat_param``, ``[padded_numel]``, in its dtype or,
-            with what no_sync has left, in a wider one. A tensor may be overwritten. Pieces come
-            only for a unit that is shared by the ranks of a shard group, on CPUs.
+        grad: the gradient of ``unit.unsharded.flat_param``, ``[padded_numel]``, as the unit's views
+            give it (views.py): in the dtype of that or, with what no_sync has left, in a wider one.
+            A tensor may be overwritten.
         streams: of the unit's device. The compute stream writes ``grad``.
 
     Attributes:
@@ -129,11 +118,11 @@ class Reduction:
         sent: what the first stage that travels, and those before it, read; then None.
     """
 
-    def __init__(self, unit: Unit, grad: Tensor | Pieces, streams: Streams) -> None:
+    def __init__(self, unit: Unit, grad: Any, streams: Streams) -> None:
         self.unit, self._streams = unit, streams
         self.value: Any = grad
         self.event = streams.compute.record_event()  # passed when grad is written
-        self.sent: list[Tensor | Pieces] | None = []
+        self.sent: list[Any] | None = []
         self._left: list[Stage] = [*unit.stages]
 
     def start(self) -> None:

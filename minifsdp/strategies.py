@@ -17,17 +17,40 @@ reduce.py has a gradient go through ``unit.stages``, in this order::
     replicate    all-reduce over replicas                   reduce.py; on CPUs in halves.py
     download     with offload                               offload.py
 
+Both have ``unit.comm`` do what travels, and that depends on the device::
+
+    on a CPU                       DirectMessages                           comm/unit_messages.py
+    elsewhere                      TorchCollectives                         collectives.py
+                                       --Watched-->                         comm/unit_messages.py
+    elsewhere, divided in rows         --Watched--> --InBlocks-->
+
+support/param_views.py has the modules of a unit compute with what ``unit.view_maker`` makes::
+
+    as a rule                      SplitViews                               views.py
+    sharded, on a CPU              PieceViews                               support/piece_views.py
+    in rows                        MarkedSplitViews, MarkedPieceViews       support/marked_views.py
+
 What a unit does not need is not there, so it is neither asked nor called.
 """
 
-from minifsdp.comm.collectives import halves
+from collections.abc import Sequence
+
+import torch
+
+from minifsdp.collectives import Comm, TorchCollectives
+from minifsdp.comm.collectives import direct
+from minifsdp.comm.unit_messages import DirectMessages, InBlocks, Watched
 from minifsdp.halves import FirstHalf, SecondHalf
 from minifsdp.offload import Download, Upload
 from minifsdp.precision import Cast, CastShard
 from minifsdp.reduce import AllReduce, ReduceScatter, Stage
+from minifsdp.rows import Rows
 from minifsdp.streams import Streams
+from minifsdp.support.marked_views import MarkedPieceViews, MarkedSplitViews
+from minifsdp.support.piece_views import PieceViews
 from minifsdp.unit import Unit
 from minifsdp.unshard import OwnShard, Source
+from minifsdp.views import SplitViews, ViewMaker
 
 
 def source_of(unit: Unit) -> Source:
@@ -45,6 +68,36 @@ def source_of(unit: Unit) -> Source:
     if unit.precision.param_dtype is not None and unit.shard_group is not None:
         source = CastShard(source)
     return source
+
+
+def choose_strategies(units: Sequence[Unit], streams: Streams) -> None:
+    """Choose those that depend on the device: all but the sources.
+
+    Args:
+        streams: of the device that the units are computed on. Ask again when it changes.
+    """
+    for unit in units:
+        unit.comm = comm_of(unit, streams.device)
+        unit.view_maker = view_maker_of(unit, streams.device)
+        unit.stages = stages_of(unit, streams)
+
+
+def comm_of(unit: Unit, device: torch.device) -> Comm | DirectMessages:
+    """How what a unit sends and receives travels."""
+    if direct(device):
+        return DirectMessages()
+    comm = Watched(TorchCollectives())
+    # A unit of one parameter has one block for each rank, in rows as in chunks.
+    return comm if len(unit.layout.blocks or ()) < 2 else InBlocks(comm)
+
+
+def view_maker_of(unit: Unit, device: torch.device) -> ViewMaker:
+    """What makes the views of a unit, and takes their gradients."""
+    # An all-reduce writes its result to the flat gradient, and so has no use for pieces.
+    in_pieces = direct(device) and unit.shard_group is not None
+    if isinstance(unit.layout, Rows) and unit.layout.marks:
+        return MarkedPieceViews() if in_pieces else MarkedSplitViews()
+    return PieceViews() if in_pieces else SplitViews()
 
 
 def stages_of(unit: Unit, streams: Streams) -> list[Stage]:
@@ -68,6 +121,6 @@ def stages_of(unit: Unit, streams: Streams) -> list[Stage]:
 
 def _all_reduce(first: str, streams: Streams) -> list[Stage]:
     """``first``: the stream on which it begins."""
-    if halves(streams.device) == 1:
-        return [AllReduce(first)]
-    return [FirstHalf(first), SecondHalf()]
+    if direct(streams.device):
+        return [FirstHalf(first), SecondHalf()]
+    return [AllReduce(first)]

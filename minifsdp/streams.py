@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-Finish = Callable[[], None]
+Finish = Callable[[], object]
 """Waits for work that was started, and does what has to come after it."""
 Launch = Callable[[], Finish]
 """Starts work, and returns the function that finishes it."""

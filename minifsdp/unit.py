@@ -97,7 +97,6 @@ class Unit:
         self.free: Callable[[Unit], None] = lambda unit: None  # when no reason is left; the root's
         self.by_hand: ExitStack | None = None  # while FSDPModule.unshard() has it gathered
         self.comm_hook: Any = None  # a stage; see between_steps/comm_hooks.py
-        self.stages: Sequence[Any] = ()  # of the reduction of its gradients; see strategies.py
 
         group = self.shard_group
         self.shard_rank = group.rank() if group is not None else 0
@@ -120,10 +119,14 @@ class Unit:
         else:
             unpadded = self.padded_shard[: self.layout.optimized_numel(self.shard_rank)]
             self.sharded_flat_param = self._new_chunk(unpadded, any(trained))
-        # What it sends in a gather, and what it sends of its shard; see unshard.py. They differ
-        # between forward and backward if it has ranks to share it then; see post_forward.py.
-        self.source: Any = None  # set by strategies.py
+        # Its strategies, which strategies.py chooses. What it sends in a gather, and what it sends
+        # of its shard (unshard.py), differ between forward and backward if it has ranks to share
+        # it then; see post_forward.py.
+        self.source: Any = None
         self.own_source: Any = None
+        self.comm: Any = None  # how that travels, and its gradient; see collectives.py
+        self.stages: Sequence[Any] = ()  # of the reduction of its gradient; see reduce.py
+        self.view_maker: Any = None  # of what its layers compute with; see views.py
         self.post_forward_lines: tuple[tuple[int, ...], ...] | None = None
         self.unreduced_grad: UnreducedGrad | None = None
         self.unreduced_dtype: torch.dtype | None = None  # to keep it in; None: that of the gradient

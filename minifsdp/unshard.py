@@ -10,13 +10,14 @@ all-gather and returns at once; :func:`wait_for_unshard` makes the computation w
 computation in between hides the time that the network takes.
 
 What a rank sends is a strategy of the unit, its ``source``: as a rule its shard, as it is stored.
+How it travels is another one, its ``comm`` (collectives.py).
 """
 
 from typing import Protocol
 
 from torch import Tensor
 
-from minifsdp.comm.collectives import Group, all_gather
+from minifsdp.collectives import Group
 from minifsdp.streams import Finish, Streams
 from minifsdp.unit import Unit
 from minifsdp.unit_state import ShardedState
@@ -67,8 +68,7 @@ def unshard(unit: Unit, streams: Streams) -> None:
     are from before that step.
     """
     source: Source = unit.source
-    label = unit.label
-    assert unit.unsharded.needs_unshard, label
+    assert unit.unsharded.needs_unshard, unit.label
     unit.state.start_unshard()  # first, so that reshard() frees the memory if what follows fails
     source.prepare(unit, streams)
 
@@ -82,11 +82,10 @@ def unshard(unit: Unit, streams: Streams) -> None:
         if group is None:
             full.copy_(shard)
             return lambda: None
-        # Another group than the unit's own may divide it anywhere (post_forward.py does).
-        blocks = unit.layout.blocks if group is unit.shard_group else None
-        return all_gather(full, shard, group, unit.tag, label, blocks=blocks)
+        finish: Finish = unit.comm.all_gather(unit, full, shard, group)
+        return finish
 
-    unit.unshard_event = streams.unshard.submit(launch, f"all-gather {label}")
+    unit.unshard_event = streams.unshard.submit(launch, f"all-gather {unit.label}")
 
 
 def wait_for_unshard(unit: Unit) -> None:

@@ -8,7 +8,7 @@ a 0-d scale, and a bias [3]. There is no process group. A stand-in for the colle
 the other ranks would, and as late as it may: what it writes is NaN until somebody waits for it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +20,8 @@ from minifsdp import MixedPrecision
 from minifsdp.comm import collectives
 from minifsdp.comm.groups import Placement
 from minifsdp.comm.pieces import Pieces, whole
-from minifsdp.strategies import source_of, stages_of
-from minifsdp.streams import Streams
+from minifsdp.strategies import choose_strategies, source_of
+from minifsdp.streams import Finish, Streams
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.param_access import ParamInfo
 from minifsdp.support.param_views import use_sharded_views
@@ -137,46 +137,44 @@ def lone_unit(
     unit.choose_precision(Purpose.TRAIN)
     use_sharded_views(unit)
     streams = Streams.on(CPU)
-    unit.stages = stages_of(unit, streams)
-    with _collectives(unit):
+    choose_strategies([unit], streams)
+    unit.comm = OtherRanks()
+    with replaced(collectives.all_reduce, unit.comm.halves):
         yield Lone(unit, streams, module)
 
 
-@contextmanager
-def _collectives(unit: Unit) -> Iterator[None]:
-    """Other ranks have the other chunks of the parameters, and gradients of 10 in all places."""
+class OtherRanks:
+    """The ``comm`` of a unit whose other ranks have the other chunks of the parameters, and
+    gradients of 10 in all places."""
 
-    def all_gather(
-        full: Tensor, chunk: Tensor, group: Group, *_: object, **__: object
-    ) -> Callable[[], None]:
+    def all_gather(self, unit: Unit, full: Tensor, shard: Tensor, group: Any) -> Finish:
         group.called.append("all-gather")
-        assert full.dtype is chunk.dtype, "a chunk is sent in the dtype that it is gathered in"
+        assert full.dtype is shard.dtype, "a chunk is sent in the dtype that it is gathered in"
         full.fill_(torch.nan)
         chunks = list(padded(unit).to(full.dtype).tensor_split(group.size()))
-        chunks[group.rank()] = chunk
+        chunks[group.rank()] = shard
         return lambda: full.copy_(torch.cat(chunks))
 
     def reduce_scatter(
-        flat: Tensor | Pieces, group: Group, scale: float, *_: object, **__: object
-    ) -> tuple[Tensor, Callable[[], None]]:
+        self, unit: Unit, flat: Tensor | Pieces, scale: float
+    ) -> tuple[Tensor, Finish]:
+        group: Any = unit.shard_group
         group.called.append("reduce-scatter")
         own = whole(flat).tensor_split(group.size())[group.rank()]
         total = torch.full_like(own, torch.nan)
         return total, lambda: total.copy_(scale * (own + 10 * (group.size() - 1)))
 
-    def all_reduce(
-        flat: Tensor, group: Group, scale: float, *_: object
-    ) -> Iterator[Callable[[], None]]:
+    def all_reduce(self, unit: Unit, flat: Tensor, scale: float, group: Any) -> Finish:
+        group.called.append("all-reduce")
+        total = scale * (flat + 10 * (group.size() - 1))
+        flat.fill_(torch.nan)
+        return lambda: flat.copy_(total)
+
+    def halves(self, flat: Tensor, group: Any, scale: float, *_: object) -> Iterator[Finish]:
+        """In the place of :func:`~minifsdp.comm.collectives.all_reduce`."""
         group.called.append("all-reduce")
         total = scale * (flat + 10 * (group.size() - 1))
         flat.fill_(torch.nan)
         yield lambda: None  # the half that ends with a chunk of the sum
         group.called.append("its second half")
         yield lambda: flat.copy_(total)
-
-    with (
-        replaced(collectives.all_gather, all_gather),
-        replaced(collectives.reduce_scatter, reduce_scatter),
-        replaced(collectives.all_reduce, all_reduce),
-    ):
-        yield

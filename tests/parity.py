@@ -30,7 +30,7 @@ from minifsdp.no_sync import NO_SYNC
 from minifsdp.unit_state import ShardedState
 from tests.models import CASES, Case
 from tests.ranks import cached_in_a_world, device
-from tests.small import replaced
+from tests.small import replaced, travels
 
 STEPS = 3
 FULL = MixedPrecision()
@@ -345,11 +345,10 @@ def delays(where: str) -> Iterator[None]:
 
         return delayed
 
-    reduce, gather = minifsdp.comm.collectives.reduce_scatter, minifsdp.comm.collectives.all_gather
     reshard = minifsdp.reshard.reshard
     patches = {
-        "reduction": replaced(reduce, slow_to_finish(reduce)),
-        "gather": replaced(gather, slow_to_finish(gather)),
+        "reduction": travels("reduce_scatter", slow_to_finish),
+        "gather": travels("all_gather", slow_to_finish),
         "loss": patch(f"{__name__}.after_loss", pause),
         "free": replaced(reshard, slowly(reshard)),
     }

@@ -15,6 +15,8 @@ import minifsdp.reshard
 import minifsdp.unshard
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
+from minifsdp.collectives import TorchCollectives
+from minifsdp.comm.unit_messages import DirectMessages
 from minifsdp.reduce import Reduction
 from minifsdp.unit import Unit
 from tests.ranks import device
@@ -134,6 +136,21 @@ def reductions() -> Iterator[list[Reduction]]:
 
     with replaced(Reduction, noted):
         yield started
+
+
+@contextmanager
+def travels(name: str, change: Callable[[Callable], Callable]) -> Iterator[None]:
+    """Change how the tensors of units travel, whatever the device.
+
+    Args:
+        name: a method of :class:`~minifsdp.collectives.Comm`.
+        change: makes of that another one, which gets ``(self, unit, ...)``.
+    """
+    with ExitStack() as stack:
+        for kind in (DirectMessages, TorchCollectives):
+            if hasattr(kind, name):  # an all-reduce of direct messages is halves.py
+                stack.enter_context(patch.object(kind, name, change(getattr(kind, name))))
+        yield
 
 
 @contextmanager

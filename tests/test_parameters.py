@@ -5,21 +5,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-import minifsdp.comm.collectives
-import minifsdp.reduce
 from minifsdp.engine import Engine
 from minifsdp.unit import Unit
 from minifsdp.unit_state import FORWARD, PREFETCH, Purpose
 from tests.parity import check_at_rest
 from tests.ranks import on_ranks
-from tests.small import (
-    batch,
-    layers,
-    replaced,
-    stack,
-    step,
-    storage,
-)
+from tests.small import batch, layers, stack, step, storage, travels
 
 
 def started() -> tuple[Engine, Unit]:
@@ -74,7 +65,7 @@ def test_a_failing_gather_reaches_the_caller_and_leaves_nothing():
     model, plain = stack(), layers()
     gone = Mock(side_effect=ConnectionError("rank 1 is gone"))
     with (
-        replaced(minifsdp.comm.collectives.all_gather, gone),
+        travels("all_gather", lambda _: gone),
         pytest.raises(ConnectionError, match="rank 1 is gone"),
     ):
         model(batch())

@@ -21,10 +21,9 @@ from minifsdp import (
 )
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.comm import collectives
-from minifsdp.comm.message_tags import Kind
 from tests.parity import check_at_rest, grid
 from tests.ranks import device, on_ranks, run
-from tests.small import Block, batch, layers, replaced, stack, step
+from tests.small import Block, batch, layers, replaced, stack, step, travels
 
 EXACT, LOW, HALF = torch.float32, torch.bfloat16, torch.float16
 BF16 = MixedPrecision(LOW)
@@ -43,21 +42,27 @@ def sent():
     """What goes over the network: how often which collective, and with which dtype."""
     log = Counter()
 
-    def noted(name, function):
-        def wrapper(tensor, *others, **blocks):
-            # Moments are of another kind, and the halves of an all-reduce, which counts as one.
-            if not isinstance(others[-1], Kind):
+    def noted(name):
+        def change(method):
+            def wrapper(comm, unit, tensor, *others):
                 log[name, tensor.dtype] += 1
-            return function(tensor, *others, **blocks)
+                return method(comm, unit, tensor, *others)
 
-        return replaced(function, wrapper)
+            return wrapper
 
-    gather, scatter, reduce = (
-        noted("gather", collectives.all_gather),
-        noted("scatter", collectives.reduce_scatter),
-        noted("reduce", collectives.all_reduce),
-    )
-    with gather, scatter, reduce:
+        return change
+
+    def halves(tensor, *others):
+        log["reduce", tensor.dtype] += 1
+        return all_reduce(tensor, *others)
+
+    all_reduce = collectives.all_reduce
+    with (
+        travels("all_gather", noted("gather")),
+        travels("reduce_scatter", noted("scatter")),
+        travels("all_reduce", noted("reduce")),
+        replaced(all_reduce, halves),
+    ):
         yield log
 
 

@@ -26,7 +26,7 @@ from tests.random_models import (
     random_case,
 )
 from tests.ranks import on_ranks, run
-from tests.small import replaced
+from tests.small import replaced, travels
 
 CASES, EACH = 200, 5
 BATCHES = [
@@ -159,11 +159,16 @@ def test_traps_go_off_and_ranks_differ_in_the_units_that_they_use():
 
 
 def a_sum_instead_of_a_mean() -> Iterator[object]:
-    def unscaled(collective):
-        return lambda flat, group, scale, *tag, **cuts: collective(flat, group, 1.0, *tag, **cuts)
-
-    for collective in (collectives.reduce_scatter, collectives.all_reduce):
-        yield replaced(collective, unscaled(collective))
+    all_reduce = collectives.all_reduce
+    yield replaced(all_reduce, lambda flat, group, scale, *tag: all_reduce(flat, group, 1.0, *tag))
+    yield travels(
+        "reduce_scatter",
+        lambda method: lambda comm, unit, flat, scale: method(comm, unit, flat, 1.0),
+    )
+    yield travels(
+        "all_reduce",
+        lambda method: lambda comm, unit, flat, scale, group: method(comm, unit, flat, 1.0, group),
+    )
 
 
 def gradients_that_are_not_added() -> Iterator[object]:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp.comm.groups import HYBRID
-from minifsdp.reduce import Reduction, store_gradient
+from minifsdp.reduce import AllReduce, Reduction, store_gradient
 from minifsdp.sim import cluster
 from minifsdp.unit_state import Purpose
 from tests.lagging import deferring_device
@@ -68,6 +68,16 @@ class TestDirectly:
             reduction = reduced(lone.unit, grad, lone.streams)
             assert lone.unit.replicate_group.called == ["all-reduce", "its second half"]
             assert reduction.value.tolist() == mean
+
+    def test_an_all_reduce_that_is_one_collective_is_one_stage(self):
+        with lone_unit(ranks=1, replicas=2) as lone:
+            lone.unit.stages = [AllReduce("reduce")]  # as on a GPU
+            grad = torch.zeros(10)
+            reduction = started(lone.unit, grad, lone.streams)
+            assert not reduction.event.query(), "the backward goes on meanwhile"
+            assert not reduction.advance(), "nothing is left"
+            assert lone.unit.replicate_group.called == ["all-reduce"]
+            assert reduction.value is grad and grad.tolist() == [5.0] * 10
 
     def test_the_optimizer_gets_the_sum_of_its_gradients_without_padding(self):
         with lone_unit(rank=2, ranks=3) as lone:  # which has 9, 10, and padding

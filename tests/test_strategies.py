@@ -1,21 +1,34 @@
-"""strategies.py: what a unit sends in a gather, and the stages of its reductions."""
+"""strategies.py: what a unit sends in a gather and how, its views, and the stages of reductions."""
 
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
 from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from minifsdp.collectives import TorchCollectives
 from minifsdp.comm import collectives
+from minifsdp.comm.unit_messages import DirectMessages, InBlocks, Watched
 from minifsdp.offload import Upload
 from minifsdp.precision import CastShard
+from minifsdp.rows import Rows
 from minifsdp.sim import cluster
 from minifsdp.sim.tape import Op
-from minifsdp.strategies import source_of, stages_of
+from minifsdp.strategies import (
+    choose_strategies,
+    comm_of,
+    source_of,
+    stages_of,
+    view_maker_of,
+)
 from minifsdp.streams import BACKENDS, CpuStream, Streams
+from minifsdp.support.marked_views import MarkedPieceViews, MarkedSplitViews
+from minifsdp.support.piece_views import PieceViews
 from minifsdp.support.shard_changes import ShardChanges
 from minifsdp.unit_state import Purpose
 from minifsdp.unshard import OwnShard, unshard, wait_for_unshard
+from minifsdp.views import SplitViews
 from tests.lagging import deferring_device
 from tests.lone_unit import lone_unit
 from tests.ranks import device, on_ranks
@@ -126,6 +139,51 @@ def test_a_model_that_is_cast_sends_what_it_has_now(strategy):
     assert unit.source is unit.own_source
 
 
+# ------------------------------------------------------------- how it travels, and its views
+
+
+def rows(*shapes, ranks):
+    """What the choice asks of a unit in rows."""
+    layout = Rows([torch.Size(shape) for shape in shapes], [True] * len(shapes), ranks)
+    return SimpleNamespace(layout=layout, shard_group=object() if ranks > 1 else None)
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("native", [False, True], ids=["", "native"])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_how_a_unit_travels_depends_on_the_device_and_on_its_layout(kind, native, monkeypatch):
+    monkeypatch.setattr(collectives, "NATIVE", native)
+    here = torch.device(kind)
+    torchs = [TorchCollectives, Watched]
+    direct = [DirectMessages] if kind == "cpu" and not native else None
+    with lone_unit() as lone:
+        assert chain(comm_of(lone.unit, here)) == (direct or torchs)
+    assert chain(comm_of(rows([4, 2], ranks=2), here)) == (direct or torchs)  # one block
+    assert chain(comm_of(rows([4, 2], [3], ranks=2), here)) == (direct or [*torchs, InBlocks])
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("native", [False, True], ids=["", "native"])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_only_what_is_reduced_by_direct_messages_stays_in_pieces(ranks, kind, native, monkeypatch):
+    monkeypatch.setattr(collectives, "NATIVE", native)
+    here = torch.device(kind)
+    pieces = ranks > 1 and kind == "cpu" and not native
+    with lone_unit(ranks=ranks) as lone:
+        assert type(view_maker_of(lone.unit, here)) is (PieceViews if pieces else SplitViews)
+    one, two = rows([4, 2], ranks=ranks), rows([4, 2], [3], ranks=ranks)
+    assert type(view_maker_of(one, here)) is (PieceViews if pieces else SplitViews)
+    assert type(view_maker_of(two, here)) is (MarkedPieceViews if pieces else MarkedSplitViews)
+
+
+@pytest.mark.direct
+def test_units_keep_gradients_apart():
+    with lone_unit() as a, lone_unit() as b:
+        choose_strategies([a.unit, b.unit], a.streams)
+        assert a.unit.view_maker is not b.unit.view_maker
+
+
 # ---------------------------------------------------------------- the stages of a reduction
 
 CAST = MixedPrecision(torch.bfloat16, torch.float32)
@@ -191,7 +249,10 @@ def test_they_are_those_of_the_device_that_the_model_is_on():
         BACKENDS, meta=lambda device: Streams(device, *(CpuStream() for _ in range(6)))
     ):
         engine.moments.of(ShardChanges).follow_to(torch.device("meta"))
-    assert all(names(unit.stages) == ["AllReduce on reduce"] for unit in engine.units)
+    for unit in engine.units:
+        assert names(unit.stages) == ["AllReduce on reduce"]
+        assert chain(unit.comm)[:2] == [TorchCollectives, Watched]
+        assert type(unit.view_maker) is SplitViews
 
 
 @on_ranks(2)
@@ -199,7 +260,7 @@ def test_they_are_chosen_for_the_device_that_computes_and_not_anew_for_each_redu
     model = stack(sharding_strategy=ShardingStrategy.NO_SHARD, cpu_offload=CPUOffload(True))
     model.engine.start(Purpose.TRAIN)
     chosen = [unit.stages for unit in model.engine.units]
-    number = collectives.halves(device())
+    number = 2 if collectives.direct(device()) else 1
     assert all(len(stages) == number + 1 for stages in chosen)
     model.engine.start(Purpose.TRAIN)
     assert all(u.stages is s for u, s in zip(model.engine.units, chosen, strict=True))

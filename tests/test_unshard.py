@@ -9,9 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import minifsdp.unshard
 from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
-from minifsdp.comm import collectives
 from minifsdp.offload import Upload
 from minifsdp.sim import cluster
 from minifsdp.sim.tape import Op
@@ -23,7 +21,7 @@ from tests.lagging import deferring_device
 from tests.lone_unit import Group, lone_unit
 from tests.parity import check_at_rest
 from tests.ranks import device, on_ranks
-from tests.small import batch, layers, replaced, stack, step, storage
+from tests.small import batch, layers, stack, step, storage, travels
 
 OFFLOADS = {"": None, "offload": CPUOffload(True)}
 PRECISIONS = {"": None, "bf16": MixedPrecision(torch.bfloat16)}
@@ -220,7 +218,7 @@ def test_a_unit_that_is_not_sharded_computes_with_its_shard():
 @pytest.mark.parametrize("offload, precision", [("", "bf16"), ("offload", ""), ("offload", "bf16")])
 @on_ranks(2)
 def test_a_unit_that_is_not_sharded_may_need_a_cast_or_an_upload_but_no_gather(offload, precision):
-    with replaced(collectives.all_gather, Mock(side_effect=AssertionError("a gather"))):
+    with travels("all_gather", lambda _: Mock(side_effect=AssertionError("a gather"))):
         _, unit, streams = prepared(
             sharding_strategy=ShardingStrategy.NO_SHARD,
             cpu_offload=OFFLOADS[offload],
@@ -238,7 +236,7 @@ FAILING = {
     "the upload": (Upload, "prepare"),
     "the source": (Upload, "tensor"),
     "memory": (UnshardedFlatParam, "allocate"),
-    "the gather": (minifsdp.unshard, "all_gather"),
+    "the gather": (None, "all_gather"),  # of whatever is the unit's ``comm``
 }
 
 
@@ -247,14 +245,16 @@ FAILING = {
 def test_what_fails_leaves_nothing(what):
     model = stack(cpu_offload=CPUOffload(True))
     step(model)
-    calls, as_it_is = itertools.count(), getattr(*FAILING[what])
+    owner, name = FAILING[what]
+    owner = owner or type(model.engine.root.comm)
+    calls, as_it_is = itertools.count(), getattr(owner, name)
 
-    def fails(*args, **blocks):
+    def fails(*args):
         if next(calls) == 2:  # there is a root around this one, which a limiter does not count
             raise MemoryError
-        return as_it_is(*args, **blocks)
+        return as_it_is(*args)
 
-    with patch.object(*FAILING[what], fails), pytest.raises(MemoryError):
+    with patch.object(owner, name, fails), pytest.raises(MemoryError):
         step(model)
     check_at_rest(model)
     step(model)

@@ -141,7 +141,7 @@ def by_views() -> None:
 #
 # (To write each gradient into its place is a copy. On a CPU minifsdp's engine saves it: there it
 # sends the gradients of the views from where autograd has left them, and small ones together. See
-# [`unsharded_views.py`](../minifsdp/support/unsharded_views.py).)
+# [`piece_views.py`](../minifsdp/support/piece_views.py).)
 #
 # ## What breaks without it
 #

@@ -69,7 +69,7 @@ from train_gpt import GPT
 from train_gpt import Block as DemoBlock
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ModuleWrapPolicy, ShardingStrategy, comm, reduce
+from minifsdp import ModuleWrapPolicy, ShardingStrategy, comm, halves
 from minifsdp.sim import VirtualGpu
 from minifsdp.sim.__main__ import parser
 from minifsdp.sim.cli.run import simulate
@@ -170,8 +170,8 @@ def two_machines(second_part: bool) -> tuple[float, float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     half = torch.arange(26).view(2, 13)[dist.get_rank() // 2]  # a to m, or n to z
     nothing = iter([lambda: None] * 1000)
-    all_reduce = reduce.all_reduce if second_part else lambda *_: nothing
-    with patch.object(reduce, "all_reduce", all_reduce):
+    all_reduce = halves.all_reduce if second_part else lambda *_: nothing
+    with patch.object(halves, "all_reduce", all_reduce):
         for _ in range(30):
             loss = next_letter(model, half)
             loss.backward()
@@ -241,7 +241,7 @@ def gradients() -> float:
         pair = by_host(dist.group.WORLD)
     layer = FSDP(nn.Linear(4, 1, bias=False), process_group=pair, sharding_strategy=HYBRID)
     nothing = iter([lambda: None] * 2)
-    with patch.object(reduce, "all_reduce", lambda *_: nothing):
+    with patch.object(halves, "all_reduce", lambda *_: nothing):
         layer(torch.full((1, 4), dist.get_rank() + 1.0)).sum().backward()
     return next(layer.parameters()).grad.mean().item()
 

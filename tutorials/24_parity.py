@@ -15,6 +15,7 @@ import sys
 import warnings
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from textwrap import dedent
 
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tests/ is beside tutorials/
@@ -26,7 +27,7 @@ from launch import on_ranks
 from torch.nn.functional import cross_entropy
 from train_gpt import GPT, Block
 
-from minifsdp import ShardingStrategy, comm, reduce, shard, unshard
+from minifsdp import ShardingStrategy, comm, halves, reduce, shard, unshard
 from minifsdp.sim import cluster
 from tests import fuzz, lagging
 from tests.models import Case
@@ -51,7 +52,7 @@ CASES["gpt"] = Case(lambda: GPT(layers=2, width=128), (Block,), letters, next_le
 @contextmanager
 def mistake(name):
     function, right, wrong = MISTAKES.get(name, (train, "", ""))
-    source, made, code = inspect.getsource(function), {}, function.__code__
+    source, made, code = dedent(inspect.getsource(function)), {}, function.__code__
     assert right in source
     reference.cache_clear()  # DDP's results are kept, but not from one test or world to another
     exec(source.replace(right, wrong), function.__globals__, made)
@@ -99,7 +100,7 @@ def gap(name: str, strategy: str = "FULL_SHARD") -> float:
 
 MISTAKES = {
     "no reduction": (comm.collectives.reduce_scatter, "add_(part, alpha=scale)", "copy_(part)"),
-    "a sum of replicas, not a mean": (reduce.mean_over_replicas, "1 / replicas.size()", "1.0"),
+    "a sum of replicas, not a mean": (halves.FirstHalf.launch, "1 / replicas.size()", "1.0"),
     "padding comes first": (shard.shard, "shard[:unpadded]", "shard[size - unpadded :]"),
     "overwrites what is there": (reduce.store_gradient, "before.add_(grad)", "grad"),
     "computes too early": (unshard.wait_for_unshard, "unit.unshard_event.wait()", "pass"),

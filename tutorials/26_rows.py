@@ -31,8 +31,9 @@ from train_gpt import GPT, Block
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
+from minifsdp.comm import unit_messages
 from minifsdp.comm.blocks import by_rank
-from minifsdp.reduce import reduce_scatter
+from minifsdp.comm.collectives import reduce_scatter
 from minifsdp.rows import Rows, check_divisible
 
 POLICY = ModuleWrapPolicy({Block})
@@ -189,7 +190,7 @@ def only_vectors() -> None:
         model = WAYS["rows"](gpt())
         for param in model.parameters():
             param.requires_grad_(trained == "everything" or param.dim() == 1)
-        with mock.patch("minifsdp.reduce.reduce_scatter", wraps=reduce_scatter) as reduction:
+        with mock.patch.object(unit_messages, "reduce_scatter", wraps=reduce_scatter) as reduction:
             loss_of(model).backward()
         sent = sum(call.args[0].numel() for call in reduction.call_args_list)
         every = sum(unit.padded_numel for unit in model.engine.units)

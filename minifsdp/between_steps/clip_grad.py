@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from minifsdp.comm.collectives import Group, add_up
+from minifsdp.collectives import Group
+from minifsdp.comm.collectives import add_up
 from minifsdp.no_sync import check_unreduced_grad
 from minifsdp.unit import Unit
 

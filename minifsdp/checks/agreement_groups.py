@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from minifsdp.comm.collectives import Group
+from minifsdp.collectives import Group
 from minifsdp.comm.consensus import groups_with_peers
 from minifsdp.unit import Unit
 

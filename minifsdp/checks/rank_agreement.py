@@ -37,7 +37,8 @@ import torch
 
 from minifsdp.checks.agreement_groups import AgreementGroup, agreement_groups, format_by_rank
 from minifsdp.checks.same_model import compare_models, forget_values
-from minifsdp.comm.collectives import Group, direct
+from minifsdp.collectives import Group
+from minifsdp.comm.collectives import direct
 from minifsdp.comm.consensus import first_problem, gather_numbers, groups_with_peers
 from minifsdp.comm.deadlock_watch import watch
 from minifsdp.comm.message_tags import Kind, messages_started

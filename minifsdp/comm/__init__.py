@@ -1,6 +1,7 @@
 """How ranks communicate.
 
-collectives.py      all-gather, reduce-scatter, all-reduce, broadcast
+collectives.py      all-gather, reduce-scatter and all-reduce on CPUs, by direct messages
+unit_messages.py    how what a unit sends travels: by these, or by torch's own
 transport.py        what carries a message: gloo, or memory that the other rank reads
 same_machine.py     ranks on one machine read each other's memory
 boards.py           what a rank says to one other rank there, in memory that outlives either

@@ -1,35 +1,32 @@
-"""The collectives: how tensors travel between ranks.
+"""The collectives on CPUs: an all-gather, a reduce-scatter and an all-reduce, of direct messages.
 
-Two of them carry all of FSDP::
+::
 
-    all-gather        rank 0: A . .      A B C        each rank has a chunk before,
-                      rank 1: . B .  ->  A B C        and all chunks after it
+    all-gather        rank 0: A . .      A B C        each rank sends its chunk to each other one
+                      rank 1: . B .  ->  A B C
                       rank 2: . . C      A B C
 
-    reduce-scatter    rank 0: a b c      sum(a) .  .  each rank has a full tensor before,
-                      rank 1: a b c  ->  . sum(b)  .  and the sum over all ranks of one
-                      rank 2: a b c      .  . sum(c)  chunk after it
+    reduce-scatter    rank 0: a b c      sum(a) .  .  each rank sends to each other one the chunk
+                      rank 1: a b c  ->  . sum(b)  .  that this one adds up
+                      rank 2: a b c      .  . sum(c)
 
-An all-reduce is a reduce-scatter followed by an all-gather of its result.
+    all-reduce        a reduce-scatter, and then an all-gather of its result
 
 Each function *starts* its collective and returns ``finish``, which waits for it (see streams.py).
 So the rank can compute in between. An all-reduce has one ``finish`` for each of its two halves.
 
-**On CPU** data goes from rank to rank directly, out of and into views of the flat tensors: from
-memory to memory on one machine, by gloo between machines (transport.py). gloo's own collectives
-waste half of what they move: its reduce-scatter is a copy, a full all-reduce (twice the bytes) and
-a slice, and its all-gather goes through a temporary of full size. Each rank adds up what it
-receives in the order in which gloo does it, so sums equal torch's bit for bit. Direct messages also
-have tags (message_tags.py). Without tags, where two ranks reduce different units, gloo's all-reduce
-would add up what does not belong together, or end the process. For comparison,
-``MINIFSDP_COLLECTIVES=gloo`` sends by gloo on one machine, too, and ``MINIFSDP_COLLECTIVES=native``
-selects torch's own collectives.
+Data goes from rank to rank directly, out of and into views of the flat tensors: from memory to
+memory on one machine, by gloo between machines (transport.py). gloo's own collectives waste half of
+what they move: its reduce-scatter is a copy, a full all-reduce (twice the bytes) and a slice, and
+its all-gather goes through a temporary of full size. Each rank adds up what it receives in the
+order in which gloo does it, so sums equal torch's bit for bit. Direct messages also have tags
+(message_tags.py). Without tags, where two ranks reduce different units, gloo's all-reduce would add
+up what does not belong together, or end the process. For comparison, ``MINIFSDP_COLLECTIVES=gloo``
+sends by gloo on one machine, too, and ``MINIFSDP_COLLECTIVES=native`` selects torch's own
+collectives, as on a GPU: NCCL does all of this well.
 
-**On CUDA** torch's collectives are used, because NCCL does all of this well.
-
-Sources: the ring all-reduce of Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
-clusters of workstations", 2009, is the order of gloo's additions; that FSDP needs only its two
-halves is from Rajbhandari et al., "ZeRO", arXiv:1910.02054.
+Source: the ring all-reduce of Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
+clusters of workstations", 2009, is the order of gloo's additions.
 """
 
 import math
@@ -41,9 +38,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minifsdp.comm.blocks import Blocks, by_rank, copy_apart, together
+from minifsdp.collectives import Group, torch_all_gather
+from minifsdp.comm.blocks import Blocks, by_rank
 from minifsdp.comm.message_tags import Kind, Message
-from minifsdp.comm.pieces import Pieces, messages, whole
+from minifsdp.comm.pieces import Pieces, messages
 from minifsdp.comm.transport import Work, exchange, wait_for
 from minifsdp.streams import Finish
 
@@ -51,11 +49,6 @@ _CHOICE = os.environ.get("MINIFSDP_COLLECTIVES", "")
 if _CHOICE not in ("", "gloo", "native"):
     raise ValueError(f"MINIFSDP_COLLECTIVES is 'gloo', 'native' or unset, not {_CHOICE!r}")
 NATIVE = _CHOICE == "native"
-
-Group = dist.ProcessGroup
-# torch 2.13 renamed these two, and warns about the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather(
@@ -70,7 +63,7 @@ def all_gather(
     """Fill ``full`` with the chunks of all ranks, in rank order.
 
     Args:
-        full: ``[world_size * n]``, written.
+        full: ``[world_size * n]``, on a CPU, written.
         chunk: ``[n]``, this rank's part; same dtype and device as ``full``. Other ranks may read it
             even after ``finish``, if it is of parameters, until transport.wait_for_readers().
         group: the ranks that take part.
@@ -86,17 +79,6 @@ def all_gather(
             collective; see deadlock_watch.py.
     """
     message = Message(group, tag, kind, full.itemsize, label)
-    if not direct(full.device):
-        apart = blocks if blocks is not None and len(blocks) > 1 else None
-        gathered = full if apart is None else torch.empty_like(full)
-        arrive = wait_for([_all_gather(gathered, chunk, group=group, async_op=True)], message)
-
-        def finish() -> None:
-            arrive()
-            if apart is not None:
-                copy_apart(gathered, full, apart, group.size())
-
-        return finish
     parts, own = by_rank(full, blocks, group.size()), by_rank(chunk, blocks, 1)[0]
     works: list[Work] = []
     for to, source in _turns(group):
@@ -122,8 +104,8 @@ def reduce_scatter(
     of gradients in half precision would overflow where their mean does not.
 
     Args:
-        flat: ``[world_size * n]``, floating point. It must stay alive until ``finish`` has run. A
-            tensor may be overwritten.
+        flat: ``[world_size * n]``, floating point, on a CPU. It must stay alive until ``finish``
+            has run.
         group: the ranks that take part.
         scale: ``1 / world_size`` for a mean.
         tag, label, kind, blocks: as in :func:`all_gather`.
@@ -133,12 +115,6 @@ def reduce_scatter(
         The sum, ``[n]``, of the dtype of ``flat``, valid once ``finish`` has run; and ``finish``.
     """
     message = Message(group, tag, kind, flat.dtype.itemsize, label)
-    if not direct(flat.device):
-        flat = whole(flat)
-        total = flat.new_empty(flat.numel() // group.size())
-        sent = together(flat, blocks, group.size()).mul_(scale)  # the work keeps it alive
-        work = _reduce_scatter(total, sent, group=group, async_op=True)
-        return total, wait_for([work], message)
     parts = messages(flat, sizes, blocks, group.size())
     own = parts[group.rank()]
     lengths = [len(part) for part in own]  # of the messages that come from each other rank
@@ -178,28 +154,31 @@ def all_reduce(
     """Add up ``scale * flat`` over all ranks, in place, on every rank.
 
     Args:
-        flat: ``[n]`` with any n, written; must stay alive until the end.
+        flat: ``[n]`` with any n, on a CPU, written; must stay alive until the end.
         scale, tag, label: as in :func:`reduce_scatter`.
 
     Yields:
-        The ``finish`` of each of the :func:`halves`. A half starts when the generator is asked for
-        it, and the second one needs the result of the first, so ask for it after the first
-        ``finish`` has run.
+        The ``finish`` of each of its two halves. A half starts when the generator is asked for it,
+        and the second one needs the result of the first, so ask for it after the first ``finish``
+        has run.
     """
     kind = Kind.ALL_REDUCTION
-    if not direct(flat.device):
-        flat.mul_(scale)
-        message = Message(group, tag, kind, flat.itemsize, label)
-        yield wait_for([dist.all_reduce(flat, group=group, async_op=True)], message)
-        return
     total, finish = reduce_scatter(flat, group, scale, tag, label, kind)
     yield finish
     yield all_gather(flat, total, group, tag, label, kind)
 
 
-def halves(device: torch.device) -> int:
-    """How many parts an :func:`all_reduce` on ``device`` has: two, or one if it is torch's own."""
-    return 2 if direct(device) else 1
+def gather(full: Tensor, chunk: Tensor, group: Group, tag: int, label: str, kind: Kind) -> None:
+    """An all-gather of something else than the parameters of a unit, on any device. Waits for it.
+
+    Args:
+        full, chunk, group, tag, label, kind: as in :func:`all_gather`.
+    """
+    if direct(full.device):
+        all_gather(full, chunk, group, tag, label, kind)()
+    else:
+        message = Message(group, tag, kind, full.itemsize, label)
+        wait_for([torch_all_gather(full, chunk, group=group, async_op=True)], message)()
 
 
 def add_up(number: Tensor, group: Group, largest: bool = False) -> None:
@@ -229,7 +208,8 @@ def _turns(group: Group) -> Iterator[tuple[int, int]]:
 
 
 def direct(device: torch.device) -> bool:
-    """Whether ranks on these devices send to each other themselves, from wherever a tensor is."""
+    """Whether ranks on these devices send to each other themselves, from wherever a tensor is. If
+    not, they use torch's own collectives."""
     return device.type == "cpu" and not NATIVE
 
 

@@ -32,8 +32,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from minifsdp.collectives import Group
 from minifsdp.comm import deadlock_watch
-from minifsdp.comm.collectives import Group, all_gather
+from minifsdp.comm.collectives import gather
 from minifsdp.comm.message_tags import Kind, Message, check_exists
 
 Own = TypeVar("Own")
@@ -108,7 +109,7 @@ def gather_numbers(
     for group in groups:
         sent = torch.tensor(rows, device=device).view(-1)
         received = sent.new_empty(group.size() * sent.numel())
-        all_gather(received, sent, group, tag, about, kind)()
+        gather(received, sent, group, tag, about, kind)
         rows = received.view(-1, 1 + len(mine)).tolist()
     return {rank: numbers for rank, *numbers in rows}
 

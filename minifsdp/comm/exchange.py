@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minifsdp.collectives import Group
 from minifsdp.comm import collectives
-from minifsdp.comm.collectives import Group
 from minifsdp.comm.message_tags import Kind, Message
 from minifsdp.comm.transport import Work, wait_for
 

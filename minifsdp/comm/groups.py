@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifsdp.api import ShardingStrategy
-from minifsdp.comm.collectives import Group
+from minifsdp.collectives import Group
 from minifsdp.comm.consensus import gather_objects
 from minifsdp.comm.message_tags import check_exists
 

@@ -19,9 +19,10 @@ from functools import partial
 
 import torch
 
+from minifsdp.collectives import Group
 from minifsdp.comm import same_machine
 from minifsdp.comm.boards import Board
-from minifsdp.comm.collectives import Group, all_gather
+from minifsdp.comm.collectives import all_gather
 from minifsdp.comm.message_tags import Kind
 from minifsdp.comm.process_memory import POSSIBLE, Unreadable, read_memory
 from minifsdp.comm.same_machine import Neighbor

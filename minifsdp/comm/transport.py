@@ -11,6 +11,7 @@ of them are seen to together, at the end of a backward (:func:`wait_for_readers`
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
@@ -80,6 +81,16 @@ def wait_for(works: Sequence[Work | None], message: Message) -> Finish:
                     work.drop()  # where a wait has failed; else it is read
 
     return finish
+
+
+def watched(wait: Finish, message: Message) -> Finish:
+    """The same function, for a collective of torch's own; see :func:`wait_for`.
+
+    Args:
+        wait: of the ``dist.Work``.
+    """
+    deadlock_watch.unfinished[message] = [wait]
+    return partial(_finish, [wait], message)
 
 
 def wait_for_readers() -> None:

@@ -8,7 +8,8 @@ freed_memory.py        why the memory that a step frees stays with the process, 
 shard_changes.py       what a program does to shards between steps, followed at the next
 tensor_attribute.py    where a module has a parameter or a buffer
 param_access.py        what a module finds where it had a parameter: a view or a placeholder
-unsharded_views.py     the views to compute with, and their gradients as autograd leaves them
+piece_views.py         views to compute with, whose gradients stay where autograd leaves them
+marked_views.py        views of units in rows, which tell which parameters have no gradient
 param_attributes.py    what a program has set on its parameters, after wrapping
 param_views.py         when it finds which: views while unsharded, placeholders while sharded
 saved_tensors.py       what autograd saves of parameters: where to find them, not their memory

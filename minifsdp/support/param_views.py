@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minifsdp.support.unsharded_views import views_of
 from minifsdp.unit import Unit
 
 FLAT_PARAM = "_flat_param"  # the name that torch gives it
@@ -36,7 +35,7 @@ def make_views(unit: Unit) -> None:
     # that evaluation. Views that were made without gradients would stop the gradient on its way to
     # the unsharded flat parameter.
     with torch.inference_mode(False):  # this switches gradients on, also inside of no_grad
-        unit.views = views_of(unit)
+        unit.views = unit.view_maker.make(unit)
 
 
 def use_unsharded_views(unit: Unit) -> None:

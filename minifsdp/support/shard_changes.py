@@ -19,7 +19,7 @@ from minifsdp.engine import Engine
 from minifsdp.layers import Layer
 from minifsdp.offload import HOST, host_copy
 from minifsdp.shard import unpadded_shard_numel
-from minifsdp.strategies import stages_of
+from minifsdp.strategies import choose_strategies
 from minifsdp.streams import has_memory
 from minifsdp.support.divided_param import (
     check_assigned,
@@ -50,12 +50,11 @@ class ShardChanges(Layer):
             follow_changes(unit)
 
     def follow_to(self, device: torch.device) -> None:
-        """The units are on this device now: take its streams, and the stages that suit it."""
+        """The units are on this device now: take its streams, and the strategies that suit it."""
         engine = self._engine
         if device != engine.streams.device:
             engine.compute_on(device)
-            for unit in engine.units:
-                unit.stages = stages_of(unit, engine.streams)
+            choose_strategies(engine.units, engine.streams)
 
 
 def was_moved(unit: Unit) -> bool:

@@ -40,11 +40,6 @@ class UnshardedFlatParam:
         grad_accumulator: autograd's node that a backward comes to last in this unit; None if the
             unit is frozen.
         frozen: the rest of the memory, if the unit is frozen in part (rows.py).
-        arrived: gradients of views that a backward has computed, by the place of the view in the
-            memory; None if there are none, or if they arrive in ``flat_param.grad``
-            (unsharded_views.py).
-        used: the numbers of the views that had a gradient, in the order in which they are laid, if
-            gradients arrive there; None in a unit in chunks, which need not know.
         saved: one object, a new one for each graph. All that autograd has saved of the parameters
             in the last graph refers to it (saved_tensors.py), so the references to it tell whether
             there is still something.
@@ -55,8 +50,6 @@ class UnshardedFlatParam:
     needs_unshard: bool
     grad_accumulator: Node | None
     frozen: Tensor | None = None
-    arrived: dict[int, Tensor] | None = None
-    used: set[int] | None = None
 
     def __post_init__(self) -> None:
         self.storage = self.data.untyped_storage()
@@ -69,15 +62,6 @@ class UnshardedFlatParam:
         """Whether the backward will come to an operation that has saved a parameter. One that an
         activation checkpoint runs again has saved none."""
         return _reference_counts(self.saved)[0] > _ONE_REFERENCE
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether a backward has computed some of the gradient, and nobody has taken it yet."""
-        return self.arrived is not None or self.flat_param.grad is not None
-
-    def drop_gradient(self) -> None:
-        """Forget what a backward has computed of the gradient."""
-        self.arrived = self.used = self.flat_param.grad = None
 
     def allocate(self) -> None:
         """Get memory for the shards of all ranks. It has no values yet."""

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from minifsdp.api import CPUOffload, MixedPrecision, ShardingStrategy
-from minifsdp.comm.collectives import Group
+from minifsdp.collectives import Group
 from minifsdp.wrapping.settings import Settings
 
 _STRATEGIES = {  # by whether to reshard after forward, and by the dimensions of the mesh

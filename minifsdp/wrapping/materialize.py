@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp.comm.collectives import Group, broadcast
+from minifsdp.collectives import Group
+from minifsdp.comm.collectives import broadcast
 from minifsdp.comm.consensus import consensus
 from minifsdp.support.tensor_attribute import TensorAttribute
 from minifsdp.wrapping.module_tree import (

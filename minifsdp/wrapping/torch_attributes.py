@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.fsdp._common_utils import TrainingState as TorchTrainingState
 
 from minifsdp.api import CPUOffload, MixedPrecision, ShardingStrategy
-from minifsdp.comm.collectives import Group
+from minifsdp.collectives import Group
 from minifsdp.limiter import NoLimit
 from minifsdp.unit import Unit
 

@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp.comm.collectives import all_gather, direct, reduce_scatter
+from minifsdp.comm.collectives import direct
 from minifsdp.comm.neighbors import find_neighbors
+from minifsdp.sim.calibration.collectives import chunks
+from minifsdp.strategies import comm_of
 from minifsdp.streams import Finish
 from tutorials.train_gpt import Block
 
@@ -82,9 +84,11 @@ class MessagesAlone(nn.Module):
         """Start one after another, whenever the next is asked for."""
         group = dist.group.WORLD
         for tag, (full, shard) in enumerate(zip(self.gathered, self.shards, strict=True)):
-            yield all_gather(full, shard, group, tag)
+            unit = chunks(full.numel(), group, tag)
+            yield comm_of(unit, full.device).all_gather(unit, full, shard, group)
         for tag, flat in enumerate(self.reduced):
-            yield reduce_scatter(flat, group, 1 / self.ranks, tag)[1]
+            unit = chunks(flat.numel(), group, tag)
+            yield comm_of(unit, flat.device).reduce_scatter(unit, flat, 1 / self.ranks)[1]
 
     def _memory(self, numel: int, device: torch.device) -> Tensor:
         return torch.zeros(-(-numel // self.ranks) * self.ranks, device=device)

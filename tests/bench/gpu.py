@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 from torch import Tensor
 
-import minifsdp.comm.collectives
+import minifsdp.collectives
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
 from minifsdp.sim.__main__ import parser
@@ -100,12 +100,12 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     torch.cuda.empty_cache()
     store = torch._C._distributed_c10d.HashStore()
     dist.init_process_group("fake", store=store, rank=0, world_size=cluster.world_size)
-    sleeping, c = Sleeping(cluster), minifsdp.comm.collectives
+    sleeping, c = Sleeping(cluster), minifsdp.collectives
     try:
         with (
             here,
-            patch.object(c, "_all_gather", sleeping.instead_of(c._all_gather)),
-            patch.object(c, "_reduce_scatter", sleeping.instead_of(c._reduce_scatter)),
+            patch.object(c, "torch_all_gather", sleeping.instead_of(c.torch_all_gather)),
+            patch.object(c, "torch_reduce_scatter", sleeping.instead_of(c.torch_reduce_scatter)),
             patch.object(c.dist, "all_reduce", sleeping.instead_of(dist.all_reduce, 2)),
         ):
             with torch.device("meta"):

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -89,8 +90,8 @@ def _nothing_sent() -> Iterator[None]:
     # gloo's messages are ours, so that the fake group's functions do not stand in for them.
     with (
         _one_of(2),
-        patch("minifsdp.unshard.all_gather", nothing),
-        patch("minifsdp.reduce.reduce_scatter", half),
+        patch("minifsdp.comm.unit_messages.all_gather", nothing),
+        patch("minifsdp.comm.unit_messages.reduce_scatter", half),
         patch.object(fsdp_in_one_file, "all_gather", nothing),
         patch.object(fsdp_in_one_file, "reduce_scatter", nothing),
     ):
@@ -234,12 +235,16 @@ def _silent_collectives() -> Iterator[None]:
             result = result[0]._base
         result.fill_(0.01)
 
+    def fill_at_once(*args: Any, **named: Any) -> Any:
+        fill(*args, **named)
+        return SimpleNamespace(wait=int)  # a function that is not Python's, as a work's own
+
     names = ("all_gather_single", "all_gather_into_tensor", "all_gather")
     names += ("reduce_scatter_single", "reduce_scatter_tensor")
     with ExitStack() as stack:
         stack.enter_context(patch("minifsdp.comm.collectives.NATIVE", True))
-        for name in ("_all_gather", "_reduce_scatter"):
-            stack.enter_context(patch(f"minifsdp.comm.collectives.{name}", fill))
+        for name in ("torch_all_gather", "torch_reduce_scatter"):
+            stack.enter_context(patch(f"minifsdp.collectives.{name}", fill_at_once))
         for name in names:
             if hasattr(dist, name):  # torch 2.13 has renamed some
                 stack.enter_context(patch.object(dist, name, fill))

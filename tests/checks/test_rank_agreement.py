@@ -20,7 +20,7 @@ from minifsdp import (
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.checks.rank_agreement import CHECKED_STEPS, DIVERGED, RankAgreement
 from minifsdp.comm import consensus
-from minifsdp.comm.collectives import all_gather
+from minifsdp.comm.collectives import gather
 from minifsdp.comm.groups import HYBRID
 from minifsdp.comm.message_tags import Kind
 from tests.parity import alone, check_at_rest, grid
@@ -470,14 +470,14 @@ def messages():
 
     def noted(full, chunk, group, tag, label, kind):
         tags.append(kind)
-        return all_gather(full, chunk, group, tag, label, kind)
+        gather(full, chunk, group, tag, label, kind)
 
     def exchanged(group, *args):
         tags.append("units")
         return exchange(group, *args)
 
     exchange = consensus._exchange
-    with patch.multiple(consensus, all_gather=noted, _exchange=exchanged):
+    with patch.multiple(consensus, gather=noted, _exchange=exchanged):
         yield tags
 
 

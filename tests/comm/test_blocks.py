@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from minifsdp.comm import collectives
 from minifsdp.comm.blocks import by_rank, copy_apart, of_rank, together
+from tests.comm import one_unit
 from tests.ranks import device, run
 
 SIZES = {"two": [2, 1], "one": [3], "empty ones": [0, 2, 0], "many": [5, 1, 4, 2]}
@@ -82,8 +83,8 @@ def check_all_gather(blocks, native):
     own = numbers(sum(blocks))
     with patch.object(collectives, "NATIVE", native):
         chunks, full = torch.full((2, ranks * len(own)), torch.nan, device=device())
-        collectives.all_gather(chunks, own, group, tag=1)()
-        collectives.all_gather(full, own, group, tag=2, blocks=blocks)()
+        one_unit.all_gather(chunks, own, group, tag=1)()
+        one_unit.all_gather(full, own, group, tag=2, blocks=blocks)()
     assert torch.equal(together(full, blocks, ranks), chunks)
 
 
@@ -92,9 +93,9 @@ def check_reduce_scatter(blocks, native):
     flat = numbers(ranks * sum(blocks))
     chunks = together(flat.clone(), blocks, ranks)
     with patch.object(collectives, "NATIVE", native):
-        expected, finish = collectives.reduce_scatter(chunks, group, 1 / ranks, tag=1)
+        expected, finish = one_unit.reduce_scatter(chunks, group, 1 / ranks, tag=1)
         finish()
-        total, finish = collectives.reduce_scatter(flat, group, 1 / ranks, tag=2, blocks=blocks)
+        total, finish = one_unit.reduce_scatter(flat, group, 1 / ranks, tag=2, blocks=blocks)
         finish()
     assert torch.equal(total, expected)
     assert total.untyped_storage().nbytes() == total.nbytes  # not a view that keeps `flat` alive

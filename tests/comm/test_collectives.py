@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from minifsdp.collectives import torch_reduce_scatter
 from minifsdp.comm import collectives, same_machine
 from minifsdp.comm.consensus import gather_objects
 from tests.bench.meters import bytes_sent
+from tests.comm import one_unit
 from tests.ranks import device, on_ranks, run
 
 WORLDS = (1, 2, 3, 4)
@@ -32,7 +34,7 @@ def world():
 def check_all_gather(numel):
     chunk = mine(numel)
     full = torch.full((numel * dist.get_world_size(),), float("nan"), device=device())
-    collectives.all_gather(full, chunk, world(), tag=7)()
+    one_unit.all_gather(full, chunk, world(), tag=7)()
     expected = [torch.empty_like(chunk) for _ in range(dist.get_world_size())]
     dist.all_gather(expected, chunk)
     assert torch.equal(full, torch.cat(expected))
@@ -43,15 +45,15 @@ def check_reduce_scatter(numel, scale):
     """Against torch's own, bit for bit: gloo adds in ring order, and so must we."""
     flat = mine(numel * dist.get_world_size())
     expected = torch.empty(numel, device=device())
-    collectives._reduce_scatter(expected, flat * scale)
-    total, finish = collectives.reduce_scatter(flat, world(), scale, tag=7)
+    torch_reduce_scatter(expected, flat * scale)
+    total, finish = one_unit.reduce_scatter(flat, world(), scale, tag=7)
     finish()
     assert torch.equal(total, expected)
     assert total.untyped_storage().size() == 4 * numel  # not a view that keeps `flat` alive
 
 
 def all_reduce(flat, group, scale):
-    for finish in collectives.all_reduce(flat, group, scale):
+    for finish in one_unit.all_reduce(flat, group, scale):
         finish()
 
 
@@ -90,8 +92,8 @@ def check_rounding(dtype, scale):
     sizes = 10.0 ** -torch.randint(0, 9, (count,), generator=generator)
     flat = (torch.randn(count, generator=generator) * sizes).to(device(), dtype)
     expected = torch.empty(1000, dtype=dtype, device=device())
-    collectives._reduce_scatter(expected, flat * scale)
-    total, finish = collectives.reduce_scatter(flat, world(), scale, tag=7)
+    torch_reduce_scatter(expected, flat * scale)
+    total, finish = one_unit.reduce_scatter(flat, world(), scale, tag=7)
     finish()
     assert torch.equal(total, expected)
 
@@ -115,7 +117,7 @@ def test_all_reductions_of_different_units_are_not_taken_for_each_other():
         pytest.skip("torch's own have no tags: there the order has to be the same, and is")
     order = (1, 2) if dist.get_rank() == 0 else (2, 1)
     flats = {tag: torch.full((6,), float(tag)) for tag in order}
-    parts = {tag: collectives.all_reduce(flats[tag], world(), 1.0, tag) for tag in order}
+    parts = {tag: one_unit.all_reduce(flats[tag], world(), 1.0, tag) for tag in order}
     for _ in range(2):
         for finish in [next(parts[tag]) for tag in order]:
             finish()
@@ -199,7 +201,7 @@ def test_numbers_are_added_up_and_the_largest_is_found(world_size):
 @on_ranks(2)
 def test_a_mean_in_half_precision_does_not_overflow_on_the_way():
     flat = torch.full((4,), 60000.0, dtype=torch.float16, device=device())
-    total, finish = collectives.reduce_scatter(flat, world(), 0.5, tag=7)
+    total, finish = one_unit.reduce_scatter(flat, world(), 0.5, tag=7)
     finish()
     assert (total == 60000).all()
 
@@ -217,9 +219,9 @@ def test_only_ranks_of_the_group_take_part():
     mates = torch.tensor([0.0, 1.0], device=device()) + dist.get_rank() // 2 * 2
     row, mine = rows[dist.get_rank() // 2], mates[dist.get_rank() % 2]
     full = torch.empty(2, device=device())
-    collectives.all_gather(full, mine.view(1), row, tag=7)()
+    one_unit.all_gather(full, mine.view(1), row, tag=7)()
     assert torch.equal(full, mates)
-    total, finish = collectives.reduce_scatter(mine.repeat(2), row, 0.5, tag=7)
+    total, finish = one_unit.reduce_scatter(mine.repeat(2), row, 0.5, tag=7)
     finish()
     assert total == mates.mean()
     flat = mine.repeat(3)
@@ -235,7 +237,7 @@ def test_conversations_with_different_tags_may_be_started_in_any_order():
     finishes = []
     for tag in (1, 2) if dist.get_rank() == 0 else (2, 1):
         fulls[tag] = torch.empty(12)
-        finishes.append(collectives.all_gather(fulls[tag], chunks[tag], world(), tag))
+        finishes.append(one_unit.all_gather(fulls[tag], chunks[tag], world(), tag))
     for finish in finishes:
         finish()
     for tag in (1, 2):
@@ -256,8 +258,8 @@ def measure(native, numel=1 << 18):
     """Bytes sent for one all-gather and one reduce-scatter, in sizes of the full tensor."""
     full, chunk = torch.zeros(numel), torch.zeros(numel // dist.get_world_size())
     with patch.object(collectives, "NATIVE", native), patch.object(same_machine, "neighbors", {}):
-        gather = sent_by(collectives.all_gather(full, chunk, world(), 7))
-        scatter = sent_by(lambda: collectives.reduce_scatter(full, world(), 1.0, 7)[1]())
+        gather = sent_by(one_unit.all_gather(full, chunk, world(), 7))
+        scatter = sent_by(lambda: one_unit.reduce_scatter(full, world(), 1.0, 7)[1]())
     return gather / full.nbytes, scatter / full.nbytes
 
 
@@ -288,7 +290,7 @@ def test_a_gather_that_nobody_waits_for_does_not_break_the_connection():
     if dist.get_rank():
         time.sleep(0.5)
     full = torch.empty(2000, device=device())
-    collectives.all_gather(full, mine(1000), world(), tag=7)
+    one_unit.all_gather(full, mine(1000), world(), tag=7)
     del full
     gc.collect()
     time.sleep(1.0)
@@ -306,12 +308,12 @@ def test_starting_a_gather_does_not_wait_for_the_others():
     dist.barrier()
     chunk, full = mine(100), torch.empty(200, device=device())
     if dist.get_rank() == 0:
-        finish = collectives.all_gather(full, chunk, world(), tag=7)
+        finish = one_unit.all_gather(full, chunk, world(), tag=7)
         torch.ones(50, 50) @ torch.ones(50, 50)
         store.set(key, "yes")
     else:
         store.wait([key], timedelta(minutes=2))
-        finish = collectives.all_gather(full, chunk, world(), tag=7)
+        finish = one_unit.all_gather(full, chunk, world(), tag=7)
     finish()
 
 

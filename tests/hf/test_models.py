@@ -7,7 +7,7 @@ import os
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -27,11 +27,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, fully_shard, register_fsdp_forward_method
-from minifsdp.comm import collectives
 from minifsdp.comm.pieces import Pieces
 from tests.hf.models import MODELS, TIED, WAYS, WRITERS, batch, blocks, make, train
 from tests.ranks import device, on_ranks
-from tests.small import replaced
+from tests.small import travels
 
 by_way = pytest.mark.parametrize("way", WAYS)
 
@@ -188,17 +187,20 @@ def counted_bytes() -> Iterator[Counter[str]]:
     """Bytes of the whole tensors that are gathered and that are reduced in the block."""
     counts: Counter[str] = Counter()
 
-    def counting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def counted(whole: torch.Tensor | Pieces, *args: Any, **settings: Any) -> Any:
-            counts[name] += whole.numel() * whole.dtype.itemsize
-            return function(whole, *args, **settings)
+    def counting(name: str) -> Callable[..., Any]:
+        def change(method: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(comm: Any, unit: Any, whole: torch.Tensor | Pieces, *args: Any) -> Any:
+                counts[name] += whole.numel() * whole.dtype.itemsize
+                return method(comm, unit, whole, *args)
 
-        return counted
+            return counted
 
-    functions = {"gathered": collectives.all_gather, "reduced": collectives.reduce_scatter}
-    with ExitStack() as stack:
-        for name, function in functions.items():
-            stack.enter_context(replaced(function, counting(function, name)))
+        return change
+
+    with (
+        travels("all_gather", counting("gathered")),
+        travels("reduce_scatter", counting("reduced")),
+    ):
         yield counts
 
 

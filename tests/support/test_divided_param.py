@@ -12,10 +12,10 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import MixedPrecision, ShardingStrategy, fully_shard
-from minifsdp.comm import collectives, pieces
+from minifsdp.comm import pieces
 from minifsdp.support.divided_param import is_optimized, unit_of_param
 from tests.ranks import device, on_ranks, run
-from tests.small import batch, layers, replaced, stack
+from tests.small import batch, layers, stack, travels
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # DDP reduces what is there once more, with what is new
 WIDTH = 5  # not divisible by 2 or 3
@@ -466,15 +466,17 @@ def test_what_is_written_in_place_counts_as_in_a_plain_model(how):
 
 @contextmanager
 def reduced():
-    """The tensors that are handed to reduce_scatter in here."""
+    """The sizes of the gradients that units reduce in here."""
     found = []
-    original = collectives.reduce_scatter
 
-    def noted(flat, *args, **kwargs):
-        found.append(pieces.whole(flat).numel())
-        return original(flat, *args, **kwargs)
+    def noting(reduce_scatter):
+        def noted(comm, unit, flat, scale):
+            found.append(pieces.whole(flat).numel())
+            return reduce_scatter(comm, unit, flat, scale)
 
-    with replaced(original, noted):
+        return noted
+
+    with travels("reduce_scatter", noting):
         yield found
 
 

@@ -9,7 +9,6 @@ from minifsdp import ShardingStrategy
 from minifsdp.comm.pieces import whole
 from minifsdp.support import param_views
 from minifsdp.support.param_access import Placeholder
-from minifsdp.support.unsharded_views import take_gradient
 from tests.lone_unit import lone_unit
 from tests.ranks import device, on_ranks
 from tests.small import batch, stack, step
@@ -29,7 +28,7 @@ class TestDirectly:
             assert named["weight"].tolist() == [[1, 2, 3], [4, 5, 6]]
             assert named["scale"].tolist() == 7 and named["bias"].tolist() == [8, 9, 10]
             lone.module.scale.mul(3).backward()
-            grad = whole(take_gradient(lone.unit))
+            grad = whole(lone.unit.view_maker.take_gradient(lone.unit))
             assert grad.tolist() == [0] * 6 + [3] + [0] * 3, "gradients arrive flat"
 
     def test_sharded_modules_have_placeholders_and_the_flat_parameter(self):

@@ -42,7 +42,7 @@ def test_a_parameter_is_asked_for_before_it_is_read():
     saved.uses((call,))
     x = torch.ones(3, requires_grad=True)
     with saved.hooks(nn.Module()):
-        y = (x * unit.unsharded.flat_param[:3]).sum()
+        y = (x * unit.view_maker.make(unit)[0].flatten()[:3]).sum()
     unit.state.training = TrainingState.FORWARD
     y.backward()
     assert asked == [(call,)] and x.grad.tolist() == [2, 2, 2]

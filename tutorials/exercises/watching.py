@@ -24,7 +24,6 @@ from minifsdp.sim.figures.report import ALL_GATHER, last_step
 from minifsdp.sim.tape import COMPUTE, Op
 from minifsdp.support.param_access import Placeholder
 from minifsdp.support.param_views import make_views, use_unsharded_views
-from minifsdp.support.unsharded_views import take_gradient
 from minifsdp.unit import Unit
 from minifsdp.unit_state import BACKWARD, FORWARD
 from tests.lone_unit import Lone, lone_unit
@@ -103,7 +102,7 @@ def _gather_for(lone: Lone, *reasons: str) -> None:
 
 def gradient(unit: Unit) -> Tensor:
     """What backwards have computed of the unit's gradient, which is taken away."""
-    return whole(take_gradient(unit))
+    return whole(unit.view_maker.take_gradient(unit))
 
 
 def root_of(engine: Engine) -> Lone:

@@ -4,19 +4,33 @@ All ranks of the group call these functions together.
 """
 
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from minifsdp.comm.collectives import all_gather, all_reduce, direct, reduce_scatter
+from minifsdp.comm.collectives import all_reduce, direct
 from minifsdp.comm.neighbors import find_neighbors
+from minifsdp.shard import Chunks
 from minifsdp.sim.calibration.fit import Sample
 from minifsdp.sim.calibration.timing import seconds
+from minifsdp.strategies import comm_of
+from minifsdp.streams import Finish
 
 CUDA_SIZES = (2**16, 2**20, 2**24, 2**26)
 CPU_SIZES = (2**12, 2**16, 2**18, 2**20)
 """Elements of 4 bytes, of all ranks together."""
-TAG = 0  # one after the other, so that all may have the same
+
+
+def chunks(numel: int, group: dist.ProcessGroup, tag: int = 0) -> Any:
+    """What collectives ask of a unit of ``numel`` elements that the ranks of ``group`` share.
+
+    Args:
+        tag: units whose collectives are under way at the same time need different ones.
+    """
+    layout = Chunks([torch.Size([numel])], group.size())
+    return SimpleNamespace(shard_group=group, layout=layout, tag=tag, label="")
 
 
 def alone(here: torch.device, group: dist.ProcessGroup) -> list[Sample]:
@@ -34,17 +48,28 @@ def alone(here: torch.device, group: dist.ProcessGroup) -> list[Sample]:
     return samples
 
 
+def _start_gather(full: torch.Tensor, group: dist.ProcessGroup) -> Finish:
+    unit, chunk = chunks(full.numel(), group), full.new_empty(full.numel() // group.size())
+    return comm_of(unit, full.device).all_gather(unit, full, chunk, group)
+
+
 def _gather(full: torch.Tensor, group: dist.ProcessGroup) -> None:
-    all_gather(full, full.new_empty(full.numel() // group.size()), group, TAG)()
+    _start_gather(full, group)()
 
 
 def _scatter(full: torch.Tensor, group: dist.ProcessGroup) -> None:
-    reduce_scatter(full, group, 1 / group.size(), TAG)[1]()
+    unit = chunks(full.numel(), group)
+    comm_of(unit, full.device).reduce_scatter(unit, full, 1 / group.size())[1]()
 
 
 def _reduce(full: torch.Tensor, group: dist.ProcessGroup) -> None:
-    for finish in all_reduce(full, group, 1 / group.size(), TAG):
-        finish()
+    if direct(full.device):
+        for finish in all_reduce(full, group, 1 / group.size()):
+            finish()
+    else:
+        unit = chunks(full.numel(), group)
+        comm: Any = comm_of(unit, full.device)
+        comm.all_reduce(unit, full, 1 / group.size(), group)()
 
 
 def beside(here: torch.device, dtype: torch.dtype, group: dist.ProcessGroup) -> list[float]:
@@ -65,7 +90,6 @@ def beside(here: torch.device, dtype: torch.dtype, group: dist.ProcessGroup) -> 
 def _lost(numel: int, factor: torch.Tensor, product: float, group: dist.ProcessGroup) -> float:
     here, ranks = factor.device, group.size()
     full = torch.ones(numel // ranks * ranks, device=here)
-    chunk = full.new_empty(numel // ranks)
     gather = seconds(partial(_gather, full, group), here, group)
     repeat = int(3 * gather / product) + 1  # the same on all ranks, as both times are
 
@@ -74,7 +98,7 @@ def _lost(numel: int, factor: torch.Tensor, product: float, group: dist.ProcessG
             factor @ factor
 
     def both() -> None:
-        finish = all_gather(full, chunk, group, TAG)
+        finish = _start_gather(full, group)
         compute()
         finish()
 

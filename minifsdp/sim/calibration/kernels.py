@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minifsdp.comm.collectives import Group
+from minifsdp.collectives import Group
 from minifsdp.sim.calibration.fit import Sample
 from minifsdp.sim.calibration.machine import Device
 from minifsdp.sim.calibration.timing import seconds

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import torch
 
-from minifsdp.comm.collectives import Group, add_up
+from minifsdp.collectives import Group
+from minifsdp.comm.collectives import add_up
 
 BATCHES = 9
 """The median of so many counts. Training is disturbed, too, by whatever else a machine does."""

@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifsdp.comm.collectives import all_gather
 from minifsdp.parameters import Parameters
 from minifsdp.streams import Event, Finish
 from minifsdp.unit import Unit
@@ -67,7 +66,8 @@ class StreamOrdered(Parameters):
         def launch() -> Finish:
             gathered.append(torch.empty(unit.padded_numel, dtype=dtype, device=unit.device))
             shard = source.tensor(unit, self.streams)
-            return all_gather(gathered[0], shard, group, unit.tag, unit.label)
+            finish: Finish = unit.comm.all_gather(unit, gathered[0], shard, group)
+            return finish
 
         event = self.streams.unshard.submit(launch, f"all-gather {unit.label}")
         unit.unshard_event = CopyOut(self, unit, gathered.pop(), event)

@@ -73,6 +73,25 @@ def one_unit_alone() -> Iterator[Any]:
 
 
 @check("reduce.1", because=_mean)
+def as_one_collective() -> Iterator[Any]:
+    from minifsdp.reduce import AllReduce
+    from tests.lone_unit import lone_unit
+
+    for replicas in (2, 3):
+        with lone_unit(ranks=1, replicas=replicas) as lone:
+            stage = AllReduce("reduce")
+            grad = torch.randn(lone.unit.padded_numel)
+            value, finish = stage.launch(lone.unit, grad)
+            words = f"{replicas} replicas, which all-reduce as GPUs do"
+            yield f"the stream of the stage, {words}", stage.stream
+            yield f"the gradient is reduced in place, {words}", value is grad
+            yield f"passed at once, {words}", not value.isnan().any()
+            finish()
+            yield f"collectives, {words}", lone.unit.replicate_group.called
+            yield f"gradient, {words}", value
+
+
+@check("reduce.1", because=_mean)
 def on_a_gpu() -> Iterator[Any]:
     from minifsdp import MixedPrecision, ShardingStrategy
     from tutorials.exercises.virtual import train

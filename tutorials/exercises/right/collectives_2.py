@@ -2,15 +2,12 @@
 
 
 def reduce_scatter(flat, group, scale, tag, label="", kind=Kind.REDUCTION, blocks=None, sizes=None):
+    from minifsdp.comm.pieces import whole
+
     flat = whole(flat)
     message = Message(group, tag, kind, flat.itemsize, label)
     chunks = list(flat.tensor_split(group.size()))
     rank, size = group.rank(), group.size()
-    if not direct(flat.device):
-        total = flat.new_empty(chunks[rank].shape)
-        flat.mul_(scale)
-        work = _reduce_scatter(total, flat, group=group, async_op=True)
-        return total, wait_for([work], message)
     got, works = {}, []
     for other in range(size):
         if other != rank:

@@ -9,7 +9,7 @@ def unshard(unit, streams):
     def gather():
         flat.allocate()
         sent = unit.source.tensor(unit, streams)
-        return all_gather(flat.data, sent, group, unit.tag, unit.label)
+        return unit.comm.all_gather(unit, flat.data, sent, group)
 
     def copy():
         flat.allocate()

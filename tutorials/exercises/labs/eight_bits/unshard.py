@@ -15,7 +15,6 @@ integers and scales can travel together. What is left out: state_dict() gathers 
 too. How would you make a checkpoint exact?
 """
 
-from minifsdp.comm.collectives import all_gather
 from minifsdp.streams import Finish, Streams
 from minifsdp.unit import Unit
 
@@ -31,6 +30,7 @@ def unshard(unit: Unit, streams: Streams) -> None:
         if group is None:
             data.copy_(unit.padded_shard)
             return lambda: None
-        return all_gather(data, unit.padded_shard, group, unit.tag, unit.label)
+        finish: Finish = unit.comm.all_gather(unit, data, unit.padded_shard, group)
+        return finish
 
     unit.unshard_event = streams.unshard.submit(launch, f"all-gather {unit.label}")

@@ -33,10 +33,12 @@ def _evaluate(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 def on_four_ranks() -> Iterator[Any]:
     """Two nodes of two ranks. Each chunk has to arrive in its place."""
+    import minifsdp.comm.collectives
     import minifsdp.comm.groups
-    from minifsdp.comm.collectives import all_gather
+    from minifsdp.collectives import TorchCollectives
     from tutorials.exercises import parallel
 
+    minifsdp.comm.collectives.NATIVE = True  # as on GPUs
     minifsdp.comm.groups.hosts_of = lambda group: [
         f"node {rank // 2}" for rank in dist.get_process_group_ranks(group)
     ]
@@ -44,7 +46,7 @@ def on_four_ranks() -> Iterator[Any]:
     assert world is not None
     for n in (1, 5):
         full, chunk = torch.zeros(4 * n), torch.arange(n) + 100.0 * dist.get_rank()
-        all_gather(full, chunk, world, tag=n)()
+        TorchCollectives().all_gather(None, full, chunk, world)()
         yield f"the gathered tensor, chunks of {n}", full
     observe.reference = False  # with four ranks DDP adds up in another order than FSDP
     yield from parallel.train()

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from minifsdp.comm.collectives import all_gather
 from minifsdp.streams import Finish, Streams
 from minifsdp.unit import Unit
 
@@ -41,7 +40,7 @@ def unshard(unit: Unit, streams: Streams) -> None:
             return lambda: None
         sent = quantize(unit.padded_shard)
         received = sent.new_empty(group.size() * sent.numel())
-        arrive = all_gather(received, sent, group, unit.tag, unit.label)
+        arrive = unit.comm.all_gather(unit, received, sent, group)
 
         def finish() -> None:
             arrive()

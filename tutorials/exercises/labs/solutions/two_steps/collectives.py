@@ -6,14 +6,13 @@ the ranks of a node exchange what they have, over fast links.
 """
 
 from functools import cache
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from minifsdp.comm.blocks import Blocks
-from minifsdp.comm.collectives import Group
-from minifsdp.comm.collectives import all_gather as in_one_step
-from minifsdp.comm.message_tags import Kind
+from minifsdp.collectives import Group
+from minifsdp.collectives import TorchCollectives as InOneStep
 from minifsdp.streams import Finish
 
 
@@ -32,29 +31,23 @@ def rows_and_columns(group: Group) -> tuple[Group, Group] | None:
     return groups.groups_by_host(group)
 
 
-def all_gather(
-    full: Tensor,
-    chunk: Tensor,
-    group: Group,
-    tag: int,
-    label: str = "",
-    kind: Kind = Kind.PARAMETERS,
-    blocks: Blocks | None = None,
-) -> Finish:
-    """Fill ``full`` with the chunks of all ranks, in rank order."""
-    is_chunks = kind is Kind.PARAMETERS and blocks is None
-    grid = rows_and_columns(group) if is_chunks else None
-    if grid is None:
-        return in_one_step(full, chunk, group, tag, label, kind, blocks)
-    row, column = grid
-    received = chunk.new_empty(column.size() * chunk.numel())  # a chunk of each node
-    finish = in_one_step(received, chunk, column, tag, label, kind)
+class TorchCollectives(InOneStep):
+    """Gathers in two steps, and reduces in one."""
 
-    def second_step() -> None:
-        finish()
-        gathered = full.new_empty(full.shape)  # [rank in its node][node]
-        in_one_step(gathered, received, row, tag, label, kind)()
-        by_node = gathered.view(row.size(), column.size(), -1).transpose(0, 1)
-        full.view(column.size(), row.size(), -1).copy_(by_node)
+    def all_gather(self, unit: Any, full: Tensor, shard: Tensor, group: Group) -> Finish:
+        """Fill ``full`` with the shards of all ranks, in rank order."""
+        in_one_step, grid = super().all_gather, rows_and_columns(group)
+        if grid is None:
+            return in_one_step(unit, full, shard, group)
+        row, column = grid
+        received = shard.new_empty(column.size() * shard.numel())  # a shard of each node
+        finish = in_one_step(unit, received, shard, column)
 
-    return second_step
+        def second_step() -> None:
+            finish()
+            gathered = full.new_empty(full.shape)  # [rank in its node][node]
+            in_one_step(unit, gathered, received, row)()
+            by_node = gathered.view(row.size(), column.size(), -1).transpose(0, 1)
+            full.view(column.size(), row.size(), -1).copy_(by_node)
+
+        return second_step

@@ -1,4 +1,4 @@
-"""unsharded_views.py: gradients are kept as autograd computes them, one for each parameter."""
+"""piece_views.py: gradients are kept as autograd computes them, one for each parameter."""
 
 import pytest
 import torch
@@ -6,7 +6,6 @@ from torch import nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.comm.pieces import whole
-from minifsdp.support.unsharded_views import take_gradient, views_of
 from tests.lone_unit import lone_unit
 from tests.ranks import device, on_ranks
 
@@ -14,11 +13,11 @@ from tests.ranks import device, on_ranks
 def lone_views(lone):
     if not lone.unit.unsharded.storage.size():
         lone.fill()
-    return views_of(lone.unit)
+    return lone.unit.view_maker.make(lone.unit)
 
 
 def taken(lone):
-    return take_gradient(lone.unit)
+    return lone.unit.view_maker.take_gradient(lone.unit)
 
 
 @pytest.mark.direct
@@ -32,7 +31,7 @@ class TestDirectly:
             assert pieces[0].data_ptr() == grad.data_ptr()
             assert [piece.tolist() for piece in pieces[1:]] == [[0], [0, 0, 0], []]
             assert lone.unit.unsharded.flat_param.grad is None
-            assert not lone.unit.unsharded.has_gradient, "it is taken once"
+            assert not lone.unit.view_maker.has_gradient(lone.unit), "it is taken once"
 
     def test_a_view_that_is_not_contiguous_sends_its_elements_in_order(self):
         with lone_unit() as lone:

@@ -1,0 +1,106 @@
+"""Views of units in rows, which tell which parameters have no gradient.
+
+A parameter that no rank has used must not get one, not even zeros. So in the gradient of a unit
+each rank *marks* the parameters that it has not used (rows.py), as the backward has shown.
+
+A unit in rows may also be frozen in part. Then only a part of its views has gradients.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from minifsdp.rows import Rows
+from minifsdp.support.piece_views import PieceViews
+from minifsdp.support.unsharded_storage import UnshardedFlatParam
+from minifsdp.unit import Unit
+from minifsdp.views import SplitViews
+
+
+class MarkedSplitViews(SplitViews):
+    """A :class:`~minifsdp.views.ViewMaker`, as :class:`~minifsdp.views.SplitViews`.
+
+    Attributes:
+        used: of each dtype that the unit is computed in, the numbers of the parameters that have a
+            gradient which nobody has taken yet, in the order in which they are laid.
+    """
+
+    def __init__(self) -> None:
+        self.used: dict[UnshardedFlatParam, set[int]] = {}
+
+    def make(self, unit: Unit) -> list[Tensor]:
+        """See :class:`~minifsdp.views.ViewMaker`."""
+        unsharded, layout = unit.unsharded, unit.layout
+        assert isinstance(layout, Rows)  # others have no marks
+        views = layout.unflatten(unsharded.flat_param, unsharded.frozen)
+        if unsharded.flat_param.requires_grad:
+            self._watch_split(views[layout.with_grad[0]], unsharded)
+        return views
+
+    def _watch_split(self, view: Tensor, unsharded: UnshardedFlatParam) -> None:
+        """Note which parts of the unsharded flat parameter a backward has a gradient for."""
+        assert view.grad_fn is not None
+        split = view.grad_fn.next_functions[0][0]
+        assert split is not None
+        used = self.used  # a graph that holds the hook must not hold more than this
+
+        def note(grads: Sequence[Tensor | None]) -> None:
+            now = {number for number, grad in enumerate(grads[::2]) if grad is not None}
+            used[unsharded] = used.get(unsharded, set()) | now
+
+        split.register_prehook(note)
+
+    def take_gradient(self, unit: Unit) -> Tensor:
+        """See :class:`~minifsdp.views.ViewMaker`."""
+        layout: Any = unit.layout
+        used = self.used.pop(unit.unsharded)
+        grad = super().take_gradient(unit)
+        _mark(unit, grad, [number for number in layout.places if number not in used])
+        return grad
+
+    def no_gradient(self, unit: Unit) -> Tensor:
+        """See :class:`~minifsdp.views.ViewMaker`."""
+        layout: Any = unit.layout
+        grad = super().no_gradient(unit)
+        _mark(unit, grad, [*layout.places])
+        return grad
+
+    def drop_gradient(self, unit: Unit) -> None:
+        """See :class:`~minifsdp.views.ViewMaker`."""
+        super().drop_gradient(unit)
+        self.used.pop(unit.unsharded, None)
+
+
+class MarkedPieceViews(PieceViews):
+    """A :class:`~minifsdp.views.ViewMaker`, as
+    :class:`~minifsdp.support.piece_views.PieceViews`."""
+
+    def take_gradient(self, unit: Unit) -> Any:
+        """See :class:`~minifsdp.views.ViewMaker`."""
+        layout: Any = unit.layout
+        arrived = self.arrived[unit.unsharded]
+        unused = [number for number, place in layout.places.items() if place not in arrived]
+        grad = super().take_gradient(unit)
+        _mark(unit, grad.pieces[-1], unused)  # the marks come last
+        return grad
+
+    def no_gradient(self, unit: Unit) -> Tensor:
+        """See :class:`~minifsdp.views.ViewMaker`."""
+        layout: Any = unit.layout
+        grad = super().no_gradient(unit)
+        _mark(unit, grad, [*layout.places])
+        return grad
+
+
+def _mark(unit: Unit, grad: Tensor, unused: list[int]) -> None:
+    """Mark the parameters of which this rank has no gradient.
+
+    Args:
+        grad: of the unit, or the last of its pieces; written.
+        unused: their numbers, in the order in which they are laid.
+    """
+    layout: Any = unit.layout
+    if unused:
+        layout.mark_unused(grad, unused)
+        unit.has_unused = True

@@ -1,0 +1,82 @@
+"""Views: what the layers compute with, and how its gradients become one gradient of the unit.
+
+In each forward a unit has a new *view* of its unsharded flat parameter for each parameter::
+
+    unsharded flat parameter   [10]     a a a a a a b c c c
+    views                               weight [2, 3]: a    scale []: b    bias [3]: c
+
+A backward leads the gradients of the views back into what was split: autograd copies them together
+to one flat gradient, ``flat_param.grad``, as a reduction needs it. What has no gradient is zero.
+
+How this is done is a strategy of the unit, its ``view_maker``; strategies.py says which one.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from minifsdp.unit import Unit
+
+
+class ViewMaker(Protocol):
+    """How the views of a unit are made, and how their gradients are taken.
+
+    A hook on the unsharded flat parameter is called when a backward has gone through every use of
+    the views; see support/unsharded_storage.py.
+    """
+
+    def make(self, unit: Unit) -> list[Tensor]:
+        """A view of ``unit.unsharded`` for each parameter, in the parameter's shape, recorded by
+        autograd if gradients are on."""
+
+    def has_gradient(self, unit: Unit) -> bool:
+        """Whether a backward has computed some of the gradient, and nobody has taken it yet."""
+
+    def take_gradient(self, unit: Unit) -> Any:
+        """What has arrived of the gradient, laid out as ``unit.unsharded.flat_param`` is and of its
+        dtype. What has not, and the padding, is zero. Afterwards nothing has arrived.
+
+        Returns:
+            A tensor ``[trained_numel]``, or what ``unit.comm`` reduces in place of one.
+        """
+
+    def no_gradient(self, unit: Unit) -> Tensor:
+        """What a rank sends that has no gradient of a unit while others have one:
+        ``[trained_numel]``, in the dtype of the gradient."""
+
+    def drop_gradient(self, unit: Unit) -> None:
+        """Forget what a backward has computed of the gradient."""
+
+
+def zero_gradient(unit: Unit) -> Tensor:
+    """Zeros ``[trained_numel]``, in the dtype and on the device of the gradient of a unit."""
+    size, dtype = unit.unsharded.flat_param.numel(), unit.unsharded.dtype
+    return torch.zeros(size, dtype=dtype, device=unit.device)
+
+
+class SplitViews:
+    """Autograd copies the gradients together."""
+
+    def make(self, unit: Unit) -> list[Tensor]:
+        """See :class:`ViewMaker`."""
+        return unit.layout.unflatten(unit.unsharded.flat_param)
+
+    def has_gradient(self, unit: Unit) -> bool:
+        """See :class:`ViewMaker`."""
+        return unit.unsharded.flat_param.grad is not None
+
+    def take_gradient(self, unit: Unit) -> Tensor:
+        """See :class:`ViewMaker`."""
+        flat_param = unit.unsharded.flat_param
+        grad, flat_param.grad = flat_param.grad, None
+        assert grad is not None, unit.label
+        return grad
+
+    def no_gradient(self, unit: Unit) -> Tensor:
+        """See :class:`ViewMaker`."""
+        return zero_gradient(unit)
+
+    def drop_gradient(self, unit: Unit) -> None:
+        """See :class:`ViewMaker`."""
+        unit.unsharded.flat_param.grad = None
