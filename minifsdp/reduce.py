@@ -31,6 +31,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from minifsdp.collectives import Comm
 from minifsdp.rows import Rows
 from minifsdp.streams import Finish, Stream, Streams
 from minifsdp.unit import Unit
@@ -76,10 +77,8 @@ class ReduceScatter:
 
     def launch(self, unit: Unit, value: Any) -> tuple[Tensor, Finish]:
         """``value``: ``[padded_numel]``, on the unit's device. See :class:`Stage`."""
-        reduced: tuple[Tensor, Finish] = unit.comm.reduce_scatter(
-            unit, value, 1 / unit.shard_world_size
-        )
-        return reduced
+        comm: Comm = unit.comm
+        return comm.reduce_scatter(unit, value, 1 / unit.shard_world_size)
 
 
 class AllReduce:
@@ -97,9 +96,10 @@ class AllReduce:
     def launch(self, unit: Unit, value: Tensor) -> tuple[Tensor, Finish]:
         """``value``: shaped as ``unit.padded_shard``, on the unit's device; written. See
         :class:`Stage`."""
+        comm: Comm = unit.comm
         replicas = unit.replicate_group
         assert replicas is not None
-        return value, unit.comm.all_reduce(unit, value, 1 / replicas.size(), replicas)
+        return value, comm.all_reduce(unit, value, 1 / replicas.size(), replicas)
 
 
 class Reduction:

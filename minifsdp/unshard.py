@@ -17,7 +17,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from minifsdp.collectives import Group
+from minifsdp.collectives import Comm, Group
 from minifsdp.streams import Finish, Streams
 from minifsdp.unit import Unit
 from minifsdp.unit_state import ShardedState
@@ -68,6 +68,7 @@ def unshard(unit: Unit, streams: Streams) -> None:
     are from before that step.
     """
     source: Source = unit.source
+    comm: Comm = unit.comm
     assert unit.unsharded.needs_unshard, unit.label
     unit.state.start_unshard()  # first, so that reshard() frees the memory if what follows fails
     source.prepare(unit, streams)
@@ -82,8 +83,7 @@ def unshard(unit: Unit, streams: Streams) -> None:
         if group is None:
             full.copy_(shard)
             return lambda: None
-        finish: Finish = unit.comm.all_gather(unit, full, shard, group)
-        return finish
+        return comm.all_gather(unit, full, shard, group)
 
     unit.unshard_event = streams.unshard.submit(launch, f"all-gather {unit.label}")
 

@@ -103,8 +103,8 @@ def filled_again() -> None:
 #
 # And this is how it comes. Find the line that makes room, and the one that gathers:
 #
-# {{ minifsdp/unshard.py unshard -Start to -assert -start_unshard -Taken before -Allocated
-# -all-gather can -if group is -Another group -blocks = }}
+# {{ minifsdp/unshard.py unshard -Start to -assert -start_unshard -comm: -Taken before -Allocated
+# -all-gather can -if group is }}
 #
 # Now the GPT of `make demo`. Each of its four blocks is a unit. What is in no block, the embeddings
 # and the head, is one more unit, the *root*. How large are the storages of the blocks during a

@@ -19,10 +19,10 @@
 # a rank needs is its own shard of the mean over all ranks. This starts to compute it, on a stream
 # of its own (`value` is the gradient):
 #
-# {{ minifsdp/reduce.py ReduceScatter.launch -``value`` -assert }}
+# {{ minifsdp/reduce.py ReduceScatter.launch -``value`` }}
 #
-# (`blocks` is for page [26](26_rows.md), `sizes` says where a CPU may cut the gradient, `tag` and
-# `label` are a number and a name for the message.) At the end of the backward the result goes to
+# (`unit.comm` is how what the unit sends travels: on a GPU by torch's own reduce-scatter, on a CPU
+# by messages as on page [01](01_collectives.md).) At the end of the backward the result goes to
 # where the optimizer looks:
 #
 # {{ minifsdp/reduce.py store_gradient -Add the result -unit.unred -unused -for number -unit.opt }}

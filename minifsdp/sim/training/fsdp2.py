@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minifsdp.collectives import Comm
 from minifsdp.parameters import Parameters
 from minifsdp.streams import Event, Finish
 from minifsdp.unit import Unit
@@ -54,6 +55,7 @@ class StreamOrdered(Parameters):
 
     def _unshard(self, unit: Unit) -> None:
         source, dtype = unit.source, unit.unsharded.dtype
+        comm: Comm = unit.comm
         group = source.group
         if group is None:  # it is all here
             super()._unshard(unit)
@@ -66,8 +68,7 @@ class StreamOrdered(Parameters):
         def launch() -> Finish:
             gathered.append(torch.empty(unit.padded_numel, dtype=dtype, device=unit.device))
             shard = source.tensor(unit, self.streams)
-            finish: Finish = unit.comm.all_gather(unit, gathered[0], shard, group)
-            return finish
+            return comm.all_gather(unit, gathered[0], shard, group)
 
         event = self.streams.unshard.submit(launch, f"all-gather {unit.label}")
         unit.unshard_event = CopyOut(self, unit, gathered.pop(), event)
