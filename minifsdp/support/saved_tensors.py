@@ -91,8 +91,7 @@ class SavedParameters:
             if not torch._C._autograd._saved_tensors_hooks_is_enabled():
                 return _NOTHING  # inside of torch.func, which refuses them
             return self._without_outer
-        owner = getattr(outer[0], "__self__", None)
-        if isinstance(owner, _Hooks) and owner.saved is self:
+        if isinstance(outer[0], _Pack) and outer[0].saved is self:
             return _NOTHING
         if _runs_again(module):
             return _NOTHING
@@ -132,14 +131,25 @@ def _view(memory: Tensor, saved: PackedParameter) -> Tensor:
     return memory.as_strided(saved.shape, saved.stride, saved.offset)
 
 
-class _Hooks(saved_tensors_hooks):
-    """One pair of hooks. It calls the pair around it, since torch calls the innermost pair only."""
+class _Pack:
+    """The hook that is called to save a tensor. It calls the one around it, since torch calls the
+    innermost only."""
+
+    # By this name torch's selective checkpoints (2.14) know hooks of an engine, and look for those
+    # of the user behind them. Else they would hand us what they keep themselves, and warn of it.
+    _checkpoint_internal = True
 
     def __init__(self, saved: SavedParameters, outer: tuple[Hook, Hook] | None) -> None:
-        super().__init__(self.pack, self.unpack)
         self.saved, self.outer = saved, outer
 
-    def pack(self, tensor: Tensor) -> object:
+    @property
+    def _user_hooks(self) -> tuple[Hook, Hook] | None:
+        outer: Any = self.outer
+        while outer is not None and getattr(outer[0], "_checkpoint_internal", False):
+            outer = outer[0]._user_hooks
+        return outer  # type: ignore[no-any-return]
+
+    def __call__(self, tensor: Tensor) -> object:
         chain = self.saved.chain_of(tensor)
         # A PackedParameter has no other dtype (of `weight.view(dtype)`) and no conjugate flag. Such
         # a tensor is saved itself, which keeps its memory alive (see UnshardedFlatParam.release).
@@ -153,6 +163,14 @@ class _Hooks(saved_tensors_hooks):
         place = (tensor.shape, tensor.stride(), tensor.storage_offset())
         mark = chain[-1].unsharded.saved[0]
         return PackedParameter(self.saved, chain, *place, outer, mark)
+
+
+class _Hooks(saved_tensors_hooks):
+    """One pair of hooks."""
+
+    def __init__(self, saved: SavedParameters, outer: tuple[Hook, Hook] | None) -> None:
+        super().__init__(_Pack(saved, outer), self.unpack)
+        self.saved, self.outer = saved, outer
 
     def unpack(self, saved: Any) -> Tensor:
         if isinstance(saved, PackedParameter) and saved.owner is self.saved:

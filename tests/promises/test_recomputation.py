@@ -3,6 +3,7 @@
 import time
 from contextlib import nullcontext
 from functools import partial
+from inspect import signature
 
 import pytest
 import torch
@@ -82,11 +83,17 @@ def test_composable_checkpoints(way, kind, early_stop):
 # -------------------------------------------------------- checkpoints that keep some operations
 
 
+# From 2.14 on torch asks whether what such a checkpoint keeps goes through hooks, as ours are.
+ASKS = "respect_saved_tensors_hooks" in signature(checkpoint).parameters
+HOOKED = [{"respect_saved_tensors_hooks": hooked} for hooked in (False, True)] if ASKS else [{}]
+
+
 @ways
+@pytest.mark.parametrize("hooked", HOOKED, ids=lambda hooked: " ".join(map(str, hooked.values())))
 @pytest.mark.parametrize("kind", [Two, Outer])
 @pytest.mark.parametrize("late", [0, 1])
 @on_ranks(2)
-def test_selective_checkpoints_around_units(way, kind, late):
+def test_selective_checkpoints_around_units(way, kind, late, hooked):
     """Whichever rank is late, and so whatever the engine waits for in the recomputation."""
 
     def keep(context, operation, *args, **kwargs):
@@ -98,7 +105,7 @@ def test_selective_checkpoints_around_units(way, kind, late):
         return create_selective_checkpoint_contexts(keep)
 
     def around(block, x):
-        return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        return checkpoint(block, x, use_reentrant=False, context_fn=contexts, **hooked)
 
     same(lambda wrap: train(wrap(Model(kind, around)), square), wrap=WAYS[way])
 

@@ -111,6 +111,21 @@ def test_the_root_is_gathered_again_for_a_checkpoint_but_once_and_for_all(reentr
 
 
 @on_ranks(2)
+def test_to_the_limiter_a_root_that_is_gathered_again_is_alive_once():
+    model = FSDP(
+        Whole(lambda layer, x: checkpoint(layer, x, use_reentrant=False)).to(device()),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+    )
+    engine, alive = model.engine, []
+    for block in model.module.blocks:
+        block.module.register_full_backward_hook(
+            lambda *_: alive.append(engine.limiter._alive.count(engine.root))
+        )
+    model(tokens()).pow(2).sum().backward()
+    assert alive == [1, 1, 1]
+
+
+@on_ranks(2)
 def test_the_root_stays_where_somebody_refers_to_its_parameters():
     """It is told of when the unit's turn is over, as of any unit; not before."""
 
