@@ -118,9 +118,9 @@ class Reduction:
 
     Args:
         unit: whose gradient it is.
-        grad: the gradient of ``unit.unsharded.flat_param``, ``[padded_numel]``, in its dtype or,
-            with what no_sync has left, in a wider one. A tensor may be overwritten. Pieces come
-            only for a unit that is shared by the ranks of a shard group, on CPUs.
+        grad: the gradient of ``unit.unsharded.flat_param``, ``[padded_numel]``, in its dtype. A
+            tensor may be overwritten. Pieces come only for a unit that is shared by the ranks of a
+            shard group, on CPUs.
         streams: of the unit's device. The compute stream writes ``grad``.
 
     Attributes:
