@@ -52,9 +52,11 @@ class Engine:
         self.units, self.root = units, units[0]
         self.limiter, self.prefetcher, self.stats = limiter, prefetcher, Stats()
         self.streams = Streams.on(torch.device("cpu"))  # till the first forward
-        self.parameters = Parameters(units, self.streams, limiter, prefetcher, self.stats)
+        self.parameters = Parameters(self.streams, limiter, prefetcher, self.stats)
         self.gradients = Gradients(self.streams, self.stats)
         self.moments = Moments()
+        for unit in units:
+            unit.free = self._free
 
     def use(self, layers: Iterable[Layer]) -> None:
         """Have these layers, in this order."""
@@ -64,6 +66,12 @@ class Engine:
         """The units are on this device now, so its streams are needed."""
         self.streams = Streams.on(device)
         self.parameters.streams = self.gradients.streams = self.streams
+
+    def _free(self, unit: Unit) -> None:
+        """No reason to keep the unit is left."""
+        self.parameters.reshard(unit)
+        for method in self.moments.freed:
+            method(unit)
 
     def start(self, purpose: Purpose) -> None:
         """Be ready for a forward, or for a look at parameters: nothing is left of the last step.

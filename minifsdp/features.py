@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from minifsdp.between_steps.state_dict_calls import StateDictCalls
 from minifsdp.checks.first_step import FirstStep
+from minifsdp.checks.members import Leaks
 from minifsdp.checks.misplaced_calls import OneThread, RefusedOperations, Summoned
 from minifsdp.checks.param_changes import Unchanged, Unreplaced, Untouched
 from minifsdp.checks.rank_agreement import RankAgreement
@@ -55,6 +56,7 @@ def layers_of(hooks: Hooks) -> Iterator[Layer]:
     yield OnDemand(hooks, agreement)
     yield Untouched(agreement)
     yield RefusedOperations(units)
+    yield Leaks()
     # Control returns to the program. The user's hooks are last: one may be an optimizer, which
     # must not write to what other ranks still read.
     yield Readers()

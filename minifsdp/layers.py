@@ -26,6 +26,7 @@ The moments of a step, in their order::
     complete                   the optimizer's gradients are there
     idle                       control returns to the program
 
+    freed                      the last reason to keep a unit is gone, so it was freed
     reset                      what the last step has left is dropped: at each start and failure
     failed                     a forward or a backward has failed
     broken                     an exception has just ended a backward; `failed` follows, when the
@@ -132,6 +133,8 @@ class Layer:
     def idle(self, graph: bool) -> None:
         """``graph``: after a forward with gradients, of which a backward may follow."""
 
+    def freed(self, unit: Unit) -> None: ...
+
     def reset(self) -> None: ...
 
     def failed(self) -> None: ...
@@ -161,6 +164,7 @@ class Moments:
         self.end_of_backward = self._of("end_of_backward")
         self.complete = self._of("complete")
         self.idle = self._of("idle")
+        self.freed = self._of("freed")
         self.reset = self._of("reset")
         self.failed = self._of("failed")
         self.broken = self._of("broken")

@@ -58,6 +58,7 @@ class NoSync(Layer):
     def __init__(self, engine: Engine) -> None:
         self.units, self._gradients, self.inside = engine.units, engine.gradients, False
         self._was_inside = False  # in the last backward
+        self._versions: dict[Unit, int] = {}  # of shards, when their units were held
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -72,7 +73,7 @@ class NoSync(Layer):
         """Units that were kept stay, if nobody has changed them since. Raises RuntimeError: see
         :func:`check_unreduced_grad`."""
         for unit in self.units:
-            if NO_SYNC in unit.reasons and (purpose is Purpose.LOOK or was_changed(unit)):
+            if NO_SYNC in unit.reasons and (purpose is Purpose.LOOK or self._was_changed(unit)):
                 unit.let_go(NO_SYNC)
             check_unreduced_grad(unit)
 
@@ -97,6 +98,7 @@ class NoSync(Layer):
                 unit.waits.add(NO_SYNC)
                 if not unit.reshard_after_forward:
                     unit.hold(NO_SYNC)
+                    self._versions[unit] = unit.sharded_flat_param._version
         elif self._was_inside:
             for unit in self.units:
                 unit.waits.discard(NO_SYNC)
@@ -114,10 +116,9 @@ class NoSync(Layer):
             unit, grad = held.popitem()
             store_unreduced(unit, grad)
 
-
-def was_changed(unit: Unit) -> bool:
-    """Whether the shard is another one than the unit was gathered from."""
-    return unit.gathered_version != unit.sharded_flat_param._version or was_moved(unit)
+    def _was_changed(self, unit: Unit) -> bool:
+        """Whether the shard is another one than the unit was gathered from."""
+        return self._versions[unit] != unit.sharded_flat_param._version or was_moved(unit)
 
 
 class AddUnreduced:

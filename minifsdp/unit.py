@@ -134,9 +134,9 @@ class Unit:
         self.has_unused = False
         self.uses_unsharded_views = True  # its modules see unsharded parameters
         self.has_placeholders = False  # its modules see those, and no parameters
-        # gathered_version: of the shard, when it was gathered last. leaks: how often somebody else
-        # has kept the memory. watched: by flat_parameter.watch_for_losses.
-        self.gathered_version, self.leaks, self.watched = -1, 0, object()
+        self.leaks = 0  # how often somebody else has kept the memory
+        self.leaked = False  # this is so since it was freed last
+        self.watched: object = None  # by flat_parameter.watch_for_losses
         self.unsharded_by_dtype = UnshardedFlatParams()
         # Till the first use. Then the one of the dtype that is computed in.
         self.unsharded = UnshardedFlatParam(self.padded_shard, self.padded_shard, False, None)
@@ -272,6 +272,7 @@ class Unit:
 
     def release(self) -> None:
         """Free the unsharded memory; see :meth:`UnshardedFlatParam.release`."""
-        if not self.unsharded.release(self.views):
+        self.leaked = not self.unsharded.release(self.views)
+        if self.leaked:
             self.views = []
             self.leaks += 1

@@ -16,6 +16,7 @@ such a module for its parameters, in order to freeze them or to train only them,
 an error (:class:`Part`).
 """
 
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from minifsdp.layers import Layer
 from minifsdp.support.divided_param import is_optimized, take_over, unit_of_param
 from minifsdp.support.dtensors import divided_alike
 from minifsdp.unit import Unit
@@ -267,12 +269,18 @@ register_module_module_registration_hook(check_part)
 register_module_parameter_registration_hook(check_parameter)
 
 
-def warn_of_leak(unit: Unit) -> None:
-    """Somebody else refers to a parameter whose memory should have been freed."""
-    warnings.warn(
-        f"a parameter of unit {unit.label} is still referred to when the unit is freed (by an "
-        f"output of its module, an attribute, a closure?). It keeps the values of this step, and "
-        f"{unit.unsharded.nbytes} bytes that would have been freed. Keep a copy instead: "
-        f"parameter.detach().clone().",
-        stacklevel=3,
-    )
+class Leaks(Layer):
+    """Warns when somebody else refers to a parameter whose memory should have been freed."""
+
+    def freed(self, unit: Unit) -> None:
+        """Warns UserWarning: naming the unit, once for each."""
+        leaked, unit.leaked = unit.leaked, False
+        # While an exception is on its way, its traceback refers to the views.
+        if leaked and unit.leaks == 1 and sys.exc_info()[0] is None:
+            warnings.warn(
+                f"a parameter of unit {unit.label} is still referred to when the unit is freed (by "
+                f"an output of its module, an attribute, a closure?). It keeps the values of this "
+                f"step, and {unit.unsharded.nbytes} bytes that would have been freed. Keep a copy "
+                f"instead: parameter.detach().clone().",
+                stacklevel=3,
+            )

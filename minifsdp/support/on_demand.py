@@ -21,10 +21,14 @@ from minifsdp.checks.param_changes import check_unreplaced
 from minifsdp.checks.rank_agreement import Moment, RankAgreement
 from minifsdp.hooks import Hooks
 from minifsdp.layers import Call, Chain, Layer
+from minifsdp.reshard import reshard
+from minifsdp.streams import Event
 from minifsdp.support.dispatch_modes import without_modes
+from minifsdp.support.param_views import use_sharded_views, use_unsharded_views
 from minifsdp.support.saved_tensors import SavedParameters
 from minifsdp.unit import Unit
-from minifsdp.unit_state import BACKWARD, STRATEGY, Purpose
+from minifsdp.unit_state import BACKWARD, STRATEGY, Purpose, ShardedState
+from minifsdp.unshard import wait_for_unshard
 
 
 class OnDemand(Layer):
@@ -34,7 +38,10 @@ class OnDemand(Layer):
         saved: what autograd has saved of parameters.
         lent: units that were gathered in a forward for the module around them.
         graphs: forwards with gradients since the last backward.
+        frees_early: it does; set to False to compare.
     """
+
+    frees_early = True
 
     def __init__(self, hooks: Hooks, agreement: RankAgreement) -> None:
         self.hooks, self.agreement = hooks, agreement
@@ -42,6 +49,10 @@ class OnDemand(Layer):
         self.saved = SavedParameters(self.gather)
         self.lent: list[Unit] = []
         self.graphs = 0
+        # Units that were freed early. To the limiter they are alive until their gradient is
+        # complete: it would wait for the device otherwise, before the next unit is gathered.
+        self._freed_early: dict[Unit, Event] = {}
+        self._needed_again: set[Unit] = set()  # of these, the ones that had to be gathered again
         for unit in self.engine.units:
             unit.on_demand = self.on_demand
 
@@ -52,6 +63,10 @@ class OnDemand(Layer):
             self.graphs += 1
             for unit in self.engine.units:
                 unit.unsharded.saved = [object()]
+
+    def before_forward(self, call: Call) -> None:
+        """In a backward, a checkpoint may run a unit again that was freed early."""
+        self.freed(call.unit)
 
     def gathered(self, call: Call) -> None:
         """What is saved from now on of this unit's parameters is of this call."""
@@ -74,7 +89,7 @@ class OnDemand(Layer):
     def before_backward(self, call: Call) -> None:
         """Units around this one may not be needed any more."""
         self.saved.began[call.unit] = call
-        for outer in call.unit.ancestors:
+        for outer in call.unit.ancestors if self.frees_early else ():
             self._free_early(outer)
 
     def again(self, call: Call) -> None:
@@ -98,7 +113,7 @@ class OnDemand(Layer):
         unit = calls[-1].unit
         if not unit.uses_unsharded_views:
             self.agreement.at(Moment.BACKWARD_OF, unit)
-            self.engine.parameters.unshard_again(unit)
+            self._unshard_again(unit)
 
     @without_modes
     def on_demand(self, unit: Unit) -> bool:
@@ -135,8 +150,31 @@ class OnDemand(Layer):
         when that is gone, and so on each rank at another time; but all have to free alike."""
         if BACKWARD not in unit.reasons or self.graphs != 1 or unit.unsharded.is_saved:
             return
-        if unit.reasons <= {BACKWARD, STRATEGY}:
-            self.engine.parameters.reshard_early(unit)
+        if not unit.reasons <= {BACKWARD, STRATEGY} or unit in self._needed_again:
+            return
+        if unit.state.sharded is ShardedState.UNSHARDED:
+            use_sharded_views(unit)  # modules refer to the others, too
+            if unit.unsharded.is_in_use(unit.views):
+                use_unsharded_views(unit)
+            else:
+                self.engine.stats.count_reshard(unit.unsharded.nbytes)
+                self._freed_early[unit] = reshard(unit, self.engine.streams)
+
+    def _unshard_again(self, unit: Unit) -> None:
+        """Gather what was freed early, and is needed in this backward all the same: an activation
+        checkpoint inside of the unit runs a part of it again. It stays from now on, also in later
+        backwards; else every such checkpoint would gather it."""
+        self._needed_again.add(unit)
+        self.freed(unit)
+        self.engine.parameters.unshard(unit, BACKWARD)
+        wait_for_unshard(unit)
+        use_unsharded_views(unit)
+
+    def freed(self, unit: Unit) -> None:
+        """The limiter hears of what was freed early."""
+        event = self._freed_early.pop(unit, None)
+        if event is not None:
+            self.engine.limiter.freed(unit, event)
 
 
 def check_in_backward() -> None:

@@ -53,9 +53,6 @@ class StreamOrdered(Parameters):
         else:
             super().prefetch(target, listed)
 
-    def reshard_early(self, unit: Unit) -> None:
-        """Do nothing: FSDP2 keeps a unit until its gradient is complete."""
-
     def _unshard(self, unit: Unit) -> None:
         source, dtype = unit.source, unit.unsharded.dtype
         group = source.group
@@ -63,7 +60,6 @@ class StreamOrdered(Parameters):
             super()._unshard(unit)
             return
         self.stats.count_unshard(unit.unsharded.nbytes)
-        unit.gathered_version = unit.sharded_flat_param._version
         unit.state.start_unshard()
         source.prepare(unit, self.streams)
         gathered: list[Tensor] = []

@@ -39,6 +39,7 @@ from minifsdp.parameters import Parameters
 from minifsdp.prefetch import Order, Prefetcher
 from minifsdp.sim.training.fsdp2 import StreamOrdered
 from minifsdp.streams import Event
+from minifsdp.support.on_demand import OnDemand
 from minifsdp.unit import Unit
 
 
@@ -96,13 +97,6 @@ class DriftingQueue:
         self._frees.append(event)
 
 
-class UntilItsGradient(Parameters):
-    """Keeps a unit in a backward until its gradient is complete, as all but minifsdp do."""
-
-    def reshard_early(self, unit: Unit) -> None:
-        pass
-
-
 @dataclass(frozen=True)
 class Approach:
     """A way to gather ahead, and to be kept from it."""
@@ -111,7 +105,8 @@ class Approach:
     backward: BackwardPrefetch | None
     prefetcher: type[Prefetcher]
     limiter: Callable[[], Limiter]
-    parameters: type[Parameters] = UntilItsGradient
+    parameters: type[Parameters] = Parameters
+    frees_early: bool = False  # a unit in a backward, before its gradient is complete
 
     def wrap(self, module: nn.Module, **settings: Any) -> FullyShardedDataParallel:
         """``FullyShardedDataParallel(module, **settings)`` that trains in this way."""
@@ -124,8 +119,9 @@ class Approach:
         engine, prefetcher = model.engine, self.prefetcher(self.backward, self.forward)
         engine.prefetcher = prefetcher
         engine.parameters = self.parameters(
-            engine.units, engine.streams, engine.limiter, prefetcher, engine.stats
+            engine.streams, engine.limiter, prefetcher, engine.stats
         )
+        engine.moments.of(OnDemand).frees_early = self.frees_early
         if isinstance(prefetcher, LettingGo) and isinstance(engine.parameters, StreamOrdered):
             prefetcher.parameters = engine.parameters
 
@@ -138,6 +134,6 @@ APPROACHES = {
     ),
     "fairscale 2": Approach(ForwardPrefetch.FORWARD_POST, _POST, Prefetcher, SynchronizeAfterFree),
     "PyTorch": Approach(None, _PRE, ReversedPostForward, DriftingQueue),
-    "minifsdp": Approach(None, _PRE, Prefetcher, lambda: EventQueue(2), Parameters),
+    "minifsdp": Approach(None, _PRE, Prefetcher, lambda: EventQueue(2), frees_early=True),
     "FSDP2": Approach(None, _PRE, LettingGo, NoLimit, StreamOrdered),
 }

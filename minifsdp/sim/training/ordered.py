@@ -56,11 +56,11 @@ class OrderedCompute:
 class OrderedFrees(Parameters):
     """Frees units in the order of the streams, and gathers several ahead if there is room."""
 
-    def _reshard(self, unit: Unit) -> Event:
+    def reshard(self, unit: Unit) -> None:
         streams = self.streams
         self.streams = replace(streams, compute=OrderedCompute(streams))
         try:
-            return super()._reshard(unit)
+            super().reshard(unit)
         finally:
             self.streams = streams
 
