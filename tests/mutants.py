@@ -879,6 +879,7 @@ MUTANTS = [
     Mutant("support/shard_changes", "old gradients go to a chunk that has moved", "            unit.unsharded_by_dtype.forget()\n", ""),
     Mutant("engine", "units are in a dead backward for ever", "            unit.state.start_step()\n", ""),
     Mutant("engine", "what a dead backward has added up stays", "            unit.unsharded.drop_gradient()\n", ""),
+    Mutant("no_sync", "what is added to a reduction is kept", "        unit.stages = [AddUnreduced(), *unit.stages]\n", "        unit.stages = [AddUnreduced(), *unit.stages]\n        unit.stages[0].kept = unit.unreduced_grad.grad\n"),
     Mutant("no_sync", "what waited is added twice", "            self._added = True\n", ""),
     Mutant("support/shard_changes", "the stages of another device", "                unit.stages = stages_of(unit, engine.streams)\n", "                pass\n", noticed_by="strategies"),
     Mutant("precision", "an evaluation's precision stays", "            self.restore()  # also", "            pass  # also"),
