@@ -10,7 +10,7 @@ class becomes a subclass that gathers the unit when the module is called::
     optimizer = torch.optim.AdamW(model.parameters())      # DTensors, under their own names
 
 What is on the meta device stays there until ``model.to_empty()`` or ``load_state_dict()`` with
-``assign=True`` gives it memory, for this rank's rows only (checks/on_meta.py).
+``assign=True`` gives it memory, for this rank's rows only (checks/first_step.py).
 
 All else is what the wrapper does, with units in rows (rows.py).
 

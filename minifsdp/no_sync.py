@@ -123,23 +123,20 @@ class NoSync(Layer):
 
 class AddUnreduced:
     """The first stage of a reduction (reduce.py): adds what backwards in no_sync have left. That
-    stays as it is until this backward has succeeded.
-
-    Args:
-        unreduced: ``[padded_numel]``, on the unit's device.
-    """
+    stays as it is until this backward has succeeded. It is not referred to here: it would keep its
+    memory when ``zero_grad()`` has cleared it, till the next backward."""
 
     stream, travels, on_host = "reduce", False, False
 
-    def __init__(self, unreduced: Tensor) -> None:
-        self._unreduced: Tensor | None = unreduced
+    def __init__(self) -> None:
+        self._added = False
 
     def launch(self, unit: Unit, value: Tensor | Pieces) -> tuple[Tensor | Pieces, Finish]:
         """``value``: ``[padded_numel]``; a tensor may be written to. Returns the sum, in the wider
         dtype of the two. A second gradient of the same backward is returned as it is."""
-        unreduced, self._unreduced = self._unreduced, None
-        if unreduced is not None:
-            grad = whole(value)
+        if unit.unreduced_grad is not None and not self._added:
+            self._added = True
+            grad, unreduced = whole(value), unit.unreduced_grad.grad
             value = grad.to(torch.promote_types(grad.dtype, unreduced.dtype)).add_(unreduced)
         return value, lambda: None
 
@@ -150,7 +147,7 @@ def _stages_of_next(unit: Unit) -> None:
     if isinstance(unit.stages[0], AddUnreduced):
         unit.stages = unit.stages[1:]  # of an earlier backward
     if unit.unreduced_grad is not None:
-        unit.stages = [AddUnreduced(unit.unreduced_grad.grad), *unit.stages]
+        unit.stages = [AddUnreduced(), *unit.stages]
 
 
 def store_unreduced(unit: Unit, grad: Tensor) -> None:

@@ -107,9 +107,8 @@ class Reduction:
 
     Args:
         unit: whose gradient it is.
-        grad: the gradient of ``unit.unsharded.flat_param``, ``[padded_numel]``, as the unit's views
-            give it (views.py): in the dtype of that or, with what no_sync has left, in a wider one.
-            A tensor may be overwritten.
+        grad: the gradient of ``unit.unsharded.flat_param``, ``[padded_numel]``, in its dtype, as
+            the unit's views give it (views.py). A tensor may be overwritten.
         streams: of the unit's device. The compute stream writes ``grad``.
 
     Attributes:

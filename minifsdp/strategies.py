@@ -8,7 +8,8 @@ unshard.py asks ``unit.source`` what this rank sends in a gather::
     both                                    OwnShard --Upload--> --CastShard-->
     from forward to backward, if asked for  PostForwardShard                 post_forward.py
 
-reduce.py has a gradient go through ``unit.stages``, in this order::
+reduce.py has a gradient go through ``unit.stages``, in this order. (While gradients from no_sync
+wait to be reduced, a stage that adds them comes before these; no_sync.py puts it there.) ::
 
     cast         to ``reduce_dtype``                        precision.py
     reduce       reduce-scatter in the shard group          reduce.py

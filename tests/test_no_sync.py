@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from minifsdp import CPUOffload, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.comm.groups import HYBRID
-from minifsdp.no_sync import NO_SYNC
+from minifsdp.no_sync import NO_SYNC, AddUnreduced, store_unreduced
 from minifsdp.reduce import Reduction
+from tests.lone_unit import lone_unit
 from tests.parity import check_at_rest, grid
 from tests.ranks import device, on_ranks, run
 from tests.small import (
@@ -169,6 +170,15 @@ def test_what_comes_in_parts_waits_and_is_added_once(strategy):
         check_at_rest(model)
 
 
+def test_of_two_gradients_of_one_backward_the_first_is_added_to():
+    with lone_unit() as lone:
+        store_unreduced(lone.unit, torch.ones(10))
+        stage = AddUnreduced()
+        sums = [stage.launch(lone.unit, torch.zeros(10))[0] for _ in range(2)]
+        assert [total.tolist() for total in sums] == [[1.0] * 10, [0.0] * 10]
+        assert lone.unit.unreduced_grad.grad.eq(1).all()  # as this backward may fail
+
+
 @on_ranks(2)
 def test_it_is_the_backward_that_counts():
     model, plain = stack(), layers()
@@ -232,6 +242,18 @@ def test_zero_grad_between_a_forward_and_its_backward_clears_it_too(set_to_none)
     optimizer.zero_grad(set_to_none)
     loss.backward()
     assert_same_gradients(gathered_gradients(model), by_hand("s"))
+
+
+@on_ranks(2)
+def test_what_zero_grad_has_cleared_is_freed_by_the_next_forward():
+    model = stack(2)
+    for at in range(2):
+        waiting_step(model, at)
+    gradient = weakref.ref(model.engine.units[1].unreduced_grad.grad)
+    model.zero_grad()
+    model(batch(step=2))
+    gc.collect()
+    assert gradient() is None
 
 
 @on_ranks(2)

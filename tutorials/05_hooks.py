@@ -131,7 +131,7 @@ def two_layers() -> None:
 # At each of them the engine does its work. This is the post-backward. It frees the parameters, and
 # starts to reduce the gradient:
 #
-# {{ minifsdp/engine.py Engine.after_gradient -own_source -.prefetch( }}
+# {{ minifsdp/engine.py Engine.after_gradient -.prefetch( }}
 #
 # (To let go of a reason frees the unit if there is no other one, see
 # [unit_state.py](../minifsdp/unit_state.py); on this page there is none. How the hooks are set is

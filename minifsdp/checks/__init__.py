@@ -3,7 +3,7 @@
 In a step three files do something: the ranks exchange one small message for each backward
 (rank_agreement.py; more in the first steps), an optimizer compares its parameter groups with those
 of its last step (optimizers.py), and a backward refuses parameters that were changed since its
-forward (misplaced_calls.py). The rest runs when a model is wrapped or changed, before its first
+forward (param_changes.py). The rest runs when a model is wrapped or changed, before its first
 step, or when an optimizer is built or loaded.
 
 rank_agreement.py     all ranks run the same units in the same order; what happens if they do not
@@ -13,7 +13,8 @@ optimizers.py         which optimizers are right for sharded parameters
 optim_state.py        the state of an optimizer belongs to one rank's chunks
 held_values.py        values of parameters that a model has in a second place, where they would part
 members.py            the modules and parameters of a unit cannot be replaced
-on_meta.py            what fully_shard has left on the meta device has got memory and values
+first_step.py         what is looked for before a model's first step is over, and then no more
+param_changes.py      what must not be done to parameters around a forward and its backward
 param_names.py        choosing parameters by names that flat parameters do not have
 other_wrappers.py     other wrappers around a sharded model, or inside of it
 misplaced_calls.py    calls that are right, but not on this wrapper or not now

@@ -146,7 +146,7 @@ def check_parameter(module: nn.Module, name: str, param: nn.Parameter | None) ->
     A DTensor that is divided as the one it replaces is taken over: that is how
     ``load_state_dict(assign=True)`` loads into a unit in rows.
 
-    While the unit is gathered, a replacement is found at the end of the forward (param_views.py).
+    While the unit is gathered, a replacement is found at the end of the forward (param_changes.py).
 
     Returns:
         What the module is to have in place of ``param``; None is ``param`` itself.

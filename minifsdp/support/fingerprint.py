@@ -1,9 +1,9 @@
 """A number that stands for the values of tensors, to compare values without sending them.
 
 Ranks compare the parameters that they were given (checks/same_model.py), and after a forward its
-parameters are compared with those from before it (param_views.py). The number is a sum of all bits,
-read as integers, and each tensor has the weight of its position, so that two tensors in exchanged
-places give another number.
+parameters are compared with those from before it (checks/param_changes.py). The number is a sum of
+all bits, read as integers, and each tensor has the weight of its position, so that two tensors in
+exchanged places give another number.
 """
 
 from collections.abc import Iterable

@@ -15,7 +15,7 @@ Values come from the modules themselves (``reset_parameters()``), or from the us
 from rank 0, which sends them to the others (``sync_module_states``). In the first two cases each
 rank draws its own random values, so all ranks need the same seed.
 
-``fully_shard`` does none of this, as torch's does not: DTensors stay on meta (checks/on_meta.py).
+``fully_shard`` does none of this, nor does torch's: DTensors stay on meta (checks/first_step.py).
 """
 
 from collections.abc import Callable, Iterable, Iterator

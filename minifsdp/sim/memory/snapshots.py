@@ -30,7 +30,7 @@ RULES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     (GATHERED, ("minifsdp/unshard.py", "support/unsharded_storage.py"), ()),
     (GATHERED, (), ("foreach_all_gather", "_alloc_padded_unsharded_flat_param")),
     (GATHERED, (), ("alloc_all_gather_outputs", "_all_gather_flat_param")),
-    ("reductions", ("minifsdp/reduce.py", "minifsdp/gradients.py"), ()),
+    ("reductions", ("minifsdp/reduce.py", "minifsdp/gradients.py", "minifsdp/no_sync.py"), ()),
     ("reductions", (), ("foreach_reduce", "_reduce_grad", "_post_backward_hook")),
     (WRAPPING, ("minifsdp/wrapping/", "minifsdp/shard.py", "minifsdp/flatten.py"), ()),
     (WRAPPING, ("minifsdp/unit.py", "fsdp/_init_utils.py", "_fsdp_param.py"), ()),

@@ -350,8 +350,6 @@ def after_forward_on_two_ranks() -> Iterator[Any]:
 
 def _before_backward(what: str, want: Any, got: Any) -> str | None:
     if _raised(got):
-        if "twice" in what or "precision" in what:
-            return "what the forward has computed with is given to you: compute_with() it"
         return "a backward needs the parameters: gather, wait, and give them to the module"
     if "the next unit" in what:
         return "the prefetcher's target is not gathered, so nothing hides its all-gather"
@@ -374,11 +372,6 @@ def _before_backward(what: str, want: Any, got: Any) -> str | None:
             "an activation checkpoint runs the module again in its backward, so it has to have "
             "its unsharded views (use_unsharded_views)"
         )
-    if "precision" in what:
-        return (
-            "the forward has computed in another precision: reshard the unit, and compute_with() "
-            "what you are given"
-        )
     if "as early as" in what:
         return (
             "it waits for its own gather first, so the next one cannot use the network meanwhile: "
@@ -394,32 +387,12 @@ def a_backward_finds_its_parameters() -> Iterator[Any]:
     with two_units() as (engine, now, following):
         engine.before_forward(now.unit, prefetch=False)
         engine.after_forward(now.unit, prefetch=False)
-        engine.before_backward(now.unit, now.unit.unsharded, 7)
+        engine.before_backward(now.unit, 7)
         yield "the state of the unit", state(now)
         yield "autograd's number of the backward", now.unit.state.graph_task
         yield "the memory of the unit", now.gathered
         yield "whether the module has its unsharded parameters", has_views(now)
         yield "whether the next unit has memory", has_memory(following)
-
-
-@check("engine.3", because=_before_backward)
-def a_forward_in_another_precision() -> Iterator[Any]:
-    import torch
-
-    from minifsdp import MixedPrecision
-    from tutorials.exercises.watching import has_views, state, two_units
-
-    precision = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
-    with two_units(precision=precision) as (engine, now, _):
-        before = now.unit.unsharded
-        engine.before_forward(now.unit, prefetch=False)
-        engine.after_forward(now.unit, prefetch=False)
-        now.unit.choose_precision(training=False)
-        engine.before_backward(now.unit, before, 0)
-        yield "the state of a unit, in the precision of its forward", state(now)
-        yield "the precision of the gathered parameters", now.unit.unsharded.data.dtype
-        yield "whether the module has its unsharded parameters", has_views(now)
-        yield "the precision of the module's weight", now.module.weight.dtype
 
 
 @check("engine.3", because=_before_backward)
@@ -584,7 +557,6 @@ _OVER = {
     "its backward": "BACKWARD: no gradient of its own has come, so nobody else has let go of it",
     "its strategy": "STRATEGY: the backward for which its strategy has kept it is over",
     "a prefetch": "PREFETCH: it was gathered ahead, and its turn has not come",
-    "ranks that use different units": "DIVERGED: ranks are together again",
 }
 
 
@@ -599,7 +571,7 @@ def _end(what: str, want: Any, got: Any) -> str | None:
                 return f"free every unit at the end: this one is still held for {name}"
         if "no_sync" in what and _reasons(want) != "nothing":
             return "in no_sync a unit that its strategy keeps stays for the next forward: " + _lost(
-                want, got, "BACKWARD, STRATEGY, PREFETCH and DIVERGED"
+                want, got, "BACKWARD, STRATEGY and PREFETCH"
             )
         if "forward is running" in what:
             return (
@@ -612,14 +584,10 @@ def _end(what: str, want: Any, got: Any) -> str | None:
             "a unit whose forward is running (it is held for FORWARD) still computes with its "
             "parameters: its module keeps its unsharded views"
         )
-    if "diverged" in what or "has to wait" in what:
-        return "when the backward is over, ranks are together again (agreement.end_backward)"
-    if "order" in what:
-        return "where ranks have diverged, each has seen another order: forget it"
-    if "late" in what:
+    if "are returned" in what and want != got:
         return (
-            "units in agreement.late have to be reduced at the end by all ranks, with zeros where "
-            "a rank has no gradient (gradients.reduce_held)"
+            "layers go on with the units whose gradients were reduced, such as those that call "
+            "users' hooks: return what self.gradients.finish() returns"
         )
     if "optimizer" in what or (what.startswith("the gradient") and got is None):
         return (
@@ -645,8 +613,9 @@ def gradients_reach_the_optimizer() -> Iterator[Any]:
         gathered_for_backward(now)
         gathered_for_backward(following)  # no gradient of its own will come
         engine.after_gradient(now.unit, torch.arange(10.0))
-        engine.end_of_backward()
+        reduced: Any = engine.end_of_backward()
         yield "the gradient that the optimizer gets", now.unit.sharded_flat_param.grad
+        yield "units that are returned", reduced and [unit.name for unit in reduced]
         yield "gradients that are still pending for the optimizer", engine.gradients.pending
         yield "the state of a unit after the backward", state(now)
         yield "the state of a unit without a gradient", state(following)
@@ -710,40 +679,7 @@ def what_a_backward_leaves_in_no_sync() -> Iterator[Any]:
         yield "the state of a unit that stays in no_sync", state(now)
         yield "whether its module lists its shard after no_sync", lists_shard(now)
         yield "the state of another unit after the backward", state(following)
-        yield "its unreduced gradient", now.unit.unreduced_grad.grad  # type: ignore[union-attr]
-
-
-@check("engine.5", because=_end)
-def ranks_that_have_diverged() -> Iterator[Any]:
-    import torch
-
-    from minifsdp.checks.rank_agreement import DIVERGED
-    from tutorials.exercises.watching import gathered_for_backward, state, two_units
-
-    with two_units() as (engine, now, following):
-        gathered_for_backward(now, DIVERGED)
-        following.fill()
-        following.unit.hold(DIVERGED)
-        engine.agreement.diverged, engine.agreement.late = True, [now.unit, following.unit]
-        for lone in (now, following):
-            lone.unit.waits.add(DIVERGED)
-        engine.prefetcher.pre_backward_order.visit(now.unit)
-        engine.after_gradient(now.unit, torch.arange(10.0))
-        engine.end_of_backward()
-        yield "the gradient of a late unit", now.unit.sharded_flat_param.grad
-        yield (
-            "the gradient of a late unit that this rank has not used",
-            (following.unit.sharded_flat_param.grad),
-        )
-        yield "the state of a unit that this rank has used", state(now)
-        yield "the state of a unit that only other ranks have used", state(following)
-        yield "whether ranks have diverged after it", engine.agreement.diverged
-        yield "reasons for which the next gradient has to wait", sorted(now.unit.waits)
-        engine.prefetcher.pre_backward_order.start()
-        yield (
-            "units in the order that the next backward goes by",
-            len(engine.prefetcher.pre_backward_order.last),
-        )
+        yield "its gradient, which is still held for no_sync", engine.gradients.held.get(now.unit)
 
 
 @check("engine.5", because=_end)

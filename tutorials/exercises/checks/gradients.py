@@ -56,7 +56,7 @@ def _reduce(what: str, want: Any, got: Any) -> str | None:
         return "wait for the first stage of the reduction before, so that at most one is under way"
     if "has to wait" in what:
         return (
-            "a gradient that has to wait (unit.waits) is held in self._held, and nothing is sent: "
+            "a gradient that has to wait (unit.waits) is held in self.held, and nothing is sent: "
             "in no_sync that would be in vain, and where ranks have diverged some would never come "
             "to the reduction"
         )
@@ -76,15 +76,8 @@ def _reduce(what: str, want: Any, got: Any) -> str | None:
         )
     if "counted" in what:
         return "the statistics count each reduction that is started, in stats.reductions"
-    if "backward that failed" in what:
-        return (
-            "it has changed what no_sync has left; it has to stay as it is until this backward "
-            "has succeeded, so add it to the new gradient and not the other way round"
-        )
     if "two parts" in what:
-        return "what no_sync has left is added once for each backward, with the unit's first part"
-    if "no_sync has left" in what or "in no_sync" in what:
-        return "what no_sync has left of the unit has to be added before the gradient is sent"
+        return "a second part is reduced as the first one is; store_gradient() adds them up"
     if "allocated" in what:
         return "gradients pile up: with no wait for the reduction before, all of them are in memory"
     if "seconds" in what:
@@ -93,33 +86,21 @@ def _reduce(what: str, want: Any, got: Any) -> str | None:
 
 
 @check("gradients.1", because=_reduce)
-def what_no_sync_has_left_is_added() -> Iterator[Any]:
+def a_gradient_is_reduced() -> Iterator[Any]:
     from minifsdp.api import Stats
     from minifsdp.gradients import Gradients
-    from minifsdp.no_sync import store_unreduced
 
     with ExitStack() as stack:
-        (a, b, c, d), streams = _units(stack, "abcd")
+        (a, b), streams = _units(stack, "ab")
         gradients, stats = Gradients(streams, stats := Stats()), stats
         gradients.take(a, _grad())
         gradients.finish()
         yield "the gradient of a", a.sharded_flat_param.grad
         yield "reductions counted", stats.reductions
-        store_unreduced(b, _grad())
+        gradients.take(b, _grad())
         gradients.take(b, _grad())
         gradients.finish()
-        yield "the gradient of b, of which no_sync has left one before", b.sharded_flat_param.grad
-        store_unreduced(c, kept := _grad())
-        before = kept.clone()
-        gradients.take(c, _grad())
-        left = c.unreduced_grad is not None and torch.equal(c.unreduced_grad.grad, before)
-        gradients.drop()
-        yield "what no_sync had left is still there in a backward that failed", left
-        store_unreduced(d, _grad())
-        gradients.take(d, _grad())
-        gradients.take(d, _grad())
-        gradients.finish()
-        yield "the gradient of d, which came in two parts", d.sharded_flat_param.grad
+        yield "the gradient of b, which came in two parts", b.sharded_flat_param.grad
 
 
 @check("gradients.1", because=_reduce)
@@ -146,8 +127,8 @@ def a_gradient_may_have_to_wait() -> Iterator[Any]:
             (stats.reductions),
         )
         yield (
-            "what is left of a, whose gradient has to wait",
-            (a.unreduced_grad and a.unreduced_grad.grad),
+            "what is held of a, whose gradient has to wait",
+            gradients.held.get(a),
         )
         yield "the gradient of b, with a second part that waits", b.sharded_flat_param.grad
     with ExitStack() as stack:
@@ -225,15 +206,10 @@ def _finish(what: str, want: Any, got: Any) -> str | None:
             "wait for all reductions first, then store: here some gradients are stored before a "
             "later reduction has failed"
         )
-    if "pending" in what and "hook" in what:
-        return "a hook may fail: when hooks are called, nothing of this backward may be left"
-    if "hook" in what:
-        return (
-            "hooks come last, when all gradients are stored, in the order in which the reductions "
-            "were started"
-        )
+    if "are returned" in what:
+        return "the units of the reductions are returned, in the order in which these were started"
     if "held" in what:
-        return "what is held is not reduced: store_unreduced() keeps it for the next backward"
+        return "what is held (self.held) is not reduced, and not yours: no_sync's layer keeps it"
     if "pending" in what or "second backward" in what:
         return "when all is handed over, nothing of this backward may be left for the next one"
     if "with replicas" in what or ("raises if the last" in what and got != "ConnectionError"):
@@ -262,16 +238,15 @@ def all_or_none() -> Iterator[Any]:
         for unit in (a, b, c):
             gradients.take(unit, _grad())
         d.waits.add(NO_SYNC)
-        gradients.take(d, kept := _grad())
+        gradients.take(d, _grad())
         gradients.finish()
         for unit in (a, b, c):
             yield f"the gradient of {unit.name}", unit.sharded_flat_param.grad
-        yield "the gradient of d, which was held", d.unreduced_grad and d.unreduced_grad.grad
+        yield "the gradient of d, which is held", gradients.held.pop(d, None)
         yield "the same, reduced", d.sharded_flat_param.grad
         yield "how many are pending when all is handed over", gradients.pending
         gradients.finish()
         yield "the gradient of a, after a second backward without it", a.sharded_flat_param.grad
-        del kept
     # The last part that is waited for: the only one, or the second half of an all-reduce.
     for fails, replicas, times in (("reduce 'c'", 1, 1), ("all-reduce 'c'", 2, 2)):
         with ExitStack() as stack:
@@ -293,32 +268,19 @@ def all_or_none() -> Iterator[Any]:
 
 
 @check("gradients.2", because=_finish)
-def the_order_that_hooks_see() -> Iterator[Any]:
+def what_was_reduced() -> Iterator[Any]:
     from minifsdp.api import Stats
     from minifsdp.gradients import Gradients
     from minifsdp.no_sync import NO_SYNC
 
     with ExitStack() as stack:
-        units, streams = _units(stack, "cab")
-        gradients, called = Gradients(streams, Stats()), []
-
-        def hook(param: Any) -> None:
-            found = [unit.name for unit in units if unit.sharded_flat_param.grad is not None]
-            called.append(f"{param.unit().name}, when {' '.join(found)} are stored")
-
+        units, streams = _units(stack, "cabd")
+        gradients = Gradients(streams, Stats())
+        units[3].waits.add(NO_SYNC)
         for unit in units:
-            unit.sharded_flat_param.register_post_accumulate_grad_hook(hook)
-        for unit in units[:2]:
             gradients.take(unit, _grad())
-        units[2].waits.add(NO_SYNC)
-        gradients.take(units[2], _grad())
-        gradients.finish()
-        yield "hooks that are called, with b held", called
-        units[0].sharded_flat_param.register_post_accumulate_grad_hook(lambda param: 1 / 0)
-        gradients.take(units[0], _grad())
-        gradients.take(units[1], _grad())
-        yield "what finish() raises if a hook fails", refused(gradients.finish)
-        yield "how many are pending after a hook that failed", gradients.pending
+        reduced: Any = gradients.finish()
+        yield "units that are returned, of c, a and b", reduced and [unit.name for unit in reduced]
 
 
 @check("gradients.2", because=_finish)

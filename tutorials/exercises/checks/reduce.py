@@ -124,8 +124,6 @@ def _stored(what: str, want: Any, got: Any) -> str | None:
         return "the result has padding at its end, which is no gradient of anything"
     if "dtype" in what:
         return "the gradient has the dtype shard.grad_dtype, whatever it was reduced in"
-    if "no_sync" in what:
-        return "what no_sync has left was part of this sum, so unit.unreduced_grad is None now"
     return None
 
 
@@ -133,20 +131,16 @@ def _stored(what: str, want: Any, got: Any) -> str | None:
 def gradients_add_up() -> Iterator[Any]:
     from minifsdp import MixedPrecision
     from minifsdp.reduce import Reduction, store_gradient
-    from minifsdp.unit import UnreducedGrad
     from tests.lone_unit import lone_unit
 
     for rank in (0, 2):
         with lone_unit(rank, 3) as lone:
             unit = lone.unit
             result = torch.randn(unit.padded_shard.numel())
-            mark = torch.zeros(1)
-            unit.unreduced_grad = UnreducedGrad(torch.zeros(unit.padded_numel), mark, 0, 0)
             store_gradient(Reduction(unit, result, lone.streams))
             grad = unit.sharded_flat_param.grad
             yield f"size of the gradient, rank {rank} of 3", grad.numel()
             yield f"gradient, rank {rank} of 3", grad
-            yield "what no_sync has left", unit.unreduced_grad is None
             store_gradient(Reduction(unit, torch.randn_like(result), lone.streams))
             total = unit.sharded_flat_param.grad
             yield f"gradient after a second backward, rank {rank} of 3", total

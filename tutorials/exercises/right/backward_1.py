@@ -10,9 +10,9 @@ class Backward(Backward):
                 around it, outermost first.
 
         Raises:
-            RuntimeError: a shard has been changed since; a step came between.
+            RuntimeError: a layer has found that the gradients would be wrong.
         """
-        self.begin(calls[-1].training)
+        self.begin(calls[-1])
         for call in calls:
             is_over = call.unit.state.training is TrainingState.POST_BACKWARD
             if call is calls[-1] or not is_over:

@@ -2,17 +2,13 @@
 
 
 class Engine(Engine):
-    def before_backward(self, unit: Unit, unsharded: UnshardedFlatParam, graph_task: int) -> None:
+    def before_backward(self, unit: Unit, graph_task: int) -> None:
         """The first gradient has reached the unit: gather its parameters again.
 
         Args:
-            unsharded: what the forward has computed with, perhaps in another precision.
             graph_task: autograd's number of this backward.
         """
         self.prefetcher.needed(unit)
-        if unit.unsharded is not unsharded:
-            self.parameters.reshard(unit)
-            unit.compute_with(unsharded)
         target = self.prefetcher.pre_backward(unit)
         self.parameters.unshard(unit, BACKWARD)
         self.parameters.prefetch(target)

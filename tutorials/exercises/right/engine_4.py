@@ -2,13 +2,12 @@
 
 
 class Engine(Engine):
-    def after_gradient(self, unit: Unit, grad: Tensor) -> None:
+    def after_gradient(self, unit: Unit, grad: Any) -> None:
         """The gradient of the unit, ``[padded_numel]``, is complete: free its parameters, reduce
-        the gradient. Nobody else may hold ``grad``."""
+        the gradient. If it is a tensor nobody else may hold it."""
         for reason in (STRATEGY, BACKWARD):
             unit.let_go(reason)
         unit.state.complete_grad()
-        unit.source = unit.own_source
         self.parameters.prefetch(self.prefetcher.post_backward(unit))
         if not unit.numel:
             return

@@ -7,16 +7,12 @@ class Gradients(Gradients):
         if not unit.waits:
             self._reduce(unit, grad)
             return
-        held = self._held.pop(unit, None)
-        self._held[unit] = whole(grad) if held is None else held + whole(grad)
+        held = self.held.pop(unit, None)
+        self.held[unit] = whole(grad) if held is None else held + whole(grad)
 
     def _reduce(self, unit: Unit, grad: Tensor) -> None:
-        """With other names, out of place, and counted first."""
+        """With other names, and counted first."""
         self.stats.reductions = self.stats.reductions + 1
-        again = unit in [reduction.unit for reduction in self._reductions]
-        kept = unit.unreduced_grad
-        if kept is not None and not again:
-            grad = grad + kept.grad
         going = []
         for older in self._under_way:
             if older.advance():

@@ -1,19 +1,19 @@
-"""Waits and stores in the opposite order, and what is held first; hooks in order, at the end."""
+"""Waits and stores in the opposite order; the list is emptied before anything is stored."""
 
 
 class Gradients(Gradients):
-    def finish(self) -> None:
+    def finish(self) -> list[Unit]:
         """One reduction after the other is brought to its end; then all are stored."""
-        done, held = list(self._reductions), list(self._held.items())
+        done = list(self._reductions)
         going = done
         while going:
             going = [reduction for reduction in going if reduction.advance()]
         for reduction in reversed(done):
             reduction.wait_for_result()
-        self._reductions, self._under_way, self._held = [], [], {}
-        for unit, grad in held:
-            store_unreduced(unit, grad)
+        self._reductions, self._under_way = [], []
         for reduction in reversed(done):
             store_gradient(reduction)
+        units = []
         for reduction in done:
-            after_gradient(reduction.unit)
+            units.append(reduction.unit)
+        return units

@@ -1,8 +1,9 @@
 """Lab: an optimizer that runs inside the backward.
 
 A post-accumulate-grad hook on each sharded flat parameter steps an optimizer and drops the
-gradient. The engine calls these hooks at the end of the backward, so all gradients are alive then.
-Hand each gradient over as soon as it is reduced, and its memory is free for the next one.
+gradient. These hooks are called at the end of the backward, for the units that ``finish()`` returns
+(support/grad_hooks.py), so all gradients are alive then. Hand each gradient over as soon as it is
+reduced, and its memory is free for the next one.
 
 Measured: allocated memory of a training step on a virtual GPU, one of two. Less is better.
 Rules: a step takes no longer than with the default (1 % is forgiven), so do not wait for a
@@ -27,6 +28,10 @@ class Gradients(Default):
         """Start to reduce ``grad``; by then the reduction before it is complete."""
         super()._reduce(unit, grad)
 
-    def finish(self) -> None:
-        """Wait for all reductions, then hand everything over."""
-        super().finish()
+    def finish(self) -> list[Unit]:
+        """Wait for all reductions, then hand everything over.
+
+        Returns:
+            The units whose hooks are still to be called.
+        """
+        return super().finish()

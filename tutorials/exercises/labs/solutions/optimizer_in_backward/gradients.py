@@ -17,18 +17,19 @@ class Gradients(Default):
         super()._reduce(unit, grad)
         self._hand_over([one for one in self._reductions if one not in self._under_way])
 
-    def finish(self) -> None:
-        """Hand over the last one."""
+    def finish(self) -> list[Unit]:
+        """Hand over the last one. Returns no unit: all hooks have been called."""
         while self._under_way:
             self._advance()
         self._hand_over(self._reductions)
-        super().finish()  # what is held, and not reduced
+        return []
 
     def _hand_over(self, complete: list[Reduction]) -> None:
         self._reductions = [one for one in self._reductions if one not in complete]
         for reduction in complete:
             reduction.wait_for_result()
             store_gradient(reduction)
+            reduction.unit.unreduced_grad = None  # what no_sync has left was part of this sum
         units = [reduction.unit for reduction in complete]
         complete.clear()
         for unit in units:
