@@ -20,9 +20,9 @@ from minifsdp.engine import Engine
 from minifsdp.layers import Call, Chain
 from minifsdp.support.autograd_hooks import at_end_of_backward
 from minifsdp.support.dispatch_modes import without_modes
-from minifsdp.support.param_views import use_sharded_views
 from minifsdp.unit import Unit
 from minifsdp.unit_state import TrainingState
+from minifsdp.views import hide_views
 
 
 class Backward:
@@ -122,7 +122,7 @@ class Backward:
     def _broken(self) -> None:
         """An exception has ended the backward."""
         for unit in self.engine.units:
-            use_sharded_views(unit)  # else parameters() would list views until the next forward
+            hide_views(unit)  # else parameters() would list views until the next forward
         for method in self.engine.moments.broken:
             method()
 

@@ -31,10 +31,10 @@ from minifsdp.limiter import Limiter
 from minifsdp.parameters import Parameters
 from minifsdp.prefetch import Prefetcher
 from minifsdp.streams import Streams
-from minifsdp.support.param_views import make_views, use_sharded_views, use_unsharded_views
 from minifsdp.unit import Unit
 from minifsdp.unit_state import BACKWARD, FORWARD, OF_A_STEP, PREFETCH, STRATEGY, Purpose
 from minifsdp.unshard import wait_for_unshard
+from minifsdp.views import hide_views, make_views, show_views
 
 
 class Engine:
@@ -117,7 +117,7 @@ class Engine:
             self.parameters.prefetch(self.prefetcher.pre_forward(unit))
         wait_for_unshard(unit)
         make_views(unit)
-        use_unsharded_views(unit)
+        show_views(unit)
 
     def after_forward(self, unit: Unit, prefetch: bool) -> None:
         """The module has run. If a backward may follow, hold the unit for it, if that is the unit's
@@ -136,7 +136,7 @@ class Engine:
         sharded views, because parameters() must not list views between steps; not so in its own
         backward, where an activation checkpoint may run another part of it."""
         if BACKWARD not in unit.reasons:
-            use_sharded_views(unit)
+            hide_views(unit)
         unit.let_go(FORWARD)
 
     def end_of_forward(self) -> None:
@@ -168,7 +168,7 @@ class Engine:
         unit.state.start_backward(graph_task)
         self.parameters.prefetch(self.prefetcher.pre_backward(unit))
         wait_for_unshard(unit)
-        use_unsharded_views(unit)  # activation checkpointing runs parts of a forward again in here
+        show_views(unit)  # activation checkpointing runs parts of a forward again in here
 
     def after_gradient(self, unit: Unit, grad: Any) -> None:
         """The gradient of the unit, ``[padded_numel]``, is complete: free its parameters, reduce
@@ -189,7 +189,7 @@ class Engine:
         """
         for unit in self.units:
             if FORWARD not in unit.reasons:
-                use_sharded_views(unit)
+                hide_views(unit)
             unit.let_go(BACKWARD, STRATEGY, PREFETCH)  # if its outputs had no gradient
             unit.state.end_backward()
         return self.gradients.finish()

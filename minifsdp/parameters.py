@@ -10,10 +10,10 @@ from minifsdp.limiter import Limiter
 from minifsdp.prefetch import Prefetcher
 from minifsdp.reshard import reshard
 from minifsdp.streams import Streams
-from minifsdp.support.param_views import use_sharded_views
 from minifsdp.unit import Unit
 from minifsdp.unit_state import PREFETCH, ShardedState
 from minifsdp.unshard import unshard
+from minifsdp.views import hide_views
 
 
 class Parameters:
@@ -72,7 +72,7 @@ class Parameters:
         """Free a unit's parameters: no reason to keep them is left (unit_state.py), or they are of
         another precision or an older step. Does nothing if it is sharded already."""
         if unit.state.sharded is ShardedState.SHARDED:
-            use_sharded_views(unit)  # with NO_SHARD there are views, and nothing to free
+            hide_views(unit)  # with NO_SHARD there are views, and nothing to free
         else:
             self.stats.count_reshard(unit.unsharded.nbytes)
             self.limiter.freed(unit, reshard(unit, self.streams))

@@ -11,9 +11,9 @@ view before the next unshard makes an error.
 """
 
 from minifsdp.streams import Event, Streams
-from minifsdp.support.param_views import use_sharded_views
 from minifsdp.unit import Unit
 from minifsdp.unit_state import ShardedState
+from minifsdp.views import hide_views
 
 
 def reshard(unit: Unit, streams: Streams) -> Event:
@@ -26,7 +26,7 @@ def reshard(unit: Unit, streams: Streams) -> Event:
         (limiter.py).
     """
     assert unit.state.sharded is not ShardedState.SHARDED, unit.label
-    use_sharded_views(unit)
+    hide_views(unit)
     if unit.unshard_event is not None:
         # The unit was prefetched and not used. Without this wait the all-gather could write to
         # memory that is already in use for something else.

@@ -25,11 +25,15 @@ Both have ``unit.comm`` do what travels, and that depends on the device::
                                        --Watched-->                         comm/unit_messages.py
     elsewhere, divided in rows         --Watched--> --InBlocks-->
 
-support/param_views.py has the modules of a unit compute with what ``unit.view_maker`` makes::
+views.py has the modules of a unit compute with what ``unit.view_maker`` makes::
 
     as a rule                      SplitViews                               views.py
     sharded, on a CPU              PieceViews                               support/piece_views.py
     in rows                        MarkedSplitViews, MarkedPieceViews       support/marked_views.py
+
+and ``unit.places`` show them to the modules, and take them away::
+
+    always                         Placeholders                             support/param_views.py
 
 What a unit does not need is not there, so it is neither asked nor called.
 """
@@ -48,10 +52,17 @@ from minifsdp.reduce import AllReduce, ReduceScatter, Stage
 from minifsdp.rows import Rows
 from minifsdp.streams import Streams
 from minifsdp.support.marked_views import MarkedPieceViews, MarkedSplitViews
+from minifsdp.support.param_views import Placeholders
 from minifsdp.support.piece_views import PieceViews
 from minifsdp.unit import Unit
 from minifsdp.unshard import OwnShard, Source
 from minifsdp.views import SplitViews, ViewMaker
+
+
+def set_strategies(unit: Unit) -> None:
+    """Those of a new unit that no device decides on; for the rest see :func:`choose_strategies`."""
+    unit.source = unit.own_source = source_of(unit)
+    unit.places = Placeholders()
 
 
 def source_of(unit: Unit) -> Source:

@@ -124,6 +124,7 @@ class Unit:
         # it then; see post_forward.py.
         self.source: Any = None
         self.own_source: Any = None
+        self.places: Any = None  # what its modules find; see views.py
         self.comm: Any = None  # how that travels, and its gradient; see collectives.py
         self.stages: Sequence[Any] = ()  # of the reduction of its gradient; see reduce.py
         self.view_maker: Any = None  # of what its layers compute with; see views.py
@@ -135,7 +136,7 @@ class Unit:
         self.views: list[Tensor] = []
         # In rows: this rank has not used one of its parameters, in a gradient that is not reduced.
         self.has_unused = False
-        self.uses_unsharded_views = True  # its modules see unsharded parameters
+        self.shows_views = True  # its modules see unsharded parameters
         self.has_placeholders = False  # its modules see those, and no parameters
         self.leaks = 0  # how often somebody else has kept the memory
         self.leaked = False  # this is so since it was freed last

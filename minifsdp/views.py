@@ -8,15 +8,62 @@ In each forward a unit has a new *view* of its unsharded flat parameter for each
 A backward leads the gradients of the views back into what was split: autograd copies them together
 to one flat gradient, ``flat_param.grad``, as a reduction needs it. What has no gradient is zero.
 
-How this is done is a strategy of the unit, its ``view_maker``; strategies.py says which one.
+How this is done is a strategy of the unit, its ``view_maker``. Another one, its ``places``, says
+what its modules find where they had a parameter: a view while the unit is unsharded, and something
+else while it is sharded. strategies.py says which ones a unit has.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from minifsdp.unit import Unit
+
+FLAT_PARAM = "_flat_param"  # the name that torch gives it
+
+
+def make_views(unit: Unit) -> None:
+    """Make new views of ``unit.unsharded.flat_param`` for a forward, which autograd then records as
+    the first operations of that forward.
+
+    They cannot be made once for all: autograd runs operations in the reverse of the order in which
+    they were *created*. Views from before would run after the whole backward, no unit's gradient
+    would be complete before its end, and all units would be unsharded at once.
+    """
+    # After an evaluation a reentrant checkpoint may run again in its backward, with the views of
+    # that evaluation. Views that were made without gradients would stop the gradient on its way to
+    # the unsharded flat parameter.
+    with torch.inference_mode(False):  # this switches gradients on, also inside of no_grad
+        unit.views = unit.view_maker.make(unit)
+
+
+def show_views(unit: Unit) -> None:
+    """Let the modules compute with the views."""
+    if len(unit.views) != len(unit.param_infos):
+        make_views(unit)  # there are none in this precision: the last forward was in another one
+    unit.shows_views = True
+    unit.module._parameters.pop(FLAT_PARAM, None)  # or parameters() would list its elements twice
+    unit.places.show(unit, unit.views)
+
+
+def hide_views(unit: Unit) -> None:
+    """Take the views away from the modules. Does nothing if that is so already."""
+    if unit.shows_views:
+        unit.shows_views = False
+        unit.places.hide(unit)
+
+
+class Places(Protocol):
+    """What the modules of a unit find where they had its parameters."""
+
+    def show(self, unit: Unit, tensors: Sequence[Tensor]) -> None:
+        """Put these there, one for each parameter. ``module.parameters()`` lists them."""
+
+    def hide(self, unit: Unit) -> None:
+        """Put there what is there while the unit is sharded, and let ``parameters()`` list what an
+        optimizer needs."""
 
 
 class ViewMaker(Protocol):

@@ -20,14 +20,14 @@ from minifsdp import MixedPrecision
 from minifsdp.comm import collectives
 from minifsdp.comm.groups import Placement
 from minifsdp.comm.pieces import Pieces, whole
-from minifsdp.strategies import choose_strategies, source_of
+from minifsdp.strategies import choose_strategies, set_strategies
 from minifsdp.streams import Finish, Streams
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.param_access import ParamInfo
-from minifsdp.support.param_views import use_sharded_views
 from minifsdp.support.tensor_attribute import TensorAttribute
 from minifsdp.unit import Unit
 from minifsdp.unit_state import Purpose
+from minifsdp.views import hide_views
 from tests.small import replaced
 
 CPU = torch.device("cpu")
@@ -132,10 +132,10 @@ def lone_unit(
         CPU if offload else None,
         tag=1,
     )
-    unit.source = unit.own_source = source_of(unit)
+    set_strategies(unit)
     unit.rename("lone")
     unit.choose_precision(Purpose.TRAIN)
-    use_sharded_views(unit)
+    hide_views(unit)
     streams = Streams.on(CPU)
     choose_strategies([unit], streams)
     unit.comm = OtherRanks()

@@ -10,9 +10,9 @@ from minifsdp import BackwardPrefetch, ShardingStrategy
 from minifsdp.reshard import reshard
 from minifsdp.sim import cluster
 from minifsdp.streams import CpuEvent
-from minifsdp.support.param_views import make_views, use_unsharded_views
 from minifsdp.unit_state import Purpose, ShardedState
 from minifsdp.unshard import unshard, wait_for_unshard
+from minifsdp.views import make_views, show_views
 from tests.lagging import LateStream, lagging_device
 from tests.lone_unit import lone_unit
 from tests.ranks import on_ranks
@@ -33,7 +33,7 @@ class TestDirectly:
     def test_modules_have_placeholders_that_refuse_to_compute(self):
         with lone_unit() as lone:
             lone.fill()
-            use_unsharded_views(lone.unit)
+            show_views(lone.unit)
             reshard(lone.unit, lone.streams)
             with pytest.raises(RuntimeError, match="'weight'"):
                 torch.add(lone.module.weight, 1)
@@ -65,7 +65,7 @@ def unsharded_unit():
     unshard(unit, streams)
     wait_for_unshard(unit)
     make_views(unit)
-    use_unsharded_views(unit)
+    show_views(unit)
     return unit, streams
 
 

@@ -13,10 +13,10 @@ from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp.offload import Upload
 from minifsdp.sim import cluster
 from minifsdp.sim.tape import Op
-from minifsdp.support.param_views import make_views, use_unsharded_views
 from minifsdp.support.unsharded_storage import UnshardedFlatParam
 from minifsdp.unit_state import Purpose, ShardedState
 from minifsdp.unshard import OwnShard, unshard, wait_for_unshard
+from minifsdp.views import make_views, show_views
 from tests.lagging import deferring_device
 from tests.lone_unit import Group, lone_unit
 from tests.parity import check_at_rest
@@ -134,7 +134,7 @@ def check_views(offload, precision):
     unshard(unit, streams)
     wait_for_unshard(unit)
     make_views(unit)
-    use_unsharded_views(unit)
+    show_views(unit)
     assert (
         storage(unit) == unit.padded_numel * unit.unsharded.dtype.itemsize
     )  # room for what comes, no more

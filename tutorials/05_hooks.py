@@ -31,8 +31,8 @@ from minifsdp import ModuleWrapPolicy
 from minifsdp.engine import Engine
 from minifsdp.sim.__main__ import parser
 from minifsdp.sim.cli.run import simulate
-from minifsdp.support.param_views import make_views
 from minifsdp.unit import Unit
+from minifsdp.views import make_views
 
 PICTURE, NAMES = __file__.replace(".py", ".svg"), ("root", *(f"block {i}" for i in range(1, 5)))
 COLOURS = ("teal", "blue", "purple", "green", "orange")  # of the units, as on page 04

@@ -73,7 +73,7 @@ def owners() -> None:
 # message. Without it a module that is called at the wrong time would compute with freed memory.
 # This is the method that gives a view to all owners:
 #
-# {{ minifsdp/support/param_access.py ParamInfo.use_unsharded_views -found = -__setattr__ is
+# {{ minifsdp/support/param_access.py ParamInfo.show -found = -__setattr__ is
 # -found is None }}
 #
 # ## What breaks without it

@@ -27,8 +27,8 @@ from minifsdp.comm.exchange import Pieces, exchange
 from minifsdp.comm.groups import Placement, mesh_of
 from minifsdp.rows import block_numel, local_shape
 from minifsdp.support.dtensors import divided_alike, dtensor, like
-from minifsdp.support.param_views import FLAT_PARAM, use_sharded_views
 from minifsdp.unit import Unit
+from minifsdp.views import FLAT_PARAM, hide_views
 
 
 def chunk_to_dtensors(unit: Unit, chunk: Tensor) -> list[DTensor]:
@@ -155,7 +155,7 @@ class UnitDTensors:
 
     def register(self) -> None:
         """Register them in the modules, under their names."""
-        self.unit.uses_unsharded_views = True  # for use_sharded_views, which puts them away again
+        self.unit.shows_views = True  # for hide_views, which puts them away again
         self.unit.module._parameters.pop(FLAT_PARAM, None)
         for info, param in zip(self.unit.param_infos, self.params, strict=True):
             for module, attribute in info.owners:
@@ -163,7 +163,7 @@ class UnitDTensors:
 
     def unregister(self) -> None:
         """Put back what the modules had."""
-        use_sharded_views(self.unit)
+        hide_views(self.unit)
 
     def check_shapes(self) -> None:
         """Check that all can be written back.

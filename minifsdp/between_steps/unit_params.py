@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from minifsdp.comm.blocks import Blocks, of_rank
-from minifsdp.support.param_views import FLAT_PARAM, use_sharded_views
 from minifsdp.unit import Unit
+from minifsdp.views import FLAT_PARAM, hide_views
 
 
 @dataclass
@@ -40,7 +40,7 @@ class SummonedParams:
     def register(self) -> None:
         """Register the parameters in their modules, under their names."""
         self.version = self.flat._version
-        self.unit.uses_unsharded_views = True
+        self.unit.shows_views = True
         # Without this line parameters() would list each element twice.
         self.unit.module._parameters.pop(FLAT_PARAM, None)
         for info, view, grad, trained in zip(
@@ -54,7 +54,7 @@ class SummonedParams:
 
     def unregister(self) -> None:
         """Put the placeholders back, also where the caller has assigned something else."""
-        use_sharded_views(self.unit)
+        hide_views(self.unit)
 
     def check_shapes(self) -> None:
         """Check that all parameters can be written back.

@@ -123,7 +123,7 @@ class Part:
         """Which parameters are sharded now, in words; empty if none is."""
         module = self._module()
         unit = None if module is None else _unit_with(module)
-        if module is None or unit is None or unit.uses_unsharded_views:
+        if module is None or unit is None or unit.shows_views:
             return ""
         if torch._C._current_graph_task_id() >= 0 and unit.on_demand(unit):
             return ""  # in a forward it may be one rank alone that lists them
@@ -163,7 +163,7 @@ def check_parameter(module: nn.Module, name: str, param: nn.Parameter | None) ->
             ignore(param, ignored_by(before))
         return None
     owned = next((info.name for info in unit.param_infos if (module, name) in info.owners), None)
-    sharded = owned is not None and not unit.uses_unsharded_views
+    sharded = owned is not None and not unit.shows_views
     between_steps = isinstance(before, DTensor) and not unit.has_placeholders
     if sharded and between_steps and not is_optimized(param) and divided_alike(param, before):
         take_over(unit, before, param)

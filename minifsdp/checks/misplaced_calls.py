@@ -162,7 +162,7 @@ def refuse_mixed(unit: Unit, units: Sequence[Unit], error: RuntimeError) -> None
         RuntimeError: ``error`` is that refusal.
     """
     if "got mixed torch.Tensor and DTensor" in str(error):
-        inside = [u.label for u in units if unit in u.ancestors and not u.uses_unsharded_views]
+        inside = [u.label for u in units if unit in u.ancestors and not u.shows_views]
         raise RuntimeError(
             f"an operation in the forward of unit {unit.label} got a parameter that is sharded now "
             f"(torch says: {str(error).split(',')[0]}). The parameters of the units inside of it "

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 from minifsdp.checks.rank_agreement import RankAgreement
 from minifsdp.layers import Call, Layer
 from minifsdp.support.fingerprint import fingerprint
-from minifsdp.support.param_views import FLAT_PARAM, replaced
+from minifsdp.support.param_views import replaced
 from minifsdp.unit import Unit
+from minifsdp.views import FLAT_PARAM
 
 
 class Unreplaced(Layer):
@@ -27,7 +28,7 @@ class Unreplaced(Layer):
     def before_forward(self, call: Call) -> None:
         """See :func:`check_unreplaced`. Gathered units have views there, which are looked at when
         the forward is over (:class:`Untouched`)."""
-        if not call.unit.uses_unsharded_views:
+        if not call.unit.shows_views:
             check_unreplaced(call.unit)
 
 
@@ -82,7 +83,7 @@ class Untouched(Layer):
 
     def error(self, call: Call, error: RuntimeError) -> None:
         """The error may come from such a change. Raises RuntimeError: there is one."""
-        if call.unit.uses_unsharded_views:
+        if call.unit.shows_views:
             check_untouched(call.unit, call.notes["values"], failed=True)
 
     def after_forward(self, call: Call, output: object) -> object:

@@ -16,7 +16,6 @@ import torch
 from minifsdp.checks.param_changes import check_unreplaced
 from minifsdp.comm.transport import wait_for_readers
 from minifsdp.layers import Call, Layer
-from minifsdp.support.param_views import hide, show
 from minifsdp.unit import Unit
 from minifsdp.unit_state import Purpose
 
@@ -78,9 +77,9 @@ def hide_divided_params(units: Sequence[Unit]) -> None:
     """Undo :func:`show_divided_params`, for a forward without gradients: in there a module may
     compute with the parameters of one inside of it, and not call that one."""
     for unit in units:
-        if unit.mesh is not None and not unit.uses_unsharded_views and not unit.has_placeholders:
+        if unit.mesh is not None and not unit.shows_views and not unit.has_placeholders:
             check_unreplaced(unit)
-            hide(unit)
+            unit.places.hide(unit)
 
 
 def show_divided_params(units: Sequence[Unit]) -> None:
@@ -91,5 +90,5 @@ def show_divided_params(units: Sequence[Unit]) -> None:
     can have it gathered; a DTensor would be computed with.
     """
     for unit in units:
-        if unit.mesh is not None and not unit.uses_unsharded_views and unit.has_placeholders:
-            show(unit, unit.optimized_params)
+        if unit.mesh is not None and not unit.shows_views and unit.has_placeholders:
+            unit.places.show(unit, unit.optimized_params)

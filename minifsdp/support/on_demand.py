@@ -24,11 +24,11 @@ from minifsdp.layers import Call, Chain, Layer
 from minifsdp.reshard import reshard
 from minifsdp.streams import Event
 from minifsdp.support.dispatch_modes import without_modes
-from minifsdp.support.param_views import use_sharded_views, use_unsharded_views
 from minifsdp.support.saved_tensors import SavedParameters
 from minifsdp.unit import Unit
 from minifsdp.unit_state import BACKWARD, STRATEGY, Purpose, ShardedState
 from minifsdp.unshard import wait_for_unshard
+from minifsdp.views import hide_views, show_views
 
 
 class OnDemand(Layer):
@@ -111,7 +111,7 @@ class OnDemand(Layer):
         check_in_backward()
         self.backward.before_backward(calls)
         unit = calls[-1].unit
-        if not unit.uses_unsharded_views:
+        if not unit.shows_views:
             self.agreement.at(Moment.BACKWARD_OF, unit)
             self._unshard_again(unit)
 
@@ -129,12 +129,12 @@ class OnDemand(Layer):
         chain = self.saved.last.get(unit)
         if chain is not None and torch._C._current_graph_task_id() >= 0:
             self.gather(chain)
-        elif self._lends and not unit.uses_unsharded_views:
+        elif self._lends and not unit.shows_views:
             check_unreplaced(unit)
             self.agreement.at(Moment.FORWARD_OF, unit)
             self.engine.before_forward(unit, prefetch=False)
             self.lent.append(unit)
-        return unit.uses_unsharded_views
+        return unit.shows_views
 
     @property
     def _lends(self) -> bool:
@@ -153,9 +153,9 @@ class OnDemand(Layer):
         if not unit.reasons <= {BACKWARD, STRATEGY} or unit in self._needed_again:
             return
         if unit.state.sharded is ShardedState.UNSHARDED:
-            use_sharded_views(unit)  # modules refer to the others, too
+            hide_views(unit)  # modules refer to the others, too
             if unit.unsharded.is_in_use(unit.views):
-                use_unsharded_views(unit)
+                show_views(unit)
             else:
                 self.engine.stats.count_reshard(unit.unsharded.nbytes)
                 self._freed_early[unit] = reshard(unit, self.engine.streams)
@@ -168,7 +168,7 @@ class OnDemand(Layer):
         self.freed(unit)
         self.engine.parameters.unshard(unit, BACKWARD)
         wait_for_unshard(unit)
-        use_unsharded_views(unit)
+        show_views(unit)
 
     def freed(self, unit: Unit) -> None:
         """The limiter hears of what was freed early."""

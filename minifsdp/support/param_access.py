@@ -45,7 +45,7 @@ class ParamInfo:
         assert param is not None, self.name
         return param
 
-    def use_unsharded_views(self, view: Tensor, hidden: bool) -> None:
+    def show(self, view: Tensor, hidden: bool) -> None:
         """Show ``view`` to all owners as a parameter, which ``module.parameters()`` lists as well.
 
         Args:
@@ -69,9 +69,7 @@ class ParamInfo:
                 )
             module._parameters[name] = view  # type: ignore[assignment]  # not a leaf
 
-    def use_sharded_views(
-        self, placeholder: "Placeholder", listed: nn.Parameter | None = None
-    ) -> None:
+    def hide(self, placeholder: "Placeholder", listed: nn.Parameter | None = None) -> None:
         """Show ``placeholder`` to all owners as an attribute that is no parameter.
 
         Args:

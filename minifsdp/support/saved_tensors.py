@@ -182,7 +182,7 @@ class _Hooks(saved_tensors_hooks):
                 state.training is not TrainingState.PRE_BACKWARD
                 or state.graph_task != torch._C._current_graph_task_id()
                 or self.saved.began[call.unit] is not call
-                or not call.unit.uses_unsharded_views  # freed early: only the last graph was seen
+                or not call.unit.shows_views  # freed early: only the last graph was seen
             ):
                 self.saved.before_use(saved.chain)
             return _view(call.unit.unsharded.data, saved)

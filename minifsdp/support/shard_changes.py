@@ -28,9 +28,10 @@ from minifsdp.support.divided_param import (
     mark,
     was_changed,
 )
-from minifsdp.support.param_views import FLAT_PARAM, replaced
+from minifsdp.support.param_views import replaced
 from minifsdp.unit import Unit
 from minifsdp.unit_state import Purpose
+from minifsdp.views import FLAT_PARAM
 
 
 class ShardChanges(Layer):

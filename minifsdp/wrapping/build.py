@@ -26,15 +26,15 @@ from minifsdp.checks.same_model import remember_values
 from minifsdp.comm.consensus import groups_with_peers
 from minifsdp.comm.groups import mesh_of
 from minifsdp.precision import FULL_PRECISION
-from minifsdp.strategies import source_of
+from minifsdp.strategies import set_strategies
 from minifsdp.streams import has_memory
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.fingerprint import fingerprint
 from minifsdp.support.flat_parameter import watch_for_losses
 from minifsdp.support.idle import show_divided_params
 from minifsdp.support.param_attributes import warn_of_lost_attributes
-from minifsdp.support.param_views import use_sharded_views
 from minifsdp.unit import Unit
+from minifsdp.views import hide_views
 from minifsdp.wrapping.auto_wrap import (
     check_sharing,
     check_wrappable,
@@ -139,10 +139,10 @@ def build_unit(module: nn.Module, settings: Settings, stays_on_meta: bool = Fals
         module, param_infos, buffers, settings.placement, settings.precision, offload_from, tag,
         mesh,
     )  # fmt: skip
-    unit.source = unit.own_source = source_of(unit)
+    set_strategies(unit)
     if mesh is None:
         warn_of_lost_attributes(param_infos)
-    use_sharded_views(unit)
+    hide_views(unit)
     show_divided_params([unit])
     remember_values(unit, whole)
     hand_over(held, unit)

@@ -13,6 +13,6 @@ def reshard(unit: Unit, streams: Streams) -> Event:
     # What reads the memory has been launched by now; that the host frees it launches nothing.
     last_use = streams.compute.record_event()
     streams.compute.record_stream(unit.unsharded.data)
-    param_views.use_sharded_views(unit)
+    param_views.hide_views(unit)
     unit.release()
     return last_use

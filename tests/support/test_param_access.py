@@ -162,10 +162,10 @@ def test_all_owners_see_a_view_and_a_placeholder():
     for owner in (first, second):
         del owner.weight
     value = torch.ones(2, 2)
-    info.use_unsharded_views(value, hidden=False)
+    info.show(value, hidden=False)
     assert first.weight is second.weight is second.other is value
     assert all(dict(owner.named_parameters())["weight"] is value for owner in (first, second))
-    info.use_sharded_views("hidden")
+    info.hide("hidden")
     assert first.weight == second.weight == second.other == "hidden"
     assert all("weight" not in dict(owner.named_parameters()) for owner in (first, second))
 
@@ -181,14 +181,14 @@ def test_parameters_keep_their_order_and_what_was_put_in_their_place_is_refused(
     ]
     values = [info.parameter for info in infos]
     for info in infos:
-        info.use_sharded_views("hidden")
+        info.hide("hidden")
     for info, value in zip(infos, values, strict=True):
-        info.use_unsharded_views(value, hidden=True)
+        info.show(value, hidden=True)
     assert list(dict(module.named_parameters())) == names == ["weight", "bias"]
-    infos[1].use_sharded_views("hidden")
+    infos[1].hide("hidden")
     del module.__dict__["weight"]
     with pytest.raises(RuntimeError, match="'weight' was replaced after wrapping"):
-        infos[1].use_unsharded_views(values[1], hidden=True)
+        infos[1].show(values[1], hidden=True)
 
 
 def weights_of(lstm: nn.LSTM) -> list[object]:

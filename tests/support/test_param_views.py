@@ -22,7 +22,7 @@ class TestDirectly:
         with lone_unit() as lone:
             lone.fill()
             param_views.make_views(lone.unit)
-            param_views.use_unsharded_views(lone.unit)
+            param_views.show_views(lone.unit)
             named = dict(lone.module.named_parameters())
             assert list(named) == ["weight", "scale", "bias"]
             assert named["weight"].tolist() == [[1, 2, 3], [4, 5, 6]]

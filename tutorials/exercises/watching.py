@@ -23,9 +23,9 @@ from minifsdp.sim.device import VirtualGpu
 from minifsdp.sim.figures.report import ALL_GATHER, last_step
 from minifsdp.sim.tape import COMPUTE, Op
 from minifsdp.support.param_access import Placeholder
-from minifsdp.support.param_views import make_views, use_unsharded_views
 from minifsdp.unit import Unit
 from minifsdp.unit_state import BACKWARD, FORWARD
+from minifsdp.views import make_views, show_views
 from tests.lone_unit import Lone, lone_unit
 from tests.small import Block, gathered_gradients, replaced, storage, watch
 
@@ -97,7 +97,7 @@ def _gather_for(lone: Lone, *reasons: str) -> None:
     for reason in reasons:
         lone.unit.hold(reason)
     make_views(lone.unit)
-    use_unsharded_views(lone.unit)
+    show_views(lone.unit)
 
 
 def gradient(unit: Unit) -> Tensor:

@@ -74,7 +74,7 @@ def _before_forward(what: str, want: Any, got: Any) -> str | None:
     if _raised(got):
         return (
             "a module computes with its parameters, so they have to be gathered, waited for, and "
-            "given to it as views (make_views, use_unsharded_views)"
+            "given to it as views (make_views, show_views)"
         )
     if "the next unit" in what:
         if "no part of a step" in what:
@@ -89,7 +89,7 @@ def _before_forward(what: str, want: Any, got: Any) -> str | None:
             "for another reason would not be freed then"
         )
     if "the module has" in what:
-        return "the module still has its sharded parameters: use_unsharded_views is missing"
+        return "the module still has its sharded parameters: show_views is missing"
     if "the memory" in what or "parameters of the module" in what or "the state" in what:
         return "the module would compute before the data is there: wait_for_unshard is missing"
     if "gradient" in what and "after" in what:
@@ -172,7 +172,7 @@ def _after_forward(what: str, want: Any, got: Any) -> str | None:
     if "lists" in what:
         return (
             "when its module runs no more, the module lists its sharded parameters, also where the "
-            "unit stays gathered (use_sharded_views)"
+            "unit stays gathered (hide_views)"
         )
     if "the state" in what and isinstance(got, str):
         return _state_after_forward(what, want, got)
@@ -370,7 +370,7 @@ def _before_backward(what: str, want: Any, got: Any) -> str | None:
     if "the module has" in what:
         return (
             "an activation checkpoint runs the module again in its backward, so it has to have "
-            "its unsharded views (use_unsharded_views)"
+            "its unsharded views (show_views)"
         )
     if "as early as" in what:
         return (

@@ -15,7 +15,7 @@ def _free(what: str, want: Any, got: Any) -> str | None:
     if "same tensor" in what:
         return "the tensor stays, because views that autograd has saved are of it"
     if "uses a parameter" in what:
-        return "put placeholders in the places of the views: use_sharded_views(unit)"
+        return "put placeholders in the places of the views: hide_views(unit)"
     if "while its all-gather" in what:
         return "an all-gather in progress still writes to the memory: wait for unit.unshard_event"
     if "event is kept" in what:
@@ -40,12 +40,12 @@ def one_unit_alone() -> Iterator[Any]:
 
     from minifsdp.reshard import reshard
     from minifsdp.streams import CpuEvent
-    from minifsdp.support.param_views import use_unsharded_views
+    from minifsdp.support.param_views import show_views
     from tests.lone_unit import lone_unit
 
     with lone_unit() as lone:
         lone.fill()
-        use_unsharded_views(lone.unit)
+        show_views(lone.unit)
         before = lone.unit.unsharded.flat_param
         reshard(lone.unit, lone.streams)
         yield "bytes that are left", lone.memory

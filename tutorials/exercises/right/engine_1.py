@@ -14,4 +14,4 @@ class Engine(Engine):
         self.parameters.prefetch(target)
         make_views(unit)
         wait_for_unshard(unit)
-        use_unsharded_views(unit)
+        show_views(unit)

@@ -21,4 +21,4 @@ class Engine(Engine):
         recomputed = BACKWARD in unit.reasons
         unit.let_go(FORWARD)
         if not recomputed:
-            use_sharded_views(unit)
+            hide_views(unit)

@@ -13,5 +13,5 @@ class Engine(Engine):
         self.parameters.unshard(unit, BACKWARD)
         self.parameters.prefetch(target)
         wait_for_unshard(unit)
-        use_unsharded_views(unit)
+        show_views(unit)
         unit.state.start_backward(graph_task)

@@ -9,7 +9,7 @@ class Engine(Engine):
             unit.let_go(*own)
             in_use = FORWARD in unit.reasons
             if not in_use:
-                use_sharded_views(unit)
+                hide_views(unit)
         for unit in self.units:
             unit.state.end_backward()
         reduced = self.gradients.finish()

@@ -8,6 +8,6 @@ def reshard(unit, streams):
     unit.state.reshard()
     last_use = streams.compute.record_event()
     streams.compute.record_stream(unit.unsharded.data)
-    use_sharded_views(unit)
+    hide_views(unit)
     unit.release()
     return last_use
