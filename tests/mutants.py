@@ -446,6 +446,8 @@ MUTANTS = [
     Mutant("support/unsharded_storage", "what is referred to is freed", "_cdata) > ours\n", "_cdata) > ours + 9\n"),
     Mutant("views", "elements are listed twice", "    unit.module._parameters.pop(FLAT_PARAM, None)  # or param", "    pass  # or param", noticed_by="support/param_views"),
     Mutant("support/param_views", "the flat parameter is lost", "        unit.module._parameters[FLAT_PARAM] = unit.sharded_flat_param\n", "        pass\n"),
+    Mutant("support/param_views", "placeholders are taken for parameters", "        unit.has_placeholders = True\n", "        pass\n", noticed_by="support/idle"),
+    Mutant("support/param_views", "in rows parameters have no names", "listed = unit.optimized_params if unit.mesh is not None else [None] * len(unit.param_infos)", "listed = [None] * len(unit.param_infos)", noticed_by="support/idle"),
     Mutant("checks/param_changes", "changes in a forward are lost", "values(unit, before.number is not None) != before:", "False:"),
     Mutant("checks/param_changes", "so are replaced parameters", "if module._parameters.get(name) is not view:", "if False:"),
     Mutant("support/autograd_hooks", "an output that is an input again is heard too early", "node.register_prehook(hook)", "output.register_hook(hook)"),

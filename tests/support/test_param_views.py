@@ -7,8 +7,8 @@ from torch import nn
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy
 from minifsdp.comm.pieces import whole
-from minifsdp.support import param_views
 from minifsdp.support.param_access import Placeholder
+from minifsdp.views import make_views, show_views
 from tests.lone_unit import lone_unit
 from tests.ranks import device, on_ranks
 from tests.small import batch, stack, step
@@ -21,8 +21,8 @@ class TestDirectly:
     def test_gathered_modules_have_views_in_the_places_of_their_parameters(self):
         with lone_unit() as lone:
             lone.fill()
-            param_views.make_views(lone.unit)
-            param_views.show_views(lone.unit)
+            make_views(lone.unit)
+            show_views(lone.unit)
             named = dict(lone.module.named_parameters())
             assert list(named) == ["weight", "scale", "bias"]
             assert named["weight"].tolist() == [[1, 2, 3], [4, 5, 6]]
