@@ -115,6 +115,7 @@ class Backward:
         reduced = self.engine.end_of_backward()
         for method in moments.complete:
             method(reduced)
+        del reduced  # their results were added to gradients, and may be freed
         for method in moments.idle:
             method(False)
         self._to_end = None

@@ -30,6 +30,7 @@ from minifsdp.layers import Call, Layer, Moments
 from minifsdp.limiter import Limiter
 from minifsdp.parameters import Parameters
 from minifsdp.prefetch import Prefetcher
+from minifsdp.reduce import Reduction
 from minifsdp.streams import Streams
 from minifsdp.unit import Unit
 from minifsdp.unit_state import BACKWARD, FORWARD, OF_A_STEP, PREFETCH, STRATEGY, Purpose
@@ -179,13 +180,13 @@ class Engine:
         if unit.numel:
             self.gradients.take(unit, grad)
 
-    def end_of_backward(self) -> list[Unit]:
+    def end_of_backward(self) -> list[Reduction]:
         """Every unit is sharded again, every gradient where the optimizer looks for it.
 
         A unit whose forward is still running stays, if that has called torch.autograd.grad.
 
         Returns:
-            Units whose gradients were reduced, in the order of the reductions.
+            The reductions, in their order. Their results are where the optimizer finds them.
         """
         for unit in self.units:
             if FORWARD not in unit.reasons:

@@ -7,6 +7,7 @@ root does not use has no layer, and costs nothing.
 
 from collections.abc import Iterator
 
+from minifsdp.between_steps.idle import Readers, ShownParams
 from minifsdp.between_steps.state_dict_calls import StateDictCalls
 from minifsdp.checks.first_step import FirstStep
 from minifsdp.checks.members import Leaks
@@ -16,12 +17,12 @@ from minifsdp.checks.rank_agreement import RankAgreement
 from minifsdp.hooks import Hooks
 from minifsdp.layers import Layer
 from minifsdp.no_sync import NoSync
+from minifsdp.on_demand import OnDemand
 from minifsdp.post_forward import PostForward
 from minifsdp.precision import Precision
 from minifsdp.support.grad_hooks import GradientHooks
-from minifsdp.support.idle import Readers, ShownParams
 from minifsdp.support.listed_modules import Lists
-from minifsdp.support.on_demand import OnDemand
+from minifsdp.support.marked_views import UnusedParams
 from minifsdp.support.shard_changes import ShardChanges
 
 
@@ -47,6 +48,8 @@ def layers_of(hooks: Hooks) -> Iterator[Layer]:
     # A parameter that was replaced is this rank's own affair: it raises before others are asked.
     yield Unreplaced()
     yield agreement
+    if any(unit.mesh is not None for unit in units):
+        yield UnusedParams(units)  # also of what ranks that differ have reduced at the end
     if any(unit.is_list for unit in units):
         yield Lists(units)
     if any(unit.post_forward_lines is not None for unit in units):

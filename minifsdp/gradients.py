@@ -15,10 +15,11 @@ While a unit has reasons for its gradient to *wait* (``unit.waits``: no_sync.py,
 different units, checks/rank_agreement.py), the gradient is held here until the end of the backward.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from minifsdp.api import Stats
-from minifsdp.comm.pieces import Pieces, whole
 from minifsdp.reduce import Reduction, store_gradient
 from minifsdp.streams import Streams
 from minifsdp.unit import Unit
@@ -46,20 +47,22 @@ class Gradients:
         """How many there are that the optimizer has not got yet."""
         return len(self._reductions) + len(self.held)
 
-    def take(self, unit: Unit, grad: Tensor | Pieces) -> None:
+    def take(self, unit: Unit, grad: Any) -> None:
         """A unit's gradient is complete, or a part of it: start to reduce it, or hold it if it has
         to wait; a unit's second part is added to the first.
 
         Args:
-            grad: ``[padded_numel]``. If it is a tensor nobody else may hold it: it is written to.
+            grad: ``[padded_numel]``, as the unit's views give it (views.py). If it is a tensor
+                nobody else may hold it: it is written to. What is none has a ``whole()``.
         """
         if unit.waits:
             before = self.held.get(unit)
-            self.held[unit] = whole(grad) if before is None else before.add_(whole(grad))
+            part = grad if isinstance(grad, Tensor) else grad.whole()
+            self.held[unit] = part if before is None else before.add_(part)
         else:
             self._reduce(unit, grad)
 
-    def _reduce(self, unit: Unit, grad: Tensor | Pieces) -> None:
+    def _reduce(self, unit: Unit, grad: Any) -> None:
         self._advance()
         reduction = Reduction(unit, grad, self.streams)
         reduction.start()
@@ -78,12 +81,9 @@ class Gradients:
         grad = self.held.pop(unit, None)
         self._reduce(unit, unit.view_maker.no_gradient(unit) if grad is None else grad)
 
-    def finish(self) -> list[Unit]:
-        """Wait for all reductions, then hand everything over.
-
-        Returns:
-            The units of the reductions, in the order of their start.
-        """
+    def finish(self) -> list[Reduction]:
+        """Wait for all reductions, then hand everything over. Returns them, in the order of their
+        start."""
         while self._under_way:
             self._advance()
         for reduction in self._reductions:
@@ -91,7 +91,7 @@ class Gradients:
         for reduction in self._reductions:
             store_gradient(reduction)
         reductions, self._reductions = self._reductions, []
-        return [reduction.unit for reduction in reductions]
+        return reductions
 
     def drop(self) -> None:
         """The backward has failed. Its memory must not be given away while it is being sent."""

@@ -127,8 +127,9 @@ class Layer:
 
     def end_of_backward(self) -> None: ...
 
-    def complete(self, units: Sequence[Unit]) -> None:
-        """``units``: those whose gradients were reduced, in the order of their reductions."""
+    def complete(self, reductions: Sequence[Any]) -> None:
+        """``reductions``: all of this backward (reduce.py), in their order. Do not keep them: their
+        results are memory."""
 
     def idle(self, graph: bool) -> None:
         """``graph``: after a forward with gradients, of which a backward may follow."""

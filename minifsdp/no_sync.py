@@ -38,6 +38,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from minifsdp.comm.pieces import Pieces, whole
 from minifsdp.engine import Engine
 from minifsdp.layers import Call, Layer
+from minifsdp.reduce import Reduction
 from minifsdp.streams import Finish
 from minifsdp.support.shard_changes import was_moved
 from minifsdp.unit import Unit, UnreducedGrad
@@ -107,10 +108,10 @@ class NoSync(Layer):
                     unit.let_go(NO_SYNC)
         self._was_inside = self.inside
 
-    def complete(self, units: Sequence[Unit]) -> None:
+    def complete(self, reductions: Sequence[Reduction]) -> None:
         """Keep what was held in this backward; what earlier ones have left was reduced with it."""
-        for unit in units:
-            unit.unreduced_grad = None
+        for reduction in reductions:
+            reduction.unit.unreduced_grad = None
         held = self._gradients.held
         while held:  # freed one after the other, since each may be replaced by a cast copy
             unit, grad = held.popitem()

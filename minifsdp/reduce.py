@@ -25,14 +25,12 @@ being computed. It does not wait for the later stages, which wait for each other
 Source: Rajbhandari et al., "ZeRO", arXiv:1910.02054.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from minifsdp.collectives import Comm
-from minifsdp.rows import Rows
 from minifsdp.streams import Finish, Stream, Streams
 from minifsdp.unit import Unit
 
@@ -176,25 +174,11 @@ class Reduction:
 def store_gradient(reduction: Reduction) -> None:
     """Add the result of a reduction to the gradient of the sharded flat parameter.
 
-    The engine calls this for all units at the end of a backward, so that a backward that failed
-    changes no gradient. In rows a parameter that no rank has used gets none.
+    This is done for all units at the end of a backward, so that a backward that failed changes no
+    gradient.
     """
-    unit, shard = reduction.unit, reduction.unit.sharded_flat_param
-    unused = _without_gradient(reduction) if unit.has_unused else []
+    shard = reduction.unit.sharded_flat_param
     # ``grad_dtype`` is that of the shard or, with keep_low_precision_grads, ``param_dtype``.
     grad, before = reduction.value[: shard.numel()].to(shard.grad_dtype), shard.grad
     # Assigned in both cases: in rows this shows it in each DTensor, also where one was cleared.
     shard.grad = grad if before is None else before.add_(grad)
-    for number in unused:
-        unit.optimized_params[number].grad = None
-
-
-def _without_gradient(reduction: Reduction) -> list[int]:
-    """The parameters of a unit in rows that had no gradient before this one, which no rank has used
-    for it. Zeros would let an optimizer change them, by weight decay or by momentum."""
-    unit = reduction.unit
-    assert isinstance(unit.layout, Rows)  # others have no marks
-    params, waiting = unit.optimized_params, unit.unreduced_grad
-    cleared: Sequence[int] = () if waiting is None else waiting.cleared
-    unused = unit.layout.unused(reduction.value)
-    return [n for n in unused if params[n].grad is None or n in cleared]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from minifsdp import fully_shard
+from minifsdp.between_steps.idle import Readers, ShownParams
 from minifsdp.checks.first_step import FirstStep
 from minifsdp.checks.param_changes import Unreplaced
 from minifsdp.checks.rank_agreement import RankAgreement
@@ -11,7 +12,6 @@ from minifsdp.no_sync import NoSync
 from minifsdp.post_forward import PostForward
 from minifsdp.precision import Precision
 from minifsdp.support.grad_hooks import GradientHooks
-from minifsdp.support.idle import Readers, ShownParams
 from minifsdp.support.listed_modules import Lists
 from minifsdp.support.shard_changes import ShardChanges
 from tests.parity import check_at_rest

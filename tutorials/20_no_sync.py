@@ -25,7 +25,7 @@
 # by messages as on page [01](01_collectives.md).) At the end of the backward the result goes to
 # where the optimizer looks:
 #
-# {{ minifsdp/reduce.py store_gradient -Add the result -unused -for number -unit.opt }}
+# {{ minifsdp/reduce.py store_gradient -Add the result }}
 #
 # The last line is the first place to add up: `.grad` of the shard. What is added has been reduced
 # already. The other place is before the reduction. Inside of `no_sync()` the gradient of a unit is

@@ -1,5 +1,6 @@
 """What users do between steps.
 
+idle.py               what is done before control returns to the program
 full_params.py        read and set unsharded parameters
 unit_params.py        those of one unit, as ordinary parameters
 state_dict.py         save and load the model as if it were not sharded

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minifsdp.between_steps.idle import show_divided_params
 from minifsdp.between_steps.state_dict_calls import StateDictCalls
 from minifsdp.between_steps.unit_dtensors import Form, UnitDTensors
 from minifsdp.between_steps.unit_params import SummonedParams
@@ -31,7 +32,6 @@ from minifsdp.hooks import Hooks
 from minifsdp.offload import HOST
 from minifsdp.precision import Precision
 from minifsdp.support.fingerprint import fingerprint
-from minifsdp.support.idle import show_divided_params
 from minifsdp.unit import Unit
 from minifsdp.unit_state import Purpose
 from minifsdp.unshard import wait_for_unshard

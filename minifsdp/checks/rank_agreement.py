@@ -46,6 +46,7 @@ from minifsdp.comm.neighbors import find_neighbors
 from minifsdp.hooks import Hooks
 from minifsdp.layers import Call, Layer
 from minifsdp.no_sync import NoSync
+from minifsdp.reduce import Reduction
 from minifsdp.support.autograd_hooks import will_reach
 from minifsdp.unit import Unit
 from minifsdp.unit_state import Purpose
@@ -241,7 +242,7 @@ class RankAgreement(Layer):
         for unit in self.late:
             self._engine.gradients.reduce_held(unit)
 
-    def complete(self, units: Sequence[Unit]) -> None:
+    def complete(self, reductions: Sequence[Reduction]) -> None:
         """Ranks are together again. If they had diverged, each has recorded another pre-backward
         order: forget it."""
         if self.diverged:

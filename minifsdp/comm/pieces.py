@@ -53,6 +53,10 @@ class Pieces:
     def numel(self) -> int:
         return sum(piece.numel() for piece in self.pieces)
 
+    def whole(self) -> Tensor:
+        """The tensor, ``[n]``: a copy."""
+        return torch.cat([*self.pieces])
+
     def to(self, dtype: torch.dtype) -> "Pieces":
         """As of a tensor: the same if it has this dtype."""
         return self if dtype is self.dtype else Pieces([piece.to(dtype) for piece in self.pieces])
@@ -60,7 +64,7 @@ class Pieces:
 
 def whole(tensor: Tensor | Pieces) -> Tensor:
     """The tensor itself; of pieces a copy."""
-    return torch.cat(list(tensor.pieces)) if isinstance(tensor, Pieces) else tensor
+    return tensor if isinstance(tensor, Tensor) else tensor.whole()
 
 
 def messages(

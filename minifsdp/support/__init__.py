@@ -13,8 +13,6 @@ marked_views.py        views of units in rows, which tell which parameters have 
 param_attributes.py    what a program has set on its parameters, after wrapping
 param_views.py         when it finds which: views while unsharded, placeholders while sharded
 saved_tensors.py       what autograd saves of parameters: where to find them, not their memory
-on_demand.py           a unit is gathered when its parameters are asked for, and freed early
-idle.py                what is done before control returns to the program
 dispatch_modes.py      engine work that no dispatch mode of a program sees
 autograd_hooks.py      how to act in the middle of a backward
 grad_hooks.py          the gradient hooks that users register on flat parameters

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from minifsdp.comm.pieces import Pieces, whole
 from minifsdp.layers import Layer
+from minifsdp.reduce import Reduction
 from minifsdp.rows import Rows
 from minifsdp.unit import Unit
 
@@ -42,9 +43,9 @@ class GradientHooks(Layer):
         check_first_order(unit, grad)
         return change_gradient(unit, grad)
 
-    def complete(self, units: Sequence[Unit]) -> None:
+    def complete(self, reductions: Sequence[Reduction]) -> None:
         """Not yet: others may have to wait for what an optimizer must not change."""
-        self._complete = units
+        self._complete = [reduction.unit for reduction in reductions]
 
     def idle(self, graph: bool) -> None:
         """At the end of the backward."""

@@ -1,7 +1,8 @@
 """Views of units in rows, which tell which parameters have no gradient.
 
 A parameter that no rank has used must not get one, not even zeros. So in the gradient of a unit
-each rank *marks* the parameters that it has not used (rows.py), as the backward has shown.
+each rank *marks* the parameters that it has not used (rows.py), as the backward has shown. When the
+gradient is reduced, those that no rank has used are cleared again (:class:`UnusedParams`).
 
 A unit in rows may also be frozen in part. Then only a part of its views has gradients.
 """
@@ -11,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from minifsdp.layers import Layer
+from minifsdp.reduce import Reduction
 from minifsdp.rows import Rows
 from minifsdp.support.piece_views import PieceViews
 from minifsdp.support.unsharded_storage import UnshardedFlatParam
@@ -91,6 +94,48 @@ class MarkedPieceViews(PieceViews):
         grad = super().no_gradient(unit)
         _mark(unit, grad, [*layout.places])
         return grad
+
+
+class UnusedParams(Layer):
+    """Takes the gradient away from parameters that no rank has used in a backward, if they had none
+    before it. Zeros would let an optimizer change them, by weight decay or by momentum.
+
+    Args:
+        units: of the root.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = [unit for unit in units if unit.mesh is not None]
+        self._empty: dict[Unit, set[int]] = {}  # the numbers of parameters that have no gradient
+
+    def end_of_backward(self) -> None:
+        """Note which parameters have no gradient, of units of which this rank has not used all."""
+        self._empty = {unit: _without_gradient(unit) for unit in self._units if unit.has_unused}
+
+    def complete(self, reductions: Sequence[Reduction]) -> None:
+        """Clear them, if their marks say so. The host waits for these."""
+        unused: dict[Unit, set[int]] = {}
+        for reduction in reductions:
+            unit = reduction.unit
+            if unit in self._empty:
+                layout: Any = unit.layout
+                marked = {*layout.unused(reduction.value)}
+                unused[unit] = unused.get(unit, self._empty[unit]) & marked
+        for unit, numbers in unused.items():
+            for number in numbers:
+                unit.optimized_params[number].grad = None
+        self._empty = {}
+
+    def reset(self) -> None:
+        """What a failed backward has not used is forgotten."""
+        for unit in self._units:
+            unit.has_unused = False
+
+
+def _without_gradient(unit: Unit) -> set[int]:
+    params, waiting = unit.optimized_params, unit.unreduced_grad
+    cleared: Sequence[int] = () if waiting is None else waiting.cleared
+    return {n for n, param in enumerate(params) if param.grad is None or n in cleared}
 
 
 def _mark(unit: Unit, grad: Tensor, unused: list[int]) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from minifsdp.between_steps.idle import show_divided_params
 from minifsdp.checks.held_values import check_memory
 from minifsdp.checks.members import check_free, join
 from minifsdp.checks.optimizers import watch_optimizers
@@ -31,7 +32,6 @@ from minifsdp.streams import has_memory
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.fingerprint import fingerprint
 from minifsdp.support.flat_parameter import watch_for_losses
-from minifsdp.support.idle import show_divided_params
 from minifsdp.support.param_attributes import warn_of_lost_attributes
 from minifsdp.unit import Unit
 from minifsdp.views import hide_views

@@ -35,11 +35,11 @@ from torch import nn
 from minifsdp.api import BackwardPrefetch, ForwardPrefetch
 from minifsdp.fully_sharded import FullyShardedDataParallel
 from minifsdp.limiter import EventQueue, Limiter, NoLimit, SynchronizeAfterFree, wait_for_free
+from minifsdp.on_demand import OnDemand
 from minifsdp.parameters import Parameters
 from minifsdp.prefetch import Order, Prefetcher
 from minifsdp.sim.training.fsdp2 import StreamOrdered
 from minifsdp.streams import Event
-from minifsdp.support.on_demand import OnDemand
 from minifsdp.unit import Unit
 
 

@@ -207,7 +207,7 @@ def _finish(what: str, want: Any, got: Any) -> str | None:
             "later reduction has failed"
         )
     if "are returned" in what:
-        return "the units of the reductions are returned, in the order in which these were started"
+        return "the reductions are returned, in the order in which they were started"
     if "held" in what:
         return "what is held (self.held) is not reduced, and not yours: no_sync's layer keeps it"
     if "pending" in what or "second backward" in what:
@@ -280,7 +280,8 @@ def what_was_reduced() -> Iterator[Any]:
         for unit in units:
             gradients.take(unit, _grad())
         reduced: Any = gradients.finish()
-        yield "units that are returned, of c, a and b", reduced and [unit.name for unit in reduced]
+        names = reduced and [reduction.unit.name for reduction in reduced]
+        yield "the reductions that are returned, of c, a and b", names
 
 
 @check("gradients.2", because=_finish)

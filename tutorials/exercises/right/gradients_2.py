@@ -13,7 +13,4 @@ class Gradients(Gradients):
         self._reductions, self._under_way = [], []
         for reduction in reversed(done):
             store_gradient(reduction)
-        units = []
-        for reduction in done:
-            units.append(reduction.unit)
-        return units
+        return done

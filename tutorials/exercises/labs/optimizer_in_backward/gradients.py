@@ -1,8 +1,8 @@
 """Lab: an optimizer that runs inside the backward.
 
 A post-accumulate-grad hook on each sharded flat parameter steps an optimizer and drops the
-gradient. These hooks are called at the end of the backward, for the units that ``finish()`` returns
-(support/grad_hooks.py), so all gradients are alive then. Hand each gradient over as soon as it is
+gradient. These hooks are called at the end of the backward, for the reductions that ``finish()``
+returns (support/grad_hooks.py), so all gradients are alive then. Hand each gradient over as soon as it is
 reduced, and its memory is free for the next one.
 
 Measured: allocated memory of a training step on a virtual GPU, one of two. Less is better.
@@ -18,6 +18,7 @@ some are not.
 from torch import Tensor
 
 from minifsdp.gradients import Gradients as Default
+from minifsdp.reduce import Reduction
 from minifsdp.unit import Unit
 
 
@@ -28,10 +29,10 @@ class Gradients(Default):
         """Start to reduce ``grad``; by then the reduction before it is complete."""
         super()._reduce(unit, grad)
 
-    def finish(self) -> list[Unit]:
+    def finish(self) -> list[Reduction]:
         """Wait for all reductions, then hand everything over.
 
         Returns:
-            The units whose hooks are still to be called.
+            Those whose hooks are still to be called.
         """
         return super().finish()

@@ -17,8 +17,8 @@ class Gradients(Default):
         super()._reduce(unit, grad)
         self._hand_over([one for one in self._reductions if one not in self._under_way])
 
-    def finish(self) -> list[Unit]:
-        """Hand over the last one. Returns no unit: all hooks have been called."""
+    def finish(self) -> list[Reduction]:
+        """Hand over the last one. Returns none: all hooks have been called."""
         while self._under_way:
             self._advance()
         self._hand_over(self._reductions)

@@ -57,11 +57,6 @@ class ShownParams(Layer):
         if not graph and not self._graph_waits:
             show_divided_params(self._units)
 
-    def reset(self) -> None:
-        """What a failed backward has not used is forgotten."""
-        for unit in self._units:
-            unit.has_unused = False
-
     def broken(self) -> None:
         """The program goes on without the rest of this backward."""
         self._graph_waits = False

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from minifsdp.support import idle
+from minifsdp.between_steps import idle
 from minifsdp.support.param_access import Placeholder
 from tests.ranks import on_ranks
 from tests.small import batch, stack, step
