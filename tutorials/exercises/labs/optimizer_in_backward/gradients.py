@@ -2,8 +2,8 @@
 
 A post-accumulate-grad hook on each sharded flat parameter steps an optimizer and drops the
 gradient. These hooks are called at the end of the backward, for the reductions that ``finish()``
-returns (support/grad_hooks.py), so all gradients are alive then. Hand each gradient over as soon as it is
-reduced, and its memory is free for the next one.
+returns (support/grad_hooks.py), so all gradients are alive then. Hand each gradient over as soon as
+it is reduced, and its memory is free for the next one.
 
 Measured: allocated memory of a training step on a virtual GPU, one of two. Less is better.
 Rules: a step takes no longer than with the default (1 % is forgiven), so do not wait for a
