@@ -177,8 +177,8 @@ def gather(full: Tensor, chunk: Tensor, group: Group, tag: int, label: str, kind
     if direct(full.device):
         all_gather(full, chunk, group, tag, label, kind)()
     else:
-        message = Message(group, tag, kind, full.itemsize, label)
-        wait_for([torch_all_gather(full, chunk, group=group, async_op=True)], message)()
+        of_torch = Message(group, tag, kind, full.itemsize, label)
+        wait_for([torch_all_gather(full, chunk, group=group, async_op=True)], of_torch)()
 
 
 def add_up(number: Tensor, group: Group, largest: bool = False) -> None:
