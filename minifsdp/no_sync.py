@@ -137,7 +137,8 @@ class AddUnreduced:
         dtype of the two. A second gradient of the same backward is returned as it is."""
         if unit.unreduced_grad is not None and not self._added:
             self._added = True
-            grad, unreduced = whole(value), unit.unreduced_grad.grad
+            grad = whole(value)
+            unreduced = unit.unreduced_grad.grad
             value = grad.to(torch.promote_types(grad.dtype, unreduced.dtype)).add_(unreduced)
         return value, lambda: None
 
