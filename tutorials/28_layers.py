@@ -1,0 +1,286 @@
+"""Layers: python tutorials/28_layers.py; the page is 28_layers.md."""
+
+# %% [markdown]
+# # Three layers taken away
+#
+# FSDP in one file has 92 lines ([06](06_one_file.md)), and the engine behind
+# `FullyShardedDataParallel` has thousands. What are they for? Not for the five moments of a step:
+# [`engine.py`](../minifsdp/engine.py) has these on two screens, and no line of it is about
+# anything else. The rest are *layers*: each is a class of its own, which has something to do at
+# some of the moments. This is a layer, as it is:
+#
+# {{ minifsdp/checks/param_changes.py Unchanged }}
+#
+# It is called twice in the course of a step: when a module has its parameters, and when the first
+# gradient has reached the unit. (`again` is for a unit that runs twice.) An engine asks each layer
+# once which moments it has something to do at. Where no layer has, nothing is called. This is what
+# the layers of an ordinary model are called for, in the order in which they are called:
+
+# %% [hidden]
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+
+import torch
+import torch.distributed as dist
+from draw import strips
+from launch import on_ranks
+from torch import Tensor, nn
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import ModuleWrapPolicy
+from minifsdp.between_steps.idle import Readers
+from minifsdp.checks.param_changes import Unchanged, Untouched
+from minifsdp.layers import Layer
+from minifsdp.precision import Precision
+from minifsdp.support.grad_hooks import GradientHooks
+from minifsdp.support.shard_changes import ShardChanges
+
+PICTURE = Path(__file__).with_suffix(".svg")
+COLOURS = ("blue", "purple", "green", "orange", "red", "lightblue", "lightpurple")
+MOMENTS = "before_forward gathered inputs around_forward after_forward before_backward gradient"
+torch.set_num_threads(1)
+
+
+class Block(nn.Sequential):
+    """The modules to make units of."""
+
+
+def plain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+
+
+def batch(step: int = 0) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(10 * step + dist.get_rank())
+    return torch.randn(4, 8, generator=generator, device="cpu").to(torch.get_default_device())
+
+
+def say(kind: type[Layer] | None, words: str) -> None:
+    if dist.get_rank() == 0:
+        print(f"without {kind.__name__}:" if kind else "as it is:", words)
+
+
+def refused(run: Any) -> str:
+    """How its error begins, or that there is none."""
+    try:
+        run()
+    except RuntimeError as error:
+        return "refused: " + str(error).partition(".")[0].partition(" (")[0]
+    return "no error"
+
+
+# %%
+@on_ranks(1)
+def table() -> None:
+    model = FSDP(plain(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    print(model.engine.moments)
+
+
+# %% [hidden]
+@on_ranks(1)
+def called() -> tuple[list[str], dict[str, list[str]]]:
+    """The layers; and for each moment of a unit those that have something to do."""
+    moments = without(None).engine.moments
+    methods = {name: getattr(moments, name) for name in MOMENTS.split()}
+    at = {name: [type(m.__self__).__name__ for m in found] for name, found in methods.items()}
+    return [type(layer).__name__ for layer in moments.layers], at
+
+
+def draw() -> None:
+    ((layers, at),) = called()
+    colours = dict(zip([name for name in layers if name in str(at)], COLOURS, strict=True))
+    rows = [(moment, [(1, colours[name], name) for name in found]) for moment, found in at.items()]
+    strips(PICTURE, "who is called at the moments of one unit, from left to right", rows)
+
+
+# %% [markdown]
+# ![Seven strips, one for each moment of a unit, with the layers that are called at it: three before
+# a forward, three when the unit is gathered, four before its backward, and one to three at the
+# others.](28_layers.svg)
+#
+# ## Without all of them
+#
+# A model that has three layers only, because it computes in the dtypes and on the device that they
+# choose, and because ranks of one machine read each other's memory: does it still train?
+
+
+# %%
+def losses(model: Any, mean_over_ranks: bool) -> Iterator[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        loss = model(batch(step)).pow(2).sum()
+        loss.backward()
+        if mean_over_ranks:  # as DistributedDataParallel does it
+            for param in model.parameters():
+                dist.all_reduce(param.grad.div_(dist.get_world_size()))
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+
+@on_ranks(2)
+def with_three() -> bool:
+    expected = [*losses(plain(), True)]
+    model = FSDP(plain(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    engine, kept = model.engine, (ShardChanges, Precision, Readers)
+    all_of_them = engine.moments.layers
+    engine.use([layer for layer in all_of_them if isinstance(layer, kept)])
+    same = [*losses(model, False)] == expected
+    print(f"{len(engine.moments.layers)} layers of {len(all_of_them)}: bit-equal to DDP: {same}")
+    return same
+
+
+# %% [markdown]
+# It does, in every bit. So what are the other ones for? For programs that do something else than to
+# train. Three of them follow. Each is run as it is, and then without one layer.
+
+
+# %%
+def without(kind: type[Layer] | None) -> Any:
+    model = FSDP(plain(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    layers = model.engine.moments.layers
+    model.engine.use([layer for layer in layers if kind is None or not isinstance(layer, kind)])
+    return model
+
+
+def whole_gradient(model: Any) -> Tensor:
+    with FSDP.summon_full_params(model, with_grads=True):
+        grad: Tensor = next(model.parameters()).grad.clone()
+    return grad
+
+
+# %% [markdown]
+# **A step between a forward and its backward.** The gradient belongs to parameters that are gone.
+# In plain PyTorch autograd raises an error; it has saved the old tensors, and sees that they were
+# changed. Of a sharded unit it has saved where to find them
+# ([04](04_unshard.md)), and finds the new ones there.
+
+
+# %%
+@on_ranks(2)
+def a_step_too_early(kind: type[Layer] | None) -> str:
+    model = without(kind)
+    right = model(batch()).pow(2).sum()
+    right.backward()
+    expected = whole_gradient(model)
+    model.zero_grad()
+    late = model(batch()).pow(2).sum()
+    with torch.no_grad():
+        for shard in model.parameters():
+            shard.mul_(0.5)
+    said = refused(late.backward)
+    if said == "no error":
+        off = (whole_gradient(model) - expected).abs().max() / expected.abs().max()
+        said += f"; the gradient is off by {off:.0%}"
+    say(kind, said)
+    return said
+
+
+# %% [markdown]
+# **A parameter that is changed in its own forward**, to keep weights small for example. In the
+# forward it is a view of memory that is freed after it.
+
+
+# %%
+@on_ranks(2)
+def a_change_in_a_forward(kind: type[Layer] | None) -> str:
+    model = without(kind)
+
+    def clamp(module: nn.Module, inputs: object) -> None:
+        module.weight.data.clamp_(-0.01, 0.01)
+
+    model.module[1].module[0].register_forward_pre_hook(clamp)
+    said = refused(lambda: model(batch()))
+    with FSDP.summon_full_params(model):
+        largest = model.module[1].module[0].weight.abs().max()
+    say(kind, f"{said}; the largest weight is {largest:.2f}")
+    return said
+
+
+# %% [markdown]
+# **A hook on a gradient**, to clamp it. torch calls such a hook when a gradient reaches the
+# parameter. But the optimizer's parameter is a shard, and no gradient ever reaches it: it is put
+# there, at the end of the backward.
+
+
+# %%
+@on_ranks(2)
+def a_hook_on_a_gradient(kind: type[Layer] | None) -> float:
+    model = without(kind)
+    for shard in model.parameters():
+        shard.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    model(batch()).pow(2).sum().backward()
+    largest = max(shard.grad.abs().max().item() for shard in model.parameters())
+    say(kind, f"the largest element of a gradient is {largest:.2f}")
+    return largest
+
+
+# %% [markdown]
+# None of the three programs crashes without its layer. Each goes on with numbers that are wrong,
+# and says nothing. That is what most of the engine is about.
+#
+# ## What a layer may not do
+#
+# Layers observe and check. What is *different* for some units is not in a layer: how a shard is cut
+# and sent, and what becomes of a gradient on its way, are the unit's
+# [strategies](../minifsdp/strategies.py). And whether a unit may be freed is asked of nobody.
+# Whoever needs it has said so before, with a [reason](../minifsdp/unit_state.py). Of these no
+# layer has to know another one's.
+#
+# ## Predict, then run
+#
+# 1. Without `Unchanged`, is the gradient of a step that comes too early wrong if that step changes
+#    nothing, because the learning rate is 0?
+# 2. `GradientHooks` is the last of all layers. A hook on a gradient may be an optimizer. What could
+#    it write to, if it were called before `Readers`?
+#
+# <details><summary>Answers</summary>
+#
+# 1. No. But as it is, it is refused all the same: what is noticed is that the shard was written to,
+#    not that it has other values.
+# 2. To its shard, which another rank on the same machine may still be reading. That rank would
+#    compute with parameters of which some are from the next step.
+#
+# </details>
+
+
+# %% [hidden]
+@on_ranks(2)
+def a_step_of_nothing(kind: type[Layer] | None) -> bool:
+    model = without(kind)
+    loss = model(batch()).pow(2).sum()
+    with torch.no_grad():
+        for shard in model.parameters():
+            shard.mul_(1.0)
+    if refused(loss.backward) != "no error":
+        return False
+    found = whole_gradient(model)
+    model.zero_grad()
+    model(batch()).pow(2).sum().backward()
+    return torch.equal(whole_gradient(model), found)
+
+
+def answers() -> None:
+    assert all(a_step_of_nothing(Unchanged))  # 1. no
+    assert not any(a_step_of_nothing(None))  # 1. refused all the same
+    ((layers, _),) = called()
+    assert layers[-2:] == ["Readers", "GradientHooks"]  # 2. the shard, before it is read
+
+
+def main() -> None:
+    table()
+    draw()
+    assert all(with_three())
+    for program, kind in ((a_step_too_early, Unchanged), (a_change_in_a_forward, Untouched)):
+        assert all(said.startswith("refused") for said in program(None))
+        assert all(said.startswith("no error") for said in program(kind))
+    assert max(a_hook_on_a_gradient(None)) <= 0.01 < min(a_hook_on_a_gradient(GradientHooks))
+    answers()
+
+
+if __name__ == "__main__":
+    main()
