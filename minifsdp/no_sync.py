@@ -59,6 +59,8 @@ class NoSync(Layer):
     def __init__(self, engine: Engine) -> None:
         self.units, self._gradients, self.inside = engine.units, engine.gradients, False
         self._was_inside = False  # in the last backward
+        # A root that was made around these units takes over what they have left.
+        self._used = any(unit.unreduced_grad is not None for unit in self.units)
         self._versions: dict[Unit, int] = {}  # of shards, when their units were held
 
     @contextmanager
@@ -73,14 +75,16 @@ class NoSync(Layer):
     def start(self, purpose: Purpose) -> None:
         """Units that were kept stay, if nobody has changed them since. Raises RuntimeError: see
         :func:`check_unreduced_grad`."""
-        for unit in self.units:
+        for unit in self.units if self._used else ():
             if NO_SYNC in unit.reasons and (purpose is Purpose.LOOK or self._was_changed(unit)):
                 unit.let_go(NO_SYNC)
             check_unreduced_grad(unit)
 
     def failed(self) -> None:
-        """Nothing stays."""
+        """Nothing stays, and nothing waits: another root may have the units from now on."""
+        self._was_inside = False
         for unit in self.units:
+            unit.waits.discard(NO_SYNC)
             unit.let_go(NO_SYNC)
 
     def start_backward(self, call: Call | None) -> None:
@@ -91,6 +95,9 @@ class NoSync(Layer):
         Raises:
             RuntimeError: see :func:`check_unreduced_grad`.
         """
+        self._used |= self.inside
+        if not self._used:
+            return
         for unit in self.units:
             check_unreduced_grad(unit)
             _stages_of_next(unit)

@@ -286,6 +286,18 @@ def test_what_is_kept_gathered_is_freed_by_the_next_reduction(strategy):
         assert not any(unit.reasons for unit in units)
 
 
+@every_strategy
+@on_ranks(2)
+def test_a_root_that_is_made_later_reduces_what_is_left(strategy):
+    inner = make(strategy)
+    waiting_step(inner, 0)
+    outer = FSDP(nn.Sequential(inner), sharding_strategy=strategy)
+    step(outer, 1)
+    expected = {f"0.{name}": grad for name, grad in by_hand("ws").items()}
+    assert_same_gradients(gathered_gradients(outer), expected)
+    check_at_rest(outer)
+
+
 # ------------------------------------------------------------------------------ what is refused
 
 

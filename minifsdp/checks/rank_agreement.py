@@ -193,7 +193,7 @@ class RankAgreement(Layer):
         Raises:
             RuntimeError: some rank is at another moment, or at another unit. All ranks raise it.
         """
-        if self.steps > CHECKED_STEPS or not self.compares(unit):
+        if not self.compares(unit):
             return
         group = self._group_of[unit]
         about = f"the comparison of steps ({moment} {unit.label})"
@@ -216,6 +216,8 @@ class RankAgreement(Layer):
     def before_forward(self, call: Call) -> None:
         """Raises RuntimeError: see :meth:`at`."""
         # In a checkpoint that runs a part again, a unit that has nothing to gather needs nobody.
+        if self.steps > CHECKED_STEPS:
+            return
         if call.unit.unsharded.needs_unshard or not self._hooks.backward.running:
             self.at(Moment.FORWARD_OF, call.unit)
 
@@ -233,7 +235,7 @@ class RankAgreement(Layer):
 
     def before_backward(self, call: Call) -> None:
         """Raises RuntimeError: see :meth:`at`."""
-        if call.unit.unsharded.needs_unshard:
+        if self.steps <= CHECKED_STEPS and call.unit.unsharded.needs_unshard:
             self.at(Moment.BACKWARD_OF, call.unit)
 
     def end_of_backward(self) -> None:
