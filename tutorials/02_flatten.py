@@ -23,7 +23,7 @@ from draw import strips
 from torch import nn
 from train_gpt import Block
 
-from minifsdp.comm.collectives import all_gather
+from minifsdp.collectives import TorchCollectives
 from minifsdp.flatten import flatten, unflatten
 from minifsdp.sim import cluster
 from minifsdp.sim.tape import Op
@@ -42,7 +42,8 @@ def gather_times(sizes: list[int]) -> list[float]:
     with cluster(nodes=2) as gpu:
         for size in sizes:
             chunk = torch.empty(-(-size // 16))  # fp32; rounded up
-            all_gather(torch.empty(16 * len(chunk)), chunk, dist.group.WORLD, tag=0)()
+            full = torch.empty(16 * len(chunk))
+            TorchCollectives().all_gather(None, full, chunk, dist.group.WORLD)()
     return [(op.end - op.start) * 1e6 for op in gpu.tape if isinstance(op, Op) and op.sent]
 
 
