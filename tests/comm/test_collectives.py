@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp.collectives import torch_reduce_scatter
+from minifsdp.collectives import torch_all_gather, torch_reduce_scatter
 from minifsdp.comm import collectives, same_machine
 from minifsdp.comm.consensus import gather_objects
+from minifsdp.comm.message_tags import Kind
 from tests.bench.meters import bytes_sent
 from tests.comm import one_unit
 from tests.ranks import device, on_ranks, run
@@ -272,6 +273,21 @@ def test_a_reduce_scatter_sends_half_of_what_gloos_does():
         assert gather < 0.55 and scatter < 0.55  # (W - 1) / W of the full tensor
     for _, scatter in run(measure, 2, native=True):
         assert scatter > 0.95
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["direct", "native"])
+@on_ranks(2)
+def test_what_is_gathered_for_no_unit_goes_by_the_device_too(native):
+    full = torch.empty(6, device=device())
+    with (
+        patch.object(collectives, "NATIVE", native),
+        patch.object(collectives, "torch_all_gather", wraps=torch_all_gather) as torchs,
+    ):
+        collectives.gather(full, mine(3), world(), 7, "some numbers", Kind.OTHER)
+    assert torchs.called == (native or device().type == "cuda")
+    expected = [torch.empty(3, device=device()) for _ in range(2)]
+    dist.all_gather(expected, mine(3))
+    assert torch.equal(full, torch.cat(expected)), "it has been waited for"
 
 
 @on_ranks(2)
