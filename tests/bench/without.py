@@ -1,69 +1,78 @@
 """What of the engine's own time goes to what an engine that only shards could leave out.
 
 minifsdp keeps promises beside that: it notices changes that would be lost, keeps ranks in step,
-limits memory, gathers ahead, counts. Here each promise is taken out, and all of them together, as
-far as this can be done from outside: the functions that keep it do nothing. What is left is the
-five moments of a step, in which a unit is gathered and freed, and its gradient reduced.
-
-A function that does nothing is still called, so a promise costs a little more than is found here.
+limits memory, gathers ahead. Here each promise is taken out, and all of them together. Most are
+layers (minifsdp/layers.py), which a model is then built without. What is left is the five moments
+of a step, in which a unit is gathered and freed, and its gradient reduced.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-nothing: Any = lambda *_, **__: None  # noqa: E731
-false: Any = lambda *_, **__: False  # noqa: E731
-true: Any = lambda *_, **__: True  # noqa: E731
-second: Any = lambda _, given: given  # noqa: E731
+from minifsdp.checks.members import Leaks
+from minifsdp.checks.misplaced_calls import OneThread, RefusedOperations, Summoned
+from minifsdp.checks.param_changes import Unchanged, Unreplaced, Untouched
+from minifsdp.checks.rank_agreement import RankAgreement
+from minifsdp.features import layers_of
+from minifsdp.fully_sharded import make_limiter, make_prefetcher
+from minifsdp.hooks import Hooks
+from minifsdp.layers import Layer
+from minifsdp.limiter import NoLimit
+from minifsdp.on_demand import OnDemand
+from minifsdp.prefetch import Prefetcher
+from minifsdp.support.grad_hooks import GradientHooks
+from minifsdp.support.shard_changes import ShardChanges
 
-PROMISES: dict[str, dict[str, Any]] = {
-    "changes that would be lost are refused": {
-        "hooks.check_untouched": nothing,
-        "hooks.values": nothing,
-        "backward.check_one_step": nothing,
-        "backward.check_unchanged": nothing,
-        "backward.check_first_order": nothing,
-        "backward.check_unreduced_grad": nothing,
-        "engine.check_unreduced_grad": nothing,
-    },
-    "parameters may be moved, cast and replaced": {
-        "engine.follow_changes": nothing,
-        "no_sync.was_moved": false,
-        "engine.common_device": nothing,
-    },
-    "ranks stay in step": {
-        "checks.rank_agreement.RankAgreement.at": nothing,
-        "checks.rank_agreement.RankAgreement.compares": false,
-        "checks.rank_agreement.RankAgreement.agree": nothing,
-    },
-    "the next unit is gathered ahead": {
-        "parameters.Parameters.prefetch": nothing,
-        "prefetch.Prefetcher.pre_forward": nothing,
-        "prefetch.Prefetcher.post_forward": nothing,
-        "prefetch.Prefetcher.pre_backward": nothing,
-        "prefetch.Prefetcher.post_backward": nothing,
-        "prefetch.Prefetcher.needed": nothing,
-    },
-    "memory is limited, and freed early": {
-        "limiter.EventQueue.admit": true,
-        "limiter.EventQueue.freed": nothing,
-        "backward.Backward._free_early": nothing,
-    },
-    "users' hooks on parameters are called": {
-        "backward.change_gradient": second,
-        "gradients.after_gradient": nothing,
-    },
+AHEAD, LIMITED = "the next unit is gathered ahead", "memory is limited"
+PROMISES: dict[str, tuple[type[Layer], ...]] = {
+    "changes that would be lost are refused": (Unreplaced, Untouched, Unchanged),
+    "misplaced calls and leaks have names": (OneThread, Summoned, RefusedOperations, Leaks),
+    "parameters may be moved, cast and replaced": (ShardChanges,),
+    "ranks stay in step": (RankAgreement,),
+    "parameters are there on demand, and freed early": (OnDemand,),
+    "users' hooks on parameters are called": (GradientHooks,),
+    AHEAD: (),
+    LIMITED: (),
 }
-"""By promise, the functions of minifsdp that keep it, and what is in their place."""
+"""By promise, the layers that keep it."""
+
+
+class NoPrefetch(Prefetcher):
+    """Records nothing, and has no target."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None)
+
+    def pre_forward(self, unit: Any) -> None:
+        return None
+
+    post_forward = pre_backward = post_backward = needed = pre_forward
 
 
 @contextmanager
 def without(*promises: str) -> Iterator[None]:
-    """Inside, minifsdp does not keep them. Models of one small layer each compute the same."""
-    with ExitStack() as stack:
-        for promise in promises:
-            for name, function in PROMISES[promise].items():
-                stack.enter_context(patch(f"minifsdp.{name}", function))
+    """A model that is built inside does not keep them. Models of one small layer each compute the
+    same."""
+    gone = tuple(kind for promise in promises for kind in PROMISES[promise])
+
+    def some_layers(hooks: Hooks) -> Iterator[Layer]:
+        for layer in layers_of(hooks):
+            if isinstance(layer, RankAgreement) and RankAgreement in gone:
+                layer.steps = 1 << 30  # else others would take each step for the first
+            if not isinstance(layer, gone):
+                yield layer
+
+    def prefetcher(*args: Any) -> Prefetcher:
+        return NoPrefetch() if AHEAD in promises else make_prefetcher(*args)
+
+    def limiter(given: Any) -> Any:
+        return NoLimit() if LIMITED in promises else make_limiter(given)
+
+    with (
+        patch("minifsdp.fully_sharded.layers_of", some_layers),
+        patch("minifsdp.fully_sharded.make_prefetcher", prefetcher),
+        patch("minifsdp.fully_sharded.make_limiter", limiter),
+    ):
         yield
