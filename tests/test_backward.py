@@ -373,3 +373,11 @@ def test_where_nothing_can_be_seen_of_what_is_saved_units_stay_as_their_strategy
         model(tokens()).pow(2).sum().backward()
     expected = mean_gradients(plain, plain(tokens()).pow(2).sum())
     assert_same_gradients(gathered_gradients(model), expected)
+
+
+@on_ranks(2)
+def test_a_gradient_is_taken_once():
+    model = stack()
+    step(model)
+    assert model.engine.stats.reductions == 5  # the root's and four units'
+    assert not any(unit.view_maker.has_gradient(unit) for unit in model.engine.units)
