@@ -386,7 +386,7 @@ MUTANTS = [
     Mutant("backward", "only the root ends a backward", "        if self.running:\n            return\n", "        if self.running or self.engine.root.state.training is not TrainingState.PRE_BACKWARD:\n            return\n"),
     Mutant("backward", "a dead backward is taken for a living one", "return self._to_end is not None and self._to_end()", "return self._to_end is not None"),
     Mutant("backward", "the gradient stays where autograd adds",
-           "grad = unit.view_maker.take_gradient(unit)", "grad = unit.view_maker.take_gradient(unit); unit.view_maker.arrived[unit.unsharded] = {}"),
+           "grad = unit.view_maker.take_gradient(unit)", "grad = unit.view_maker.take_gradient(unit); getattr(unit.view_maker, 'arrived', {})[unit.unsharded] = {}"),
     Mutant("backward", "units around are not gathered",
            "if call.unit.state.training is not TrainingState.POST_BACKWARD:", "if False:"),
     Mutant("parameters", "a recomputation frees what its backward computes with", "        unit.hold(reason)\n", "        if reason != BACKWARD:\n            unit.hold(reason)\n", noticed_by="hooks"),

@@ -239,3 +239,11 @@ def test_phases_come_in_order():
     loss = model(batch()).sum()
     loss.backward()
     assert seen == [TrainingState.PRE_BACKWARD] and unit.state.training is TrainingState.FORWARD
+
+
+@on_ranks(2)
+def test_a_gradient_is_taken_once():
+    model = stack()
+    step(model)
+    assert model.engine.stats.reductions == 5  # the root's and four units'
+    assert not any(unit.view_maker.has_gradient(unit) for unit in model.engine.units)

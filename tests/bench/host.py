@@ -54,7 +54,10 @@ WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def _model(name: str) -> nn.Module:
-    return _one_file() if name == ONE_FILE else _nested(WRAPS[name.removesuffix(" bare")])
+    if name == ONE_FILE:
+        return _one_file()
+    with without(*PROMISES) if name == BARE else nullcontext():
+        return _nested(WRAPS[name.removesuffix(" bare")])
 
 
 def _one_file() -> nn.Module:

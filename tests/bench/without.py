@@ -3,7 +3,8 @@
 minifsdp keeps promises beside that: it notices changes that would be lost, keeps ranks in step,
 limits memory, gathers ahead. Here each promise is taken out, and all of them together. Most are
 layers (minifsdp/layers.py), which a model is then built without. What is left is the five moments
-of a step, in which a unit is gathered and freed, and its gradient reduced.
+of a step, in which a unit is gathered and freed, and its gradient reduced. Parameters stay there on
+demand (minifsdp/on_demand.py): without that, autograd would save them as they are.
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,6 @@ from minifsdp.fully_sharded import make_limiter, make_prefetcher
 from minifsdp.hooks import Hooks
 from minifsdp.layers import Layer
 from minifsdp.limiter import NoLimit
-from minifsdp.on_demand import OnDemand
 from minifsdp.prefetch import Prefetcher
 from minifsdp.support.grad_hooks import GradientHooks
 from minifsdp.support.shard_changes import ShardChanges
@@ -31,7 +31,6 @@ PROMISES: dict[str, tuple[type[Layer], ...]] = {
     "misplaced calls and leaks have names": (OneThread, Summoned, RefusedOperations, Leaks),
     "parameters may be moved, cast and replaced": (ShardChanges,),
     "ranks stay in step": (RankAgreement,),
-    "parameters are there on demand, and freed early": (OnDemand,),
     "users' hooks on parameters are called": (GradientHooks,),
     AHEAD: (),
     LIMITED: (),
