@@ -10,7 +10,6 @@ autograd for the callback at the end. If an exception ends the backward, the cal
 the next step notices that.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,20 +28,17 @@ class Backward:
     """The backwards of one root's units, one after the other.
 
     Attributes:
+        running: one is running. One that an exception has ended is not.
         summoned: units whose parameters are out between steps; see hooks.py.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.summoned: dict[Unit, Any] = {}
-        self._to_end: Callable[[], bool] | None = None
+        self.running = False
+        self._complete = True  # the last one, if there was one, has come to its end
         for unit in engine.units:
             unit.unsharded_by_dtype.on_gradient = partial(self.after_gradient, unit)
-
-    @property
-    def running(self) -> bool:
-        """Whether one is running. One that an exception has ended is not."""
-        return self._to_end is not None and self._to_end()
 
     def begin(self, call: Call | None = None) -> None:
         """A backward has begun. Does nothing if that is known already.
@@ -56,7 +52,8 @@ class Backward:
         if self.summoned:
             for method in self.engine.moments.between_steps:
                 method(None)
-        self._to_end = at_end_of_backward(self.end_of_backward, self._broken)
+        at_end_of_backward(self.end_of_backward, self._broken)
+        self.running, self._complete = True, False
         self.engine.start_backward(call)
 
     @without_modes
@@ -106,6 +103,13 @@ class Backward:
     @without_modes
     def end_of_backward(self) -> None:
         """Autograd has nothing left to do."""
+        try:
+            self._end()
+        finally:
+            self.running = False
+        self._complete = True
+
+    def _end(self) -> None:
         moments = self.engine.moments
         for unit in self.engine.units:
             if unit.view_maker.has_gradient(unit):
@@ -118,10 +122,10 @@ class Backward:
         del reduced  # their results were added to gradients, and may be freed
         for method in moments.idle:
             method(False)
-        self._to_end = None
 
     def _broken(self) -> None:
         """An exception has ended the backward."""
+        self.running = False
         for unit in self.engine.units:
             hide_views(unit)  # else parameters() would list views until the next forward
         for method in self.engine.moments.broken:
@@ -129,8 +133,8 @@ class Backward:
 
     def forget_failed(self) -> None:
         """If an exception has ended the last one, start as if it had never been."""
-        if self._to_end is not None:
-            self._to_end = None
+        if not self._complete:
+            self._complete = True
             self.engine.fail()
 
 

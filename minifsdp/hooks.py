@@ -150,7 +150,7 @@ class Hooks:
             for tensor in tensors_in(output):
                 before_gradient_of(tensor, hook, call.first)
         engine.after_forward(call.unit, prefetch=call.in_order)
-        if self._outermost:
+        if call.outermost:
             for method in moments.end_of_forward:
                 method(call.unit)
             engine.end_of_forward()

@@ -66,7 +66,8 @@ class OnDemand(Layer):
 
     def before_forward(self, call: Call) -> None:
         """In a backward, a checkpoint may run a unit again that was freed early."""
-        self.freed(call.unit)
+        if call.unit in self._freed_early:
+            self.freed(call.unit)
 
     def gathered(self, call: Call) -> None:
         """What is saved from now on of this unit's parameters is of this call."""

@@ -14,7 +14,7 @@ In plain PyTorch autograd refuses the last one. Here what it has saved of a unit
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from minifsdp.checks.rank_agreement import RankAgreement
+from minifsdp.checks.rank_agreement import CHECKED_STEPS, RankAgreement
 from minifsdp.layers import Call, Layer
 from minifsdp.support.fingerprint import fingerprint
 from minifsdp.support.param_views import replaced
@@ -79,7 +79,9 @@ class Untouched(Layer):
 
     def gathered(self, call: Call) -> None:
         """Note the values."""
-        call.notes["values"] = values(call.unit, self._agreement.compares(call.unit))
+        agreement = self._agreement
+        thoroughly = agreement.steps <= CHECKED_STEPS and agreement.compares(call.unit)
+        call.notes["values"] = values(call.unit, thoroughly)
 
     def error(self, call: Call, error: RuntimeError) -> None:
         """The error may come from such a change. Raises RuntimeError: there is one."""

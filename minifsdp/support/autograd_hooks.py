@@ -14,11 +14,14 @@ not public (``_execution_engine`` and ``_will_engine_execute_node``).
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_hook
+
+_queued: set[Any] = set()  # weak references, which have to be there to be called
 
 
 def before_gradient_of(output: Tensor, hook: Callable[[object], None], first: int) -> None:
@@ -63,16 +66,9 @@ def when_complete(leaf: Tensor, hook: Callable[[], None]) -> Node:
     return node
 
 
-def at_end_of_backward(
-    callback: Callable[[], None], on_error: Callable[[], None]
-) -> Callable[[], bool]:
+def at_end_of_backward(callback: Callable[[], None], on_error: Callable[[], None]) -> None:
     """Call ``callback`` after the last operation of the backward that is running, or ``on_error``
-    if an exception ends it before.
-
-    Returns:
-        A function that says whether the end is still to come. After an exception it is not:
-        autograd then drops the queued callback, so the weak reference to it here is dead.
-    """
+    if an exception ends it before: autograd then drops the queued callback."""
     ended = False
 
     def call() -> None:
@@ -80,10 +76,14 @@ def at_end_of_backward(
         ended = True
         callback()
 
+    def dropped(queued: object) -> None:
+        _queued.discard(queued)
+        if not ended:
+            on_error()
+
     Variable._execution_engine.queue_callback(call)
     # Weak, because autograd's reference has to be the only one: its death is the sign of the error.
-    queued = weakref.ref(call, lambda _: None if ended else on_error())
-    return lambda: queued() is not None
+    _queued.add(weakref.ref(call, dropped))
 
 
 def will_reach(node: Node) -> bool:

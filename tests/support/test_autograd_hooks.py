@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from minifsdp.support import autograd_hooks
 from minifsdp.support.autograd_hooks import (
     after_gradients_of,
     at_end_of_backward,
@@ -113,16 +114,17 @@ def test_whether_a_backward_comes_to_a_leaf_can_be_asked_inside_of_it():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_end_is_still_to_come_until_it_came_or_never_will(fails):
-    leaf, still = torch.ones(2, requires_grad=True), []
-    ended: list[bool] = []
+def test_a_backward_comes_to_its_end_or_dies_and_nothing_is_kept_of_it(fails):
+    leaf, heard, callbacks = torch.ones(2, requires_grad=True), [], []
     output = Loud.apply(leaf, [], "boom" if fails else "")
 
     def begin(grad: Tensor) -> None:
-        still.append(
-            at_end_of_backward(lambda: ended.append(still[0]()), lambda: ended.append("death"))
-        )
-        assert still[0]()
+        def end() -> None:
+            heard.append("the end")
+
+        callbacks.append(weakref.ref(end))
+        at_end_of_backward(end, lambda: heard.append("death"))
+        assert not heard
 
     output.register_hook(begin)
     if fails:
@@ -131,7 +133,8 @@ def test_the_end_is_still_to_come_until_it_came_or_never_will(fails):
     else:
         output.sum().backward()
     gc.collect()
-    assert ended == (["death"] if fails else [True]) and not still[0]()
+    assert heard == (["death"] if fails else ["the end"])
+    assert callbacks[0]() is None and not autograd_hooks._queued
 
 
 def test_a_hook_of_a_leaf_goes_with_its_node():
