@@ -5,8 +5,9 @@
 #
 # FSDP in one file fits on two screens ([06](06_one_file.md)), and the engine behind
 # `FullyShardedDataParallel` has thousands of lines. What are they for? Not for the five moments of
-# a step: [`engine.py`](../minifsdp/engine.py) has these, and no line of it is about anything else. The rest are *layers*: each is a class of its own, which has something to do at
-# some of the moments. This is a layer, as it is:
+# a step: [`engine.py`](../minifsdp/engine.py) has these, and no line of it is about anything else.
+# The rest are *layers*: each is a class of its own, which has something to do at some of the
+# moments. This is a layer, as it is:
 #
 # {{ minifsdp/checks/param_changes.py Unchanged }}
 #
