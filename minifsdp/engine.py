@@ -1,9 +1,9 @@
 """What the units of one root share, and what happens to a unit at the five moments of a step.
 
 hooks.py and backward.py know *when* a moment has come, and call the method of the same name here.
-What else there is to do at a moment is done by layers (layers.py), before or after it.
-Each method is a few lines. It gathers parameters and frees them (parameters.py), asks which unit
-comes next (prefetch.py), and sends gradients on their way (gradients.py):
+What else there is to do at a moment is done by layers (layers.py), before it or after it. Each
+method is a few lines. It gathers parameters and frees them (parameters.py), asks which unit comes
+next (prefetch.py), and sends gradients on their way (gradients.py):
 
 - **Before forward.** Start to gather the unit. Start to gather what comes next; the computation
   does not wait for that one. Let it wait for this unit. Make new views for the module.

@@ -1,10 +1,11 @@
 """Layers: what a training needs beside sharding, each thing in a file of its own.
 
-An engine without layers is a whole FSDP. A layer observes it, or checks what a program does: ranks
-that have to do the same, parameters that were changed too early, a user's hooks on gradients. It
-overrides the *moments* at which it has something to do. When the layers of a root are known, the
-methods that they override are collected, moment by moment. So a moment that no layer overrides
-costs no call, and a layer that is not there costs nothing.
+An engine gathers units, frees them, and reduces their gradients, which is all of FSDP. A layer
+observes it, or checks what a program does: ranks that have to do the same, parameters that were
+changed too early, a user's hooks on gradients. It overrides the *moments* at which it has something
+to do. When the layers of a root are known, the methods that they override are collected, moment by
+moment. So a moment that no layer overrides costs no call, and a layer that is not there costs
+nothing.
 
 The moments of a step, in their order::
 
