@@ -112,8 +112,9 @@ class OneThread(Layer):
             )
 
     def idle(self, graph: bool) -> None:
-        """Another thread may have its turn."""
-        self._threads.clear()
+        """Another thread may have its turn, unless this is the end of a backward in a forward."""
+        if not self._hooks.backward.running:
+            self._threads.clear()
 
 
 class RefusedOperations(Layer):

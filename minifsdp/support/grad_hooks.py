@@ -47,6 +47,10 @@ class GradientHooks(Layer):
         """Not yet: others may have to wait for what an optimizer must not change."""
         self._complete = [reduction.unit for reduction in reductions]
 
+    def reset(self) -> None:
+        """That backward has failed after all: what another layer had to do has raised."""
+        self._complete = ()
+
     def idle(self, graph: bool) -> None:
         """At the end of the backward."""
         complete, self._complete = self._complete, ()

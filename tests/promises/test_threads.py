@@ -81,22 +81,25 @@ def test_two_models_in_two_threads_each_in_its_process_group(kind, wraps):
 
 
 class Meets(nn.Module):
-    """Its forward waits until the test goes on."""
+    """Its forward waits until the test goes on; perhaps after a backward of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, asks: bool) -> None:
         super().__init__()
-        self.linear = nn.Linear(6, 6)
+        self.linear, self.asks = nn.Linear(6, 6), asks
         self.begun, self.go_on = threading.Event(), threading.Event()
 
     def forward(self, x):
+        if self.asks:
+            torch.autograd.grad(self.linear(x.requires_grad_()).sum(), x)
         self.begun.set()
         assert self.go_on.wait(30)
         return self.linear(x)
 
 
+@pytest.mark.parametrize("asks", [False, True])
 @on_ranks(2)
-def test_one_model_in_two_threads_at_the_same_time_is_refused():
-    meets = Meets()
+def test_one_model_in_two_threads_at_the_same_time_is_refused(asks):
+    meets = Meets(asks)
     trained = FSDP(nn.Sequential(meets, nn.Linear(6, 2)))
 
     def second() -> None:
