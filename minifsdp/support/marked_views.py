@@ -64,10 +64,7 @@ class MarkedSplitViews(SplitViews):
 
     def no_gradient(self, unit: Unit) -> Tensor:
         """See :class:`~minifsdp.views.ViewMaker`."""
-        layout: Any = unit.layout
-        grad = super().no_gradient(unit)
-        _mark(unit, grad, [*layout.places])
-        return grad
+        return _all_unused(unit, super().no_gradient(unit))
 
     def drop_gradient(self, unit: Unit) -> None:
         """See :class:`~minifsdp.views.ViewMaker`."""
@@ -90,10 +87,7 @@ class MarkedPieceViews(PieceViews):
 
     def no_gradient(self, unit: Unit) -> Tensor:
         """See :class:`~minifsdp.views.ViewMaker`."""
-        layout: Any = unit.layout
-        grad = super().no_gradient(unit)
-        _mark(unit, grad, [*layout.places])
-        return grad
+        return _all_unused(unit, super().no_gradient(unit))
 
 
 class UnusedParams(Layer):
@@ -136,6 +130,12 @@ def _without_gradient(unit: Unit) -> set[int]:
     params, waiting = unit.optimized_params, unit.unreduced_grad
     cleared: Sequence[int] = () if waiting is None else waiting.cleared
     return {n for n, param in enumerate(params) if param.grad is None or n in cleared}
+
+
+def _all_unused(unit: Unit, zeros: Tensor) -> Tensor:
+    layout: Any = unit.layout
+    _mark(unit, zeros, [*layout.places])
+    return zeros
 
 
 def _mark(unit: Unit, grad: Tensor, unused: list[int]) -> None:
