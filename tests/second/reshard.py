@@ -1,7 +1,7 @@
 """reshard.py, in another order: the event first, the views last."""
 
+from minifsdp import views
 from minifsdp.streams import Event, Streams
-from minifsdp.support import param_views
 from minifsdp.unit import Unit
 
 
@@ -13,6 +13,6 @@ def reshard(unit: Unit, streams: Streams) -> Event:
     # What reads the memory has been launched by now; that the host frees it launches nothing.
     last_use = streams.compute.record_event()
     streams.compute.record_stream(unit.unsharded.data)
-    param_views.hide_views(unit)
+    views.hide_views(unit)
     unit.release()
     return last_use
