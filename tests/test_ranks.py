@@ -85,7 +85,7 @@ def test_where_all_ranks_have_failed_they_go_on_and_nothing_is_left_of_it():
 
 
 def leave_groups_behind():
-    for _ in range(ranks.MANY // 3):
+    for _ in range(ranks.MANY + 2):  # the last one's threads may not have their names yet
         dist.new_group()
     return os.getpid()
 
