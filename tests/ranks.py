@@ -34,6 +34,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -288,7 +289,10 @@ def _groups() -> int:
     # By name, or those of CUDA and NCCL would count, which are there anyway. Each group has two
     # threads of this name. Its third, which wakes up, has one of gloo's only since torch 2.13: were
     # it counted too, ranks on an older torch would go on until they had half as many groups more.
-    names = [path.read_text().strip() for path in tasks.glob("*/comm")]
+    names = []
+    for path in tasks.glob("*/comm"):
+        with suppress(OSError):  # a thread may end meanwhile
+            names.append(path.read_text().strip())
     return names.count("pt_gloo_runloop") // 2
 
 
