@@ -37,8 +37,6 @@ features.py has minifsdp's layers, in their order. They are called in that order
 forward in its reverse. ``print(model.engine.moments)`` shows who is called when.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar

@@ -81,8 +81,7 @@ class PostForward(Layer):
 
 def keep_post_forward_shard(unit: Unit, streams: Streams) -> None:
     """Copy this rank's part of an unsharded unit, which is about to be freed. The next gather sends
-    that, until the unit sends its shard again. Does nothing if the unit has no
-    smaller group."""
+    that, until the unit sends its shard again. Does nothing if the unit has no smaller group."""
     lines = unit.post_forward_lines
     if lines is None or unit.shard_group is None:
         return

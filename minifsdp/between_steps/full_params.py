@@ -24,7 +24,6 @@ from minifsdp.between_steps.unit_dtensors import Form, UnitDTensors
 from minifsdp.between_steps.unit_params import SummonedParams
 from minifsdp.checks.rank_agreement import Moment, RankAgreement
 from minifsdp.checks.same_model import remember_values
-from minifsdp.comm.blocks import copy_apart
 from minifsdp.comm.collectives import gather
 from minifsdp.comm.message_tags import Kind
 from minifsdp.comm.transport import wait_for_readers
@@ -187,12 +186,8 @@ def _unsharded_grad(unit: Unit) -> Tensor | None:
     padded[: grad.numel()] = grad
     if unit.shard_group is None:
         return padded
-    gathered = padded.new_empty(numel)
-    gather(gathered, padded, unit.shard_group, unit.tag, unit.label, Kind.GRADIENT)
-    if blocks is None:
-        return gathered
     unsharded = padded.new_empty(numel)
-    copy_apart(gathered, unsharded, blocks, unit.shard_world_size)
+    gather(unsharded, padded, unit.shard_group, unit.tag, unit.label, Kind.GRADIENT, blocks)
     return unsharded
 
 

@@ -45,7 +45,7 @@ class Summoned(Layer):
     def between_steps(self, unit: Unit | None) -> None:
         """Raises RuntimeError: see :func:`check_summoned` and :func:`check_backward_outside`."""
         if unit is not None:
-            if self._summoned:
+            if self._summoned:  # else they were out for a state dict that an exception has ended
                 check_summoned(unit, self._units, any(self._summoned.values()))
             return
         for one in [*self._summoned]:

@@ -215,9 +215,9 @@ class RankAgreement(Layer):
 
     def before_forward(self, call: Call) -> None:
         """Raises RuntimeError: see :meth:`at`."""
-        # In a checkpoint that runs a part again, a unit that has nothing to gather needs nobody.
         if self.steps > CHECKED_STEPS:
             return
+        # In a checkpoint that runs a part again, a unit that has nothing to gather needs nobody.
         if call.unit.unsharded.needs_unshard or not self._hooks.backward.running:
             self.at(Moment.FORWARD_OF, call.unit)
 

@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minifsdp.collectives import Group, torch_all_gather
-from minifsdp.comm.blocks import Blocks, by_rank
+from minifsdp.comm.blocks import Blocks, by_rank, copy_apart
 from minifsdp.comm.message_tags import Kind, Message
 from minifsdp.comm.pieces import Pieces, messages
 from minifsdp.comm.transport import Work, exchange, wait_for
@@ -168,17 +168,29 @@ def all_reduce(
     yield all_gather(flat, total, group, tag, label, kind)
 
 
-def gather(full: Tensor, chunk: Tensor, group: Group, tag: int, label: str, kind: Kind) -> None:
+def gather(
+    full: Tensor,
+    chunk: Tensor,
+    group: Group,
+    tag: int,
+    label: str,
+    kind: Kind,
+    blocks: Blocks | None = None,
+) -> None:
     """An all-gather of something else than the parameters of a unit, on any device. Waits for it.
 
     Args:
-        full, chunk, group, tag, label, kind: as in :func:`all_gather`.
+        full, chunk, group, tag, label, kind, blocks: as in :func:`all_gather`.
     """
     if direct(full.device):
-        all_gather(full, chunk, group, tag, label, kind)()
-    else:
-        of_torch = Message(group, tag, kind, full.itemsize, label)
-        wait_for([torch_all_gather(full, chunk, group=group, async_op=True)], of_torch)()
+        all_gather(full, chunk, group, tag, label, kind, blocks)()
+        return
+    apart = blocks if blocks is not None and len(blocks) > 1 else None
+    gathered = full if apart is None else torch.empty_like(full)
+    of_torch = Message(group, tag, kind, full.itemsize, label)
+    wait_for([torch_all_gather(gathered, chunk, group=group, async_op=True)], of_torch)()
+    if apart is not None:
+        copy_apart(gathered, full, apart, group.size())
 
 
 def add_up(number: Tensor, group: Group, largest: bool = False) -> None:

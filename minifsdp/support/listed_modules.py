@@ -58,9 +58,9 @@ class Lists(Layer):
 
     def before_forward(self, call: Call) -> None:
         """In the order of a step the unit comes where its first module does."""
-        call.notes["in a step"] = call.in_order
-        if call.unit.is_list and not call.unit.reasons.isdisjoint((LIST, FORWARD)):
-            call.in_order = False
+        if call.unit.is_list:
+            call.notes["in a step"] = call.in_order
+            call.in_order &= call.unit.reasons.isdisjoint((LIST, FORWARD))
 
     def after_forward(self, call: Call, output: object) -> object:
         """Hold the unit for its other modules; after the last one, what comes next is gathered."""

@@ -342,3 +342,18 @@ def test_an_unknown_choice_of_collectives_is_refused():
     )
     assert result.returncode != 0
     assert "MINIFSDP_COLLECTIVES is 'gloo', 'native' or unset, not 'nativ'" in result.stderr
+
+
+@pytest.mark.parametrize("directly", [True, False])
+@on_ranks(2)
+def test_what_is_no_parameter_comes_into_its_blocks_and_directly_without_a_second_tensor(directly):
+    if device().type == "cuda":
+        pytest.skip("both ways, on a CPU")
+    full, mine = torch.empty(12), torch.arange(6.0) + 10 * dist.get_rank()
+    with (
+        patch.object(collectives, "direct", lambda device: directly),
+        patch.object(collectives, "copy_apart", wraps=collectives.copy_apart) as copied,
+    ):
+        collectives.gather(full, mine, world(), 7, "", Kind.GRADIENT, blocks=[2, 4])
+    assert full.tolist() == [0, 1, 10, 11, 2, 3, 4, 5, 12, 13, 14, 15]
+    assert copied.called != directly

@@ -1,10 +1,13 @@
 """grad_hooks.py: hooks on flat parameters are called, when and with what it says."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from minifsdp import ShardingStrategy
+from minifsdp.between_steps import idle
 from tests.parity import check_at_rest
 from tests.ranks import device, on_ranks
 from tests.small import (
@@ -189,3 +192,20 @@ def test_gradients_of_gradients_are_refused_by_name():
     model.zero_grad()
     step(model)
     check_at_rest(model)
+
+
+@on_ranks(2)
+def test_hooks_of_a_backward_that_failed_at_its_end_are_not_called_by_the_next_forward():
+    model, called = stack(2), []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: called.append(param))
+    loss = model(batch()).pow(2).sum()
+    with (
+        patch.object(idle, "wait_for_readers", side_effect=ConnectionError("lost")),
+        pytest.raises(ConnectionError),
+    ):
+        loss.backward()
+    model(batch())
+    assert not called
+    step(model)
+    assert len(called) == len(list(model.parameters()))
