@@ -8,7 +8,8 @@ class Gradients(Gradients):
             self._reduce(unit, grad)
             return
         held = self.held.pop(unit, None)
-        self.held[unit] = whole(grad) if held is None else held + whole(grad)
+        whole = grad.whole() if not isinstance(grad, Tensor) else grad
+        self.held[unit] = whole if held is None else held + whole
 
     def _reduce(self, unit: Unit, grad: Tensor) -> None:
         """With other names, and counted first."""
