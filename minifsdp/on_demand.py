@@ -21,7 +21,6 @@ from minifsdp.checks.param_changes import check_unreplaced
 from minifsdp.checks.rank_agreement import Moment, RankAgreement
 from minifsdp.hooks import Hooks
 from minifsdp.layers import Call, Chain, Layer
-from minifsdp.reshard import reshard
 from minifsdp.streams import Event
 from minifsdp.support.dispatch_modes import without_modes
 from minifsdp.support.saved_tensors import SavedParameters
@@ -158,8 +157,7 @@ class OnDemand(Layer):
             if unit.unsharded.is_in_use(unit.views):
                 show_views(unit)
             else:
-                self.engine.stats.count_reshard(unit.unsharded.nbytes)
-                self._freed_early[unit] = reshard(unit, self.engine.streams)
+                self._freed_early[unit] = self.engine.parameters.free(unit)
 
     def _unshard_again(self, unit: Unit) -> None:
         """Gather what was freed early, and is needed in this backward all the same: an activation

@@ -9,7 +9,7 @@ from minifsdp.api import Stats
 from minifsdp.limiter import Limiter
 from minifsdp.prefetch import Prefetcher
 from minifsdp.reshard import reshard
-from minifsdp.streams import Streams
+from minifsdp.streams import Event, Streams
 from minifsdp.unit import Unit
 from minifsdp.unit_state import PREFETCH, ShardedState
 from minifsdp.unshard import unshard
@@ -74,5 +74,10 @@ class Parameters:
         if unit.state.sharded is ShardedState.SHARDED:
             hide_views(unit)  # with NO_SHARD there are views, and nothing to free
         else:
-            self.stats.count_reshard(unit.unsharded.nbytes)
-            self.limiter.freed(unit, reshard(unit, self.streams))
+            self.limiter.freed(unit, self.free(unit))
+
+    def free(self, unit: Unit) -> Event:
+        """Free the parameters of a unit that is not sharded. The caller tells the limiter, now or
+        later, that the memory is free when the event is passed."""
+        self.stats.count_reshard(unit.unsharded.nbytes)
+        return reshard(unit, self.streams)

@@ -373,7 +373,7 @@ MUTANTS = [
     Mutant("gradients", "the last gradient gets no second half",
            "        while self._under_way:\n", "        if self._under_way:\n"),
     Mutant("gradients", "gives away what is still being sent", "            reduction.event.wait()\n", "            pass\n"),
-    Mutant("parameters", "the limiter is not told of a free", "            self.limiter.freed(unit, reshard(unit, self.streams))\n", "            reshard(unit, self.streams)\n"),
+    Mutant("parameters", "the limiter is not told of a free", "            self.limiter.freed(unit, self.free(unit))\n", "            self.free(unit)\n"),
     Mutant("support/pytree", "dicts are not looked into", "stack.extend(item.values())", "pass"),
     Mutant("support/pytree", "dataclasses are not looked into",
            "stack.extend(getattr(item, field.name) for field in fields(item))", "pass"),

@@ -56,11 +56,11 @@ class OrderedCompute:
 class OrderedFrees(Parameters):
     """Frees units in the order of the streams, and gathers several ahead if there is room."""
 
-    def reshard(self, unit: Unit) -> None:
+    def free(self, unit: Unit) -> Event:
         streams = self.streams
         self.streams = replace(streams, compute=OrderedCompute(streams))
         try:
-            super().reshard(unit)
+            return super().free(unit)
         finally:
             self.streams = streams
 
@@ -115,4 +115,5 @@ ORDERED = Approach(
     PastOuter,
     TwoInnermost,
     OrderedFrees,
+    frees_early=True,
 )

@@ -586,8 +586,8 @@ def _end(what: str, want: Any, got: Any) -> str | None:
         )
     if "are returned" in what and want != got:
         return (
-            "layers go on with the units whose gradients were reduced, such as those that call "
-            "users' hooks: return what self.gradients.finish() returns"
+            "layers go on with the reductions, such as the one that calls users' hooks: return "
+            "what self.gradients.finish() returns"
         )
     if "optimizer" in what or (what.startswith("the gradient") and got is None):
         return (
@@ -615,7 +615,10 @@ def gradients_reach_the_optimizer() -> Iterator[Any]:
         engine.after_gradient(now.unit, torch.arange(10.0))
         reduced: Any = engine.end_of_backward()
         yield "the gradient that the optimizer gets", now.unit.sharded_flat_param.grad
-        yield "units that are returned", reduced and [unit.name for unit in reduced]
+        yield (
+            "units of the reductions that are returned",
+            reduced and [one.unit.name for one in reduced],
+        )
         yield "gradients that are still pending for the optimizer", engine.gradients.pending
         yield "the state of a unit after the backward", state(now)
         yield "the state of a unit without a gradient", state(following)

@@ -40,7 +40,7 @@ def one_unit_alone() -> Iterator[Any]:
 
     from minifsdp.reshard import reshard
     from minifsdp.streams import CpuEvent
-    from minifsdp.support.param_views import show_views
+    from minifsdp.views import show_views
     from tests.lone_unit import lone_unit
 
     with lone_unit() as lone:

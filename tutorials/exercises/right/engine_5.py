@@ -2,7 +2,7 @@
 
 
 class Engine(Engine):
-    def end_of_backward(self) -> list[Unit]:
+    def end_of_backward(self) -> list[Reduction]:
         """Every unit is sharded again, every gradient where the optimizer looks for it."""
         own = (PREFETCH, STRATEGY, BACKWARD)
         for unit in self.units:

@@ -2,7 +2,7 @@
 
 
 class Gradients(Gradients):
-    def finish(self) -> list[Unit]:
+    def finish(self) -> list[Reduction]:
         """One reduction after the other is brought to its end; then all are stored."""
         done = list(self._reductions)
         going = done
