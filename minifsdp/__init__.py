@@ -25,18 +25,14 @@ if TYPE_CHECKING:  # what type checkers and editors read; _HOMES says the same t
         StateDictType,
     )
 
-    from minifsdp.api import (
-        BackwardPrefetch,
-        CPUOffload,
-        ForwardPrefetch,
-        MixedPrecision,
-        ShardingStrategy,
-        Stats,
-    )
+    from minifsdp.api import CPUOffload, MixedPrecision
     from minifsdp.between_steps.as_dtensors import as_dtensors
     from minifsdp.between_steps.checkpoint_state import state_to_load, state_to_save
     from minifsdp.between_steps.explain import explain
     from minifsdp.between_steps.grad_scaler import ShardedGradScaler
+    from minifsdp.core.api import BackwardPrefetch, ForwardPrefetch, ShardingStrategy, Stats
+    from minifsdp.core.auto_wrap import ModuleWrapPolicy
+    from minifsdp.core.limiter import EventQueue, Limiter, NoLimit, SynchronizeAfterFree
     from minifsdp.fsdp_module import (
         FSDPModule,
         UnshardHandle,
@@ -44,11 +40,9 @@ if TYPE_CHECKING:  # what type checkers and editors read; _HOMES says the same t
         register_fsdp_forward_method,
     )
     from minifsdp.fully_sharded import FullyShardedDataParallel
-    from minifsdp.limiter import EventQueue, Limiter, NoLimit, SynchronizeAfterFree
     from minifsdp.support.flat_parameter import FlatParameter
     from minifsdp.wrapping.policies import (
         CustomPolicy,
-        ModuleWrapPolicy,
         _or_policy,
         always_wrap_policy,
         enable_wrap,
@@ -106,13 +100,15 @@ __version__ = "0.1.0"
 
 _HOMES = (
     "minifsdp.api",
+    "minifsdp.core.api",
+    "minifsdp.core.auto_wrap",
     "minifsdp.between_steps.as_dtensors",
     "minifsdp.between_steps.checkpoint_state",
     "minifsdp.between_steps.explain",
     "minifsdp.between_steps.grad_scaler",
     "minifsdp.fsdp_module",
     "minifsdp.fully_sharded",
-    "minifsdp.limiter",
+    "minifsdp.core.limiter",
     "minifsdp.support.flat_parameter",
     "minifsdp.wrapping.policies",
     "torch.distributed.fsdp",  # last: it has names that are also minifsdp's

@@ -14,8 +14,8 @@ from minifsdp.checks.members import Leaks
 from minifsdp.checks.misplaced_calls import OneThread, RefusedOperations, Summoned
 from minifsdp.checks.param_changes import Unchanged, Unreplaced, Untouched
 from minifsdp.checks.rank_agreement import RankAgreement
-from minifsdp.hooks import Hooks
-from minifsdp.layers import Layer
+from minifsdp.core.hooks import Hooks
+from minifsdp.core.layers import Layer
 from minifsdp.no_sync import NoSync
 from minifsdp.on_demand import OnDemand
 from minifsdp.post_forward import PostForward
@@ -23,6 +23,7 @@ from minifsdp.precision import Precision
 from minifsdp.support.grad_hooks import GradientHooks
 from minifsdp.support.listed_modules import Lists
 from minifsdp.support.marked_views import UnusedParams
+from minifsdp.support.prefetch_stats import Mistargets
 from minifsdp.support.shard_changes import ShardChanges
 
 
@@ -43,6 +44,7 @@ def layers_of(hooks: Hooks) -> Iterator[Layer]:
     yield no_sync
     yield ShardChanges(engine)
     yield Precision(engine)
+    yield Mistargets(engine)  # looks which units are not gathered yet
     if any(unit.mesh is not None for unit in units):
         yield ShownParams(units)
     # A parameter that was replaced is this rank's own affair: it raises before others are asked.

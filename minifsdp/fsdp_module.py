@@ -27,14 +27,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from minifsdp.api import BackwardPrefetch
 from minifsdp.between_steps.full_params import Options, full_params
 from minifsdp.between_steps.state_dict import register_rows_hook
 from minifsdp.checks.misplaced_calls import check_root_and_idle
 from minifsdp.checks.other_wrappers import check_inside
 from minifsdp.checks.param_changes import check_unreplaced_by_hand
 from minifsdp.checks.unsupported import add_missing, refuse
-from minifsdp.engine import Engine
+from minifsdp.core.api import BackwardPrefetch
+from minifsdp.core.engine import Engine
 from minifsdp.fully_sharded import make_root
 from minifsdp.no_sync import NoSync
 from minifsdp.prefetch_lists import ListedPrefetcher, units_to_prefetch

@@ -12,13 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minifsdp.api import (
-    BackwardPrefetch,
-    CPUOffload,
-    ForwardPrefetch,
-    MixedPrecision,
-    ShardingStrategy,
-)
+from minifsdp.api import CPUOffload, MixedPrecision
 from minifsdp.between_steps.checkpoint_calls import refuse_full_options
 from minifsdp.between_steps.clip_grad import clip_grad_norm
 from minifsdp.between_steps.comm_hooks import register_comm_hook
@@ -28,12 +22,14 @@ from minifsdp.between_steps.state_dict_methods import StateDictMethods
 from minifsdp.checks.misplaced_calls import check_root_and_idle
 from minifsdp.checks.other_wrappers import check_inside
 from minifsdp.checks.param_names import as_before_wrapping
-from minifsdp.engine import Engine
+from minifsdp.core import fully_sharded as core
+from minifsdp.core.api import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
+from minifsdp.core.auto_wrap import Policy
+from minifsdp.core.engine import Engine
+from minifsdp.core.limiter import Limiter
+from minifsdp.core.prefetch import Prefetcher
 from minifsdp.features import layers_of
-from minifsdp.hooks import Hooks
-from minifsdp.limiter import Limiter
 from minifsdp.no_sync import NoSync
-from minifsdp.prefetch import Prefetcher
 from minifsdp.strategies import choose_strategies
 from minifsdp.support.shard_changes import adopt
 from minifsdp.wrapping.attributes import Forward, ModuleWrapper
@@ -42,7 +38,6 @@ from minifsdp.wrapping.build import build_unit, wrap_below
 from minifsdp.wrapping.compiled import compiled, uncompiled
 from minifsdp.wrapping.ignored import ignoring
 from minifsdp.wrapping.module_tree import clean, ignored_params, name_units
-from minifsdp.wrapping.policies import Policy
 from minifsdp.wrapping.root_settings import make_limiter, make_prefetcher
 from minifsdp.wrapping.settings import Settings
 from minifsdp.wrapping.torch_names import from_torch
@@ -59,7 +54,7 @@ class FullyShardedDataParallel(StateDictMethods, ModuleWrapper):
         sharding_strategy: FULL_SHARD if None.
         cpu_offload: see offload.py.
         auto_wrap_policy: which modules inside become units of their own, such as a
-            :class:`~minifsdp.wrapping.policies.ModuleWrapPolicy`. None: only what is wrapped by
+            :class:`~minifsdp.core.auto_wrap.ModuleWrapPolicy`. None: only what is wrapped by
             hand.
         backward_prefetch: see prefetch.py; None is none.
         mixed_precision: see precision.py.
@@ -72,7 +67,7 @@ class FullyShardedDataParallel(StateDictMethods, ModuleWrapper):
         forward_prefetch: see prefetch.py; True is ``ForwardPrefetch.FORWARD_PRE``. None is that on
             a CPU, where the host does not run ahead, and no gather would be hidden otherwise.
         limit_all_gathers: how many units may be alive at once: True is 2, False is no limit; or a
-            :class:`~minifsdp.limiter.Limiter`.
+            :class:`~minifsdp.core.limiter.Limiter`.
         use_orig_params: cut units in rows (rows.py). ``parameters()`` then has a DTensor for each
             parameter, under its own name. False: in chunks (shard.py), one 1-D chunk for each unit.
         ignored_states: parameters, or modules, to leave alone; instead of ``ignored_modules``.
@@ -263,17 +258,8 @@ class FullyShardedDataParallel(StateDictMethods, ModuleWrapper):
 
 
 def make_root(module: nn.Module, prefetcher: Prefetcher, limiter: Limiter) -> None:
-    """Name the units at and below ``module``, and give them hooks of their own. The last module to
-    become a root is the outermost, whichever of them runs first: nothing has to be guessed later.
-    """
-    wrappers = name_units(module)
-    for wrapper in wrappers:
-        if "_hooks" in wrapper.__dict__:
-            wrapper._hooks.engine.fail()  # it was a root, and may have been in use
-    units = dict.fromkeys(w._unit for w in wrappers)  # the modules of a list have one
-    engine = Engine([*units], limiter, prefetcher)
-    choose_strategies([*units], engine.streams)
-    hooks = Hooks(engine)
-    engine.use(layers_of(hooks))
-    for wrapper in wrappers:
-        wrapper._hooks = hooks
+    """Name the units at and below ``module``, and give them hooks and layers of their own. See
+    :func:`minifsdp.core.fully_sharded.make_root`."""
+    hooks = core.make_root(name_units(module), limiter, prefetcher)
+    choose_strategies(hooks.engine.units, hooks.engine.streams)
+    hooks.engine.use(layers_of(hooks))

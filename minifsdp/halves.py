@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from minifsdp.comm.collectives import all_reduce
-from minifsdp.streams import Finish
-from minifsdp.unit import Unit
+from minifsdp.core.streams import Finish
+from minifsdp.featured_unit import FeaturedUnit
 
 Started = tuple[Tensor, Iterator[Finish]]
 """The tensor that is reduced in place, and the halves that are to come."""
@@ -30,7 +30,7 @@ class FirstHalf:
     def __init__(self, stream: str) -> None:
         self.stream = stream
 
-    def launch(self, unit: Unit, value: Tensor) -> tuple[Started, Finish]:
+    def launch(self, unit: FeaturedUnit, value: Tensor) -> tuple[Started, Finish]:
         """``value``: shaped as ``unit.padded_shard``, on a CPU; written."""
         replicas = unit.replicate_group
         assert replicas is not None
@@ -44,7 +44,7 @@ class SecondHalf:
 
     stream, travels, on_host = "replicate", True, False
 
-    def launch(self, unit: Unit, value: Started) -> tuple[Tensor, Finish]:
+    def launch(self, unit: FeaturedUnit, value: Started) -> tuple[Tensor, Finish]:
         """Returns the tensor that the first half was given, and ``finish``."""
         flat, halves = value
         return flat, next(halves)

@@ -36,17 +36,17 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from minifsdp.comm.pieces import Pieces, whole
-from minifsdp.engine import Engine
-from minifsdp.layers import Call, Layer
-from minifsdp.reduce import Reduction
-from minifsdp.streams import Finish
+from minifsdp.core.engine import Engine
+from minifsdp.core.layers import Call, Layer
+from minifsdp.core.reduce import Reduction
+from minifsdp.core.streams import Finish
+from minifsdp.core.unit_state import STRATEGY, Purpose
+from minifsdp.featured_unit import FeaturedUnit, UnreducedGrad
 from minifsdp.support.shard_changes import was_moved
-from minifsdp.unit import Unit, UnreducedGrad
-from minifsdp.unit_state import STRATEGY, Purpose
 
 NO_SYNC = "a backward in no_sync"  # a reason to stay, and one for a gradient to wait
 
-_units: "WeakSet[Unit]" = WeakSet()  # that have had an unreduced gradient
+_units: "WeakSet[FeaturedUnit]" = WeakSet()  # that have had an unreduced gradient
 
 
 class NoSync(Layer):
@@ -61,7 +61,7 @@ class NoSync(Layer):
         self._was_inside = False  # in the last backward
         # A root that was made around these units takes over what they have left.
         self._used = any(unit.unreduced_grad is not None for unit in self.units)
-        self._versions: dict[Unit, int] = {}  # of shards, when their units were held
+        self._versions: dict[FeaturedUnit, int] = {}  # of shards, when their units were held
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -124,7 +124,7 @@ class NoSync(Layer):
             unit, grad = held.popitem()
             store_unreduced(unit, grad)
 
-    def _was_changed(self, unit: Unit) -> bool:
+    def _was_changed(self, unit: FeaturedUnit) -> bool:
         """Whether the shard is another one than the unit was gathered from."""
         return self._versions[unit] != unit.sharded_flat_param._version or was_moved(unit)
 
@@ -139,7 +139,7 @@ class AddUnreduced:
     def __init__(self) -> None:
         self._added = False
 
-    def launch(self, unit: Unit, value: Tensor | Pieces) -> tuple[Tensor | Pieces, Finish]:
+    def launch(self, unit: FeaturedUnit, value: Tensor | Pieces) -> tuple[Tensor | Pieces, Finish]:
         """``value``: ``[padded_numel]``; a tensor may be written to. Returns the sum, in the wider
         dtype of the two. A second gradient of the same backward is returned as it is."""
         if unit.unreduced_grad is not None and not self._added:
@@ -150,7 +150,7 @@ class AddUnreduced:
         return value, lambda: None
 
 
-def _stages_of_next(unit: Unit) -> None:
+def _stages_of_next(unit: FeaturedUnit) -> None:
     """Let the reductions of a backward that begins add what is left of the unit, if there is
     something."""
     if isinstance(unit.stages[0], AddUnreduced):
@@ -159,7 +159,7 @@ def _stages_of_next(unit: Unit) -> None:
         unit.stages = [AddUnreduced(), *unit.stages]
 
 
-def store_unreduced(unit: Unit, grad: Tensor) -> None:
+def store_unreduced(unit: FeaturedUnit, grad: Tensor) -> None:
     """Keep a gradient on this rank until the next reduction, which adds it to its own.
 
     Args:
@@ -186,7 +186,7 @@ def store_unreduced(unit: Unit, grad: Tensor) -> None:
     _watch_optimizers()
 
 
-def _cleared(unit: Unit) -> Sequence[int]:
+def _cleared(unit: FeaturedUnit) -> Sequence[int]:
     """The parameters that have no gradient, by their numbers. They are not to get zeros for one, if
     no rank uses them (rows.py)."""
     if unit.unreduced_grad is not None:
@@ -194,7 +194,7 @@ def _cleared(unit: Unit) -> Sequence[int]:
     return [number for number, p in enumerate(unit.optimized_params) if p.grad is None]
 
 
-def check_unreduced_grad(unit: Unit) -> None:
+def check_unreduced_grad(unit: FeaturedUnit) -> None:
     """Drop the unit's unreduced gradient if ``zero_grad()`` was called since it was stored.
 
     Raises:
@@ -219,7 +219,7 @@ def check_unreduced_grad(unit: Unit) -> None:
     raise _incomplete(unit, what)
 
 
-def _version(unit: Unit, grad: Tensor | None) -> int:
+def _version(unit: FeaturedUnit, grad: Tensor | None) -> int:
     """How often ``grad`` was changed in place, itself or through a DTensor that shows a part."""
     if grad is None:
         return -1
@@ -227,7 +227,7 @@ def _version(unit: Unit, grad: Tensor | None) -> int:
     return grad._version + sum(g._version for g in shown if g is not None and g is not grad)
 
 
-def _firsts(unit: Unit, grad: Tensor | None) -> list[Tensor]:
+def _firsts(unit: FeaturedUnit, grad: Tensor | None) -> list[Tensor]:
     """The first element of each gradient that an optimizer sees, as a view, ``[1]`` or ``[0]``."""
     local = [] if grad is None else unit.layout.local_tensors(grad, unit.shard_rank)
     return [tensor.view(-1)[:1] for tensor in local if tensor is not None]
@@ -255,7 +255,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
                     raise _incomplete(units[param], "an optimizer is about to step")
 
 
-def _incomplete(unit: Unit, what: str) -> RuntimeError:
+def _incomplete(unit: FeaturedUnit, what: str) -> RuntimeError:
     return RuntimeError(
         f"unit {unit.label}: {what} while gradients from no_sync() wait to be reduced, so "
         f"part of the sum is missing. Run the last backward before a step outside of "

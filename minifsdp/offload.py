@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifsdp.streams import Finish, Streams, has_memory
+from minifsdp.core.streams import Finish, Streams, has_memory
 
 HOST = torch.device("cpu")
 

@@ -19,15 +19,15 @@ import torch
 
 from minifsdp.checks.param_changes import check_unreplaced
 from minifsdp.checks.rank_agreement import Moment, RankAgreement
-from minifsdp.hooks import Hooks
-from minifsdp.layers import Call, Chain, Layer
-from minifsdp.streams import Event
-from minifsdp.support.dispatch_modes import without_modes
+from minifsdp.core.dispatch_modes import without_modes
+from minifsdp.core.hooks import Hooks
+from minifsdp.core.layers import Call, Chain, Layer
+from minifsdp.core.streams import Event
+from minifsdp.core.unit_state import BACKWARD, STRATEGY, Purpose, ShardedState
+from minifsdp.core.unshard import wait_for_unshard
+from minifsdp.core.views import hide_views, show_views
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.saved_tensors import SavedParameters
-from minifsdp.unit import Unit
-from minifsdp.unit_state import BACKWARD, STRATEGY, Purpose, ShardedState
-from minifsdp.unshard import wait_for_unshard
-from minifsdp.views import hide_views, show_views
 
 
 class OnDemand(Layer):
@@ -46,12 +46,14 @@ class OnDemand(Layer):
         self.hooks, self.agreement = hooks, agreement
         self.engine, self.backward = hooks.engine, hooks.backward
         self.saved = SavedParameters(self.gather)
-        self.lent: list[Unit] = []
+        self.lent: list[FeaturedUnit] = []
         self.graphs = 0
         # Units that were freed early. To the limiter they are alive until their gradient is
         # complete: it would wait for the device otherwise, before the next unit is gathered.
-        self._freed_early: dict[Unit, Event] = {}
-        self._needed_again: set[Unit] = set()  # of these, the ones that had to be gathered again
+        self._freed_early: dict[FeaturedUnit, Event] = {}
+        self._needed_again: set[FeaturedUnit] = (
+            set()
+        )  # of these, the ones that had to be gathered again
         for unit in self.engine.units:
             unit.on_demand = self.on_demand
 
@@ -116,7 +118,7 @@ class OnDemand(Layer):
             self._unshard_again(unit)
 
     @without_modes
-    def on_demand(self, unit: Unit) -> bool:
+    def on_demand(self, unit: FeaturedUnit) -> bool:
         """A module asks for a parameter that is sharded. In a backward this is the recomputation
         of an activation checkpoint: autograd has saved nothing of what is in it, and the gradient
         may not have come through the outputs of the unit. In a forward without gradients it is a
@@ -141,7 +143,7 @@ class OnDemand(Layer):
         """Whether a forward without gradients is running."""
         return bool(self.hooks.calls) and not self.backward.running and not torch.is_grad_enabled()
 
-    def _free_early(self, unit: Unit) -> None:
+    def _free_early(self, unit: FeaturedUnit) -> None:
         """The backward has come to a unit inside of this one. If nothing that is saved of this one
         is left, free it; its gradient is complete much later. So it is with most roots: the head's
         backward is over, and an embedding's needs no parameter.
@@ -159,7 +161,7 @@ class OnDemand(Layer):
             else:
                 self._freed_early[unit] = self.engine.parameters.free(unit)
 
-    def _unshard_again(self, unit: Unit) -> None:
+    def _unshard_again(self, unit: FeaturedUnit) -> None:
         """Gather what was freed early, and is needed in this backward all the same: an activation
         checkpoint inside of the unit runs a part of it again. It stays from now on, also in later
         backwards; else every such checkpoint would gather it."""
@@ -169,7 +171,7 @@ class OnDemand(Layer):
         wait_for_unshard(unit)
         show_views(unit)
 
-    def freed(self, unit: Unit) -> None:
+    def freed(self, unit: FeaturedUnit) -> None:
         """The limiter hears of what was freed early."""
         event = self._freed_early.pop(unit, None)
         if event is not None:

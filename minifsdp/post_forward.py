@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minifsdp.collectives import Group
 from minifsdp.comm.groups import smaller_group
-from minifsdp.engine import Engine
-from minifsdp.layers import Call, Layer
-from minifsdp.streams import Event, Streams
-from minifsdp.unit import Unit
-from minifsdp.unit_state import FORWARD, ShardedState
+from minifsdp.core.collectives import Group
+from minifsdp.core.engine import Engine
+from minifsdp.core.layers import Call, Layer
+from minifsdp.core.streams import Event, Streams
+from minifsdp.core.unit_state import FORWARD, ShardedState
+from minifsdp.featured_unit import FeaturedUnit
 
 
 class PostForwardShard(NamedTuple):
@@ -43,11 +43,11 @@ class PostForwardShard(NamedTuple):
     ready: Event  # on the compute stream: it has been copied
     group: Group  # the smaller one; all its ranks have a part
 
-    def prepare(self, unit: Unit, streams: Streams) -> None:
+    def prepare(self, unit: FeaturedUnit, streams: Streams) -> None:
         """Let the unshard stream wait until the part is there."""
         streams.unshard.wait_event(self.ready)  # else it might send what has not been copied yet
 
-    def tensor(self, unit: Unit, streams: Streams) -> Tensor:
+    def tensor(self, unit: FeaturedUnit, streams: Streams) -> Tensor:
         """The part."""
         return self.shard
 
@@ -66,7 +66,7 @@ class PostForward(Layer):
             keep_post_forward_shard(unit, engine.streams)
         return output
 
-    def gradient(self, unit: Unit, grad: Any) -> Any:
+    def gradient(self, unit: FeaturedUnit, grad: Any) -> Any:
         """From here on it sends its shard again."""
         unit.source = unit.own_source
         return grad
@@ -79,7 +79,7 @@ class PostForward(Layer):
     end_of_backward = reset
 
 
-def keep_post_forward_shard(unit: Unit, streams: Streams) -> None:
+def keep_post_forward_shard(unit: FeaturedUnit, streams: Streams) -> None:
     """Copy this rank's part of an unsharded unit, which is about to be freed. The next gather sends
     that, until the unit sends its shard again. Does nothing if the unit has no smaller group."""
     lines = unit.post_forward_lines

@@ -21,15 +21,16 @@ import torch
 from torch import Tensor
 
 from minifsdp.api import MixedPrecision
-from minifsdp.collectives import Group
 from minifsdp.comm.pieces import Pieces
-from minifsdp.engine import Engine
-from minifsdp.layers import Call, Layer
-from minifsdp.streams import Finish, Streams
-from minifsdp.support.pytree import map_tensors, tensors_in
-from minifsdp.unit import Unit
-from minifsdp.unit_state import Purpose
-from minifsdp.unshard import Source
+from minifsdp.core.collectives import Group
+from minifsdp.core.engine import Engine
+from minifsdp.core.layers import Call, Layer
+from minifsdp.core.outputs import tensors_in
+from minifsdp.core.streams import Finish, Streams
+from minifsdp.core.unit_state import Purpose
+from minifsdp.core.unshard import Source
+from minifsdp.featured_unit import FeaturedUnit
+from minifsdp.support.pytree import map_tensors
 
 FULL_PRECISION = MixedPrecision(cast_forward_inputs=True)
 """For a unit that computes in full precision inside a model that does not."""
@@ -102,7 +103,7 @@ class Cast:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def launch(self, unit: Unit, value: Tensor | Pieces) -> tuple[Tensor | Pieces, Finish]:
+    def launch(self, unit: FeaturedUnit, value: Tensor | Pieces) -> tuple[Tensor | Pieces, Finish]:
         """``value``: of any shape and dtype. Returns it in the other dtype, and a ``finish`` that
         has nothing to do. What has this dtype is not copied."""
         return value.to(self._dtype), lambda: None
@@ -121,11 +122,11 @@ class CastShard:
         self.inner = inner
         self.group: Group | None = inner.group
 
-    def prepare(self, unit: Unit, streams: Streams) -> None:
+    def prepare(self, unit: FeaturedUnit, streams: Streams) -> None:
         """As ``inner`` does."""
         self.inner.prepare(unit, streams)
 
-    def tensor(self, unit: Unit, streams: Streams) -> Tensor:
+    def tensor(self, unit: FeaturedUnit, streams: Streams) -> Tensor:
         """A copy of what ``inner`` sends, of the same shape; or itself, if it has the dtype."""
         # Cast before it is sent. Else twice as many bytes would be, and the all-gather would write
         # numbers of one dtype into memory of another one.
@@ -133,7 +134,7 @@ class CastShard:
 
 
 def prepare_inputs(
-    unit: Unit, is_root: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    unit: FeaturedUnit, is_root: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Cast the inputs of a unit's module to the dtype that the unit computes in, if its precision
     says so, and move those of the root to the unit's device.
@@ -164,7 +165,7 @@ def prepare_inputs(
     return map_tensors(prepare, args), map_tensors(prepare, kwargs)
 
 
-def output_cast(unit: Unit, args: object, kwargs: object) -> Callable[[Any], Any] | None:
+def output_cast(unit: FeaturedUnit, args: object, kwargs: object) -> Callable[[Any], Any] | None:
     """For a unit of full precision in a model of low precision: the function that casts its outputs
     to the dtype of its inputs.
 

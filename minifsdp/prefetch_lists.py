@@ -19,33 +19,31 @@ the same way. There the forward has no other prefetching.
 from collections.abc import Iterable
 from typing import Any
 
-from minifsdp.prefetch import Prefetcher
-from minifsdp.unit import Unit
+from minifsdp.featured_unit import FeaturedUnit
+from minifsdp.support.prefetch_stats import CountedPrefetcher
 from minifsdp.wrapping.module_tree import unit_of
 
-Targets = Unit | list[Unit] | None
 
-
-class ListedPrefetcher(Prefetcher):
+class ListedPrefetcher(CountedPrefetcher):
     """Chooses what was listed for a unit. For a unit without a list it chooses from the orders.
 
     Raises:
         RuntimeError: a unit of another root is listed.
     """
 
-    def pre_forward(self, unit: Unit) -> Targets:  # type: ignore[override]
+    def pre_forward(self, unit: FeaturedUnit) -> Any:  # type: ignore[override]
         """The forward of ``unit`` begins. Returns its list, or the target of FORWARD_PRE."""
         target = super().pre_forward(unit)  # this records the order, too
         return _listed(unit, unit.forward_targets) or target
 
-    def pre_backward(self, unit: Unit) -> Targets:  # type: ignore[override]
+    def pre_backward(self, unit: FeaturedUnit) -> Any:  # type: ignore[override]
         """The backward of ``unit`` begins. Returns its list, or the target of BACKWARD_PRE."""
         target = super().pre_backward(unit)
         # Ranks need not agree on whether the backward of a unit without parameters runs.
         return _listed(unit, unit.backward_targets if unit.numel else []) or target
 
 
-def units_to_prefetch(modules: Iterable[Any]) -> list[Unit]:
+def units_to_prefetch(modules: Iterable[Any]) -> list[FeaturedUnit]:
     """The units of a list of modules.
 
     Raises:
@@ -63,7 +61,7 @@ def units_to_prefetch(modules: Iterable[Any]) -> list[Unit]:
     return units
 
 
-def _listed(unit: Unit, targets: list[Unit]) -> list[Unit]:
+def _listed(unit: FeaturedUnit, targets: list[FeaturedUnit]) -> list[FeaturedUnit]:
     root = (unit.ancestors or [unit])[0]
     for target in targets:
         if (target.ancestors or [target])[0] is not root:

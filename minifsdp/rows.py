@@ -45,8 +45,8 @@ import torch
 from torch import Tensor
 
 from minifsdp.comm.blocks import of_rank
-from minifsdp.flatten import check_flattenable
-from minifsdp.shard import padded_shard_numel, unpadded_shard_numel
+from minifsdp.core.flatten import check_flattenable
+from minifsdp.core.shard import padded_shard_numel, unpadded_shard_numel
 
 
 def check_divisible(tensors: Mapping[str, Tensor]) -> None:

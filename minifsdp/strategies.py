@@ -42,30 +42,30 @@ from collections.abc import Sequence
 
 import torch
 
-from minifsdp.collectives import Comm, TorchCollectives
 from minifsdp.comm.collectives import direct
 from minifsdp.comm.unit_messages import DirectMessages, InBlocks, Watched
+from minifsdp.core.collectives import Comm, TorchCollectives
+from minifsdp.core.reduce import AllReduce, ReduceScatter, Stage
+from minifsdp.core.streams import Streams
+from minifsdp.core.unshard import OwnShard, Source
+from minifsdp.core.views import SplitViews, ViewMaker
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.halves import FirstHalf, SecondHalf
 from minifsdp.offload import Download, Upload
 from minifsdp.precision import Cast, CastShard
-from minifsdp.reduce import AllReduce, ReduceScatter, Stage
 from minifsdp.rows import Rows
-from minifsdp.streams import Streams
 from minifsdp.support.marked_views import MarkedPieceViews, MarkedSplitViews
 from minifsdp.support.param_views import Placeholders
 from minifsdp.support.piece_views import PieceViews
-from minifsdp.unit import Unit
-from minifsdp.unshard import OwnShard, Source
-from minifsdp.views import SplitViews, ViewMaker
 
 
-def set_strategies(unit: Unit) -> None:
+def set_strategies(unit: FeaturedUnit) -> None:
     """Those of a new unit that no device decides on; for the rest see :func:`choose_strategies`."""
     unit.source = unit.own_source = source_of(unit)
     unit.places = Placeholders()
 
 
-def source_of(unit: Unit) -> Source:
+def source_of(unit: FeaturedUnit) -> Source:
     """What a unit sends of its shard, from the inside outwards.
 
     Nothing that this depends on changes later: a model that is moved or cast has its shards
@@ -82,7 +82,7 @@ def source_of(unit: Unit) -> Source:
     return source
 
 
-def choose_strategies(units: Sequence[Unit], streams: Streams) -> None:
+def choose_strategies(units: Sequence[FeaturedUnit], streams: Streams) -> None:
     """Choose those that depend on the device: all but the sources.
 
     Args:
@@ -94,7 +94,7 @@ def choose_strategies(units: Sequence[Unit], streams: Streams) -> None:
         unit.stages = stages_of(unit, streams)
 
 
-def comm_of(unit: Unit, device: torch.device) -> Comm | DirectMessages:
+def comm_of(unit: FeaturedUnit, device: torch.device) -> Comm | DirectMessages:
     """How what a unit sends and receives travels."""
     if direct(device):
         return DirectMessages()
@@ -103,7 +103,7 @@ def comm_of(unit: Unit, device: torch.device) -> Comm | DirectMessages:
     return comm if len(unit.layout.blocks or ()) < 2 else InBlocks(comm)
 
 
-def view_maker_of(unit: Unit, device: torch.device) -> ViewMaker:
+def view_maker_of(unit: FeaturedUnit, device: torch.device) -> ViewMaker:
     """What makes the views of a unit, and takes their gradients."""
     # An all-reduce writes its result to the flat gradient, and so has no use for pieces.
     in_pieces = direct(device) and unit.shard_group is not None
@@ -112,7 +112,7 @@ def view_maker_of(unit: Unit, device: torch.device) -> ViewMaker:
     return PieceViews() if in_pieces else SplitViews()
 
 
-def stages_of(unit: Unit, streams: Streams) -> list[Stage]:
+def stages_of(unit: FeaturedUnit, streams: Streams) -> list[Stage]:
     """The stages that a gradient of ``unit`` goes through, in their order. It depends on the unit's
     groups, precision, offload and hook, and on the device: ask again when one of them changes.
 

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 
-from minifsdp.limiter import EventQueue
+from minifsdp.core.limiter import EventQueue
 from minifsdp.sim import cluster
 from minifsdp.sim.__main__ import parser
 from minifsdp.sim.cli.run import simulate

@@ -31,7 +31,7 @@ from minifsdp import (
     SynchronizeAfterFree,
 )
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.unit import Unit
+from minifsdp.featured_unit import FeaturedUnit
 from tests.parity import check_at_rest
 from tests.random_models import (
     ALL,
@@ -370,7 +370,7 @@ class Comparison:
             if self.reference.module.get_submodule(name) in below:
                 unit.train(not frozen)
 
-    def wrapper(self, unit: Unit) -> FSDP:
+    def wrapper(self, unit: FeaturedUnit) -> FSDP:
         (found,) = (w for w in FSDP.fsdp_modules(self.model) if w._unit is unit)
         return found
 

@@ -17,11 +17,11 @@ from unittest.mock import patch
 
 import torch
 
-import minifsdp.reshard
-import minifsdp.unshard
+import minifsdp.core.reshard
+import minifsdp.core.unshard
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import streams
-from minifsdp.streams import CpuEvent, CpuStream, Streams
+from minifsdp.core import streams
+from minifsdp.core.streams import CpuEvent, CpuStream, Streams
 from tests.small import replaced
 
 
@@ -121,7 +121,7 @@ class DeferringStream(CpuStream):
 @contextmanager
 def deferring_device() -> Iterator[None]:
     """Inside, models that are wrapped there run on such a device."""
-    unshard = minifsdp.unshard.unshard
+    unshard = minifsdp.core.unshard.unshard
 
     def make(device: torch.device) -> Streams:
         return Streams(device, CpuStream(), *(DeferringStream() for _ in range(5)))
@@ -143,7 +143,7 @@ def count_alive(model: FSDP) -> Iterator[list[int]]:
     """How many units the device has in memory just after each gather begins, the root aside."""
     counts: list[int] = []
     held, freeing = set(), []
-    unshard, reshard = minifsdp.unshard.unshard, minifsdp.reshard.reshard
+    unshard, reshard = minifsdp.core.unshard.unshard, minifsdp.core.reshard.reshard
 
     def counted_unshard(unit, its_streams):
         unshard(unit, its_streams)

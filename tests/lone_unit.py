@@ -20,30 +20,19 @@ from minifsdp import MixedPrecision
 from minifsdp.comm import collectives
 from minifsdp.comm.groups import Placement
 from minifsdp.comm.pieces import Pieces, whole
+from minifsdp.core.streams import Finish, Streams
+from minifsdp.core.unit_state import Purpose
+from minifsdp.core.views import hide_views
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.strategies import choose_strategies, set_strategies
-from minifsdp.streams import Finish, Streams
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.param_access import ParamInfo
 from minifsdp.support.tensor_attribute import TensorAttribute
-from minifsdp.unit import Unit
-from minifsdp.unit_state import Purpose
-from minifsdp.views import hide_views
 from tests.small import replaced
 
 CPU = torch.device("cpu")
 SHAPES = {"weight": (2, 3), "scale": (), "bias": (3,)}
 NUMEL = 10
-
-
-@dataclass(eq=False)
-class StubUnit:
-    """What a limiter and a prefetcher know of a unit."""
-
-    label: str
-    ancestors: list["StubUnit"] = field(default_factory=list)
-    reshard_after_forward: bool = True
-    numel: int = 1
-    is_list: bool = False
 
 
 @dataclass
@@ -65,7 +54,7 @@ class Group:
 class Lone:
     """A unit and what its verbs need."""
 
-    unit: Unit
+    unit: FeaturedUnit
     streams: Streams
     module: nn.Module
 
@@ -91,7 +80,7 @@ class Lone:
         self.unit.state.finish_unshard()
 
 
-def padded(unit: Unit) -> Tensor:
+def padded(unit: FeaturedUnit) -> Tensor:
     """The parameters of a lone unit, laid end to end, and zeros for the padding."""
     return torch.cat([torch.arange(1.0, NUMEL + 1), torch.zeros(unit.padded_numel - NUMEL)])
 
@@ -123,7 +112,7 @@ def lone_unit(
         Group(0, replicas) if replicas > 1 else None,
         True,
     )
-    unit = Unit(
+    unit = FeaturedUnit(
         module,
         infos,
         Buffers([module], None),
@@ -147,7 +136,7 @@ class OtherRanks:
     """The ``comm`` of a unit whose other ranks have the other chunks of the parameters, and
     gradients of 10 in all places."""
 
-    def all_gather(self, unit: Unit, full: Tensor, shard: Tensor, group: Any) -> Finish:
+    def all_gather(self, unit: FeaturedUnit, full: Tensor, shard: Tensor, group: Any) -> Finish:
         group.called.append("all-gather")
         assert full.dtype is shard.dtype, "a chunk is sent in the dtype that it is gathered in"
         full.fill_(torch.nan)
@@ -156,7 +145,7 @@ class OtherRanks:
         return lambda: full.copy_(torch.cat(chunks))
 
     def reduce_scatter(
-        self, unit: Unit, flat: Tensor | Pieces, scale: float
+        self, unit: FeaturedUnit, flat: Tensor | Pieces, scale: float
     ) -> tuple[Tensor, Finish]:
         group: Any = unit.shard_group
         group.called.append("reduce-scatter")
@@ -164,7 +153,7 @@ class OtherRanks:
         total = torch.full_like(own, torch.nan)
         return total, lambda: total.copy_(scale * (own + 10 * (group.size() - 1)))
 
-    def all_reduce(self, unit: Unit, flat: Tensor, scale: float, group: Any) -> Finish:
+    def all_reduce(self, unit: FeaturedUnit, flat: Tensor, scale: float, group: Any) -> Finish:
         group.called.append("all-reduce")
         total = scale * (flat + 10 * (group.size() - 1))
         flat.fill_(torch.nan)

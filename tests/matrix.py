@@ -1,12 +1,12 @@
 """The matrix: every combination that users make, against DDP.
 
-    make matrix                              # the table; README has it
+    make matrix                              # the table
     python -m tests.matrix transformer odd   # some models
 
 In CELLS, models x strategies x offload x precision x 1 to 4 ranks x chunks and rows, and with two
 ranks and chunks x ways to initialize; what is not crossed takes turns, so that each meets all of
 the others. In SCHEDULES, two ranks and plain parameters, in both layouts, with every prefetch and
-every limit.
+every limit. The core alone is in both, with what it has.
 """
 
 import itertools
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
+from torch import nn
 
 from minifsdp import (
     BackwardPrefetch,
@@ -24,13 +25,18 @@ from minifsdp import (
     ForwardPrefetch,
     ShardingStrategy,
     SynchronizeAfterFree,
+    core,
 )
+from tests.core.common import full_parameters
 from tests.models import CASES
 from tests.parity import (
     BF16,
     BF16_SUMMED_IN_FP32,
     FULL,
     INITS,
+    alone,
+    build,
+    check_equal,
     check_parity,
     check_refused,
     sharded,
@@ -49,6 +55,8 @@ FORWARD = {"pre": ForwardPrefetch.FORWARD_PRE, "post": ForwardPrefetch.FORWARD_P
 LIMITS = {"2": True, "1": 1, "none": False, "sync": SynchronizeAfterFree()}
 WORLDS = (1, 2, 3, 4)
 LAYOUTS = {"chunks": False, "rows": True}  # use_orig_params
+CORE = "core"  # in chunks too, by the core alone
+CORE_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 
 
 class Cell(NamedTuple):
@@ -77,6 +85,8 @@ def _cells() -> Iterator[Cell]:
             for init in INITS if crossed else [next(inits)]:
                 settings = model, init, strategy, offload, precision, world_size
                 yield Cell(*settings, *next(schedules), layout)
+    for model, strategy, world_size in itertools.product(CASES, CORE_STRATEGIES, WORLDS):
+        yield Cell(model, "before", strategy, "", "fp32", world_size, *next(schedules), CORE)
 
 
 def _schedules() -> Iterator[Cell]:
@@ -84,6 +94,9 @@ def _schedules() -> Iterator[Cell]:
         LAYOUTS, CASES, STRATEGIES, BACKWARD, FORWARD, LIMITS
     ):
         yield Cell(model, "before", strategy, "", "fp32", 2, *rest, layout)
+    for model, *rest in itertools.product(CASES, CORE_STRATEGIES, BACKWARD, FORWARD, LIMITS):
+        strategy, *schedule = rest
+        yield Cell(model, "before", strategy, "", "fp32", 2, *schedule, CORE)
 
 
 WITHOUT_ROWS = ("odd",)  # has a 0-d parameter
@@ -93,6 +106,8 @@ CELLS, SCHEDULES = list(_cells()), list(_schedules())
 
 def check(cell: Cell) -> float | None:
     """On each rank: the difference from DDP; None where it has to be refused, and is."""
+    if cell.layout == CORE:
+        return check_core(cell)
     settings: dict[str, Any] = dict(
         sharding_strategy=STRATEGIES[cell.strategy],
         cpu_offload=OFFLOAD[cell.offload],
@@ -110,6 +125,27 @@ def check(cell: Cell) -> float | None:
         check_refused(cell.model, **settings)
         return None
     return check_parity(cell.model, init=cell.init, **settings)
+
+
+def check_core(cell: Cell) -> float:
+    """On each rank: the difference of the core alone from DDP."""
+    case = CASES[cell.model]
+
+    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool | dict[str, Any]:
+        own = isinstance(module, case.experts) and {"process_group": alone()}
+        return recurse or own or isinstance(module, case.units)
+
+    def build_core(module: nn.Module) -> core.FullyShardedDataParallel:
+        return core.FullyShardedDataParallel(
+            module,
+            sharding_strategy=STRATEGIES[cell.strategy],
+            auto_wrap_policy=policy,
+            backward_prefetch=BACKWARD[cell.backward],
+            forward_prefetch=FORWARD[cell.forward],
+            limit_all_gathers=LIMITS[cell.limit],
+        )
+
+    return check_equal(cell.model, build_core(build(case)), full_parameters)
 
 
 def check_all(cells: list[Cell]) -> list[float | None]:
@@ -149,7 +185,7 @@ def main(models: list[str]) -> None:
     print(f"{len(found)} cells, {failed} failures of up to 50 cells. In each: with 1 and 2 ranks,")
     print("and with 3 and 4, the largest difference from DDP; = equal in every bit; ! refused")
     print()
-    for layout, offload in itertools.product(LAYOUTS, OFFLOAD):
+    for layout, offload in (*itertools.product(LAYOUTS, OFFLOAD), (CORE, "")):
         where = f"{layout}, {offload.strip('+') or 'on the device'}"
         print(f"{where:26}" + "".join(f"{s:>20}" for s in STRATEGIES))
         for model, init in dict.fromkeys(key[:2] for key in groups):

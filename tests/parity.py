@@ -22,12 +22,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import minifsdp.comm.collectives
-import minifsdp.reshard
+import minifsdp.core.reshard
 from minifsdp import CustomPolicy, MixedPrecision, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.comm.groups import HYBRID
+from minifsdp.core.unit_state import ShardedState
 from minifsdp.no_sync import NO_SYNC
-from minifsdp.unit_state import ShardedState
 from tests.models import CASES, Case
 from tests.ranks import cached_in_a_world, device
 from tests.small import replaced, travels
@@ -266,14 +266,27 @@ def difference(found: Tensor, expected: Tensor) -> float:
 def check_parity(name: str, steps: int = STEPS, init: str = "before", **settings: Any) -> float:
     """Train case `name` both ways on this rank; the largest difference, if it is small enough."""
     precision = settings.get("mixed_precision", FULL)
+    model = sharded(CASES[name], init, **settings)
+    worst = check_equal(name, model, full_parameters, precision, steps)
+    check_where(model)
+    check_at_rest(model)
+    return worst
+
+
+def check_equal(
+    name: str,
+    model: Any,
+    parameters_of: Callable[[Any], dict[str, Tensor]],
+    precision: MixedPrecision = FULL,
+    steps: int = STEPS,
+) -> float:
+    """Train `model`, which is case `name` sharded in some way, and compare it with DDP."""
     exact = dist.get_world_size() <= 2
     bound = 0.0 if exact else BOUND if precision == FULL else LOW_BOUND
     steps = steps if exact or precision == FULL else 1
     losses, parameters = reference(name, precision, steps)
-    model = sharded(CASES[name], init, **settings)
     found_losses = train(model, CASES[name], steps)
-    check_where(model)
-    found = full_parameters(model)
+    found = parameters_of(model)
     assert found.keys() == parameters.keys()
     worst = 0.0
     for step, (a, b) in enumerate(zip(found_losses, losses, strict=True)):
@@ -284,7 +297,6 @@ def check_parity(name: str, steps: int = STEPS, init: str = "before", **settings
         gap = difference(found[key], expected)
         assert gap <= bound, f"{key} differs from DDP's by {gap:.3g} (relative), bound {bound:.3g}"
         worst = max(worst, gap)
-    check_at_rest(model)
     return worst
 
 
@@ -345,7 +357,7 @@ def delays(where: str) -> Iterator[None]:
 
         return delayed
 
-    reshard = minifsdp.reshard.reshard
+    reshard = minifsdp.core.reshard.reshard
     patches = {
         "reduction": travels("reduce_scatter", slow_to_finish),
         "gather": travels("all_gather", slow_to_finish),

@@ -1,9 +1,9 @@
 """Run tests with another file in the place of one of minifsdp's.
 
-    MINIFSDP_REPLACE="limiter=my/limiter.py" pytest tests/test_limiter.py
-    MINIFSDP_REPLACE="shard=a.py,prefetch=b.py" python -m tests.matrix transformer
+    MINIFSDP_REPLACE="core/limiter=my/limiter.py" pytest tests/test_limiter.py
+    MINIFSDP_REPLACE="core/shard=a.py,core/prefetch=b.py" python -m tests.matrix transformer
 
-Every `import minifsdp.limiter` of the process, and of the ranks that it starts, then gets what
+Every `import minifsdp.core.limiter` of the process, and of the ranks that it starts, then gets what
 `my/limiter.py` defines, and the rest from limiter.py. tests/second/ has such files, and
 tests/test_replace.py runs them.
 """
@@ -24,7 +24,7 @@ def replacements() -> dict[str, Path]:
         if not (PACKAGE / f"{name}.py").exists() or not Path(file).is_file():
             raise ValueError(
                 f"{VARIABLE}: {name}={file} should be the name of a file of minifsdp without its "
-                f"ending, such as limiter or comm/collectives, and a file to take instead of it."
+                f"ending, such as core/limiter or comm/collectives, and a file to take instead."
             )
     return {name: Path(file).resolve() for name, _, file in pairs}
 

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import minifsdp.reduce
-import minifsdp.reshard
-import minifsdp.unshard
+import minifsdp.core.reduce
+import minifsdp.core.reshard
+import minifsdp.core.unshard
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
-from minifsdp.collectives import TorchCollectives
 from minifsdp.comm.unit_messages import DirectMessages
-from minifsdp.reduce import Reduction
-from minifsdp.unit import Unit
+from minifsdp.core.collectives import TorchCollectives
+from minifsdp.core.reduce import Reduction
+from minifsdp.featured_unit import FeaturedUnit
 from tests.ranks import device
 
 
@@ -99,7 +99,7 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor])
         torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
 
 
-def storage(unit: Unit) -> int:
+def storage(unit: FeaturedUnit) -> int:
     """Bytes that the unit's full parameters take now."""
     return (
         0
@@ -112,7 +112,7 @@ def storage(unit: Unit) -> int:
 def watch(model: FSDP) -> Iterator[list[str]]:
     """A log of what the engine does to units: '+name' for an unshard, '-name' for a reshard."""
     log: list[str] = []
-    unshard, reshard = minifsdp.unshard.unshard, minifsdp.reshard.reshard
+    unshard, reshard = minifsdp.core.unshard.unshard, minifsdp.core.reshard.reshard
 
     def noted(sign, verb):
         def wrapper(unit, streams):
@@ -143,7 +143,7 @@ def travels(name: str, change: Callable[[Callable], Callable]) -> Iterator[None]
     """Change how the tensors of units travel, whatever the device.
 
     Args:
-        name: a method of :class:`~minifsdp.collectives.Comm`.
+        name: a method of :class:`~minifsdp.core.collectives.Comm`.
         change: makes of that another one, which gets ``(self, unit, ...)``.
     """
     with ExitStack() as stack:

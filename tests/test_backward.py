@@ -9,7 +9,7 @@ from torch import nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, ShardingStrategy
-from minifsdp.unit_state import TrainingState
+from minifsdp.core.unit_state import TrainingState
 from tests.parity import check_at_rest
 from tests.ranks import device, on_ranks
 from tests.small import (

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import minifsdp.collectives
-from minifsdp.collectives import TorchCollectives
+import minifsdp.core.collectives
+from minifsdp.core.collectives import TorchCollectives
 from tests.ranks import device, on_ranks, run
 
 
@@ -83,8 +83,8 @@ def test_each_is_started_and_waited_for_when_somebody_asks():
     group = SimpleNamespace(size=lambda: 2)
     unit, comm = SimpleNamespace(shard_group=group), TorchCollectives()
     with (
-        patch.object(minifsdp.collectives, "torch_all_gather", start),
-        patch.object(minifsdp.collectives, "torch_reduce_scatter", start),
+        patch.object(minifsdp.core.collectives, "torch_all_gather", start),
+        patch.object(minifsdp.core.collectives, "torch_reduce_scatter", start),
         patch.object(dist, "all_reduce", start),
     ):
         for begin in (

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from minifsdp import ShardingStrategy
-from minifsdp.streams import CpuEvent, CpuStream, Streams
-from minifsdp.unit_state import FORWARD, Purpose, TrainingState
-from minifsdp.views import SplitViews
+from minifsdp.core.streams import CpuEvent, CpuStream, Streams
+from minifsdp.core.unit_state import FORWARD, Purpose, TrainingState
+from minifsdp.core.views import SplitViews
 from tests.ranks import device, on_ranks
 from tests.small import (
     batch,

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from minifsdp import FSDPModule, as_dtensors, fully_shard, register_fsdp_forward_method
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.between_steps.explain import table
+from minifsdp.core.unit_state import ShardedState
 from minifsdp.no_sync import NoSync
-from minifsdp.unit_state import ShardedState
 from tests.ranks import device, on_ranks
 
 

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 
 import minifsdp.comm.collectives
-import minifsdp.reduce
+import minifsdp.core.reduce
 from minifsdp import CPUOffload, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.api import Stats
-from minifsdp.gradients import Gradients
+from minifsdp.core.api import Stats
+from minifsdp.core.gradients import Gradients
+from minifsdp.core.streams import CpuEvent, CpuStream, Streams
+from minifsdp.core.unit_state import Purpose
 from minifsdp.sim import cluster
 from minifsdp.strategies import stages_of
-from minifsdp.streams import CpuEvent, CpuStream, Streams
-from minifsdp.unit_state import Purpose
 from tests.lone_unit import lone_unit
 from tests.parity import grid
 from tests.ranks import device, on_ranks
@@ -60,7 +60,7 @@ def test_at_most_one_reduction_is_under_way():
             open_at_once.append(sum(not r.event.query() for r in started))
             return noted(*args)
 
-        noted = minifsdp.reduce.Reduction
+        noted = minifsdp.core.reduce.Reduction
         with replaced(noted, counted):
             step(model)
     assert open_at_once == [0] * 5

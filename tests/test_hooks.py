@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from minifsdp import ForwardPrefetch, MixedPrecision, ModuleWrapPolicy, ShardingStrategy, streams
+from minifsdp import ForwardPrefetch, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.streams import CpuStream, Streams
+from minifsdp.core import streams
+from minifsdp.core.streams import CpuStream, Streams
 from tests.parity import check_at_rest, full_parameters
 from tests.ranks import device, on_ranks
 from tests.small import (

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from minifsdp import CPUOffload, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.comm.groups import HYBRID
+from minifsdp.core.reduce import Reduction
 from minifsdp.no_sync import NO_SYNC, AddUnreduced, store_unreduced
-from minifsdp.reduce import Reduction
 from tests.lone_unit import lone_unit
 from tests.parity import check_at_rest, grid
 from tests.ranks import device, on_ranks, run

@@ -10,11 +10,11 @@ from torch import nn
 
 from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.core.streams import CpuEvent, CpuStream, Streams
+from minifsdp.core.unshard import OwnShard
 from minifsdp.offload import HOST, Download, Upload, host_copy
 from minifsdp.sim import cluster
 from minifsdp.sim.tape import Op
-from minifsdp.streams import CpuEvent, CpuStream, Streams
-from minifsdp.unshard import OwnShard
 from tests.lagging import DeferringStream
 from tests.lone_unit import lone_unit
 from tests.parity import check_at_rest, grid
@@ -141,6 +141,12 @@ def test_on_a_gpu_the_hosts_memory_is_pinned():
     step(model)
     for unit in model.engine.units:
         assert unit.padded_shard.is_pinned() and unit.sharded_flat_param.grad.is_pinned()
+
+
+def test_after_wrapping_the_device_has_no_part_of_the_parameters():
+    with cluster(gpus_per_node=2) as gpu, torch.device("meta"):
+        model = FSDP(nn.Sequential(nn.Linear(512, 512)), cpu_offload=OFFLOAD)
+        assert gpu.allocator.allocated.now < 512 * 512 * 4 / 2, model  # a shard
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

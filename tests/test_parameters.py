@@ -5,15 +5,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from minifsdp.engine import Engine
-from minifsdp.unit import Unit
-from minifsdp.unit_state import FORWARD, PREFETCH, Purpose
+from minifsdp.core.engine import Engine
+from minifsdp.core.unit_state import FORWARD, PREFETCH, Purpose
+from minifsdp.featured_unit import FeaturedUnit
 from tests.parity import check_at_rest
 from tests.ranks import on_ranks
 from tests.small import batch, layers, stack, step, storage, travels
 
 
-def started() -> tuple[Engine, Unit]:
+def started() -> tuple[Engine, FeaturedUnit]:
     """An engine that is ready for a forward, and a unit that is not the root."""
     engine = stack().engine
     engine.start(Purpose.TRAIN)

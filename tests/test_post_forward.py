@@ -16,9 +16,9 @@ from minifsdp import fully_shard
 from minifsdp.between_steps.explain import table
 from minifsdp.comm import collectives
 from minifsdp.comm.groups import smaller_group
+from minifsdp.core.streams import CpuEvent
+from minifsdp.core.unshard import unshard, wait_for_unshard
 from minifsdp.post_forward import PostForwardShard, keep_post_forward_shard
-from minifsdp.streams import CpuEvent
-from minifsdp.unshard import unshard, wait_for_unshard
 from minifsdp.wrapping.fsdp2_settings import reshards_after_forward
 from tests.lone_unit import Group, lone_unit
 from tests.ranks import device, on_ranks
@@ -213,6 +213,19 @@ def test_what_a_step_that_never_came_has_kept_is_not_used():
                 param.mul_(2)
     found, right = train(model), train(expected)
     assert all(torch.equal(a, b) for a, b in zip(right, found, strict=True))
+
+
+@on_ranks(4)
+def test_a_unit_that_stays_gathered_keeps_none():
+    """It would be memory for a gather that never comes."""
+    model = build(2)
+    unit = model[1]._unit
+    unit.hold("somebody needs it")
+    loss = model(batch()).sum()
+    assert unit.source is unit.own_source
+    assert isinstance(model[2]._unit.source, PostForwardShard)
+    unit.let_go("somebody needs it")
+    loss.backward()
 
 
 @on_ranks(4)

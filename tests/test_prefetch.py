@@ -10,8 +10,10 @@ from torch.distributed.fsdp import BackwardPrefetch as TorchBackwardPrefetch
 
 from minifsdp import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.prefetch import Order, Prefetcher
-from tests.lone_unit import StubUnit, lone_unit
+from minifsdp.core.prefetch import Order, Prefetcher
+from minifsdp.wrapping.root_settings import make_prefetcher
+from tests.core.common import StubUnit
+from tests.lone_unit import lone_unit
 from tests.ranks import device, on_ranks
 from tests.small import batch, layers, stack, step, watch
 
@@ -160,7 +162,7 @@ class TestPrefetcher:
         prefetcher.adapt_to(host_runs_ahead=True)
         assert prefetcher.forward is None
 
-    def test_what_is_gathered_or_over_is_no_target_and_is_counted(self):
+    def test_what_is_gathered_or_over_is_no_target(self):
         prefetcher = Prefetcher(BackwardPrefetch.BACKWARD_PRE, None)
         with lone_unit() as lone:
             assert prefetcher.is_sound(lone.unit)
@@ -168,16 +170,9 @@ class TestPrefetcher:
             assert not prefetcher.is_sound(lone.unit)
             lone.unit.state.complete_grad()
             assert not prefetcher.is_sound(lone.unit)
-            assert prefetcher.stats.mistargets["already resharded"] == 2
-
-    def test_the_observer_is_told_of_prefetches_and_of_uses(self):
-        prefetcher = Prefetcher(BackwardPrefetch.BACKWARD_PRE, None)
-        with lone_unit() as wrong, lone_unit() as right:
-            prefetcher.issued(wrong.unit)
-            wrong.fill()
-            prefetcher.needed(right.unit)
-            assert prefetcher.stats.prefetches == 1
-            assert prefetcher.stats.mistargets["not needed yet"] == 1
+        with lone_unit() as lone:
+            lone.fill()
+            assert not prefetcher.is_sound(lone.unit)
 
 
 @on_ranks(2)
@@ -194,7 +189,7 @@ def test_backward_post_gathers_the_next_after_the_current_is_freed():
     for at in range(3):
         _, backward = recorded(model, at)
         assert backward == "-root +3 -3 +2 | -2 +1 | -1 |"
-    assert model.engine.prefetcher.stats.prefetches == 6, model.engine.prefetcher.stats.prefetches
+    assert model.engine.stats.prefetches == 6, model.engine.stats.prefetches
     assert not mistargets(model)
 
 
@@ -205,7 +200,7 @@ def test_without_prefetch_each_unit_is_gathered_when_needed():
         forward, backward = recorded(model, at)
         assert forward == "+root | +1 -1 | +2 -2 | +3 -3"
         assert backward == "-root +3 -3 | +2 -2 | +1 -1 |"
-    assert model.engine.prefetcher.stats.prefetches == 0
+    assert model.engine.stats.prefetches == 0
 
 
 @on_ranks(2)
@@ -234,7 +229,7 @@ def test_forward_post_gathers_the_next_after_the_current_is_freed():
     for at in range(2):
         assert recorded(model, at)[0] == "+root | +1 -1 +2 | -2 +3 | -3"
     # 3 in each backward, 2 in each later forward.
-    assert model.engine.prefetcher.stats.prefetches == 3 * 3 + 2 * 2
+    assert model.engine.stats.prefetches == 3 * 3 + 2 * 2
 
 
 class Branches(nn.Module):
@@ -296,7 +291,7 @@ def test_a_unit_without_parameters_prefetches_nothing():
     outputs = model(batch())
     outputs[dist.get_rank()].sum().backward()
     assert [unit.name for unit in model.engine.units] == ["", "idle", "tanh"]
-    assert model.engine.prefetcher.stats.prefetches == 1  # by the root, to which all come
+    assert model.engine.stats.prefetches == 1  # by the root, to which all come
 
 
 def mistargets(model):
@@ -462,16 +457,16 @@ def test_a_step_that_broke_off_does_not_say_what_comes_next(where, forward):
     units = [FSDP(nn.Sequential(layers(0), *[fails] * (at == 1))) for at in range(3)]
     model = FSDP(nn.Sequential(*units), forward_prefetch=forward)
     for _ in range(2):
-        before = model.engine.prefetcher.stats.prefetches
+        before = model.engine.stats.prefetches
         expected = recorded(model)
-    made = model.engine.prefetcher.stats.prefetches - before
+    made = model.engine.stats.prefetches - before
     fails.fails_in = where
     with pytest.raises(InterruptedError):
         recorded(model)
     fails.fails_in = ""
-    before = model.engine.prefetcher.stats.prefetches
+    before = model.engine.stats.prefetches
     after, backward = recorded(model)
-    assert model.engine.prefetcher.stats.prefetches - before == made
+    assert model.engine.stats.prefetches - before == made
     # First, what was left is freed.
     assert (after.lstrip("-012 "), backward) == expected
     assert not mistargets(model), mistargets(model)
@@ -482,4 +477,4 @@ def test_what_is_no_prefetch_of_ours_is_refused():
     """torch's own enum would be none of these, and silently mean no prefetch at all."""
     for wrong in ("pre", TorchBackwardPrefetch.BACKWARD_PRE, ForwardPrefetch.FORWARD_PRE):
         with pytest.raises(TypeError, match=r"is not one of minifsdp.BackwardPrefetch's"):
-            Prefetcher(wrong, None)
+            make_prefetcher(wrong, None)

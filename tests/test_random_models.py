@@ -7,8 +7,8 @@ from contextlib import ExitStack
 import pytest
 import torch
 
+import minifsdp.core.reduce
 import minifsdp.no_sync
-import minifsdp.reduce
 from minifsdp import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
 from minifsdp.comm import collectives
 from tests.fuzz import WORLDS, Differs, check, failure
@@ -176,7 +176,7 @@ def gradients_that_are_not_added() -> Iterator[object]:
         reduction.unit.sharded_flat_param.grad = None
         store_gradient(reduction)
 
-    store_gradient = minifsdp.reduce.store_gradient
+    store_gradient = minifsdp.core.reduce.store_gradient
     yield replaced(store_gradient, store)
 
 

@@ -1,10 +1,8 @@
 """README.md: what it shows works, and what it counts is so."""
 
 import ast
-import io
 import re
 import sys
-import tokenize
 from pathlib import Path
 
 from torch import nn
@@ -12,6 +10,7 @@ from torch import nn
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
 from minifsdp.between_steps.explain import table
+from tests.core.test_fully_sharded import code_lines
 from tests.patience import run_command
 from tests.ranks import device, on_ranks
 
@@ -19,23 +18,6 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "minifsdp"
 FOLDERS = ("comm", "support", "wrapping", "between_steps", "checks")
 README = (ROOT / "README.md").read_text()
-LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-
-
-def code_lines(path: Path) -> int:
-    """Lines with code on them: no blank lines, comments or docstrings."""
-    source = path.read_text()
-    docstrings = {
-        line
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        for line in range(node.lineno, node.end_lineno + 1)
-    }
-    lines = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in (*LAYOUT, tokenize.COMMENT):
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - docstrings)
 
 
 def test_the_example_runs(tmp_path):
@@ -66,11 +48,13 @@ def test_the_table_of_units_is_that_of_the_examples_model():
 
 
 def test_the_map_is_complete_and_counts_right():
-    """A row for each concept, and one for each package."""
+    """A row for each file of the core, for each concept beside it, and for each package."""
     rows = re.findall(r"^\| \[`(.+?)`\]\((.+?)\) \| ([\d,]+) \|", README, re.M)
-    lines = {name: int(count.replace(",", "")) for name, _, count in rows}
+    lines = {name: number(count) for name, _, count in rows}
     assert all(link == f"minifsdp/{name}".rstrip("/") for name, link, _ in rows)
+    core = {f"core/{path.name}": code_lines(path) for path in (PACKAGE / "core").glob("[!_]*.py")}
     expected = {
+        **core,
         **{path.name: code_lines(path) for path in PACKAGE.glob("[!_]*.py")},
         **{
             f"{folder}/": sum(code_lines(path) for path in (PACKAGE / folder).glob("*.py"))
@@ -78,15 +62,22 @@ def test_the_map_is_complete_and_counts_right():
         },
     }
     assert lines == expected
-    (total,) = re.findall(r"^\| all \| ([\d,]+) \|", README, re.M)
-    assert int(total.replace(",", "")) == sum(lines.values())
+    exports = code_lines(PACKAGE / "core" / "__init__.py")
+    (of_core,) = re.findall(r"^\| the core \| ([\d,]+) \|", README, re.M)
+    assert number(of_core) == sum(core.values()) + exports
+    (total,) = re.findall(r"^\| all, with the core \| ([\d,]+) \|", README, re.M)
+    assert number(total) == sum(lines.values()) + exports
+
+
+def number(text: str) -> int:
+    return int(text.replace(",", ""))
 
 
 def test_concepts_come_before_those_that_need_them():
-    order = re.findall(r"^\| \[`(\w+)\.py`\]", README, re.M)
+    order = re.findall(r"^\| \[`([\w/]+)\.py`\]", README, re.M)
     for place, name in enumerate(order):
-        needed = {n for n in imports(PACKAGE / f"{name}.py") if n in order}
-        assert needed <= set(order[:place]), name
+        needed = {n for n in imports(PACKAGE / f"{name}.py") if n.replace(".", "/") in order}
+        assert {n.replace(".", "/") for n in needed} <= set(order[:place]), name
 
 
 def test_no_file_needs_one_that_needs_it():
@@ -131,7 +122,9 @@ def imports(path: Path) -> set[str]:
     """Modules of minifsdp that a file imports, by their names below it."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("minifsdp."):
+        if isinstance(node, ast.ImportFrom) and node.level:  # in the core
+            found.add(f"core.{node.module}")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("minifsdp."):
             below = node.module.removeprefix("minifsdp.")
             found |= {below} | {f"{below}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp.comm.groups import HYBRID
-from minifsdp.reduce import AllReduce, Reduction, store_gradient
+from minifsdp.core.reduce import AllReduce, Reduction, store_gradient
+from minifsdp.core.unit_state import Purpose
 from minifsdp.sim import cluster
-from minifsdp.unit_state import Purpose
 from tests.lagging import deferring_device
 from tests.lone_unit import lone_unit
 from tests.parity import grid

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.matrix import CELLS, check_all
+from tests.mutants import its_tests
 from tests.patience import run_command
 from tests.ranks import run
 from tests.replace import VARIABLE, install, replacements
@@ -24,14 +25,14 @@ def pytest_with(replaced: str, *arguments: str):
 @pytest.mark.slow
 def test_second_implementations_of_four_concepts_pass():
     """The tests of each concept, and below some cells of the matrix: all four replaced at once."""
-    files = ",".join(f"{name}=tests/second/{name}.py" for name in SECOND)
-    tests = [f"tests/test_{name}.py" for name in SECOND]
+    files = ",".join(f"core/{name}=tests/second/{name}.py" for name in SECOND)
+    tests = [test for name in SECOND for test in its_tests(f"core/{name}")]
     result = pytest_with(
         files, *tests, f"{__file__}::test_some_cells_of_the_matrix_with_the_files_that_there_are"
     )
     assert result.returncode == 0, result.stdout
     for name in SECOND:
-        assert f"{name} was {ROOT}/tests/second/{name}.py" in result.stdout
+        assert f"core/{name} was {ROOT}/tests/second/{name}.py" in result.stdout
 
 
 @pytest.mark.slow
@@ -44,15 +45,15 @@ def check_replaced(expected):
     """On a rank: the replacements have reached it."""
     assert replacements() == expected
     for name, file in expected.items():
-        assert sys.modules[f"minifsdp.{name}"].__file__ == str(file)
+        assert sys.modules["minifsdp." + name.replace("/", ".")].__file__ == str(file)
 
 
 def test_a_wrong_implementation_fails_the_direct_tests_of_its_own_concept(tmp_path):
     wrong = tmp_path / "wrong.py"
     wrong.write_text("def shard(flat, rank, world_size):\n    raise NotImplementedError\n")
-    result = pytest_with(f"shard={wrong}", "-m", "direct", "tests/test_shard.py")
+    result = pytest_with(f"core/shard={wrong}", "-m", "direct", "tests/core/test_shard.py")
     assert result.returncode == 1, result.stdout
-    assert "FAILED tests/test_shard.py" in result.stdout
+    assert "FAILED tests/core/test_shard.py" in result.stdout
     assert "NotImplementedError" in result.stdout
 
 
@@ -64,6 +65,6 @@ def test_what_is_no_file_is_refused(monkeypatch, tmp_path):
 
 
 def test_what_comes_too_late_is_refused(monkeypatch):
-    monkeypatch.setenv(VARIABLE, f"limiter={__file__}")
-    with pytest.raises(RuntimeError, match=r"minifsdp.limiter has been imported already"):
+    monkeypatch.setenv(VARIABLE, f"core/limiter={__file__}")
+    with pytest.raises(RuntimeError, match=r"minifsdp.core.limiter has been imported already"):
         install()

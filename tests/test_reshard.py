@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 from minifsdp import BackwardPrefetch, ShardingStrategy
-from minifsdp.reshard import reshard
+from minifsdp.core.reshard import reshard
+from minifsdp.core.streams import CpuEvent
+from minifsdp.core.unit_state import Purpose, ShardedState
+from minifsdp.core.unshard import unshard, wait_for_unshard
+from minifsdp.core.views import make_views, show_views
 from minifsdp.sim import cluster
-from minifsdp.streams import CpuEvent
-from minifsdp.unit_state import Purpose, ShardedState
-from minifsdp.unshard import unshard, wait_for_unshard
-from minifsdp.views import make_views, show_views
 from tests.lagging import LateStream, lagging_device
 from tests.lone_unit import lone_unit
 from tests.ranks import on_ranks

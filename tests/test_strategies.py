@@ -7,9 +7,13 @@ import pytest
 import torch
 
 from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
-from minifsdp.collectives import TorchCollectives
 from minifsdp.comm import collectives
 from minifsdp.comm.unit_messages import DirectMessages, InBlocks, Watched
+from minifsdp.core.collectives import TorchCollectives
+from minifsdp.core.streams import BACKENDS, CpuStream, Streams
+from minifsdp.core.unit_state import Purpose
+from minifsdp.core.unshard import OwnShard, unshard, wait_for_unshard
+from minifsdp.core.views import SplitViews
 from minifsdp.offload import Upload
 from minifsdp.precision import CastShard
 from minifsdp.rows import Rows
@@ -22,13 +26,9 @@ from minifsdp.strategies import (
     stages_of,
     view_maker_of,
 )
-from minifsdp.streams import BACKENDS, CpuStream, Streams
 from minifsdp.support.marked_views import MarkedPieceViews, MarkedSplitViews
 from minifsdp.support.piece_views import PieceViews
 from minifsdp.support.shard_changes import ShardChanges
-from minifsdp.unit_state import Purpose
-from minifsdp.unshard import OwnShard, unshard, wait_for_unshard
-from minifsdp.views import SplitViews
 from tests.lagging import deferring_device
 from tests.lone_unit import lone_unit
 from tests.ranks import device, on_ranks

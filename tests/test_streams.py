@@ -9,7 +9,7 @@ import torch
 
 from minifsdp import CPUOffload, ShardingStrategy
 from minifsdp.comm import collectives
-from minifsdp.streams import BACKENDS, CpuStream, CudaStream, Streams
+from minifsdp.core.streams import BACKENDS, CpuStream, CudaStream, Streams
 from tests.parity import BF16_SUMMED_IN_FP32, check_parity
 from tests.ranks import on_ranks
 

@@ -28,15 +28,17 @@ def slow(*values):
     [],
     slow(["--strategy", "shard_grad_op", "--prefetch", "post", "--limit", "none"]),
     slow(["--strategy", "no_shard", "--prefetch", "none", "--limit", "1"]),
+    slow(["--core"]),
 ])  # fmt: skip
 def test_it_trains_compares_and_writes(arguments, tmp_path):
     text = tmp_path / "text"
     text.write_text("def f(x):\n    return x\n" * 50)
     result = demo(*TINY, "--text", str(text), *arguments)
     assert result.returncode == 0, result.stderr
+    equal = "shards      3 of 3" if "--core" in arguments else "parameters  29 of 29"
     for part in ("in 3 units over 2 ranks", "fsdp  step    2", " ddp  step    2", "tokens/s",
                  "held sharded", "losses      4 of 4 bit-equal   largest difference 0\n",
-                 "parameters  29 of 29 bit-equal   largest difference 0\n",
+                 f"{equal} bit-equal   largest difference 0\n",
                  "Written by the sharded model"):  # fmt: skip
         assert part in result.stdout, result.stdout
     assert result.stderr == ""
@@ -54,6 +56,7 @@ def test_it_trains_compares_and_writes(arguments, tmp_path):
     (["--width", "100"], "--width 100: has to be a multiple of 32"),
     (["--text", "/nowhere"], "--text /nowhere: No such file or directory"),
     (["--text", os.devnull], f"--text {os.devnull}: 0 bytes are too few"),
+    (["--core", "--precision", "bf16"], "--core: the core has no --offload, --precision"),
     (["--colour", "red"], "unrecognized arguments: --colour red"),
 ])  # fmt: skip
 def test_a_bad_value_is_refused_in_one_clear_line(arguments, complaint, capsys):

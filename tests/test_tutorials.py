@@ -133,7 +133,7 @@ def write(tmp_path: Path, source: str) -> Path:
 PROGRAM = """\
 # %% [markdown]
 # # Title
-# {{ minifsdp/limiter.py NoLimit.freed }}
+# {{ minifsdp/core/limiter.py NoLimit.freed }}
 # %% [hidden]
 import math
 # %%

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from minifsdp.core.unit_state import Purpose, ShardedState
+from minifsdp.core.unshard import OwnShard, unshard, wait_for_unshard
+from minifsdp.core.views import make_views, show_views
 from minifsdp.offload import Upload
 from minifsdp.sim import cluster
 from minifsdp.sim.tape import Op
-from minifsdp.support.unsharded_storage import UnshardedFlatParam
-from minifsdp.unit_state import Purpose, ShardedState
-from minifsdp.unshard import OwnShard, unshard, wait_for_unshard
-from minifsdp.views import make_views, show_views
+from minifsdp.support.unsharded_storage import FeaturedFlatParam
 from tests.lagging import deferring_device
 from tests.lone_unit import Group, lone_unit
 from tests.parity import check_at_rest
@@ -235,7 +235,7 @@ def test_a_unit_that_is_not_sharded_may_need_a_cast_or_an_upload_but_no_gather(o
 FAILING = {
     "the upload": (Upload, "prepare"),
     "the source": (Upload, "tensor"),
-    "memory": (UnshardedFlatParam, "allocate"),
+    "memory": (FeaturedFlatParam, "allocate"),
     "the gather": (None, "all_gather"),  # of whatever is the unit's ``comm``
 }
 

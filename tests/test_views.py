@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minifsdp import MixedPrecision
-from minifsdp.views import SplitViews
+from minifsdp.core.views import SplitViews
 from tests.lone_unit import lone_unit
 
 

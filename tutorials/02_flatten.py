@@ -23,8 +23,8 @@ from draw import strips
 from torch import nn
 from train_gpt import Block
 
-from minifsdp.collectives import TorchCollectives
-from minifsdp.flatten import flatten, unflatten
+from minifsdp.core.collectives import TorchCollectives
+from minifsdp.core.flatten import flatten, unflatten
 from minifsdp.sim import cluster
 from minifsdp.sim.tape import Op
 
@@ -69,9 +69,9 @@ def one_by_one() -> None:
 # compute with *views* of it. A view is a tensor that shows a part of another one. It has a shape
 # and a place where it begins, and no memory of its own.
 #
-# {{ minifsdp/flatten.py flatten }}
+# {{ minifsdp/core/flatten.py flatten }}
 #
-# {{ minifsdp/flatten.py unflatten }}
+# {{ minifsdp/core/flatten.py unflatten }}
 
 
 # %%

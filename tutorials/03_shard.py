@@ -12,11 +12,11 @@
 # pieces of equal length, and gives each rank one of them. To *shard* a tensor is to keep only a
 # piece of it on each rank, and such a piece is called a *shard*, or a *chunk* of the flat tensor.
 #
-# {{ minifsdp/shard.py padded_shard_numel }}
+# {{ minifsdp/core/shard.py padded_shard_numel }}
 #
-# {{ minifsdp/shard.py unpadded_shard_numel }}
+# {{ minifsdp/core/shard.py unpadded_shard_numel }}
 #
-# {{ minifsdp/shard.py shard }}
+# {{ minifsdp/core/shard.py shard }}
 #
 # Five numbers do not divide by four ranks. What does each rank get?
 
@@ -37,7 +37,7 @@ from train_gpt import GPT
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy
-from minifsdp.shard import shard, unpadded_shard_numel
+from minifsdp.core.shard import shard, unpadded_shard_numel
 from minifsdp.sim.training.presets import find
 
 PICTURE = Path(__file__).with_suffix(".svg")

@@ -29,7 +29,7 @@ from train_gpt import GPT, Block
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, ShardingStrategy
 from minifsdp.comm.collectives import all_gather
-from minifsdp.flatten import unflatten
+from minifsdp.core.flatten import unflatten
 
 PICTURE = Path(__file__).with_suffix(".svg")
 
@@ -93,18 +93,17 @@ def filled_again() -> None:
 #
 # In the engine each unit has two such tensors for its whole parameters: `flat_param`, which
 # autograd knows, and `data`, which is its `.data` and gets what is gathered. Both are made once,
-# and their storage comes and goes. This is how it goes. (`...` stands for lines that are left out.
-# Those here are for views that somebody has kept. Those below have to do with streams, page
-# [09](09_streams.md), and with units that are not sharded. `source` gives this rank's shard; with
-# parameters on the host, page [17](17_offload.md), it is copied first.)
+# and their storage comes and goes. This is how it goes:
 #
-# {{ minifsdp/support/unsharded_storage.py UnshardedFlatParam.release
-# -inference_mode -trained = -flat_param.data -self.frozen is -storage = -False }}
+# {{ minifsdp/core/storage.py UnshardedFlatParam.free }}
 #
-# And this is how it comes. Find the line that makes room, and the one that gathers:
+# And this is how it comes. (`...` stands for lines that are left out: they have to do with streams,
+# page [09](09_streams.md), and with units that are not sharded. `source` gives this rank's shard;
+# with parameters on the host, page [17](17_offload.md), it is copied first.) Find the line that
+# makes room, and the one that gathers:
 #
-# {{ minifsdp/unshard.py unshard -Start to -assert -start_unshard -comm: -Taken before -Allocated
-# -all-gather can -if group is }}
+# {{ minifsdp/core/unshard.py unshard -Start to -assert -start_unshard -comm: -Taken before
+# -Allocated -all-gather can -if group is }}
 #
 # Now the GPT of `make demo`. Each of its four blocks is a unit. What is in no block, the embeddings
 # and the head, is one more unit, the *root*. How large are the storages of the blocks during a

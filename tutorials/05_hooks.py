@@ -28,11 +28,11 @@ from train_gpt import GPT, Block
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
-from minifsdp.engine import Engine
+from minifsdp.core.engine import Engine
+from minifsdp.core.unit import Unit
+from minifsdp.core.views import make_views
 from minifsdp.sim.__main__ import parser
 from minifsdp.sim.cli.run import simulate
-from minifsdp.unit import Unit
-from minifsdp.views import make_views
 
 PICTURE, NAMES = __file__.replace(".py", ".svg"), ("root", *(f"block {i}" for i in range(1, 5)))
 COLOURS = ("teal", "blue", "purple", "green", "orange")  # of the units, as on page 04
@@ -65,7 +65,7 @@ def train(make: str, calls: str) -> tuple[list[list[Moment]], list[Any]]:
     gpt = GPT(layers=4, width=128)
     gpt.blocks = nn.Sequential(*(gpt.blocks[int(call) - 1] for call in calls))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch("minifsdp.engine.make_views", globals()[make]))
+        stack.enter_context(patch("minifsdp.core.engine.make_views", globals()[make]))
         for method in WORDS:
             stack.enter_context(noting(method, steps))
         model = FSDP(gpt, auto_wrap_policy=ModuleWrapPolicy({Block}), **NOT_AHEAD)
@@ -131,11 +131,11 @@ def two_layers() -> None:
 # At each of them the engine does its work. This is the post-backward. It frees the parameters, and
 # starts to reduce the gradient:
 #
-# {{ minifsdp/engine.py Engine.after_gradient -.prefetch( }}
+# {{ minifsdp/core/engine.py Engine.after_gradient -.prefetch( }}
 #
 # (To let go of a reason frees the unit if there is no other one, see
-# [unit_state.py](../minifsdp/unit_state.py); on this page there is none. How the hooks are set is
-# in [autograd_hooks.py](../minifsdp/support/autograd_hooks.py). One more,
+# [unit_state.py](../minifsdp/core/unit_state.py); on this page there is none. How the hooks are set
+# is in [autograd_hooks.py](../minifsdp/core/autograd_hooks.py). One more,
 # [saved_tensors.py](../minifsdp/support/saved_tensors.py), is for outputs that leave a module in an
 # attribute, where no hook sees them.)
 #
@@ -166,7 +166,7 @@ def five_units() -> None:
 
 def a_gpt_on_virtual_gpus() -> None:
     for make in (make_views, make_once):
-        with patch("minifsdp.engine.make_views", make):
+        with patch("minifsdp.core.engine.make_views", make):
             gpu = simulate(parser().parse_args(["--model=gpt-1.3b", "--batch=1", "--seq=512"]))
         print(f"{make.__name__}: {gpu.report()['peak allocated'] / 2**20:,.0f} MiB at the peak")
 

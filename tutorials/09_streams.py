@@ -21,8 +21,8 @@ from torch import nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
+from minifsdp.core.streams import Streams
 from minifsdp.sim import VirtualGpu, cluster
-from minifsdp.streams import Streams
 
 PICTURE = Path(__file__).with_suffix(".svg")
 
@@ -153,12 +153,12 @@ def timeline() -> None:
 #
 # All this hangs on a few waits. This is the one before a unit is computed with. Take it away:
 #
-# {{ minifsdp/unshard.py wait_for_unshard }}
+# {{ minifsdp/core/unshard.py wait_for_unshard }}
 
 
 # %%
 def without_the_wait() -> None:
-    with patch("minifsdp.engine.wait_for_unshard"):  # it is called, and nothing happens
+    with patch("minifsdp.core.engine.wait_for_unshard"):  # it is called, and nothing happens
         gpu = a_step()
     print(f"step {gpu.report()['step'] * 1e3:.1f} ms", gpu.races()[0], sep="\n")
 
@@ -175,7 +175,7 @@ def without_the_wait() -> None:
 # On a CPU the engine is the same, and the compute stream is the host. What it submits to `unshard`
 # is a function that *starts* a gather, in threads of the network library, and returns a second one,
 # which waits for its end. A GPU is given both at once. A CPU runs the second when somebody waits
-# for the event, and computes in between ([streams.py](../minifsdp/streams.py)).
+# for the event, and computes in between ([streams.py](../minifsdp/core/streams.py)).
 #
 # (Between ranks on one machine there is no network whose time could be hidden. There the second
 # function copies the data from the other rank's memory:
@@ -200,7 +200,7 @@ def answers() -> None:
     with patch("minifsdp.sim.streams.STREAMS", ("compute",) * 6):
         assert a_step().report()["step"] > report["compute"] + report["communication"]  # 1. the sum
     at_once = patch("minifsdp.sim.hardware.costs.Cluster.ring_seconds", return_value=0.0)
-    with at_once, patch("minifsdp.engine.wait_for_unshard"):
+    with at_once, patch("minifsdp.core.engine.wait_for_unshard"):
         assert a_step().races()  # 2. yes
 
 

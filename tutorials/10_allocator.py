@@ -25,8 +25,8 @@ warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 import torch
 
+from minifsdp.core.streams import Finish, Streams
 from minifsdp.sim import VirtualGpu, cluster
-from minifsdp.streams import Finish, Streams
 
 PICTURE, MiB = Path(__file__).with_suffix(".svg"), 2**20
 
@@ -165,7 +165,7 @@ def with_and_without() -> None:
 #
 # In minifsdp a unit's parameters are made on one stream and read on another, too:
 #
-# {{ minifsdp/reshard.py reshard }}
+# {{ minifsdp/core/reshard.py reshard }}
 #
 # ## Predict, then run
 #

@@ -34,7 +34,8 @@ from torch import nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
-from minifsdp.limiter import NoLimit
+from minifsdp.core.limiter import NoLimit
+from minifsdp.core.streams import Streams
 from minifsdp.sim import VirtualGpu, cluster
 from minifsdp.sim.__main__ import parser
 from minifsdp.sim.cli.run import simulate
@@ -42,7 +43,6 @@ from minifsdp.sim.figures.report import ALL_GATHER, last_step
 from minifsdp.sim.tape import Op
 from minifsdp.sim.training.history import APPROACHES
 from minifsdp.sim.views.timeline import svg
-from minifsdp.streams import Streams
 
 PICTURE = Path(__file__).with_suffix(".svg")
 
@@ -170,7 +170,7 @@ def five_ways(name: str) -> tuple[list[int], float]:
 # further back, and a third unit fits in. (The first version emptied the whole queue when it waited;
 # [#86165](https://github.com/pytorch/pytorch/pull/86165) made it take one event at a time,
 # expecting the same memory.) minifsdp counts the units that are alive, and not the events, so that
-# its limit holds in every step ([limiter.py](../minifsdp/limiter.py)).
+# its limit holds in every step ([limiter.py](../minifsdp/core/limiter.py)).
 #
 # FSDP2 is in the table, too. Its host never waits, and it needs no limiter: it does not use
 # `record_stream`. The *streams* wait for each other, so each block of memory is used in the

@@ -113,9 +113,9 @@ def nine_ways() -> None:
 #   but comes before the reduction. With more room the host does not wait, gather 2 is launched
 #   early as well, and POST is as good as PRE.
 #
-# {{ minifsdp/prefetch.py Prefetcher.pre_backward }}
+# {{ minifsdp/core/prefetch.py Prefetcher.pre_backward }}
 #
-# {{ minifsdp/prefetch.py Prefetcher.post_backward }}
+# {{ minifsdp/core/prefetch.py Prefetcher.post_backward }}
 #
 # (How the target is found is the subject of page [13](13_targets.md).)
 #

@@ -19,7 +19,7 @@
 #
 # This is how the engine writes down and looks up; `last` is the sequence of the pass before:
 #
-# {{ minifsdp/prefetch.py Order.visit }}
+# {{ minifsdp/core/prefetch.py Order.visit }}
 #
 # ## Units in units
 #
@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from train_gpt import GPT, Block
 
 from minifsdp import BackwardPrefetch, ModuleWrapPolicy
-from minifsdp.limiter import EventQueue
+from minifsdp.core.limiter import EventQueue
 from minifsdp.sim import VirtualGpu, cluster
 from minifsdp.sim.figures.report import last_step
 from minifsdp.sim.tape import Mistarget

@@ -227,7 +227,7 @@ def in_the_engine() -> None:
 # forward does not free a unit that is in its backward. It lets go of its own reason, FORWARD, and
 # BACKWARD is left:
 #
-# {{ minifsdp/engine.py Engine.leave }}
+# {{ minifsdp/core/engine.py Engine.leave }}
 #
 # ## What breaks: a second forward that is not the first one
 #

@@ -35,7 +35,7 @@ from train_gpt import Block as DemoBlock
 
 from minifsdp import CPUOffload, ModuleWrapPolicy, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.reduce import Reduction
+from minifsdp.core.reduce import Reduction
 from minifsdp.sim import VirtualGpu, cluster
 from minifsdp.sim.hardware.gpus import GPUS
 from minifsdp.sim.tape import Op
@@ -174,7 +174,7 @@ def adam_on_the_host() -> None:
 # not wait for them. It tells the compute stream to wait, and goes on. With offload it is the host
 # itself that needs the gradients, so it has to wait:
 #
-# {{ minifsdp/reduce.py Reduction.wait_for_result }}
+# {{ minifsdp/core/reduce.py Reduction.wait_for_result }}
 #
 # Leave out the first case, train the GPT of `make demo`, and ask the virtual GPU for *races*:
 # uses of the same memory, one of them a write, without a fixed sequence (page [09](09_streams.md)).

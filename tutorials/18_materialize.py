@@ -32,7 +32,7 @@ from train_gpt import CONTEXT, GPT, Block
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
-from minifsdp.shard import shard
+from minifsdp.core.shard import shard
 from minifsdp.sim.training.presets import MODELS
 
 BLOCKS, MiB = ModuleWrapPolicy({Block}), 2**20
@@ -116,7 +116,7 @@ def fullest() -> Iterator[dict[str, float]]:
             worst.update(parts)
         return shards[-1]
 
-    with patch("minifsdp.shard.shard", cut):
+    with patch("minifsdp.core.shard.shard", cut):
         yield worst
 
 

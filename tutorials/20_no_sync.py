@@ -19,13 +19,13 @@
 # a rank needs is its own shard of the mean over all ranks. This starts to compute it, on a stream
 # of its own (`value` is the gradient):
 #
-# {{ minifsdp/reduce.py ReduceScatter.launch -``value`` }}
+# {{ minifsdp/core/reduce.py ReduceScatter.launch -``value`` }}
 #
 # (`unit.comm` is how what the unit sends travels: on a GPU by torch's own reduce-scatter, on a CPU
 # by messages as on page [01](01_collectives.md).) At the end of the backward the result goes to
 # where the optimizer looks:
 #
-# {{ minifsdp/reduce.py store_gradient -Add the result }}
+# {{ minifsdp/core/reduce.py store_gradient -Add the result }}
 #
 # The last line is the first place to add up: `.grad` of the shard. What is added has been reduced
 # already. The other place is before the reduction. Inside of `no_sync()` the gradient of a unit is

@@ -40,7 +40,7 @@
 # the mean over all ranks. This starts the first one and, when the gradient of the next unit is
 # complete, the second:
 #
-# {{ minifsdp/reduce.py Reduction.start }}
+# {{ minifsdp/core/reduce.py Reduction.start }}
 #
 # (Other stages are a cast, which does not *travel*, and the download of page [17](17_offload.md).
 # With NCCL the all-reduce is one stage. On a CPU it is two, a reduce-scatter and an all-gather, as

@@ -27,7 +27,8 @@ from launch import on_ranks
 from torch.nn.functional import cross_entropy
 from train_gpt import GPT, Block
 
-from minifsdp import ShardingStrategy, comm, halves, reduce, shard, unshard
+from minifsdp import ShardingStrategy, comm, halves
+from minifsdp.core import reduce, shard, unshard
 from minifsdp.sim import cluster
 from tests import fuzz, lagging
 from tests.models import Case

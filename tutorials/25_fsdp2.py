@@ -29,8 +29,8 @@ from train_gpt import GPT, Block
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
+from minifsdp.core.streams import Streams
 from minifsdp.sim import VirtualGpu, cluster
-from minifsdp.streams import Streams
 
 POLICY = ModuleWrapPolicy({Block})
 COLOURS = ("gray", "blue", "amber", "purple", "orange", "green", "red")

@@ -5,8 +5,8 @@
 #
 # FSDP in one file fits on two screens ([06](06_one_file.md)), and the engine behind
 # `FullyShardedDataParallel` has thousands of lines. What are they for? Not for the five moments of
-# a step: [`engine.py`](../minifsdp/engine.py) has these, and no line of it is about anything else.
-# The rest are *layers*: each is a class of its own, which has something to do at some of the
+# a step: [`engine.py`](../minifsdp/core/engine.py) has these, and no line of it is about anything
+# else. The rest are *layers*: each is a class of its own, which has something to do at some of the
 # moments. This is a layer, as it is:
 #
 # {{ minifsdp/checks/param_changes.py Unchanged }}
@@ -34,7 +34,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
 from minifsdp.between_steps.idle import Readers
 from minifsdp.checks.param_changes import Unchanged, Untouched
-from minifsdp.layers import Layer
+from minifsdp.core.layers import Layer
 from minifsdp.precision import Precision
 from minifsdp.support.grad_hooks import GradientHooks
 from minifsdp.support.shard_changes import ShardChanges
@@ -228,7 +228,7 @@ def a_hook_on_a_gradient(kind: type[Layer] | None) -> float:
 # Layers observe and check. What is *different* for some units is not in a layer: how a shard is cut
 # and sent, and what becomes of a gradient on its way, are the unit's
 # [strategies](../minifsdp/strategies.py). And whether a unit may be freed is asked of nobody.
-# Whoever needs it has said so before, with a [reason](../minifsdp/unit_state.py). Of these no
+# Whoever needs it has said so before, with a [reason](../minifsdp/core/unit_state.py). Of these no
 # layer has to know another one's.
 #
 # ## Predict, then run

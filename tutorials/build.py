@@ -8,7 +8,7 @@ A tutorial is an ordinary program in percent format::
 
     # %% [markdown]
     # Text of the page. Code of the engine comes in by name, from where it is:
-    # {{ minifsdp/limiter.py EventQueue.admit }}
+    # {{ minifsdp/core/limiter.py EventQueue.admit }}
     # {{ one_file 11_limiter }}       # which line of fsdp_in_one_file.py this page improves
     #
     # <details><summary>Answers</summary>

@@ -1,7 +1,7 @@
 """Code of the engine on a page: by name, from where it is, and with what comes later left out.
 
-    {{ minifsdp/limiter.py EventQueue.admit }}
-    {{ minifsdp/unshard.py unshard -stats -wait_event }}
+    {{ minifsdp/core/limiter.py EventQueue.admit }}
+    {{ minifsdp/core/unshard.py unshard -stats -wait_event }}
 
 After the name each ``-text`` leaves out the statements, and the lines of comment, on whose first
 line the text stands. Where something was left out the page shows ``...``, so that nobody takes the

@@ -19,7 +19,7 @@ import sysconfig
 import time
 import warnings
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's, and not needed here
 
@@ -36,6 +36,7 @@ from minifsdp import (
     MixedPrecision,
     ModuleWrapPolicy,
     ShardingStrategy,
+    core,
 )
 from minifsdp import FullyShardedDataParallel as FSDP
 
@@ -87,8 +88,17 @@ class GPT(nn.Module):
 # ---------------------------------------------------------------------------------- the training
 
 
-def shard(model: GPT, args: argparse.Namespace) -> FSDP:
+def shard(model: GPT, args: argparse.Namespace) -> Any:
     """All it takes: each block becomes a unit, what is left (embeddings, head) the root's."""
+    if args.core:
+        return core.FullyShardedDataParallel(
+            model.to(args.torch_device),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            sharding_strategy=args.strategy,
+            backward_prefetch=args.prefetch,
+            forward_prefetch=args.prefetch is not None,
+            limit_all_gathers=args.limit,
+        )
     grid = None
     if "HYBRID" in args.strategy.name:  # rows of ranks that share, columns that hold the same
         rows = args.replicas, dist.get_world_size() // args.replicas
@@ -195,24 +205,42 @@ def sample(model: nn.Module, args: argparse.Namespace, start: str, length: int) 
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
-def compare(fsdp: FSDP, plain: GPT, losses: Tensor, reference: Tensor) -> None:
+def compare(fsdp: Any, plain: GPT, losses: Tensor, reference: Tensor) -> None:
     """Print how equal the two runs are: losses of all ranks, and every parameter."""
     worst = (losses - reference).abs().max()
     same = int((losses == reference).sum())
     counts = torch.tensor([same, len(losses)], device=worst.device)
     dist.all_reduce(counts)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
-    expected = dict(plain.named_parameters())
+    if isinstance(fsdp, FSDP):
+        gap, what = compare_parameters(fsdp, dict(plain.named_parameters()))
+    else:
+        gap, what = compare_shards(fsdp, dict(plain.named_parameters()))
+    say("minifsdp against DistributedDataParallel, from the same seed and on the same data:")
+    say(f"  losses      {counts[0]} of {counts[1]} bit-equal   largest difference {worst:.3g}")
+    say(f"  {what} bit-equal   largest difference {gap:.3g}")
+    if dist.get_world_size() > 2:
+        say("  (the last bits of a sum of three or more depend on its order, and orders differ)")
+
+
+def compare_parameters(fsdp: FSDP, expected: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest difference of a parameter; and how many are equal, in words."""
     with FSDP.summon_full_params(fsdp, writeback=False):
         found = dict(fsdp.named_parameters())
         assert found.keys() == expected.keys()
         gaps = [(found[n] - expected[n].to(found[n].device)).abs().max().item() for n in expected]
-        equal, gap = sum(gap == 0 for gap in gaps), max(gaps)
-    say("minifsdp against DistributedDataParallel, from the same seed and on the same data:")
-    say(f"  losses      {counts[0]} of {counts[1]} bit-equal   largest difference {worst:.3g}")
-    say(f"  parameters  {equal} of {len(expected)} bit-equal   largest difference {gap:.3g}")
-    if dist.get_world_size() > 2:
-        say("  (the last bits of a sum of three or more depend on its order, and orders differ)")
+    return max(gaps), f"parameters  {sum(gap == 0 for gap in gaps)} of {len(gaps)}"
+
+
+def compare_shards(fsdp: Any, expected: dict[str, Tensor]) -> tuple[float, str]:
+    """The same of this rank's shards. The core does not gather parameters between steps."""
+    gaps = []
+    for unit in fsdp.engine.units:
+        names = [f"{unit.name}.{info.name}".lstrip(".") for info in unit.param_infos]
+        flat = unit.layout.flatten([expected[name] for name in names])
+        own = unit.layout.shard(flat, unit.shard_rank)
+        gaps.append((own - unit.padded_shard).abs().max().item())
+    return max(gaps), f"shards      {sum(gap == 0 for gap in gaps)} of {len(gaps)}"
 
 
 # -------------------------------------------------------------------------------------- the rest
@@ -293,6 +321,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--replicas", type=int, default=2, help="of the whole model, with hybrid_shard"
     )
+    parser.add_argument(
+        "--core", action="store_true", help="with minifsdp/core/ alone: fp32, and no checkpoints"
+    )
     parser.add_argument("--offload", action="store_true", help="parameters live on the host")
     parser.add_argument("--precision", default="fp32", help="to compute with: fp32, bf16")
     parser.add_argument("--prefetch", default="pre", help="pre, post or none")
@@ -343,6 +374,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.limit != "none" and not (args.limit.isdigit() and int(args.limit) >= 1):
         parser.error(f"--limit {args.limit}: has to be a number from 1, or none")
     args.limit = False if args.limit == "none" else int(args.limit)
+    if args.core and (
+        args.offload or args.precision or args.checkpoint or "HYBRID" in args.strategy.name
+    ):
+        parser.error(
+            "--core: the core has no --offload, --precision, --checkpoint and hybrid strategies"
+        )
     if args.checkpoint is not None and importlib.util.find_spec("numpy") is None:
         parser.error("--checkpoint: torch.distributed.checkpoint needs NumPy; pip install numpy")
     try:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from minifsdp.unit import Unit
+from minifsdp.featured_unit import FeaturedUnit
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Where it begins in each dimension, and how large it is there."""
@@ -126,7 +126,7 @@ class BoxedTensor(Tensor):
         return self.parts[index.offset]
 
 
-def boxed(unit: Unit, chunk: Tensor) -> list[BoxedTensor]:
+def boxed(unit: FeaturedUnit, chunk: Tensor) -> list[BoxedTensor]:
     """The parameters of a unit, each with the boxes that this rank has of it.
 
     Args:

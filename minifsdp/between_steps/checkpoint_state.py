@@ -42,10 +42,10 @@ from minifsdp.between_steps.checksums import KEY, StateToLoad, check
 from minifsdp.between_steps.checksums import checksums as checksums_of
 from minifsdp.between_steps.optimizer_dtensors import make_states
 from minifsdp.between_steps.unit_dtensors import mesh_of_unit
+from minifsdp.core.outputs import tensors_in
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.rows import local_shape
 from minifsdp.support.dtensors import dtensor, standalone
-from minifsdp.support.pytree import tensors_in
-from minifsdp.unit import Unit
 from minifsdp.wrapping.module_tree import unit_of
 
 
@@ -149,7 +149,7 @@ def _state(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> dict[str, Any
     return {"model": dict(params), "optimizer": states}
 
 
-def _units(model: nn.Module) -> list[Unit]:
+def _units(model: nn.Module) -> list[FeaturedUnit]:
     found = (unit_of(module) for module in model.modules())
     return list(dict.fromkeys(unit for unit in found if unit is not None))
 
@@ -172,11 +172,11 @@ class InPlace:
 
     def __init__(self, own: Any) -> None:
         self.own = own
-        self._chunks: dict[tuple[Unit, str], Tensor] = {}
+        self._chunks: dict[tuple[FeaturedUnit, str], Tensor] = {}
         self._boxes: dict[int, BoxedTensor] = {}  # by the storage of the DTensor that stands for it
         self._storages: list[Any] = []  # so that no other one gets the same address
 
-    def split(self, unit: Unit, chunk: Tensor, name: str) -> list[DTensor]:
+    def split(self, unit: FeaturedUnit, chunk: Tensor, name: str) -> list[DTensor]:
         chunk = self._chunks[unit, name] = self.own(chunk.detach())
         mesh, found = mesh_of_unit(unit), []
         for tensor in boxed(unit, chunk):
@@ -189,7 +189,7 @@ class InPlace:
             found.append(dtensor(unit, mesh, tensor.shape, local))
         return found
 
-    def join(self, unit: Unit, dtensors: list[DTensor], name: str) -> Tensor:
+    def join(self, unit: FeaturedUnit, dtensors: list[DTensor], name: str) -> Tensor:
         return self._chunks[unit, name]
 
     def boxed(self, value: Any) -> Any:

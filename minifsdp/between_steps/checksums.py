@@ -27,7 +27,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from minifsdp.between_steps.boxes import BoxedTensor
 from minifsdp.checks.agreement_groups import agreement_groups
 from minifsdp.comm.consensus import consensus
-from minifsdp.unit import Unit
+from minifsdp.featured_unit import FeaturedUnit
 
 KEY = "checksums"
 Found = dict[str, tuple[str, dict[Any, set[int]]]]
@@ -56,7 +56,7 @@ class StateToLoad(dict[str, Any]):
         return super().keys()
 
 
-def checksums(state: dict[str, Any], units: list[Unit]) -> list[list[Any]]:
+def checksums(state: dict[str, Any], units: list[FeaturedUnit]) -> list[list[Any]]:
     """The name, the dtype and the checksums of each tensor of a state. There is more than one
     where each rank has a tensor of its own, such as the statistics of a batch norm: any of them may
     be the one that is saved.
@@ -81,7 +81,7 @@ def checksums(state: dict[str, Any], units: list[Unit]) -> list[list[Any]]:
     return found
 
 
-def check(state: dict[str, Any], saved: list[list[Any]], units: list[Unit]) -> None:
+def check(state: dict[str, Any], saved: list[list[Any]], units: list[FeaturedUnit]) -> None:
     """Compare what was loaded with the checksums that were saved. What was saved in another dtype
     was rounded, and is not compared.
 
@@ -103,7 +103,7 @@ def check(state: dict[str, Any], saved: list[list[Any]], units: list[Unit]) -> N
         )
 
 
-def _of_all_ranks(state: dict[str, Any], units: list[Unit]) -> Found:
+def _of_all_ranks(state: dict[str, Any], units: list[FeaturedUnit]) -> Found:
     found: Found = {}
     for name, tensor in _tensors(state):
         begins: Any = None

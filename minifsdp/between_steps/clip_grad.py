@@ -24,14 +24,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from minifsdp.collectives import Group
 from minifsdp.comm.collectives import add_up
+from minifsdp.core.collectives import Group
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.no_sync import check_unreduced_grad
-from minifsdp.unit import Unit
 
 
 def clip_grad_norm(
-    units: list[Unit], max_norm: float, norm_type: float, ignored: Sequence[nn.Parameter] = ()
+    units: list[FeaturedUnit],
+    max_norm: float,
+    norm_type: float,
+    ignored: Sequence[nn.Parameter] = (),
 ) -> Tensor:
     """Scale all gradients in place, so that their norm is at most ``max_norm``.
 
@@ -97,5 +100,5 @@ def clip_grad_norm(
     return total
 
 
-def _groups(unit: Unit) -> list[Group]:
+def _groups(unit: FeaturedUnit) -> list[Group]:
     return [group for group in (unit.shard_group, unit.replicate_group) if group is not None]

@@ -35,10 +35,10 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 from minifsdp.checks.rank_agreement import RankAgreement
 from minifsdp.comm.blocks import together
 from minifsdp.comm.pieces import Pieces, whole
-from minifsdp.engine import Engine
+from minifsdp.core.engine import Engine
+from minifsdp.core.streams import Finish
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.strategies import stages_of
-from minifsdp.streams import Finish
-from minifsdp.unit import Unit
 
 Hook = Callable[..., None]
 _DTYPES: dict[Any, torch.dtype | None] = {
@@ -47,7 +47,7 @@ _DTYPES: dict[Any, torch.dtype | None] = {
     default_hooks.reduce_scatter_hook: None,
     default_hooks.allreduce_hook: None,
 }
-_registered: "WeakKeyDictionary[Unit, Hook]" = WeakKeyDictionary()
+_registered: "WeakKeyDictionary[FeaturedUnit, Hook]" = WeakKeyDictionary()
 
 
 def register_comm_hook(engine: Engine, state: object, hook: Hook) -> None:
@@ -79,7 +79,7 @@ def register_comm_hook(engine: Engine, state: object, hook: Hook) -> None:
         unit.stages = stages_of(unit, engine.streams)
 
 
-def _check(unit: Unit, hook: Hook) -> None:
+def _check(unit: FeaturedUnit, hook: Hook) -> None:
     if unit in _registered:
         raise RuntimeError(
             f"register_comm_hook was called with {_name(hook)}, but unit {unit.label} has "
@@ -103,7 +103,7 @@ def _check(unit: Unit, hook: Hook) -> None:
         ) from None
 
 
-def _same_ranks(unit: Unit, group: Any) -> bool:
+def _same_ranks(unit: FeaturedUnit, group: Any) -> bool:
     own = unit.shard_group or unit.replicate_group
     ranks = dist.get_process_group_ranks
     return group is not None and own is not None and ranks(group) == ranks(own)
@@ -121,7 +121,7 @@ class HookStage:
     def __init__(self, state: object, hook: Hook) -> None:
         self._state, self._hook, self.name = state, hook, _name(hook)
 
-    def launch(self, unit: Unit, value: Tensor | Pieces) -> tuple[Tensor, Finish]:
+    def launch(self, unit: FeaturedUnit, value: Tensor | Pieces) -> tuple[Tensor, Finish]:
         """From a gradient as the unit has it, ``[padded_numel]``, to this rank's shard of the mean
         and, since that has its values, a ``finish`` that has nothing to do."""
         grad, group = whole(value), unit.shard_group

@@ -12,7 +12,7 @@ hidden (tutorials/07_unit.md). It is easily seen and rarely looked at::
 
 from torch import nn
 
-from minifsdp.unit import Unit
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.wrapping.module_tree import ignored_params, unit_of
 
 HEADS = ("unit", "parameters", "this rank", "gathered", "computed in", "cut in", "shared by")
@@ -64,7 +64,7 @@ def table(model: nn.Module) -> str:
     return "\n".join(lines)
 
 
-def _row(unit: Unit) -> tuple[str, ...]:
+def _row(unit: FeaturedUnit) -> tuple[str, ...]:
     kept = unit.padded_shard.dtype
     low = unit.precision.param_dtype if kept.is_floating_point else None
     computed_in = low or kept
@@ -96,7 +96,7 @@ def _bytes(number: float) -> str:
     return f"{number:,.1f} GiB"
 
 
-def _warning(unit: Unit, total: int) -> str:
+def _warning(unit: FeaturedUnit, total: int) -> str:
     return (
         f"Unit {unit.label} has {unit.numel / total:.0%} of the parameters. While it is gathered, "
         f"so is most of the\nmodel, and there is little to gather while something else computes. "

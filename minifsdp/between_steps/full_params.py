@@ -27,13 +27,13 @@ from minifsdp.checks.same_model import remember_values
 from minifsdp.comm.collectives import gather
 from minifsdp.comm.message_tags import Kind
 from minifsdp.comm.transport import wait_for_readers
-from minifsdp.hooks import Hooks
+from minifsdp.core.hooks import Hooks
+from minifsdp.core.unit_state import Purpose
+from minifsdp.core.unshard import wait_for_unshard
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.offload import HOST
 from minifsdp.precision import Precision
 from minifsdp.support.fingerprint import fingerprint
-from minifsdp.unit import Unit
-from minifsdp.unit_state import Purpose
-from minifsdp.unshard import wait_for_unshard
 
 SUMMON = "summon_full_params"  # a reason to stay
 
@@ -50,13 +50,13 @@ class Options:
 
 
 @contextmanager
-def summon(units: Iterable[tuple[Hooks, Unit]], options: Options) -> Iterator[None]:
+def summon(units: Iterable[tuple[Hooks, FeaturedUnit]], options: Options) -> Iterator[None]:
     """:func:`full_params` of units that may have several roots.
 
     Args:
         units: each with the hooks of its root.
     """
-    by_root: dict[Hooks, list[Unit]] = {}
+    by_root: dict[Hooks, list[FeaturedUnit]] = {}
     for hooks, unit in units:
         by_root.setdefault(hooks, []).append(unit)
     with ExitStack() as stack:
@@ -66,7 +66,7 @@ def summon(units: Iterable[tuple[Hooks, Unit]], options: Options) -> Iterator[No
 
 
 @contextmanager
-def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[None]:
+def full_params(hooks: Hooks, units: list[FeaturedUnit], options: Options) -> Iterator[None]:
     """Inside, the modules of ``units`` have unsharded parameters under their original names.
 
     Every rank has to take part. If units are unsharded already by a block around this one, they
@@ -140,7 +140,7 @@ def full_params(hooks: Hooks, units: list[Unit], options: Options) -> Iterator[N
 
 
 def _summon(
-    hooks: Hooks, unit: Unit, options: Options, shown: bool
+    hooks: Hooks, unit: FeaturedUnit, options: Options, shown: bool
 ) -> SummonedParams | UnitDTensors:
     # Gradients are disabled for the gathering only. The caller decides about those in the block.
     with torch.no_grad():
@@ -162,7 +162,7 @@ def _summon(
     return params
 
 
-def _unsharded_grad(unit: Unit) -> Tensor | None:
+def _unsharded_grad(unit: FeaturedUnit) -> Tensor | None:
     """All-gather the gradient of a unit.
 
     Returns:
@@ -191,6 +191,6 @@ def _unsharded_grad(unit: Unit) -> Tensor | None:
     return unsharded
 
 
-def is_first(unit: Unit) -> bool:
+def is_first(unit: FeaturedUnit) -> bool:
     """Whether this is the first of the ranks that share a unit."""
     return all(g is None or g.rank() == 0 for g in (unit.shard_group, unit.replicate_group))

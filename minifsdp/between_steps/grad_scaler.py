@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer
 
-from minifsdp.collectives import Group
 from minifsdp.comm.collectives import add_up
+from minifsdp.core.collectives import Group
 
 
 class ShardedGradScaler(GradScaler):

@@ -15,9 +15,9 @@ import torch
 
 from minifsdp.checks.param_changes import check_unreplaced
 from minifsdp.comm.transport import wait_for_readers
-from minifsdp.layers import Call, Layer
-from minifsdp.unit import Unit
-from minifsdp.unit_state import Purpose
+from minifsdp.core.layers import Call, Layer
+from minifsdp.core.unit_state import Purpose
+from minifsdp.featured_unit import FeaturedUnit
 
 
 class Readers(Layer):
@@ -36,7 +36,7 @@ class ShownParams(Layer):
         units: of the root.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[FeaturedUnit]) -> None:
         self._units = units
         self._graph_waits = False  # there was a forward before this one, and not yet its backward
 
@@ -63,12 +63,12 @@ class ShownParams(Layer):
         show_divided_params(self._units)
 
 
-def hides_params(units: Sequence[Unit]) -> bool:
+def hides_params(units: Sequence[FeaturedUnit]) -> bool:
     """Whether units in rows have placeholders, for a backward that is still to come."""
     return any(unit.mesh is not None and unit.has_placeholders for unit in units)
 
 
-def hide_divided_params(units: Sequence[Unit]) -> None:
+def hide_divided_params(units: Sequence[FeaturedUnit]) -> None:
     """Undo :func:`show_divided_params`, for a forward without gradients: in there a module may
     compute with the parameters of one inside of it, and not call that one."""
     for unit in units:
@@ -77,7 +77,7 @@ def hide_divided_params(units: Sequence[Unit]) -> None:
             unit.places.hide(unit)
 
 
-def show_divided_params(units: Sequence[Unit]) -> None:
+def show_divided_params(units: Sequence[FeaturedUnit]) -> None:
     """Let the modules of units in rows have their DTensors, in place of placeholders.
 
     This is for the time between steps. From a forward to the end of its backward the placeholders

@@ -30,8 +30,8 @@ from minifsdp.between_steps.unit_dtensors import divide_alike
 from minifsdp.checks.optim_state import MARK
 from minifsdp.comm.collectives import broadcast
 from minifsdp.comm.consensus import consensus
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.dtensors import like
-from minifsdp.unit import Unit
 from minifsdp.wrapping.module_tree import clean, unit_of
 
 Groups = list[dict[str, Any]]
@@ -117,7 +117,7 @@ def named_params(model: nn.Module, groups: Groups) -> dict[str, Any]:
     return {names[param]: param for param in params}
 
 
-def unit_sharing(model: nn.Module, group: Any) -> Unit | None:
+def unit_sharing(model: nn.Module, group: Any) -> FeaturedUnit | None:
     """The outermost unit of a model, whose ranks share it; None if nothing in it is sharded.
 
     Args:
@@ -190,7 +190,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", NAMES, MARK)}
 
 
-def _sent_by_first(given: dict[str, Any] | None, unit: Unit) -> dict[str, Any] | None:
+def _sent_by_first(given: dict[str, Any] | None, unit: FeaturedUnit) -> dict[str, Any] | None:
     """What the first rank has, on the others with tensors without values. None if it has DTensors,
     of which each rank has its own part."""
     mine = given if is_first(unit) else None
@@ -208,7 +208,7 @@ def _sent_by_first(given: dict[str, Any] | None, unit: Unit) -> dict[str, Any] |
     return mine if mine is not None else sent
 
 
-def _received(value: Tensor, unit: Unit) -> Tensor:
+def _received(value: Tensor, unit: FeaturedUnit) -> Tensor:
     """What the first rank has there."""
     sent = torch.empty_like(value, device=unit.device)
     if not value.is_meta:

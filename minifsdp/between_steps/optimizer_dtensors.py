@@ -29,8 +29,8 @@ from minifsdp.between_steps.unit_dtensors import (
 from minifsdp.checks.agreement_groups import agreement_groups
 from minifsdp.checks.optim_state import MARK, mark_groups
 from minifsdp.comm.consensus import consensus
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.flat_parameter import FlatParameter
-from minifsdp.unit import Unit
 
 State = dict[str, Any]
 """An optimizer's state of one parameter: tensors and numbers by name."""
@@ -77,7 +77,7 @@ class OptimizerDTensors:
     """
 
     def __init__(
-        self, optimizer: Optimizer | OptimizerState, units: list[Unit], form: Form
+        self, optimizer: Optimizer | OptimizerState, units: list[FeaturedUnit], form: Form
     ) -> None:
         self.optimizer, self.form = optimizer, form
         self.groups = [(group, group["params"]) for group in optimizer.param_groups]
@@ -192,7 +192,7 @@ def _judge(notes: list[tuple[int, Kinds]], agreed: list[str | None]) -> str | No
     return next(filter(None, agreed), None)
 
 
-def _divide(unit: Unit, state: State, form: Form) -> list[State]:
+def _divide(unit: FeaturedUnit, state: State, form: Form) -> list[State]:
     """From the state of a unit's flat parameter to one for each parameter."""
     divided: list[State] = [{} for _ in unit.param_infos]
     for name, value in state.items():
@@ -205,7 +205,7 @@ def _divide(unit: Unit, state: State, form: Form) -> list[State]:
     return divided
 
 
-def _join(unit: Unit, params: list[DTensor], states: list[State], form: Form) -> State:
+def _join(unit: FeaturedUnit, params: list[DTensor], states: list[State], form: Form) -> State:
     """From the states of a unit's parameters to that of its flat parameter.
 
     Raises:
@@ -235,7 +235,7 @@ def _is_divided(value: Any, param: DTensor) -> bool:
     return isinstance(value, DTensor) or (value.dim() > 0 and value.shape == param.shape)
 
 
-def _not_one(unit: Unit, name: str, has: str, first: object) -> RuntimeError:
+def _not_one(unit: FeaturedUnit, name: str, has: str, first: object) -> RuntimeError:
     return RuntimeError(
         f"the state of an optimizer for parameter {name!r} of unit {unit.label} {has}, and for "
         f"{unit.param_infos[0].name!r} {first}. A unit in chunks has one flat parameter, which has "

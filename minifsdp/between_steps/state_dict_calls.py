@@ -16,8 +16,8 @@ from types import FrameType
 
 from torch import nn
 
-from minifsdp.layers import Layer
-from minifsdp.unit import Unit
+from minifsdp.core.layers import Layer
+from minifsdp.featured_unit import FeaturedUnit
 
 
 class StateDictCalls(Layer):
@@ -28,13 +28,13 @@ class StateDictCalls(Layer):
     """
 
     def __init__(self) -> None:
-        self.held: dict[Unit, ExitStack] = {}
+        self.held: dict[FeaturedUnit, ExitStack] = {}
 
-    def between_steps(self, unit: Unit | None) -> None:
+    def between_steps(self, unit: FeaturedUnit | None) -> None:
         """The call is over, or was ended by an exception."""
         self.close_aborted()
 
-    def close_aborted(self, unit: Unit | None = None) -> None:
+    def close_aborted(self, unit: FeaturedUnit | None = None) -> None:
         """If an exception has ended the call that holds units, reshard these units. What the call
         has loaded is dropped: otherwise some parameters would be loaded and others not.
 

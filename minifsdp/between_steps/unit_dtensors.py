@@ -25,13 +25,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from minifsdp.comm.exchange import Pieces, exchange
 from minifsdp.comm.groups import Placement, mesh_of
+from minifsdp.core.views import FLAT_PARAM, hide_views
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.rows import block_numel, local_shape
 from minifsdp.support.dtensors import divided_alike, dtensor, like
-from minifsdp.unit import Unit
-from minifsdp.views import FLAT_PARAM, hide_views
 
 
-def chunk_to_dtensors(unit: Unit, chunk: Tensor) -> list[DTensor]:
+def chunk_to_dtensors(unit: FeaturedUnit, chunk: Tensor) -> list[DTensor]:
     """Divide in rows what is laid as the chunks of a unit. All its ranks take part.
 
     Args:
@@ -51,12 +51,12 @@ def chunk_to_dtensors(unit: Unit, chunk: Tensor) -> list[DTensor]:
     return found
 
 
-def mesh_of_unit(unit: Unit) -> DeviceMesh:
+def mesh_of_unit(unit: FeaturedUnit) -> DeviceMesh:
     """The ranks that share a unit, as DTensors want to know them."""
     return mesh_of(Placement(unit.shard_group, unit.replicate_group, True), unit.device.type)
 
 
-def dtensors_to_chunk(unit: Unit, dtensors: list[DTensor]) -> Tensor:
+def dtensors_to_chunk(unit: FeaturedUnit, dtensors: list[DTensor]) -> Tensor:
     """Go back: this rank's chunk ``[n]`` of what is divided as :func:`chunk_to_dtensors` does."""
     rows = _rows(unit, everywhere=False)
     own = [tensor._local_tensor.reshape(-1) for tensor in dtensors]
@@ -66,7 +66,7 @@ def dtensors_to_chunk(unit: Unit, dtensors: list[DTensor]) -> Tensor:
 
 
 def _exchange(
-    unit: Unit, own: list[Tensor], have: Sequence[Pieces], want: Sequence[Pieces]
+    unit: FeaturedUnit, own: list[Tensor], have: Sequence[Pieces], want: Sequence[Pieces]
 ) -> list[Tensor]:
     # With offload the shards are on the host, where NCCL cannot send from.
     sent = [tensor.to(unit.device) for tensor in own]
@@ -75,14 +75,14 @@ def _exchange(
     return [tensor.to(own[0].device) for tensor in found]
 
 
-def _chunks(unit: Unit) -> list[Pieces]:
+def _chunks(unit: FeaturedUnit) -> list[Pieces]:
     """Of each rank, the part of the flat parameter that is its chunk."""
     size = unit.padded_numel // unit.shard_world_size
     starts = [min(rank * size, unit.numel) for rank in range(unit.shard_world_size + 1)]
     return [[range(*both)] for both in pairwise(starts)]
 
 
-def _rows(unit: Unit, everywhere: bool = True) -> list[Pieces]:
+def _rows(unit: FeaturedUnit, everywhere: bool = True) -> list[Pieces]:
     """Of each rank, the parts of the flat parameter that are its rows, for each parameter.
 
     Args:
@@ -113,10 +113,10 @@ class Form(Protocol):
 
     copies: bool
 
-    def split(self, unit: Unit, chunk: Tensor, name: str) -> list[DTensor]:
+    def split(self, unit: FeaturedUnit, chunk: Tensor, name: str) -> list[DTensor]:
         """For each parameter of the unit a DTensor of its shape."""
 
-    def join(self, unit: Unit, dtensors: list[DTensor], name: str) -> Tensor:
+    def join(self, unit: FeaturedUnit, dtensors: list[DTensor], name: str) -> Tensor:
         """Go back: this rank's chunk ``[n]``."""
 
 
@@ -125,10 +125,10 @@ class Exchanged:
 
     copies = True
 
-    def split(self, unit: Unit, chunk: Tensor, name: str) -> list[DTensor]:
+    def split(self, unit: FeaturedUnit, chunk: Tensor, name: str) -> list[DTensor]:
         return chunk_to_dtensors(unit, chunk)
 
-    def join(self, unit: Unit, dtensors: list[DTensor], name: str) -> Tensor:
+    def join(self, unit: FeaturedUnit, dtensors: list[DTensor], name: str) -> Tensor:
         return dtensors_to_chunk(unit, dtensors)
 
 
@@ -146,7 +146,7 @@ class UnitDTensors:
             a unit in chunks they are copies.
     """
 
-    def __init__(self, unit: Unit, form: Form) -> None:
+    def __init__(self, unit: FeaturedUnit, form: Form) -> None:
         self.unit, self.form = unit, form
         self.params: list[Any] = unit.optimized_params
         if unit.mesh is None:

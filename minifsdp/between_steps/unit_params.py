@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from minifsdp.comm.blocks import Blocks, of_rank
-from minifsdp.unit import Unit
-from minifsdp.views import FLAT_PARAM, hide_views
+from minifsdp.core.views import FLAT_PARAM, hide_views
+from minifsdp.featured_unit import FeaturedUnit
 
 
 @dataclass
@@ -32,7 +32,7 @@ class SummonedParams:
         version: of ``flat``, before the caller may change it.
     """
 
-    unit: Unit
+    unit: FeaturedUnit
     flat: Tensor
     grad: Tensor | None
     version: int = 0

@@ -17,19 +17,19 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from minifsdp.collectives import Group
 from minifsdp.comm.consensus import groups_with_peers
-from minifsdp.unit import Unit
+from minifsdp.core.collectives import Group
+from minifsdp.featured_unit import FeaturedUnit
 
 
 class AgreementGroup(NamedTuple):
     """Ranks that have to agree on some units."""
 
     process_groups: list[Group]  # one; or two, with hybrid sharding: the row and the column
-    units: list[Unit]
+    units: list[FeaturedUnit]
 
 
-def agreement_groups(units: list[Unit]) -> list[AgreementGroup]:
+def agreement_groups(units: list[FeaturedUnit]) -> list[AgreementGroup]:
     """The agreement groups that this rank is in. That of the most ranks is the last one, so that it
     can also hear what was found in the others."""
     widest = max(map(_process_groups, units), key=lambda g: (_count(g), -len(g)), default=[])
@@ -65,7 +65,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return str(list(ranks))
 
 
-def _process_groups(unit: Unit) -> list[Group]:
+def _process_groups(unit: FeaturedUnit) -> list[Group]:
     return groups_with_peers((unit.shard_group, unit.replicate_group))
 
 

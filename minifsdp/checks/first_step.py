@@ -18,13 +18,13 @@ from torch import nn
 
 from minifsdp.checks.held_values import check_held
 from minifsdp.checks.members import check_lists, check_tree
-from minifsdp.engine import Engine
-from minifsdp.layers import Layer
-from minifsdp.streams import has_memory
+from minifsdp.core.engine import Engine
+from minifsdp.core.layers import Layer
+from minifsdp.core.streams import has_memory
+from minifsdp.core.unit_state import Purpose
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.flat_parameter import FlatParameter
 from minifsdp.support.shard_changes import check_on_host
-from minifsdp.unit import Unit
-from minifsdp.unit_state import Purpose
 from minifsdp.wrapping.module_tree import clean, is_ignored, join_names
 
 
@@ -47,7 +47,7 @@ class FirstStep(Layer):
         check_on_meta(root)
         check_held(root)
 
-    def end_of_forward(self, unit: Unit) -> None:
+    def end_of_forward(self, unit: FeaturedUnit) -> None:
         """The first forward is over."""
         self._over = True
 

@@ -30,10 +30,10 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from minifsdp.layers import Layer
+from minifsdp.core.layers import Layer
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.divided_param import is_optimized, take_over, unit_of_param
 from minifsdp.support.dtensors import divided_alike
-from minifsdp.unit import Unit
 from minifsdp.wrapping.module_tree import (
     WRAPPER_PREFIX,
     Modules,
@@ -50,7 +50,7 @@ MARKS = {FSDP_MARK: True, "_fsdp_use_orig_params": True}
 """Attributes that torch's FSDP gives to all modules of its units. By the first one transformers
 knows that ranks have to run the same layers, and have a model that drops layers at random run all.
 TorchDynamo asks for both."""
-_units: "WeakKeyDictionary[nn.Module, ref[Unit]]" = WeakKeyDictionary()
+_units: "WeakKeyDictionary[nn.Module, ref[FeaturedUnit]]" = WeakKeyDictionary()
 
 
 def check_free(
@@ -73,7 +73,7 @@ def check_free(
             )
 
 
-def join(unit: Unit, modules: Modules) -> None:
+def join(unit: FeaturedUnit, modules: Modules) -> None:
     """Record that these modules are in ``unit``."""
     for module in modules.values():
         _units[module] = ref(unit)
@@ -199,7 +199,7 @@ def check_tree(root: nn.Module) -> None:
             )
 
 
-def check_lists(units: Sequence[Unit]) -> None:
+def check_lists(units: Sequence[FeaturedUnit]) -> None:
     """Refuse a unit of several modules of which some are not in the model: the step of the model
     would gather and reduce it, and the others' calls would do so once more, by themselves.
 
@@ -246,7 +246,7 @@ def check_part(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     )
 
 
-def _unit_with(module: nn.Module) -> Unit | None:
+def _unit_with(module: nn.Module) -> FeaturedUnit | None:
     unit = _units.get(module)
     return None if unit is None else unit()
 
@@ -272,7 +272,7 @@ register_module_parameter_registration_hook(check_parameter)
 class Leaks(Layer):
     """Warns when somebody else refers to a parameter whose memory should have been freed."""
 
-    def freed(self, unit: Unit) -> None:
+    def freed(self, unit: FeaturedUnit) -> None:
         """Warns UserWarning: naming the unit, once for each."""
         leaked, unit.leaked = unit.leaked, False
         # While an exception is on its way, its traceback refers to the views.

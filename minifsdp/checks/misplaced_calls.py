@@ -13,12 +13,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from minifsdp.hooks import Hooks
-from minifsdp.layers import Call, Layer
-from minifsdp.unit import Unit
+from minifsdp.core.hooks import Hooks
+from minifsdp.core.layers import Call, Layer
+from minifsdp.featured_unit import FeaturedUnit
 
 
-def check_root_and_idle(unit: Unit, root: Unit, idle: bool, method: str) -> None:
+def check_root_and_idle(unit: FeaturedUnit, root: FeaturedUnit, idle: bool, method: str) -> None:
     """Refuse a method that concerns all units, between steps.
 
     Args:
@@ -42,7 +42,7 @@ class Summoned(Layer):
     def __init__(self, hooks: Hooks) -> None:
         self._units, self._summoned = hooks.engine.units, hooks.summoned
 
-    def between_steps(self, unit: Unit | None) -> None:
+    def between_steps(self, unit: FeaturedUnit | None) -> None:
         """Raises RuntimeError: see :func:`check_summoned` and :func:`check_backward_outside`."""
         if unit is not None:
             if self._summoned:  # else they were out for a state dict that an exception has ended
@@ -53,7 +53,7 @@ class Summoned(Layer):
         check_backward_outside(self._summoned)
 
 
-def check_summoned(unit: Unit, units: Sequence[Unit], as_dtensors: bool) -> None:
+def check_summoned(unit: FeaturedUnit, units: Sequence[FeaturedUnit], as_dtensors: bool) -> None:
     """Refuse to train inside of summon_full_params, and to compute inside of as_dtensors.
 
     Args:
@@ -78,7 +78,7 @@ def check_summoned(unit: Unit, units: Sequence[Unit], as_dtensors: bool) -> None
         )
 
 
-def check_backward_outside(summoned: Iterable[Unit]) -> None:
+def check_backward_outside(summoned: Iterable[FeaturedUnit]) -> None:
     """Raises RuntimeError: a backward begins where the parameters of units are out."""
     if labels := ", ".join(unit.label for unit in summoned):
         raise RuntimeError(
@@ -95,7 +95,7 @@ class OneThread(Layer):
         self._hooks = hooks
         self._threads: dict[str, int] = {}  # the one that runs the outermost forward
 
-    def enter(self, unit: Unit) -> None:
+    def enter(self, unit: FeaturedUnit) -> None:
         """Raises RuntimeError: another thread runs the model."""
         if torch._C._current_graph_task_id() >= 0:
             return  # in a backward, which may run parts of a forward, perhaps in autograd's thread
@@ -124,7 +124,7 @@ class RefusedOperations(Layer):
         units: of the root.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[FeaturedUnit]) -> None:
         self._units = units
 
     def error(self, call: Call, error: RuntimeError) -> None:
@@ -133,7 +133,7 @@ class RefusedOperations(Layer):
         refuse_mixed(call.unit, self._units, error)
 
 
-def refuse_transforms(unit: Unit, error: RuntimeError) -> None:
+def refuse_transforms(unit: FeaturedUnit, error: RuntimeError) -> None:
     """Name the unit and the way out where torch refuses a transform of torch.func: there are none
     while saved-tensor hooks are set.
 
@@ -151,7 +151,7 @@ def refuse_transforms(unit: Unit, error: RuntimeError) -> None:
         ) from error
 
 
-def refuse_mixed(unit: Unit, units: Sequence[Unit], error: RuntimeError) -> None:
+def refuse_mixed(unit: FeaturedUnit, units: Sequence[FeaturedUnit], error: RuntimeError) -> None:
     """Name the units where torch refuses an operation that got a DTensor: between a step and the
     next forward of its unit, a parameter in rows is one.
 

@@ -29,8 +29,8 @@ from torch.optim.optimizer import Optimizer
 
 from minifsdp.checks.agreement_groups import agreement_groups
 from minifsdp.comm.consensus import first_problem
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.flat_parameter import FlatParameter
-from minifsdp.unit import Unit
 
 MARK = "minifsdp"  # the key in a parameter group
 
@@ -161,7 +161,7 @@ def _places(group: dict[str, Any]) -> list[str] | None:
 
 
 def _place(param: Tensor) -> str:
-    unit: Unit | None = param.unit() if isinstance(param, FlatParameter) else None
+    unit: FeaturedUnit | None = param.unit() if isinstance(param, FlatParameter) else None
     if unit is None or unit.shard_world_size == 1:
         return "a whole parameter"
     return f"chunk {unit.shard_rank} of {unit.shard_world_size} of {unit.numel} elements"

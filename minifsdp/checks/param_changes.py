@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from minifsdp.checks.rank_agreement import CHECKED_STEPS, RankAgreement
-from minifsdp.layers import Call, Layer
+from minifsdp.core.layers import Call, Layer
+from minifsdp.core.views import FLAT_PARAM
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.fingerprint import fingerprint
 from minifsdp.support.param_views import replaced
-from minifsdp.unit import Unit
-from minifsdp.views import FLAT_PARAM
 
 
 class Unreplaced(Layer):
@@ -32,7 +32,7 @@ class Unreplaced(Layer):
             check_unreplaced(call.unit)
 
 
-def check_unreplaced(unit: Unit) -> None:
+def check_unreplaced(unit: FeaturedUnit) -> None:
     """Refuse other weights in the places of a unit's parameters, before it is gathered: a forward
     would put its views over them, and compute with the old ones. torch tells nobody of these:
     ``torch.func.functional_call`` writes to ``module._parameters``.
@@ -53,7 +53,7 @@ def check_unreplaced(unit: Unit) -> None:
                 raise replaced(unit, info.name, module._parameters.get(name))
 
 
-def check_unreplaced_by_hand(unit: Unit) -> None:
+def check_unreplaced_by_hand(unit: FeaturedUnit) -> None:
     """The same where ``FSDPModule.unshard()`` has put whole parameters there.
 
     Raises:
@@ -101,7 +101,7 @@ class Values(NamedTuple):
     number: int | None  # a fingerprint: a change through ``weight.data`` is not counted
 
 
-def values(unit: Unit, thoroughly: bool) -> Values:
+def values(unit: FeaturedUnit, thoroughly: bool) -> Values:
     """The values that the unsharded parameters have now.
 
     Args:
@@ -113,7 +113,7 @@ def values(unit: Unit, thoroughly: bool) -> Values:
     return Values(unsharded.flat_param._version, number)
 
 
-def check_untouched(unit: Unit, before: Values, failed: bool = False) -> None:
+def check_untouched(unit: FeaturedUnit, before: Values, failed: bool = False) -> None:
     """Refuse changes that a module has made to its unsharded parameters, which are about to be
     freed.
 
@@ -149,7 +149,9 @@ class Unchanged(Layer):
     """Refuses a backward whose parameters are not those of its forward."""
 
     def __init__(self) -> None:
-        self._began: dict[Unit, int] = {}  # version of the shard in the forward that began it
+        self._began: dict[
+            FeaturedUnit, int
+        ] = {}  # version of the shard in the forward that began it
 
     def gathered(self, call: Call) -> None:
         """Note the version that the forward computes with."""
@@ -165,7 +167,7 @@ class Unchanged(Layer):
         check_one_step(call.unit, call.notes["version"], self._began[call.unit])
 
 
-def check_unchanged(unit: Unit, version: int) -> None:
+def check_unchanged(unit: FeaturedUnit, version: int) -> None:
     """Raises RuntimeError: the shard has another version than it had in the forward, so there was a
     step between a forward and its backward."""
     if unit.sharded_flat_param._version != version:
@@ -176,7 +178,7 @@ def check_unchanged(unit: Unit, version: int) -> None:
         )
 
 
-def check_one_step(unit: Unit, version: int, first: int) -> None:
+def check_one_step(unit: FeaturedUnit, version: int, first: int) -> None:
     """Refuse a backward through graphs from before and after a step: it would compute the gradients
     of both with the parameters that are gathered for one of them.
 

@@ -37,19 +37,19 @@ import torch
 
 from minifsdp.checks.agreement_groups import AgreementGroup, agreement_groups, format_by_rank
 from minifsdp.checks.same_model import compare_models, forget_values
-from minifsdp.collectives import Group
 from minifsdp.comm.collectives import direct
 from minifsdp.comm.consensus import first_problem, gather_numbers, groups_with_peers
 from minifsdp.comm.deadlock_watch import watch
 from minifsdp.comm.message_tags import Kind, messages_started
 from minifsdp.comm.neighbors import find_neighbors
-from minifsdp.hooks import Hooks
-from minifsdp.layers import Call, Layer
+from minifsdp.core.autograd_hooks import will_reach
+from minifsdp.core.collectives import Group
+from minifsdp.core.hooks import Hooks
+from minifsdp.core.layers import Call, Layer
+from minifsdp.core.reduce import Reduction
+from minifsdp.core.unit_state import Purpose
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.no_sync import NoSync
-from minifsdp.reduce import Reduction
-from minifsdp.support.autograd_hooks import will_reach
-from minifsdp.unit import Unit
-from minifsdp.unit_state import Purpose
 
 CHECKED_STEPS = 2
 DIVERGED = "ranks that use different units"  # a reason to stay, and one for a gradient to wait
@@ -101,7 +101,7 @@ class RankAgreement(Layer):
         self.sharded = any(unit.shard_group is not None for unit in units)  # not all replicated
         self.steps = self._started_before = 0  # messages that were started before this step
         self.diverged = self._ever_diverged = False
-        self.late: list[Unit] = []
+        self.late: list[FeaturedUnit] = []
         self._compared = self._compared_values = False
         # This rank's last forward or backward has failed; and it is known to have failed on all.
         self._failed = self._all_failed = False
@@ -183,11 +183,11 @@ class RankAgreement(Layer):
         """Whether ranks compare where they are: in the first steps only."""
         return self.steps <= CHECKED_STEPS
 
-    def compares(self, unit: Unit) -> bool:
+    def compares(self, unit: FeaturedUnit) -> bool:
         """Whether ranks compare now what they do with ``unit``."""
         return self.checking and not self.diverged and unit in self._group_of
 
-    def at(self, moment: Moment, unit: Unit) -> None:
+    def at(self, moment: Moment, unit: FeaturedUnit) -> None:
         """Compare with the other ranks of ``unit`` where they are. Only in the first steps.
 
         Raises:
@@ -221,7 +221,7 @@ class RankAgreement(Layer):
         if call.unit.unsharded.needs_unshard or not self._hooks.backward.running:
             self.at(Moment.FORWARD_OF, call.unit)
 
-    def end_of_forward(self, unit: Unit) -> None:
+    def end_of_forward(self, unit: FeaturedUnit) -> None:
         """Raises RuntimeError: see :meth:`at`."""
         self.at(Moment.END_OF_FORWARD_OF, unit)
 
@@ -258,7 +258,7 @@ class RankAgreement(Layer):
             unit.let_go(DIVERGED)
         self.diverged, self.late = False, []
 
-    def agree(self, source: Callable[[Unit], GradSource], synchronizes: bool) -> None:
+    def agree(self, source: Callable[[FeaturedUnit], GradSource], synchronizes: bool) -> None:
         """A backward begins: find out whether ranks diverge in it, and set ``late``.
 
         Args:
@@ -308,7 +308,8 @@ class RankAgreement(Layer):
     @property
     def _device(self) -> torch.device:
         # A unit without parameters may be on another device, because there is nothing to move.
-        return next((unit.device for unit in self.units if unit.numel), self.units[0].device)
+        units: Sequence[FeaturedUnit] = self.units
+        return next((unit.device for unit in units if unit.numel), units[0].device)
 
     def _mode(self) -> int:
         """0: the mode does not matter; 1: train(); 2: eval(), in full precision."""
@@ -322,7 +323,7 @@ class RankAgreement(Layer):
         return gather_numbers(group.process_groups, mine, self._device, tag, about, kind)
 
 
-def _source(unit: Unit) -> GradSource:
+def _source(unit: FeaturedUnit) -> GradSource:
     """Where this rank's gradient of a unit comes from, in the backward that has just begun."""
     if any(will_reach(node) for node in unit.unsharded_by_dtype.grad_accumulators):
         return GradSource.BACKWARD

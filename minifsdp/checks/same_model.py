@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from minifsdp.checks.agreement_groups import AgreementGroup, format_ranks
 from minifsdp.comm.consensus import consensus
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.fingerprint import fingerprint
-from minifsdp.unit import Unit
 
 
 class Values(NamedTuple):
@@ -38,7 +38,7 @@ class Values(NamedTuple):
     shard_rank: int  # which chunk it is
 
 
-_when_wrapped: WeakKeyDictionary[Unit, Values] = WeakKeyDictionary()
+_when_wrapped: WeakKeyDictionary[FeaturedUnit, Values] = WeakKeyDictionary()
 
 
 class UnitReport(NamedTuple):
@@ -102,7 +102,7 @@ def compare_models(
     return agreed.problem, agreed.forward
 
 
-def _describe(unit: Unit, with_values: bool) -> UnitReport:
+def _describe(unit: FeaturedUnit, with_values: bool) -> UnitReport:
     copies = unit.replicate_group.size() if unit.replicate_group is not None else 1
     precision, dtype = unit.precision, unit.padded_shard.dtype
     dtypes = f"{dtype}, computed with as {precision.param_dtype or dtype}"
@@ -189,7 +189,7 @@ def _different_values(reports: list[RankReport]) -> str | None:
     return None
 
 
-def remember_values(unit: Unit, whole: int | None) -> None:
+def remember_values(unit: FeaturedUnit, whole: int | None) -> None:
     """Keep the fingerprint ``whole`` of all values of a unit until :func:`forget_values`.
 
     Called when a unit has been built, and when its values have been set: at these moments this rank
@@ -199,13 +199,13 @@ def remember_values(unit: Unit, whole: int | None) -> None:
         _when_wrapped[unit] = Values(whole, fingerprint([unit.padded_shard]), unit.shard_rank)
 
 
-def forget_values(units: list[Unit]) -> None:
+def forget_values(units: list[FeaturedUnit]) -> None:
     """Forget the fingerprints of these units, because they have been compared."""
     for unit in units:
         _when_wrapped.pop(unit, None)
 
 
-def _current_values(unit: Unit) -> Values:
+def _current_values(unit: FeaturedUnit) -> Values:
     # If this rank's chunk has been changed since, by a checkpoint for example, the fingerprint of
     # the whole is that of other values. To compare it would refuse models that are alike.
     chunk, before = fingerprint([unit.padded_shard]), _when_wrapped.get(unit)

@@ -38,12 +38,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minifsdp.collectives import Group, torch_all_gather
 from minifsdp.comm.blocks import Blocks, by_rank, copy_apart
 from minifsdp.comm.message_tags import Kind, Message
 from minifsdp.comm.pieces import Pieces, messages
 from minifsdp.comm.transport import Work, exchange, wait_for
-from minifsdp.streams import Finish
+from minifsdp.core.collectives import Group, torch_all_gather
+from minifsdp.core.streams import Finish
 
 _CHOICE = os.environ.get("MINIFSDP_COLLECTIVES", "")
 if _CHOICE not in ("", "gloo", "native"):

@@ -32,10 +32,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from minifsdp.collectives import Group
 from minifsdp.comm import deadlock_watch
 from minifsdp.comm.collectives import gather
 from minifsdp.comm.message_tags import Kind, Message, check_exists
+from minifsdp.core.collectives import Group
 
 Own = TypeVar("Own")
 Agreed = TypeVar("Agreed")

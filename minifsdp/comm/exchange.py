@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minifsdp.collectives import Group
 from minifsdp.comm import collectives
 from minifsdp.comm.message_tags import Kind, Message
 from minifsdp.comm.transport import Work, wait_for
+from minifsdp.core.collectives import Group
 
 Pieces = Sequence[range]
 """Which elements of the whole tensor a rank has, in the order in which it has them."""

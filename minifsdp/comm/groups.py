@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifsdp.api import ShardingStrategy
-from minifsdp.collectives import Group
 from minifsdp.comm.consensus import gather_objects
 from minifsdp.comm.message_tags import check_exists
+from minifsdp.core.api import ShardingStrategy
+from minifsdp.core.collectives import Group
 
 
 class Placement(NamedTuple):

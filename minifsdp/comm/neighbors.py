@@ -19,13 +19,13 @@ from functools import partial
 
 import torch
 
-from minifsdp.collectives import Group
 from minifsdp.comm import same_machine
 from minifsdp.comm.boards import Board
 from minifsdp.comm.collectives import all_gather
 from minifsdp.comm.message_tags import Kind
 from minifsdp.comm.process_memory import POSSIBLE, Unreadable, read_memory
 from minifsdp.comm.same_machine import Neighbor
+from minifsdp.core.collectives import Group
 
 _numbers: list[object] = []  # kept: other ranks look at them for as long as this process lives
 

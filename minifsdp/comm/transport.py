@@ -19,7 +19,7 @@ from torch import Tensor
 from minifsdp.comm import deadlock_watch, same_machine
 from minifsdp.comm.message_tags import Kind, Message
 from minifsdp.comm.same_machine import Fetch, Loan, Places, RankLost
-from minifsdp.streams import Finish
+from minifsdp.core.streams import Finish
 
 Work = dist.Work | Loan | Fetch
 

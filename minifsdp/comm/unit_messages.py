@@ -12,14 +12,14 @@ Messages of a unit have its number in their tags, and its label in what errors s
 import torch
 from torch import Tensor
 
-from minifsdp.collectives import Comm, Group
 from minifsdp.comm.blocks import copy_apart, together
 from minifsdp.comm.collectives import all_gather, reduce_scatter
 from minifsdp.comm.message_tags import Kind, Message
 from minifsdp.comm.pieces import Pieces
 from minifsdp.comm.transport import watched
-from minifsdp.streams import Finish
-from minifsdp.unit import Unit
+from minifsdp.core.collectives import Comm, Group
+from minifsdp.core.streams import Finish
+from minifsdp.featured_unit import FeaturedUnit
 
 
 class DirectMessages:
@@ -29,17 +29,17 @@ class DirectMessages:
     (halves.py).
     """
 
-    def all_gather(self, unit: Unit, full: Tensor, shard: Tensor, group: Group) -> Finish:
-        """As of :class:`~minifsdp.collectives.Comm`. Other ranks may read ``shard`` even after
+    def all_gather(self, unit: FeaturedUnit, full: Tensor, shard: Tensor, group: Group) -> Finish:
+        """As of :class:`~minifsdp.core.collectives.Comm`. Other ranks may read ``shard`` even after
         ``finish``, until transport.wait_for_readers()."""
         # Another group than the unit's own may divide it anywhere (post_forward.py does).
         blocks = unit.layout.blocks if group is unit.shard_group else None
         return all_gather(full, shard, group, unit.tag, unit.label, blocks=blocks)
 
     def reduce_scatter(
-        self, unit: Unit, flat: Tensor | Pieces, scale: float
+        self, unit: FeaturedUnit, flat: Tensor | Pieces, scale: float
     ) -> tuple[Tensor, Finish]:
-        """As of :class:`~minifsdp.collectives.Comm`. Nothing is overwritten."""
+        """As of :class:`~minifsdp.core.collectives.Comm`. Nothing is overwritten."""
         assert unit.shard_group is not None
         return reduce_scatter(
             flat, unit.shard_group, scale, unit.tag, unit.label,
@@ -57,20 +57,22 @@ class Watched:
     def __init__(self, inner: Comm) -> None:
         self.inner = inner
 
-    def all_gather(self, unit: Unit, full: Tensor, shard: Tensor, group: Group) -> Finish:
-        """See :class:`~minifsdp.collectives.Comm`."""
+    def all_gather(self, unit: FeaturedUnit, full: Tensor, shard: Tensor, group: Group) -> Finish:
+        """See :class:`~minifsdp.core.collectives.Comm`."""
         message = Message(group, unit.tag, Kind.PARAMETERS, full.itemsize, unit.label)
         return watched(self.inner.all_gather(unit, full, shard, group), message)
 
-    def reduce_scatter(self, unit: Unit, flat: Tensor, scale: float) -> tuple[Tensor, Finish]:
-        """See :class:`~minifsdp.collectives.Comm`."""
+    def reduce_scatter(
+        self, unit: FeaturedUnit, flat: Tensor, scale: float
+    ) -> tuple[Tensor, Finish]:
+        """See :class:`~minifsdp.core.collectives.Comm`."""
         assert unit.shard_group is not None
         message = Message(unit.shard_group, unit.tag, Kind.REDUCTION, flat.itemsize, unit.label)
         total, finish = self.inner.reduce_scatter(unit, flat, scale)
         return total, watched(finish, message)
 
-    def all_reduce(self, unit: Unit, flat: Tensor, scale: float, group: Group) -> Finish:
-        """See :class:`~minifsdp.collectives.Comm`."""
+    def all_reduce(self, unit: FeaturedUnit, flat: Tensor, scale: float, group: Group) -> Finish:
+        """See :class:`~minifsdp.core.collectives.Comm`."""
         message = Message(group, unit.tag, Kind.ALL_REDUCTION, flat.itemsize, unit.label)
         return watched(self.inner.all_reduce(unit, flat, scale, group), message)
 
@@ -86,8 +88,8 @@ class InBlocks:
     def __init__(self, inner: Comm) -> None:
         self.inner, self.all_reduce = inner, inner.all_reduce  # a shard is in one piece
 
-    def all_gather(self, unit: Unit, full: Tensor, shard: Tensor, group: Group) -> Finish:
-        """See :class:`~minifsdp.collectives.Comm`."""
+    def all_gather(self, unit: FeaturedUnit, full: Tensor, shard: Tensor, group: Group) -> Finish:
+        """See :class:`~minifsdp.core.collectives.Comm`."""
         blocks = unit.layout.blocks
         if group is not unit.shard_group or blocks is None:
             # Another group may divide it anywhere, and it comes end to end (post_forward.py).
@@ -101,7 +103,9 @@ class InBlocks:
 
         return finish
 
-    def reduce_scatter(self, unit: Unit, flat: Tensor, scale: float) -> tuple[Tensor, Finish]:
-        """See :class:`~minifsdp.collectives.Comm`."""
+    def reduce_scatter(
+        self, unit: FeaturedUnit, flat: Tensor, scale: float
+    ) -> tuple[Tensor, Finish]:
+        """See :class:`~minifsdp.core.collectives.Comm`."""
         sent = together(flat, unit.layout.trained_blocks, unit.shard_world_size)
         return self.inner.reduce_scatter(unit, sent, scale)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from minifsdp.support.pytree import tensors_in
+from minifsdp.core.outputs import tensors_in
 
 NO_WORK = ("empty", "empty_like", "empty_strided", "new_empty")
 """Operators that make a tensor and do nothing."""

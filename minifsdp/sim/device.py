@@ -24,6 +24,7 @@ from torch._guards import active_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from minifsdp.core.outputs import tensors_in
 from minifsdp.sim.calls import NO_WORK, Call, accesses
 from minifsdp.sim.figures.memory_report import peak_report
 from minifsdp.sim.figures.report import report
@@ -38,7 +39,6 @@ from minifsdp.sim.tape import COMPUTE, HOST, Buffer, Entry, Note, Op, Phase, Use
 from minifsdp.sim.views.html import html
 from minifsdp.sim.views.timeline import svg
 from minifsdp.sim.views.trace import chrome_trace, memory_snapshot
-from minifsdp.support.pytree import tensors_in
 
 
 class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -50,7 +50,7 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ones. With ``"meta"`` what is on the CPU is in the host's memory.
     """
 
-    sees_engine = True  # see support/dispatch_modes.py
+    sees_engine = True  # see core/dispatch_modes.py
 
     def __init__(self, cluster: Cluster, kind: str = "meta") -> None:
         super().__init__()  # type: ignore[no-untyped-call]

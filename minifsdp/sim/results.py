@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from minifsdp.support.pytree import tensors_in
+from minifsdp.core.outputs import tensors_in
 
 ITEM = torch.ops.aten._local_scalar_dense.default
 LARGE = 2**20  # bytes

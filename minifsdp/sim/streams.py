@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
+from minifsdp.core.streams import Event, Launch, Stream, Streams
 from minifsdp.sim.device import VirtualGpu
 from minifsdp.sim.tape import COMPUTE, HOST, STREAMS, Mark, Wait, caller
-from minifsdp.streams import Event, Launch, Stream, Streams
 
 
 def make_streams(gpu: VirtualGpu, device: torch.device) -> Streams:
-    """Those of a GPU, for :data:`minifsdp.streams.BACKENDS`."""
+    """Those of a GPU, for :data:`minifsdp.core.streams.BACKENDS`."""
     streams: list[Stream] = [VirtualStream(gpu, name) for name in STREAMS]
     return Streams(device, *streams)
 

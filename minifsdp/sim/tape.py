@@ -11,7 +11,7 @@ from pathlib import Path
 
 HOST, COMPUTE = "host", "compute"
 STREAMS = (COMPUTE, "unshard", "reduce", "replicate", "upload", "download")
-"""In the order of the fields of :class:`minifsdp.streams.Streams`."""
+"""In the order of the fields of :class:`minifsdp.core.streams.Streams`."""
 
 
 @dataclass(eq=False)

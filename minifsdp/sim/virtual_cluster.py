@@ -31,15 +31,15 @@ from torch.distributed.device_mesh import _mesh_resources
 import minifsdp.comm.collectives
 import minifsdp.comm.groups
 import minifsdp.offload
+from minifsdp.core.streams import BACKENDS
+from minifsdp.core.unit import Unit
 from minifsdp.sim.device import VirtualGpu
 from minifsdp.sim.hardware.attention import attention
 from minifsdp.sim.hardware.costs import Cluster
 from minifsdp.sim.hardware.gpus import Gpu, preset
 from minifsdp.sim.streams import make_streams
 from minifsdp.sim.tape import Mistarget
-from minifsdp.streams import BACKENDS
 from minifsdp.support.prefetch_stats import PrefetchStats
-from minifsdp.unit import Unit
 
 
 @contextmanager

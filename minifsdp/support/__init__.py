@@ -1,9 +1,9 @@
-"""What the concepts stand on: autograd, and parameters as modules and optimizers see them.
+"""What features stand on: parameters as modules and optimizers see them, and what is saved of them.
 
 flat_parameter.py      the sharded flat parameter, which the optimizer sees
 divided_param.py       the DTensors that it sees of a unit in rows, and the flat one behind them
 dtensors.py            how such DTensors are made
-unsharded_storage.py   the unsharded flat parameter, whose memory is allocated and freed
+unsharded_storage.py   unsharded flat parameters, one for each dtype, of which others may have views
 freed_memory.py        why the memory that a step frees stays with the process, on a CPU
 shard_changes.py       what a program does to shards between steps, followed at the next
 tensor_attribute.py    where a module has a parameter or a buffer
@@ -13,12 +13,10 @@ marked_views.py        views of units in rows, which tell which parameters have 
 param_attributes.py    what a program has set on its parameters, after wrapping
 param_views.py         when it finds which: views while unsharded, placeholders while sharded
 saved_tensors.py       what autograd saves of parameters: where to find them, not their memory
-dispatch_modes.py      engine work that no dispatch mode of a program sees
-autograd_hooks.py      how to act in the middle of a backward
 grad_hooks.py          the gradient hooks that users register on flat parameters
 listed_modules.py      several modules as one unit, as fully_shard([a, b]) makes them
 prefetch_stats.py      how many prefetches there were, and how many had the wrong target
 buffers.py             the tensors of a module that are not parameters
-pytree.py              the tensors in what a module takes or returns
+pytree.py              what a module takes or returns, with other tensors
 fingerprint.py         a number for values, to compare values without sending them
 """

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from minifsdp.comm.pieces import Pieces, whole
-from minifsdp.layers import Layer
-from minifsdp.reduce import Reduction
+from minifsdp.core.layers import Layer
+from minifsdp.core.reduce import Reduction
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.rows import Rows
-from minifsdp.unit import Unit
 
 
 class GradientHooks(Layer):
@@ -36,9 +36,9 @@ class GradientHooks(Layer):
     optimizer, or raise."""
 
     def __init__(self) -> None:
-        self._complete: Sequence[Unit] = ()
+        self._complete: Sequence[FeaturedUnit] = ()
 
-    def gradient(self, unit: Unit, grad: Tensor | Pieces) -> Tensor | Pieces:
+    def gradient(self, unit: FeaturedUnit, grad: Tensor | Pieces) -> Tensor | Pieces:
         """Before the reduction. Raises RuntimeError: see the functions that are called."""
         check_first_order(unit, grad)
         return change_gradient(unit, grad)
@@ -58,7 +58,7 @@ class GradientHooks(Layer):
             after_gradient(unit)
 
 
-def check_first_order(unit: Unit, grad: Tensor | Pieces) -> None:
+def check_first_order(unit: FeaturedUnit, grad: Tensor | Pieces) -> None:
     """Raises RuntimeError: the gradient is to be differentiated itself."""
     if grad.requires_grad:
         raise RuntimeError(
@@ -67,7 +67,7 @@ def check_first_order(unit: Unit, grad: Tensor | Pieces) -> None:
         )
 
 
-def change_gradient(unit: Unit, grad: Tensor | Pieces) -> Tensor | Pieces:
+def change_gradient(unit: FeaturedUnit, grad: Tensor | Pieces) -> Tensor | Pieces:
     """Let the hooks of a unit's parameters see and replace a gradient before it is reduced.
 
     Args:
@@ -94,7 +94,7 @@ def change_gradient(unit: Unit, grad: Tensor | Pieces) -> Tensor | Pieces:
     return grad
 
 
-def _changed(unit: Unit, param: nn.Parameter, grad: Tensor) -> Tensor:
+def _changed(unit: FeaturedUnit, param: nn.Parameter, grad: Tensor) -> Tensor:
     """What the hooks of ``param`` make of its gradient on this rank."""
     hooks: Any = param._backward_hooks
     for hook in list(hooks.values()):  # a copy: a hook may remove itself
@@ -114,7 +114,7 @@ def _changed(unit: Unit, param: nn.Parameter, grad: Tensor) -> Tensor:
     return grad
 
 
-def after_gradient(unit: Unit) -> None:
+def after_gradient(unit: FeaturedUnit) -> None:
     """Call the hooks that wait for the complete gradient of a unit's parameters."""
     for param in unit.optimized_params:
         hooks = param._post_accumulate_grad_hooks

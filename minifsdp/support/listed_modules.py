@@ -24,9 +24,9 @@ from typing import Any
 
 from torch import nn
 
-from minifsdp.layers import Call, Layer
-from minifsdp.unit import Unit
-from minifsdp.unit_state import FORWARD
+from minifsdp.core.layers import Call, Layer
+from minifsdp.core.unit_state import FORWARD
+from minifsdp.featured_unit import FeaturedUnit
 
 LIST = "its list of modules"  # a reason to stay: some have run in this forward, some are to run
 
@@ -53,7 +53,7 @@ class Lists(Layer):
         units: of the root.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[FeaturedUnit]) -> None:
         self._units = [unit for unit in units if unit.is_list]
 
     def before_forward(self, call: Call) -> None:
@@ -69,7 +69,7 @@ class Lists(Layer):
             call.in_order = LIST not in call.unit.reasons
         return output
 
-    def end_of_forward(self, unit: Unit) -> None:
+    def end_of_forward(self, unit: FeaturedUnit) -> None:
         """Those that have not run by now do not run in this forward."""
         self.reset()
 
@@ -101,7 +101,7 @@ def outermost(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return [module for module in modules if module not in below]
 
 
-def has_run(unit: Unit, module: nn.Module) -> None:
+def has_run(unit: FeaturedUnit, module: nn.Module) -> None:
     """The forward of ``module`` is over, one of the unit's list. Hold the unit for the others."""
     listed: Any = unit.module
     listed.to_run = (listed.to_run or set(listed.children())) - {module}
@@ -111,7 +111,7 @@ def has_run(unit: Unit, module: nn.Module) -> None:
         unit.reasons.discard(LIST)  # its forward, which is about to end, holds it
 
 
-def close(unit: Unit) -> None:
+def close(unit: FeaturedUnit) -> None:
     """What has not run by now does not run in this forward."""
     listed: Any = unit.module
     listed.to_run = set()

@@ -12,17 +12,17 @@ from typing import Any
 
 from torch import Tensor
 
-from minifsdp.layers import Layer
-from minifsdp.reduce import Reduction
+from minifsdp.core.layers import Layer
+from minifsdp.core.reduce import Reduction
+from minifsdp.core.views import SplitViews
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.rows import Rows
 from minifsdp.support.piece_views import PieceViews
-from minifsdp.support.unsharded_storage import UnshardedFlatParam
-from minifsdp.unit import Unit
-from minifsdp.views import SplitViews
+from minifsdp.support.unsharded_storage import FeaturedFlatParam
 
 
 class MarkedSplitViews(SplitViews):
-    """A :class:`~minifsdp.views.ViewMaker`, as :class:`~minifsdp.views.SplitViews`.
+    """A :class:`~minifsdp.core.views.ViewMaker`, as :class:`~minifsdp.core.views.SplitViews`.
 
     Attributes:
         used: of each dtype that the unit is computed in, the numbers of the parameters that have a
@@ -30,10 +30,10 @@ class MarkedSplitViews(SplitViews):
     """
 
     def __init__(self) -> None:
-        self.used: dict[UnshardedFlatParam, set[int]] = {}
+        self.used: dict[FeaturedFlatParam, set[int]] = {}
 
-    def make(self, unit: Unit) -> list[Tensor]:
-        """See :class:`~minifsdp.views.ViewMaker`."""
+    def make(self, unit: FeaturedUnit) -> list[Tensor]:
+        """See :class:`~minifsdp.core.views.ViewMaker`."""
         unsharded, layout = unit.unsharded, unit.layout
         assert isinstance(layout, Rows)  # others have no marks
         views = layout.unflatten(unsharded.flat_param, unsharded.frozen)
@@ -41,7 +41,7 @@ class MarkedSplitViews(SplitViews):
             self._watch_split(views[layout.with_grad[0]], unsharded)
         return views
 
-    def _watch_split(self, view: Tensor, unsharded: UnshardedFlatParam) -> None:
+    def _watch_split(self, view: Tensor, unsharded: FeaturedFlatParam) -> None:
         """Note which parts of the unsharded flat parameter a backward has a gradient for."""
         assert view.grad_fn is not None
         split = view.grad_fn.next_functions[0][0]
@@ -54,30 +54,30 @@ class MarkedSplitViews(SplitViews):
 
         split.register_prehook(note)
 
-    def take_gradient(self, unit: Unit) -> Tensor:
-        """See :class:`~minifsdp.views.ViewMaker`."""
+    def take_gradient(self, unit: FeaturedUnit) -> Tensor:
+        """See :class:`~minifsdp.core.views.ViewMaker`."""
         layout: Any = unit.layout
         used = self.used.pop(unit.unsharded)
         grad = super().take_gradient(unit)
         _mark(unit, grad, [number for number in layout.places if number not in used])
         return grad
 
-    def no_gradient(self, unit: Unit) -> Tensor:
-        """See :class:`~minifsdp.views.ViewMaker`."""
+    def no_gradient(self, unit: FeaturedUnit) -> Tensor:
+        """See :class:`~minifsdp.core.views.ViewMaker`."""
         return _all_unused(unit, super().no_gradient(unit))
 
-    def drop_gradient(self, unit: Unit) -> None:
-        """See :class:`~minifsdp.views.ViewMaker`."""
+    def drop_gradient(self, unit: FeaturedUnit) -> None:
+        """See :class:`~minifsdp.core.views.ViewMaker`."""
         super().drop_gradient(unit)
         self.used.pop(unit.unsharded, None)
 
 
 class MarkedPieceViews(PieceViews):
-    """A :class:`~minifsdp.views.ViewMaker`, as
+    """A :class:`~minifsdp.core.views.ViewMaker`, as
     :class:`~minifsdp.support.piece_views.PieceViews`."""
 
-    def take_gradient(self, unit: Unit) -> Any:
-        """See :class:`~minifsdp.views.ViewMaker`."""
+    def take_gradient(self, unit: FeaturedUnit) -> Any:
+        """See :class:`~minifsdp.core.views.ViewMaker`."""
         layout: Any = unit.layout
         arrived = self.arrived[unit.unsharded]
         unused = [number for number, place in layout.places.items() if place not in arrived]
@@ -85,8 +85,8 @@ class MarkedPieceViews(PieceViews):
         _mark(unit, grad.pieces[-1], unused)  # the marks come last
         return grad
 
-    def no_gradient(self, unit: Unit) -> Tensor:
-        """See :class:`~minifsdp.views.ViewMaker`."""
+    def no_gradient(self, unit: FeaturedUnit) -> Tensor:
+        """See :class:`~minifsdp.core.views.ViewMaker`."""
         return _all_unused(unit, super().no_gradient(unit))
 
 
@@ -98,9 +98,11 @@ class UnusedParams(Layer):
         units: of the root.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[FeaturedUnit]) -> None:
         self._units = [unit for unit in units if unit.mesh is not None]
-        self._empty: dict[Unit, set[int]] = {}  # the numbers of parameters that have no gradient
+        self._empty: dict[
+            FeaturedUnit, set[int]
+        ] = {}  # the numbers of parameters that have no gradient
 
     def end_of_backward(self) -> None:
         """Note which parameters have no gradient, of units of which this rank has not used all."""
@@ -108,7 +110,7 @@ class UnusedParams(Layer):
 
     def complete(self, reductions: Sequence[Reduction]) -> None:
         """Clear them, if their marks say so. The host waits for these."""
-        unused: dict[Unit, set[int]] = {}
+        unused: dict[FeaturedUnit, set[int]] = {}
         for reduction in reductions:
             unit = reduction.unit
             if unit in self._empty:
@@ -126,19 +128,19 @@ class UnusedParams(Layer):
             unit.has_unused = False
 
 
-def _without_gradient(unit: Unit) -> set[int]:
+def _without_gradient(unit: FeaturedUnit) -> set[int]:
     params, waiting = unit.optimized_params, unit.unreduced_grad
     cleared: Sequence[int] = () if waiting is None else waiting.cleared
     return {n for n, param in enumerate(params) if param.grad is None or n in cleared}
 
 
-def _all_unused(unit: Unit, zeros: Tensor) -> Tensor:
+def _all_unused(unit: FeaturedUnit, zeros: Tensor) -> Tensor:
     layout: Any = unit.layout
     _mark(unit, zeros, [*layout.places])
     return zeros
 
 
-def _mark(unit: Unit, grad: Tensor, unused: list[int]) -> None:
+def _mark(unit: FeaturedUnit, grad: Tensor, unused: list[int]) -> None:
     """Mark the parameters of which this rank has no gradient.
 
     Args:

@@ -19,31 +19,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from minifsdp.core import unit
 from minifsdp.support.tensor_attribute import TensorAttribute
 
 
 @dataclass
-class ParamInfo:
-    """One original parameter. The order of ``Unit.param_infos`` is that of the flat parameter.
+class ParamInfo(unit.ParamInfo):
+    """One original parameter, with the attributes of its owners.
 
     Attributes:
-        name: fully qualified, below the unit's module.
         owners: where modules have it; several if it is shared.
         attributes: what a program has set on it; see param_attributes.py.
     """
 
-    name: str
-    shape: torch.Size
     owners: list[TensorAttribute] = field(default_factory=list)
     attributes: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        """The parameter that the modules have now: before sharding the original one, while the unit
-        is unsharded a view."""
-        param: nn.Parameter | None = self.owners[0].get()
-        assert param is not None, self.name
-        return param
 
     def show(self, view: Tensor, hidden: bool) -> None:
         """Show ``view`` to all owners as a parameter, which ``module.parameters()`` lists as well.

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from minifsdp.unit import Unit
-from minifsdp.views import FLAT_PARAM
+from minifsdp.core.views import FLAT_PARAM
+from minifsdp.featured_unit import FeaturedUnit
 
 OTHER_WEIGHTS = (
     "To compute with other weights, call torch.func.functional_call with a plain module of the "
@@ -23,21 +23,23 @@ OTHER_WEIGHTS = (
 
 
 class Placeholders:
-    """The :class:`~minifsdp.views.Places` of a unit whose modules have placeholders while it is
-    sharded."""
+    """The :class:`~minifsdp.core.views.Places` of a unit whose modules have placeholders while it
+    is sharded."""
 
-    def show(self, unit: Unit, tensors: Sequence[Tensor]) -> None:
-        """See :class:`~minifsdp.views.Places`.
+    def show(self, unit: FeaturedUnit, tensors: Sequence[Tensor]) -> None:
+        """See :class:`~minifsdp.core.views.Places`.
 
         Raises:
             RuntimeError: a placeholder was replaced by another parameter.
         """
+        # Or parameters() would list its elements twice.
+        unit.module._parameters.pop(FLAT_PARAM, None)
         hidden, unit.has_placeholders = unit.has_placeholders, False
         for info, tensor in zip(unit.param_infos, tensors, strict=True):
             info.show(tensor, hidden)
 
-    def hide(self, unit: Unit) -> None:
-        """See :class:`~minifsdp.views.Places`."""
+    def hide(self, unit: FeaturedUnit) -> None:
+        """See :class:`~minifsdp.core.views.Places`."""
         unit.has_placeholders = True
         listed = unit.optimized_params if unit.mesh is not None else [None] * len(unit.param_infos)
         for info, placeholder, param in zip(
@@ -48,7 +50,7 @@ class Placeholders:
             unit.module._parameters[FLAT_PARAM] = unit.sharded_flat_param
 
 
-def replaced(unit: Unit, name: str, found: object) -> RuntimeError:
+def replaced(unit: FeaturedUnit, name: str, found: object) -> RuntimeError:
     """The error for ``found``, which is in the place of the parameter of this name."""
     there = "None" if found is None else "another tensor"
     return RuntimeError(

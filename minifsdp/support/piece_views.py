@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from minifsdp.comm.pieces import Pieces
+from minifsdp.core.shard import Chunks
+from minifsdp.core.views import zero_gradient
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.rows import Rows
-from minifsdp.shard import Chunks
-from minifsdp.support.unsharded_storage import UnshardedFlatParam
-from minifsdp.unit import Unit
-from minifsdp.views import zero_gradient
+from minifsdp.support.unsharded_storage import FeaturedFlatParam
 
-Arrived = dict[UnshardedFlatParam, dict[int, Tensor]]
+Arrived = dict[FeaturedFlatParam, dict[int, Tensor]]
 """Gradients of views that a backward has computed, by the place of the view in the memory."""
 
 
 class PieceViews:
-    """A :class:`~minifsdp.views.ViewMaker` of a unit that the ranks of a shard group share, on
+    """A :class:`~minifsdp.core.views.ViewMaker` of a unit that the ranks of a shard group share, on
     CPUs.
 
     Attributes:
@@ -34,19 +34,19 @@ class PieceViews:
     def __init__(self) -> None:
         self.arrived: Arrived = {}
 
-    def make(self, unit: Unit) -> list[Tensor]:
-        """See :class:`~minifsdp.views.ViewMaker`."""
+    def make(self, unit: FeaturedUnit) -> list[Tensor]:
+        """See :class:`~minifsdp.core.views.ViewMaker`."""
         unsharded = unit.unsharded
         views = _Views.apply(unsharded.flat_param, self.arrived, unsharded, unit.layout)  # type: ignore[no-untyped-call]
         return list(views)
 
-    def has_gradient(self, unit: Unit) -> bool:
-        """See :class:`~minifsdp.views.ViewMaker`."""
+    def has_gradient(self, unit: FeaturedUnit) -> bool:
+        """See :class:`~minifsdp.core.views.ViewMaker`."""
         return unit.unsharded in self.arrived
 
-    def take_gradient(self, unit: Unit) -> Any:
-        """See :class:`~minifsdp.views.ViewMaker`. Returns a :class:`~minifsdp.comm.pieces.Pieces`,
-        for each of ``unit.layout.sizes`` a piece."""
+    def take_gradient(self, unit: FeaturedUnit) -> Any:
+        """See :class:`~minifsdp.core.views.ViewMaker`. Returns
+        :class:`~minifsdp.comm.pieces.Pieces`, one for each of ``unit.layout.sizes``."""
         arrived, place, pieces = self.arrived.pop(unit.unsharded), 0, list[Tensor]()
         for size in unit.layout.sizes:
             grad = arrived.pop(place, None) if size else None
@@ -56,12 +56,12 @@ class PieceViews:
             place += size
         return Pieces(pieces)
 
-    def no_gradient(self, unit: Unit) -> Tensor:
-        """See :class:`~minifsdp.views.ViewMaker`."""
+    def no_gradient(self, unit: FeaturedUnit) -> Tensor:
+        """See :class:`~minifsdp.core.views.ViewMaker`."""
         return zero_gradient(unit)
 
-    def drop_gradient(self, unit: Unit) -> None:
-        """See :class:`~minifsdp.views.ViewMaker`."""
+    def drop_gradient(self, unit: FeaturedUnit) -> None:
+        """See :class:`~minifsdp.core.views.ViewMaker`."""
         self.arrived.pop(unit.unsharded, None)
 
 
@@ -71,7 +71,7 @@ class _Views(torch.autograd.Function):
         ctx: Any,
         flat: Tensor,
         arrived: Arrived,
-        unsharded: UnshardedFlatParam,
+        unsharded: FeaturedFlatParam,
         layout: Chunks | Rows,
     ) -> tuple[Tensor, ...]:
         views = layout.unflatten(flat, unsharded.frozen)

@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._composable.checkpoint_activation import checkpoint
 
-from minifsdp.layers import Call, Chain
-from minifsdp.support.dispatch_modes import without_modes
-from minifsdp.unit import Unit
-from minifsdp.unit_state import TrainingState
+from minifsdp.core.dispatch_modes import without_modes
+from minifsdp.core.layers import Call, Chain
+from minifsdp.core.unit_state import TrainingState
+from minifsdp.featured_unit import FeaturedUnit
 
 Hook = Callable[[Any], Any]
 
@@ -64,8 +64,8 @@ class SavedParameters:
     def __init__(self, before_use: Callable[[Chain], None]) -> None:
         self.before_use = before_use
         self._chains: dict[int, Chain] = {}  # by the address of the unsharded storage
-        self.last: dict[Unit, Chain] = {}
-        self.began: dict[Unit, Call] = {}
+        self.last: dict[FeaturedUnit, Chain] = {}
+        self.began: dict[FeaturedUnit, Call] = {}
         self._without_outer = _Hooks(self, None)
 
     def uses(self, chain: Chain) -> None:

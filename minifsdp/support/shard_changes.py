@@ -5,7 +5,7 @@ torch tells nobody of it. So at the start of each step the engine looks at every
 
     module.to(device), .double()       padded_shard and unsharded flat parameters anew
     param.data = tensor                the same, with these values; refused in rows
-    requires_grad_(False)              another unsharded flat parameter (Unit.compute_in)
+    requires_grad_(False)              another unsharded flat parameter (FeaturedUnit.compute_in)
     zero_grad()                        in rows, the memory of the gradient is freed
 """
 
@@ -15,12 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from minifsdp.engine import Engine
-from minifsdp.layers import Layer
+from minifsdp.core.engine import Engine
+from minifsdp.core.layers import Layer
+from minifsdp.core.shard import unpadded_shard_numel
+from minifsdp.core.streams import has_memory
+from minifsdp.core.unit_state import Purpose
+from minifsdp.core.views import FLAT_PARAM
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.offload import HOST, host_copy
-from minifsdp.shard import unpadded_shard_numel
 from minifsdp.strategies import choose_strategies
-from minifsdp.streams import has_memory
 from minifsdp.support.divided_param import (
     check_assigned,
     divide_again,
@@ -29,9 +32,6 @@ from minifsdp.support.divided_param import (
     was_changed,
 )
 from minifsdp.support.param_views import replaced
-from minifsdp.unit import Unit
-from minifsdp.unit_state import Purpose
-from minifsdp.views import FLAT_PARAM
 
 
 class ShardChanges(Layer):
@@ -42,11 +42,10 @@ class ShardChanges(Layer):
 
     def start(self, purpose: Purpose) -> None:
         """Raises ValueError or RuntimeError: see the functions that are called."""
-        units, prefetcher = self._engine.units, self._engine.prefetcher
+        units = self._engine.units
         device = common_device(units)
         if device is not None:
             self.follow_to(device)
-        prefetcher.adapt_to(self._engine.streams.host_runs_ahead)
         for unit in units:
             follow_changes(unit)
 
@@ -58,7 +57,7 @@ class ShardChanges(Layer):
             choose_strategies(engine.units, engine.streams)
 
 
-def was_moved(unit: Unit) -> bool:
+def was_moved(unit: FeaturedUnit) -> bool:
     """Whether the shard has other memory than it was given."""
     if unit.mesh is not None:
         return was_changed(unit)
@@ -68,7 +67,7 @@ def was_moved(unit: Unit) -> bool:
     return moved or shard.device != given.device or shard.dtype != given.dtype
 
 
-def follow_changes(unit: Unit) -> None:
+def follow_changes(unit: FeaturedUnit) -> None:
     """Take over what was moved, cast, replaced or given other values. The unit is sharded.
 
     Raises:
@@ -102,7 +101,7 @@ def follow_changes(unit: Unit) -> None:
             unit.unsharded_by_dtype.forget()
 
 
-def check_on_host(unit: Unit) -> None:
+def check_on_host(unit: FeaturedUnit) -> None:
     """Raises RuntimeError: the shard of a unit with offload was moved away from the host."""
     shard = unit.optimized_params[0]
     moved = shard.device != HOST
@@ -114,7 +113,7 @@ def check_on_host(unit: Unit) -> None:
         )
 
 
-def common_device(units: Sequence[Unit]) -> torch.device | None:
+def common_device(units: Sequence[FeaturedUnit]) -> torch.device | None:
     """The device that all units with parameters are on; None if there is no such unit. The others
     have nothing that ``module.to()`` would have moved, and are put there for their inputs' sake.
 
@@ -136,7 +135,7 @@ def common_device(units: Sequence[Unit]) -> torch.device | None:
     return None
 
 
-def adopt(unit: Unit) -> None:
+def adopt(unit: FeaturedUnit) -> None:
     """Take over the parameter that ``module.to(...)`` has put in place of the flat parameter, or
     the DTensors that it has changed."""
     own: Any = unit.sharded_flat_param  # in rows a DividedParameter

@@ -1,60 +1,39 @@
-"""The unsharded flat parameter: a tensor whose memory is allocated and freed in every step.
+"""An unsharded flat parameter of which others may have views, and several of them for one unit.
 
-The layers compute with views of this tensor, and the gradients of the views arrive at it. The views
-share its *storage*. So the tensor stays for good, and its storage is resized::
-
-    SHARDED      flat_param [padded_numel], storage of 0 bytes        views without values
-    UNSHARDED    the same tensor, storage of all bytes, gathered      the same views, with values
-
-A new tensor for every gather would leave the views without memory, and autograd with a graph that
-ends at an old tensor.
-
-A unit has one for each dtype that it is computed in: mixed precision may be for training only.
+core/storage.py says what it is. Here its memory is freed only if nobody else refers to it: a view
+may have left its module, and a use of it would read freed memory and crash the process. And a unit
+has one for each dtype that it is computed in: mixed precision may be for training only.
 """
 
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from minifsdp.support.autograd_hooks import when_complete
+from minifsdp.core.autograd_hooks import when_complete
+from minifsdp.core.storage import UnshardedFlatParam
 from minifsdp.support.freed_memory import keep_freed_memory
 
 
 @dataclass(eq=False, repr=False)  # to print tensors whose memory is freed ends the process
-class UnshardedFlatParam:
-    """The shards of all ranks, in rank order, in one dtype.
+class FeaturedFlatParam(UnshardedFlatParam):
+    """One in one dtype.
 
     Attributes:
-        flat_param: ``[padded_numel]``, a leaf of the graph. The layers compute with views of it. In
-            a unit that is frozen in part it is the part that is not.
-        data: the same memory with a version counter of its own. Collectives write here: through
-            ``flat_param`` they would look to autograd like an in-place change of what the forward
-            has saved.
-        needs_unshard: its memory is allocated and freed. False: it has the memory of the shard,
-            which is the whole parameter (NO_SHARD).
-        grad_accumulator: autograd's node that a backward comes to last in this unit; None if the
-            unit is frozen.
-        frozen: the rest of the memory, if the unit is frozen in part (rows.py).
+        frozen: the rest of the memory, if the unit is frozen in part (rows.py): then ``flat_param``
+            is the part that is not.
         saved: one object, a new one for each graph. All that autograd has saved of the parameters
             in the last graph refers to it (saved_tensors.py), so the references to it tell whether
             there is still something.
     """
 
-    flat_param: Tensor
-    data: Tensor
-    needs_unshard: bool
-    grad_accumulator: Node | None
     frozen: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.storage = self.data.untyped_storage()
-        self.dtype = self.data.dtype
-        self.nbytes = self.data.numel() * self.data.itemsize
+        super().__post_init__()
         self.saved = [object()]
 
     @property
@@ -62,10 +41,6 @@ class UnshardedFlatParam:
         """Whether the backward will come to an operation that has saved a parameter. One that an
         activation checkpoint runs again has saved none."""
         return _reference_counts(self.saved)[0] > _ONE_REFERENCE
-
-    def allocate(self) -> None:
-        """Get memory for the shards of all ranks. It has no values yet."""
-        self.storage.resize_(self.nbytes)
 
     def is_in_use(self, views: list[Tensor]) -> bool:
         """Whether something outside of the engine refers to the memory, or to a view of it: a
@@ -94,7 +69,7 @@ class UnshardedFlatParam:
             Whether the memory is free now.
         """
         if not self.is_in_use(views):
-            self.storage.resize_(0)
+            self.free()
             return True
         with torch.inference_mode(False):
             memory = torch.empty_like(self.data)
@@ -103,7 +78,7 @@ class UnshardedFlatParam:
         if self.frozen is not None:
             self.frozen.data = memory[trained:]
         self.storage = memory.untyped_storage()
-        self.storage.resize_(0)
+        self.free()
         return False
 
 
@@ -111,21 +86,21 @@ class UnshardedFlatParams:
     """The unsharded flat parameters of one unit, by dtype. Each is made when it is first needed:
     until then the module may be moved to another device.
 
-    Attributes:
-        on_gradient: called when the gradient of one of them is complete.
+    Args:
+        on_gradient: called when the gradient of one of them is complete. Must not keep the unit.
     """
 
-    def __init__(self) -> None:
-        self.on_gradient: Callable[[], None] = lambda: None
-        self._made: dict[torch.dtype, UnshardedFlatParam] = {}
+    def __init__(self, on_gradient: Callable[[], None]) -> None:
+        self._on_gradient = on_gradient
+        self._made: dict[torch.dtype, FeaturedFlatParam] = {}
 
-    def get(self, dtype: torch.dtype, requires_grad: bool) -> UnshardedFlatParam | None:
+    def get(self, dtype: torch.dtype, requires_grad: bool) -> FeaturedFlatParam | None:
         """The one of this dtype; None if there is none, or if ``requires_grad`` was changed since:
         a leaf that a graph was recorded with cannot change that."""
         made = self._made.get(dtype)
         return None if made is None or made.flat_param.requires_grad != requires_grad else made
 
-    def __contains__(self, unsharded: UnshardedFlatParam) -> bool:
+    def __contains__(self, unsharded: FeaturedFlatParam) -> bool:
         """Whether it is still in use: the parameters were not moved, cast or frozen since."""
         return any(made is unsharded for made in self._made.values())
 
@@ -141,7 +116,7 @@ class UnshardedFlatParams:
 
     def add(
         self, data: Tensor, requires_grad: bool, needs_unshard: bool, trained_numel: int
-    ) -> UnshardedFlatParam:
+    ) -> FeaturedFlatParam:
         """Make one and keep it. Inference mode has to be off: autograd refuses such tensors later.
 
         Args:
@@ -153,24 +128,14 @@ class UnshardedFlatParams:
         leaf, rest = data[:trained_numel].data, data[trained_numel:].data
         leaf.requires_grad_(requires_grad)
         frozen = rest if len(rest) else None
-        node = when_complete(leaf, self._hook()) if requires_grad else None
-        made = UnshardedFlatParam(leaf, data.data, needs_unshard, node, frozen)
+        node = when_complete(leaf, self._on_gradient) if requires_grad else None
+        made = FeaturedFlatParam(leaf, data.data, needs_unshard, node, frozen)
         self._made[leaf.dtype] = made
         if needs_unshard:
-            made.storage.resize_(0)
+            made.free()
         if data.device.type == "cpu":
             keep_freed_memory(made, made.nbytes)  # also where only gradients come and go
         return made
-
-    def _hook(self) -> Callable[[], None]:
-        weak = ref(self)  # autograd keeps a hook as long as a graph, and must not keep the unit
-
-        def hook() -> None:
-            found = weak()
-            if found is not None:
-                found.on_gradient()
-
-        return hook
 
 
 def _reference_counts(items: Sequence[object]) -> list[int]:

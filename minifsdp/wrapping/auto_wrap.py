@@ -1,22 +1,17 @@
-"""Where the boundaries between units go.
+"""The modules to wrap, and refusals: a parameter that two units would have, a unit without a call.
 
-A unit is gathered as a whole, so the choice of units decides both memory and speed. One unit for
-the whole model saves no memory at the peak, and one unit for each layer sends many small messages.
-A good unit is the block that a model repeats::
-
-    GPT                      the root's unit: embedding, norm, head
-      blocks.0   -> FSDP     a unit
-      blocks.1   -> FSDP     a unit
-
-This file finds the modules to wrap, wraps them, and refuses a parameter that two units would have.
+core/auto_wrap.py asks the policy. Here is what may be in the way: wrappers that are there already,
+modules and parameters that are ignored, containers.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from itertools import takewhile
 from typing import Any
 
 from torch import nn
 
+from minifsdp.core import auto_wrap
+from minifsdp.core.auto_wrap import Policy, has_forward
 from minifsdp.support.divided_param import is_optimized
 from minifsdp.support.param_access import ParamInfo
 from minifsdp.support.param_attributes import attributes_of
@@ -29,71 +24,27 @@ from minifsdp.wrapping.module_tree import (
     unit_of,
 )
 from minifsdp.wrapping.orig_params import unit_of_orig_param
-from minifsdp.wrapping.policies import Policy, has_forward
 
 
 def select(root: nn.Module, policy: Policy) -> dict[nn.Module, dict[str, Any]]:
     """Ask ``policy`` which modules below ``root`` to wrap. It is not asked about wrappers, what is
-    ignored, and what is below them.
-
-    Returns:
-        The modules, inner ones before those around them, each with the arguments of its own that
-        the policy has for its wrapper.
+    ignored, and what is below them. See :func:`minifsdp.core.auto_wrap.select`.
 
     Raises:
         TypeError: ``policy`` is not a policy.
         ValueError: the policy wants to wrap something that cannot be wrapped.
     """
-    if not callable(policy):
-        raise TypeError(
-            f"auto_wrap_policy takes a policy, such as ModuleWrapPolicy({{Block}}), not {policy!r}"
-        )
-    selected: dict[nn.Module, dict[str, Any]] = {}
-    seen = {root}
-    if policy(module=root, recurse=True, nonwrapped_numel=_numel(_unsharded_params(root))):
-        for child in root.children():
-            _select(child, policy, selected, seen)
+    selected = auto_wrap.select(root, policy, _left_alone)
     for name, module in root.named_modules():
         if module in selected:
             check_wrappable(module, name, selected.keys() - {module})
     return selected
 
 
-# Not functions inside of those that call them: a function that calls itself there is in a circle
-# with all that it refers to, and would keep the original parameters until the garbage collector
-# comes, which is the memory of a whole model.
-
-
-def _select(
-    module: nn.Module,
-    policy: Policy,
-    selected: dict[nn.Module, dict[str, Any]],
-    seen: set[nn.Module],
-) -> set[nn.Parameter]:
-    """Select at and below ``module``; the parameters that are in no selected module."""
-    if module in seen or unit_of(module) is not None or is_ignored(module):
-        return set()
-    seen.add(module)
-    params = _unsharded_params(module)
-    if not policy(module=module, recurse=True, nonwrapped_numel=_numel(params)):
-        return params
-    params = _unsharded_params(module, recurse=False)
-    for child in module.children():
-        params |= _select(child, policy, selected, seen)
-    answer = policy(module=module, recurse=False, nonwrapped_numel=_numel(params))
-    if not answer or not (params or has_forward(module)):  # a container without own parameters
-        return params
-    selected[module] = answer if isinstance(answer, dict) else {}
-    return set()
-
-
-def _unsharded_params(module: nn.Module, recurse: bool = True) -> set[nn.Parameter]:
-    params = module.parameters(recurse)
-    return {param for param in params if not is_optimized(param) and not is_ignored(param)}
-
-
-def _numel(params: set[nn.Parameter]) -> int:
-    return sum(param.numel() for param in params)  # a shared parameter counts once
+def _left_alone(item: Any) -> bool:
+    if isinstance(item, nn.Module) and unit_of(item) is not None:
+        return True
+    return is_optimized(item) or is_ignored(item)
 
 
 def check_wrappable(module: nn.Module, name: str = "", to_wrap: Collection[nn.Module] = ()) -> None:
@@ -165,20 +116,6 @@ def _check_sharing(
     for attribute, child in module._modules.items():
         if child is not None:  # also if it was visited: another name may be in another unit
             _check_sharing(child, join_names(name, attribute), unit, to_wrap, found, unit_names)
-
-
-def wrap_inside(
-    root: nn.Module,
-    to_wrap: Mapping[nn.Module, dict[str, Any]],
-    wrapper: Callable[..., nn.Module],
-) -> None:
-    """Put ``wrapper(module, **arguments)`` in all places of each module in ``to_wrap``."""
-    places = [(parent, name, m) for parent in root.modules() for name, m in parent._modules.items()]
-    for module, arguments in to_wrap.items():
-        wrapped = wrapper(module, **arguments)
-        for parent, name, child in places:
-            if child is module:
-                setattr(parent, name, wrapped)
 
 
 def make_param_infos(module: nn.Module) -> list[ParamInfo]:

@@ -26,21 +26,21 @@ from minifsdp.checks.optimizers import watch_optimizers
 from minifsdp.checks.same_model import remember_values
 from minifsdp.comm.consensus import groups_with_peers
 from minifsdp.comm.groups import mesh_of
+from minifsdp.core.auto_wrap import ModuleWrapPolicy, Policy, wrap_inside
+from minifsdp.core.streams import has_memory
+from minifsdp.core.views import hide_views
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.precision import FULL_PRECISION
 from minifsdp.strategies import set_strategies
-from minifsdp.streams import has_memory
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.fingerprint import fingerprint
 from minifsdp.support.flat_parameter import watch_for_losses
 from minifsdp.support.param_attributes import warn_of_lost_attributes
-from minifsdp.unit import Unit
-from minifsdp.views import hide_views
 from minifsdp.wrapping.auto_wrap import (
     check_sharing,
     check_wrappable,
     make_param_infos,
     select,
-    wrap_inside,
 )
 from minifsdp.wrapping.materialize import materialize, move, synchronize
 from minifsdp.wrapping.module_tree import Modules, own_modules
@@ -52,7 +52,6 @@ from minifsdp.wrapping.orig_params import (
     orig_params,
     set_unit,
 )
-from minifsdp.wrapping.policies import ModuleWrapPolicy, Policy
 from minifsdp.wrapping.root_settings import make_limiter
 from minifsdp.wrapping.settings import Settings
 
@@ -92,7 +91,7 @@ def wrap_below(
     wrap_inside(module, arguments, wrapper)
 
 
-def build_unit(module: nn.Module, settings: Settings, stays_on_meta: bool = False) -> Unit:
+def build_unit(module: nn.Module, settings: Settings, stays_on_meta: bool = False) -> FeaturedUnit:
     """Make a unit of the parameters below ``module`` that no unit inside has.
 
     Args:
@@ -135,7 +134,7 @@ def build_unit(module: nn.Module, settings: Settings, stays_on_meta: bool = Fals
     if settings.use_orig_params:  # the given mesh, since a program may compare it with a DTensor's
         its_groups = settings.placement, default_device(groups[0]).type
         mesh = settings.device_mesh or mesh_of(*its_groups)
-    unit = Unit(
+    unit = FeaturedUnit(
         module, param_infos, buffers, settings.placement, settings.precision, offload_from, tag,
         mesh,
     )  # fmt: skip

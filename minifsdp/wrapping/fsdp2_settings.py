@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from minifsdp.api import CPUOffload, MixedPrecision, ShardingStrategy
-from minifsdp.collectives import Group
+from minifsdp.api import CPUOffload, MixedPrecision
+from minifsdp.core.api import ShardingStrategy
+from minifsdp.core.collectives import Group
 from minifsdp.wrapping.settings import Settings
 
 _STRATEGIES = {  # by whether to reshard after forward, and by the dimensions of the mesh

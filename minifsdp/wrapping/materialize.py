@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp.collectives import Group
 from minifsdp.comm.collectives import broadcast
 from minifsdp.comm.consensus import consensus
+from minifsdp.core.collectives import Group
 from minifsdp.support.tensor_attribute import TensorAttribute
 from minifsdp.wrapping.module_tree import (
     Modules,

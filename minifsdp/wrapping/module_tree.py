@@ -17,9 +17,9 @@ from weakref import ref
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.divided_param import is_optimized
 from minifsdp.support.tensor_attribute import TensorAttribute
-from minifsdp.unit import Unit
 
 WRAPPER_PREFIX = "_fsdp_wrapped_module."  # torch's name, which checkpoints of torch's FSDP have too
 
@@ -66,10 +66,10 @@ def ignored_params(root: nn.Module) -> list[nn.Parameter]:
     return list(found)
 
 
-def unit_of(module: nn.Module) -> Unit | None:
+def unit_of(module: nn.Module) -> FeaturedUnit | None:
     """The unit of a module that is a wrapper; None for other modules."""
     unit = module.__dict__.get("_unit")
-    return unit if isinstance(unit, Unit) else None
+    return unit if isinstance(unit, FeaturedUnit) else None
 
 
 def name_units(root: nn.Module) -> list[Any]:

@@ -18,8 +18,8 @@ from weakref import ref
 from torch import nn
 from torch.optim import Optimizer
 
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.tensor_attribute import TensorAttribute
-from minifsdp.unit import Unit
 from minifsdp.wrapping.module_tree import Modules, own_params
 
 OrigParams = dict[str, "ref[nn.Parameter]"]
@@ -31,7 +31,7 @@ def orig_params(modules: Modules) -> OrigParams:
     return {name: ref(attribute.get()) for name, attribute in own_params(modules).items()}
 
 
-def set_unit(originals: OrigParams, unit: Unit) -> None:
+def set_unit(originals: OrigParams, unit: FeaturedUnit) -> None:
     """Record on the original parameters which unit they are in, for :func:`unit_of_orig_param`."""
     for name, original in reversed(originals.items()):  # a shared one keeps its first name
         param = original()
@@ -39,7 +39,7 @@ def set_unit(originals: OrigParams, unit: Unit) -> None:
             param._minifsdp_unit = (ref(unit), name)  # type: ignore[attr-defined]
 
 
-def unit_of_orig_param(param: nn.Parameter) -> tuple[Unit | None, str]:
+def unit_of_orig_param(param: nn.Parameter) -> tuple[FeaturedUnit | None, str]:
     """The unit that an original parameter was sharded into, and its name there; else None, ""."""
     unit, name = getattr(param, "_minifsdp_unit", (lambda: None, ""))
     return unit(), name
@@ -98,7 +98,7 @@ def _cannot_change(optimizer: Optimizer, places: list[Held], in_rows: bool) -> s
     return ""
 
 
-def hand_over(held: list[Held], unit: Unit) -> None:
+def hand_over(held: list[Held], unit: FeaturedUnit) -> None:
     """Give optimizers the DTensors of a unit in rows in place of the parameters from before."""
     params = {
         info.name: param

@@ -1,14 +1,6 @@
-"""Which modules become units: the policies.
+"""Which modules become units: more policies.
 
-A policy is a function that is asked twice about a module. Before its children: ``recurse=True``,
-look inside? After its children: ``recurse=False``, does it become a unit? (The root becomes one in
-any case.) To the second question it may answer with a dict of arguments that this unit's wrapper
-gets in place of the root's. For blocks of two linear layers and ``ModuleWrapPolicy({Block})``::
-
-    root   recurse=True -> True
-      block  recurse=True -> True
-        linear, linear    recurse=True -> True, recurse=False -> False
-      block  recurse=False -> True: a unit
+core/auto_wrap.py says what a policy is, and has ``ModuleWrapPolicy``, which is the one to use.
 
 The names and arguments are those of ``torch.distributed.fsdp.wrap``.
 """
@@ -19,30 +11,7 @@ from typing import Any
 
 from torch import nn
 
-Answer = bool | dict[str, Any]
-Policy = Callable[..., Answer]
-"""``policy(module=, recurse=, nonwrapped_numel=)``. ``nonwrapped_numel`` is the number of elements
-of the parameters at and below ``module`` that are in no unit inside."""
-
-
-def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called. Containers, such as ``nn.ModuleList``, cannot: there would be
-    no moment to gather their units."""
-    return getattr(module.forward, "__func__", None) is not nn.Module.forward
-
-
-class ModuleWrapPolicy:
-    """Wrap every module of the given classes in a unit of its own.
-
-    Raises:
-        TypeError: something given is not a class of modules.
-    """
-
-    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        self.module_classes = _classes(module_classes, "ModuleWrapPolicy")
-
-    def __call__(self, module: nn.Module, recurse: bool = False, nonwrapped_numel: int = 0) -> bool:
-        return recurse or isinstance(module, self.module_classes)
+from minifsdp.core.auto_wrap import Answer, Policy, classes_of, has_forward
 
 
 class CustomPolicy:
@@ -97,7 +66,7 @@ def transformer_auto_wrap_policy(
     Raises:
         TypeError: something given is not a class of modules.
     """
-    classes = _classes(transformer_layer_cls, "transformer_auto_wrap_policy")
+    classes = classes_of(transformer_layer_cls, "transformer_auto_wrap_policy")
     return recurse or isinstance(module, classes)
 
 
@@ -169,13 +138,3 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
         return module
     wrapper_cls, settings = _context
     return wrapper_cls(module, **{**settings, **wrap_overrides})
-
-
-def _classes(given: Iterable[type[nn.Module]], where: str) -> tuple[type[nn.Module], ...]:
-    if not isinstance(given, Iterable):
-        raise TypeError(f"{where} takes a set of classes, as {{nn.Linear}}, not {given!r}")
-    classes = tuple(given)
-    for cls in classes:
-        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise TypeError(f"{where} takes classes of nn.Module, not {cls!r}")
-    return classes

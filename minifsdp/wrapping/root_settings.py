@@ -2,9 +2,10 @@
 be unsharded at once, and which are gathered ahead. They count for the outermost wrapper only.
 """
 
-from minifsdp.api import BackwardPrefetch, ForwardPrefetch
-from minifsdp.limiter import EventQueue, Limiter, NoLimit
-from minifsdp.prefetch import Prefetcher
+from minifsdp.core.api import BackwardPrefetch, ForwardPrefetch
+from minifsdp.core.limiter import Limiter, limiter_of
+from minifsdp.core.prefetch import Prefetcher, prefetcher_of
+from minifsdp.support.prefetch_stats import CountedPrefetcher
 
 
 def make_limiter(limit: bool | int | Limiter) -> Limiter:
@@ -18,40 +19,35 @@ def make_limiter(limit: bool | int | Limiter) -> Limiter:
         ValueError: the number is less than 1.
         TypeError: it is something else, such as None or "2".
     """
-    if limit is False:
-        return NoLimit()
-    if limit is True:
-        return EventQueue(2)
-    if isinstance(limit, int):
-        if limit < 1:
-            raise ValueError(
-                f"limit_all_gathers={limit}: at least 1 unit must be alive to compute with it. "
-                f"Use False for no limit."
-            )
-        return EventQueue(limit)
-    if isinstance(limit, type) or not isinstance(limit, Limiter):
+    if isinstance(limit, int) and limit is not False and limit < 1:
+        raise ValueError(
+            f"limit_all_gathers={limit}: at least 1 unit must be alive to compute with it. "
+            f"Use False for no limit."
+        )
+    if isinstance(limit, type) or not isinstance(limit, (int, Limiter)):
         raise TypeError(
             f"limit_all_gathers={limit!r}: expected True (at most 2 units alive), False (no limit),"
             f" a number of units, or a minifsdp.Limiter, which has the methods admit and freed."
         )
-    return limit
+    return limiter_of(limit)
 
 
 def make_prefetcher(
     backward: BackwardPrefetch | None,
     forward: bool | ForwardPrefetch | None,
-    kind: type[Prefetcher] = Prefetcher,
+    kind: type[CountedPrefetcher] = CountedPrefetcher,
 ) -> Prefetcher:
-    """The prefetcher for the arguments ``backward_prefetch`` and ``forward_prefetch``.
-
-    Args:
-        forward: True is FORWARD_PRE, False is no prefetching. None is FORWARD_PRE on a device whose
-            host does not run ahead, and no prefetching elsewhere.
-        kind: the class to make one of.
+    """The prefetcher for the arguments ``backward_prefetch`` and ``forward_prefetch``; see
+    :func:`~minifsdp.core.prefetch.prefetcher_of`.
 
     Raises:
-        TypeError: an argument is something else.
+        TypeError: an argument is something else, such as torch's enum of the same name.
     """
-    prefetcher = kind(backward, ForwardPrefetch.FORWARD_PRE if forward is True else forward or None)
-    prefetcher.forward_where_it_helps = forward is None
-    return prefetcher
+    made = prefetcher_of(backward, forward, kind)
+    for given, enum in ((made.backward, BackwardPrefetch), (made.forward, ForwardPrefetch)):
+        if given is not None and not isinstance(given, enum):
+            raise TypeError(
+                f"{given!r} is not one of minifsdp.{enum.__name__}'s members, nor None (do not "
+                f"prefetch)"
+            )
+    return made

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from minifsdp.api import CPUOffload, MixedPrecision, ShardingStrategy
+from minifsdp.api import CPUOffload, MixedPrecision
 from minifsdp.comm.groups import place
-from minifsdp.streams import BACKENDS
+from minifsdp.core.api import ShardingStrategy
+from minifsdp.core.streams import BACKENDS
 from minifsdp.wrapping.torch_names import from_torch
 
 

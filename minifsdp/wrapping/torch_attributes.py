@@ -23,13 +23,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._common_utils import TrainingState as TorchTrainingState
 
-from minifsdp.api import CPUOffload, MixedPrecision, ShardingStrategy
-from minifsdp.collectives import Group
-from minifsdp.limiter import NoLimit
-from minifsdp.unit import Unit
+from minifsdp.api import CPUOffload, MixedPrecision
+from minifsdp.core.api import ShardingStrategy
+from minifsdp.core.collectives import Group
+from minifsdp.core.limiter import NoLimit
+from minifsdp.featured_unit import FeaturedUnit
 
 
-def process_group(unit: Unit) -> Group:
+def process_group(unit: FeaturedUnit) -> Group:
     """The ranks that share the unit's parameters or, if each has them all, that average its
     gradient. Of hybrid strategies the group that shards, as in torch."""
     group = unit.shard_group or unit.replicate_group
@@ -37,7 +38,7 @@ def process_group(unit: Unit) -> Group:
     return group
 
 
-def sharding_strategy(unit: Unit) -> ShardingStrategy:
+def sharding_strategy(unit: FeaturedUnit) -> ShardingStrategy:
     """The strategy that the unit follows now. A group of one rank keeps the strategy that was asked
     for; torch calls it NO_SHARD."""
     if unit.shard_group is None:
@@ -49,24 +50,24 @@ def sharding_strategy(unit: Unit) -> ShardingStrategy:
     return full if unit.reshard_after_forward else zero2
 
 
-def params(unit: Unit) -> list[nn.Parameter]:
+def params(unit: FeaturedUnit) -> list[nn.Parameter]:
     """What the optimizer sees of the unit: its sharded flat parameter or, in rows, a DTensor for
     each parameter. (torch has its flat parameter there in both cases.) Empty for a unit that has no
     parameters."""
     return unit.optimized_params if unit.numel else []
 
 
-def cpu_offload(unit: Unit) -> CPUOffload:
+def cpu_offload(unit: FeaturedUnit) -> CPUOffload:
     """Whether its shard lives on the host."""
     return CPUOffload(offload_params=unit.offload_from is not None)
 
 
-def mixed_precision(unit: Unit) -> MixedPrecision:
+def mixed_precision(unit: FeaturedUnit) -> MixedPrecision:
     """The dtypes that it computes and reduces in. All fields are None where none were asked for."""
     return unit.precision
 
 
-def compute_device(unit: Unit) -> torch.device:
+def compute_device(unit: FeaturedUnit) -> torch.device:
     """Where it is computed with, which with offload is not where its shard is."""
     return unit.device
 

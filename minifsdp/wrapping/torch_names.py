@@ -16,7 +16,8 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from minifsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from minifsdp.api import CPUOffload, MixedPrecision
+from minifsdp.core.api import BackwardPrefetch, ShardingStrategy
 from minifsdp.wrapping.policies import CustomPolicy, always_wrap_policy
 
 TYPES = {c.__name__: c for c in (BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy)}

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from minifsdp.comm.collectives import direct
 from minifsdp.comm.neighbors import find_neighbors
+from minifsdp.core.streams import Finish
 from minifsdp.sim.calibration.collectives import chunks
 from minifsdp.strategies import comm_of
-from minifsdp.streams import Finish
 from tutorials.train_gpt import Block
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 from torch import Tensor
 
-import minifsdp.collectives
+import minifsdp.core.collectives
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
 from minifsdp.sim.__main__ import parser
@@ -100,7 +100,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     torch.cuda.empty_cache()
     store = torch._C._distributed_c10d.HashStore()
     dist.init_process_group("fake", store=store, rank=0, world_size=cluster.world_size)
-    sleeping, c = Sleeping(cluster), minifsdp.collectives
+    sleeping, c = Sleeping(cluster), minifsdp.core.collectives
     try:
         with (
             here,

@@ -31,7 +31,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import minifsdp
+from minifsdp import core
 from minifsdp.comm.pieces import Pieces, whole
+from minifsdp.core.collectives import TorchCollectives
 from tests.bench.without import PROMISES, without
 from tutorials import fsdp_in_one_file
 
@@ -50,6 +52,7 @@ WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "FSDP2": lambda module: fully_shard(module),
     "mini": lambda module: minifsdp.FullyShardedDataParallel(module),
     "mini rows": lambda m: minifsdp.FullyShardedDataParallel(m, use_orig_params=True),
+    "mini core": lambda module: core.FullyShardedDataParallel(module),
 }
 
 
@@ -90,11 +93,14 @@ def _nothing_sent() -> Iterator[None]:
         return flat[: len(flat) // 2].clone(), lambda: None
 
     nothing = lambda *_, **__: lambda: None  # noqa: E731
+    half_of_unit = lambda self, unit, flat, scale: half(flat)  # noqa: E731
     # gloo's messages are ours, so that the fake group's functions do not stand in for them.
     with (
         _one_of(2),
         patch("minifsdp.comm.unit_messages.all_gather", nothing),
         patch("minifsdp.comm.unit_messages.reduce_scatter", half),
+        patch.object(TorchCollectives, "all_gather", nothing),
+        patch.object(TorchCollectives, "reduce_scatter", half_of_unit),
         patch.object(fsdp_in_one_file, "all_gather", nothing),
         patch.object(fsdp_in_one_file, "reduce_scatter", nothing),
     ):
@@ -137,10 +143,15 @@ def calls_and_shares(name: str, steps: int = 10) -> tuple[float, dict[str, float
     package = Path(minifsdp.__file__).parent
     for (file, *_), (_, _, seconds, *_) in stats.stats.items():
         inside = Path(file).is_relative_to(package)
-        shares[Path(file).relative_to(package).parts[0] if inside else "torch"] += seconds
+        shares[_part(Path(file).relative_to(package)) if inside else "torch"] += seconds
     whole_time = sum(shares.values())
     ordered = sorted(shares, key=lambda name: -shares[name])
     return stats.total_calls / steps / UNITS, {n: shares[n] / whole_time for n in ordered}
+
+
+def _part(path: Path) -> str:
+    """The file of the core, or the folder or file of minifsdp."""
+    return path.name if path.parts[0] == "core" else path.parts[0]
 
 
 def calls_without(steps: int = 10) -> dict[str, float]:
@@ -246,7 +257,7 @@ def _silent_collectives() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch("minifsdp.comm.collectives.NATIVE", True))
         for name in ("torch_all_gather", "torch_reduce_scatter"):
-            stack.enter_context(patch(f"minifsdp.collectives.{name}", fill_at_once))
+            stack.enter_context(patch(f"minifsdp.core.collectives.{name}", fill_at_once))
         for name in names:
             if hasattr(dist, name):  # torch 2.13 has renamed some
                 stack.enter_context(patch.object(dist, name, fill))

@@ -2,9 +2,9 @@
 
 minifsdp keeps promises beside that: it notices changes that would be lost, keeps ranks in step,
 limits memory, gathers ahead. Here each promise is taken out, and all of them together. Most are
-layers (minifsdp/layers.py), which a model is then built without. What is left is the five moments
-of a step, in which a unit is gathered and freed, and its gradient reduced. Parameters stay there on
-demand (minifsdp/on_demand.py): without that, autograd would save them as they are.
+layers (minifsdp/core/layers.py), which a model is then built without. What is left is the five
+moments of a step, in which a unit is gathered and freed, and its gradient reduced. Parameters stay
+there on demand (minifsdp/on_demand.py): without that, autograd would save them as they are.
 """
 
 from collections.abc import Iterator
@@ -16,13 +16,14 @@ from minifsdp.checks.members import Leaks
 from minifsdp.checks.misplaced_calls import OneThread, RefusedOperations, Summoned
 from minifsdp.checks.param_changes import Unchanged, Unreplaced, Untouched
 from minifsdp.checks.rank_agreement import RankAgreement
+from minifsdp.core.hooks import Hooks
+from minifsdp.core.layers import Layer
+from minifsdp.core.limiter import NoLimit
+from minifsdp.core.prefetch import Prefetcher
 from minifsdp.features import layers_of
 from minifsdp.fully_sharded import make_limiter, make_prefetcher
-from minifsdp.hooks import Hooks
-from minifsdp.layers import Layer
-from minifsdp.limiter import NoLimit
-from minifsdp.prefetch import Prefetcher
 from minifsdp.support.grad_hooks import GradientHooks
+from minifsdp.support.prefetch_stats import Mistargets
 from minifsdp.support.shard_changes import ShardChanges
 
 AHEAD, LIMITED = "the next unit is gathered ahead", "memory is limited"
@@ -32,7 +33,7 @@ PROMISES: dict[str, tuple[type[Layer], ...]] = {
     "parameters may be moved, cast and replaced": (ShardChanges,),
     "ranks stay in step": (RankAgreement,),
     "users' hooks on parameters are called": (GradientHooks,),
-    AHEAD: (),
+    AHEAD: (Mistargets,),
     LIMITED: (),
 }
 """By promise, the layers that keep it."""
@@ -47,7 +48,7 @@ class NoPrefetch(Prefetcher):
     def pre_forward(self, unit: Any) -> None:
         return None
 
-    post_forward = pre_backward = post_backward = needed = pre_forward
+    post_forward = pre_backward = post_backward = pre_forward
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import minifsdp
 from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.between_steps.explain import table
-from minifsdp.unit_state import Purpose
+from minifsdp.core.unit_state import Purpose
 from tests.parity import grid
 from tests.ranks import device, on_ranks
 from tests.small import Block, stack

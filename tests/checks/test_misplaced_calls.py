@@ -5,7 +5,7 @@ import torch
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.checks.misplaced_calls import check_root_and_idle
-from tests.lone_unit import StubUnit
+from tests.core.common import StubUnit
 from tests.parity import check_at_rest
 from tests.ranks import on_ranks
 from tests.small import batch, layers, stack, step

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minifsdp import CustomPolicy, MixedPrecision
+from minifsdp import CustomPolicy, ForwardPrefetch, MixedPrecision
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.checks import same_model
 from minifsdp.sim import cluster
@@ -98,9 +98,9 @@ DIFFERENT = {  # how the odd rank builds its model, and what it is then said to 
         "limit_all_gathers=3",
     ),
     "another prefetch": (
-        lambda: wrap(layers(), forward_prefetch=True),
-        "forward_prefetch=None",
-        "forward_prefetch=ForwardPrefetch.FORWARD_PRE",
+        lambda: wrap(layers(), forward_prefetch=ForwardPrefetch.FORWARD_POST),
+        "forward_prefetch=",  # the device decides on None
+        "forward_prefetch=ForwardPrefetch.FORWARD_POST",
     ),
     "another group of the same ranks": (None, r"in group '\w+'", r"in group '\w+'"),
 }

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minifsdp.comm import collectives
+from minifsdp.core.streams import Finish
 from minifsdp.strategies import comm_of
-from minifsdp.streams import Finish
 
 
 def unit(

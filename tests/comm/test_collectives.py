@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp.collectives import torch_all_gather, torch_reduce_scatter
 from minifsdp.comm import collectives, same_machine
 from minifsdp.comm.consensus import gather_objects
 from minifsdp.comm.message_tags import Kind
+from minifsdp.core.collectives import torch_all_gather, torch_reduce_scatter
 from tests.bench.meters import bytes_sent
 from tests.comm import one_unit
 from tests.ranks import device, on_ranks, run

@@ -15,8 +15,8 @@ from minifsdp import ShardingStrategy
 from minifsdp.comm import groups
 from minifsdp.comm.consensus import gather_objects
 from minifsdp.comm.groups import Placement, place
-from minifsdp.flatten import flatten
-from minifsdp.shard import shard
+from minifsdp.core.flatten import flatten
+from minifsdp.core.shard import shard
 from tests.ranks import device, on_ranks
 from tests.small import batch, layers, mean_gradients, stack, step
 

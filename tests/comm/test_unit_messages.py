@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp.collectives import TorchCollectives
 from minifsdp.comm import deadlock_watch, unit_messages
 from minifsdp.comm.blocks import together
 from minifsdp.comm.message_tags import Kind
 from minifsdp.comm.pieces import Pieces
 from minifsdp.comm.unit_messages import DirectMessages, InBlocks, Watched
+from minifsdp.core.collectives import TorchCollectives
 from minifsdp.rows import Rows
 from tests.comm import one_unit
 from tests.comm.test_deadlock_watch import alone_in_the_world

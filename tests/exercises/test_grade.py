@@ -16,7 +16,7 @@ import torch
 from tests.patience import run_command
 
 ROOT = Path(__file__).parent.parent.parent
-SHARD = (ROOT / "minifsdp/shard.py").read_text()
+SHARD = (ROOT / "minifsdp/core/shard.py").read_text()
 RIGHT = "return -(-numel // world_size)"
 WRONG = SHARD.replace(RIGHT, "return numel // world_size")
 """A wrong shard.1; in the same file shard.2 is right."""
@@ -236,6 +236,6 @@ def test_what_the_reference_gives_is_kept_until_anything_changes(root, tmp_path)
     file.write_text("?")
     assert state() == "right"
     assert kept() == [file] and file.read_bytes() == content
-    with (root / "minifsdp/shard.py").open("a") as reference:
+    with (root / "minifsdp/core/shard.py").open("a") as reference:
         reference.write("# another reference\n")
     assert state() == "right" and len(kept()) == 2

@@ -1,8 +1,8 @@
 """limiter.py with one list of units, each with the event of its free or None, for the queue."""
 
-from minifsdp.limiter import wait_for_free  # the reference's: tests/replace.py
-from minifsdp.streams import Event
-from minifsdp.unit import Unit
+from minifsdp.core.limiter import wait_for_free  # the reference's: tests/replace.py
+from minifsdp.core.streams import Event
+from minifsdp.core.unit import Unit
 
 
 class EventQueue:
@@ -15,7 +15,7 @@ class EventQueue:
         for entry in self.held:
             if entry[1] is not None:
                 leaving.append(entry)
-            elif entry[0].reshard_after_forward and entry[0] not in unit.ancestors:
+            elif entry[0].is_limited and entry[0] not in unit.ancestors:
                 in_use += 1
         if in_use >= self.limit and not needed:
             return False

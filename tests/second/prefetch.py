@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 
-from minifsdp.unit import Unit
+from minifsdp.core.unit import Unit
 
 
 class Order:

@@ -1,8 +1,8 @@
 """reshard.py, in another order: the event first, the views last."""
 
-from minifsdp import views
-from minifsdp.streams import Event, Streams
-from minifsdp.unit import Unit
+from minifsdp.core import views
+from minifsdp.core.streams import Event, Streams
+from minifsdp.core.unit import Unit
 
 
 def reshard(unit: Unit, streams: Streams) -> Event:

@@ -56,7 +56,10 @@ def waits(stem: str) -> list[Wait]:
     return list(found.values())
 
 
-CONCEPTS = ("unshard", "reshard", "reduce", "offload", "engine", "gradients")
+CONCEPTS = (
+    *(f"core/{name}" for name in ("unshard", "reshard", "reduce", "engine", "gradients")),
+    "offload",
+)
 WAITS = [wait for stem in CONCEPTS for wait in waits(stem)]
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from minifsdp.core.outputs import tensors_in
 from minifsdp.sim.calls import accesses
 from minifsdp.sim.results import LARGE, Results
-from minifsdp.support.pytree import tensors_in
 
 aten = torch.ops.aten
 

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 import minifsdp.comm.groups
-from minifsdp import CPUOffload, MixedPrecision, ModuleWrapPolicy, ShardingStrategy, streams
+from minifsdp import CPUOffload, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.core import streams
 from minifsdp.sim import cluster
 from minifsdp.sim.tape import Op
 

@@ -20,7 +20,9 @@ def in_rows(trained=(True, True, True)):
     layout = Rows(SHAPES, trained, 2)
     params = [(torch.arange(shape.numel()) + 1.0).view(shape) for shape in SHAPES]
     flat = layout.flatten(params)
-    unsharded = UnshardedFlatParams().add(flat, any(trained), False, layout.trained_numel)
+    unsharded = UnshardedFlatParams(lambda: None).add(
+        flat, any(trained), False, layout.trained_numel
+    )
     return SimpleNamespace(
         layout=layout, unsharded=unsharded, device=flat.device, has_unused=False, label="'a'"
     )

@@ -7,8 +7,8 @@ from torch import nn
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy
 from minifsdp.comm.pieces import whole
+from minifsdp.core.views import make_views, show_views
 from minifsdp.support.param_access import Placeholder
-from minifsdp.views import make_views, show_views
 from tests.lone_unit import lone_unit
 from tests.ranks import device, on_ranks
 from tests.small import batch, stack, step

@@ -54,7 +54,7 @@ class TestDirectly:
     def test_the_hook_is_called_when_all_uses_are_done(self):
         with lone_unit() as lone:
             told = []
-            lone.unit.unsharded_by_dtype.on_gradient = lambda: told.append(whole(taken(lone)).sum())
+            lone.unit.on_gradient = lambda: told.append(whole(taken(lone)).sum())
             first, second = lone_views(lone), lone_views(lone)
             (first[1] + 2 * second[1]).backward()
             assert told == [3.0]

@@ -1,10 +1,10 @@
-"""support/prefetch_stats.py: what is counted. tests/test_prefetch.py counts in whole steps."""
+"""prefetch_stats.py: what is counted. tests/test_prefetch.py counts in whole steps."""
 
 from types import SimpleNamespace
 
 from minifsdp.checks.rank_agreement import DIVERGED
-from minifsdp.support.prefetch_stats import MISTARGETS, PrefetchStats
-from minifsdp.unit_state import BACKWARD, UnitState
+from minifsdp.core.unit_state import BACKWARD, UnitState
+from minifsdp.support.prefetch_stats import MISTARGETS, CountedPrefetcher
 
 
 def new_unit(unsharded=False, reshard_after_forward=True, reasons=()):
@@ -19,64 +19,72 @@ def new_unit(unsharded=False, reshard_after_forward=True, reasons=()):
     return unit
 
 
-def counted(stats):
-    assert tuple(stats.mistargets) == MISTARGETS
-    return {kind: count for kind, count in stats.mistargets.items() if count}
+def counted(prefetcher):
+    mistargets = prefetcher.stats.mistargets
+    assert tuple(mistargets) == MISTARGETS
+    return {kind: count for kind, count in mistargets.items() if count}
+
+
+def gathered_ahead(target):
+    prefetcher = CountedPrefetcher(None, None)
+    prefetcher.ahead = target
+    return prefetcher
 
 
 def test_a_prefetch_that_is_used_next_is_no_mistake():
-    stats, target = PrefetchStats(), new_unit()
-    stats.issued(target)
+    target = new_unit()
+    prefetcher = gathered_ahead(target)
     target.state.start_unshard()
-    stats.needed(target)
-    stats.needed(new_unit())
-    assert stats.prefetches == 1 and counted(stats) == {}
+    prefetcher.needed(target)
+    prefetcher.needed(new_unit())
+    assert counted(prefetcher) == {}
 
 
 def test_another_unit_is_needed_first():
-    stats, target = PrefetchStats(), new_unit()
-    stats.issued(target)
+    target = new_unit()
+    prefetcher = gathered_ahead(target)
     target.state.start_unshard()
-    stats.needed(new_unit(unsharded=True))  # it does not have to wait for anything
-    assert counted(stats) == {}
-    stats.needed(new_unit())
-    stats.needed(new_unit())
-    assert counted(stats) == {"not needed yet": 1}  # once, however many come first
+    prefetcher.needed(new_unit(unsharded=True))  # it does not have to wait for anything
+    assert counted(prefetcher) == {}
+    prefetcher.needed(new_unit())
+    prefetcher.needed(new_unit())
+    assert counted(prefetcher) == {"not needed yet": 1}  # once, however many come first
 
 
 def test_a_target_that_was_resharded_in_between_is_in_no_ones_way():
-    stats = PrefetchStats()
-    stats.issued(new_unit())
-    stats.needed(new_unit())
-    assert counted(stats) == {}
+    prefetcher = gathered_ahead(new_unit())
+    prefetcher.needed(new_unit())
+    assert counted(prefetcher) == {}
 
 
 def test_what_the_last_pass_has_prefetched_does_not_count():
-    stats, target = PrefetchStats(), new_unit()
-    stats.issued(target)
-    target.state.start_unshard()
-    stats.start_pass()
-    stats.needed(new_unit())
-    assert counted(stats) == {}
+    for start in (CountedPrefetcher.start_forward, CountedPrefetcher.start_backward):
+        target = new_unit()
+        prefetcher = gathered_ahead(target)
+        target.state.start_unshard()
+        start(prefetcher)
+        prefetcher.needed(new_unit())
+        assert counted(prefetcher) == {}
 
 
 def test_a_target_that_is_unsharded_already():
-    stats = PrefetchStats()
-    stats.skipped(new_unit(unsharded=True, reasons=[BACKWARD]))
-    assert counted(stats) == {"already unsharded": 1} and stats.prefetches == 0
+    prefetcher = gathered_ahead(None)
+    assert not prefetcher.is_sound(new_unit(unsharded=True, reasons=[BACKWARD]))
+    assert counted(prefetcher) == {"already unsharded": 1}
 
 
 def test_a_target_that_is_unsharded_as_it_should_be():
-    stats, target = PrefetchStats(), new_unit(unsharded=True)
-    stats.skipped(new_unit(unsharded=True, reshard_after_forward=False))
-    stats.skipped(new_unit(unsharded=True, reasons=[BACKWARD, DIVERGED]))
-    stats.issued(target)
-    stats.skipped(target)
-    assert counted(stats) == {}
+    target = new_unit(unsharded=True)
+    prefetcher = gathered_ahead(target)
+    assert not prefetcher.is_sound(new_unit(unsharded=True, reshard_after_forward=False))
+    assert not prefetcher.is_sound(new_unit(unsharded=True, reasons=[BACKWARD, DIVERGED]))
+    assert not prefetcher.is_sound(target)
+    assert counted(prefetcher) == {}
 
 
 def test_a_target_that_has_had_its_turn_in_this_backward():
-    stats, target = PrefetchStats(), new_unit()
+    prefetcher, target = gathered_ahead(None), new_unit()
+    assert prefetcher.is_sound(target)
     target.state.complete_grad()
-    stats.skipped(target)
-    assert counted(stats) == {"already resharded": 1}
+    assert not prefetcher.is_sound(target)
+    assert counted(prefetcher) == {"already resharded": 1}

@@ -1,4 +1,4 @@
-"""pytree.py: the tensors in whatever a module takes or returns."""
+"""pytree.py: whatever a module takes or returns, with other tensors."""
 
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass
@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from minifsdp.support.pytree import map_tensors, tensors_in
+from minifsdp.core.outputs import tensors_in
+from minifsdp.support.pytree import map_tensors
 
 Pair = namedtuple("Pair", "first second")
 
@@ -43,27 +44,6 @@ class Plain:
 
 
 T = torch.zeros(1)
-
-
-@pytest.mark.parametrize("nest", [
-    T, (1, T), [[T]], {"a": {"b": T}}, OrderedDict(x=(T,)), UserDict(x=T), Pair(None, [T]), {T},
-    Record([T], "text"), Compact({"k": T}), Plain(Plain([T])), ((), {}, 0, None, "x", (T,)),
-])  # fmt: skip
-def test_a_tensor_is_found_wherever_it_is(nest):
-    assert [id(tensor) for tensor in tensors_in(nest)] == [id(T)]
-
-
-@pytest.mark.parametrize("nest", [None, 3, "text", b"x", [], {}, nn.Linear(1, 1), Plain, object()])
-def test_where_there_is_none_none_is_found(nest):
-    assert list(tensors_in(nest)) == []
-
-
-def test_all_are_found_and_circles_end():
-    a, b, c = torch.zeros(1), torch.ones(1), torch.ones(2)
-    circle = Plain([a])
-    circle.value.append(circle)
-    found = list(tensors_in(((circle, {"b": b}), {"k": Record(c)})))
-    assert sorted(map(id, found)) == sorted(map(id, (a, b, c)))
 
 
 def plus_one(tensor):

@@ -6,9 +6,9 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.layers import Call
+from minifsdp.core.layers import Call
+from minifsdp.core.unit_state import Purpose, TrainingState
 from minifsdp.support.saved_tensors import SavedParameters
-from minifsdp.unit_state import Purpose, TrainingState
 from tests.ranks import device, on_ranks
 from tests.small import batch, layers, stack, step, storage
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.streams import BACKENDS
+from minifsdp.core.streams import BACKENDS
+from minifsdp.core.unit_state import Purpose
 from minifsdp.support.shard_changes import common_device, follow_changes, was_moved
-from minifsdp.unit_state import Purpose
 from tests.lone_unit import lone_unit
 from tests.ranks import device, on_ranks
 from tests.small import batch, layers, stack, step

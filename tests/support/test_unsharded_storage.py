@@ -10,7 +10,7 @@ from torch import nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import MixedPrecision, ModuleWrapPolicy, ShardingStrategy
-from minifsdp.unit_state import Purpose
+from minifsdp.core.unit_state import Purpose
 from tests.ranks import device, on_ranks
 from tests.small import Block, batch, stack, step, storage
 
@@ -63,7 +63,7 @@ def test_there_is_one_unsharded_flat_param_for_each_dtype_made_once():
 @on_ranks(2)
 def test_one_of_any_dtype_says_when_its_gradient_is_complete():
     unit, told = prepared(), []
-    unit.unsharded_by_dtype.on_gradient = lambda: told.append(unit)
+    unit.on_gradient = lambda: told.append(unit)
     for dtype in (torch.float32, LOW, torch.float32):
         unit.compute_in(dtype)
         unit.unsharded.allocate()
@@ -91,7 +91,7 @@ def test_what_somebody_refers_to_keeps_its_values_and_the_unit_gets_other_memory
 @on_ranks(2)
 def test_other_memory_that_an_evaluation_needs_may_be_trained_with():
     unit, told = prepared(), []
-    unit.unsharded_by_dtype.on_gradient = lambda: told.append(unit)
+    unit.on_gradient = lambda: told.append(unit)
     unit.unsharded.allocate()
     kept = unit.unsharded.flat_param.detach()[:6]
     with torch.inference_mode():

@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
-from minifsdp.engine import Engine
+from minifsdp.core.engine import Engine
 from tests.ranks import device, on_ranks
 from tests.small import Block, batch, stack, step
 

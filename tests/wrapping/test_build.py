@@ -15,9 +15,9 @@ import minifsdp.wrapping.build
 from minifsdp import CPUOffload, CustomPolicy, FlatParameter, MixedPrecision, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.comm.consensus import gather_objects
+from minifsdp.core.streams import BACKENDS
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.precision import FULL_PRECISION
-from minifsdp.streams import BACKENDS
-from minifsdp.unit import Unit
 from minifsdp.wrapping.build import build_unit, default_device
 from minifsdp.wrapping.settings import Settings, as_device
 from tests.ranks import device, on_ranks
@@ -27,7 +27,7 @@ META = torch.device("meta")
 HYBRID_SHARD = ShardingStrategy.HYBRID_SHARD
 
 
-def build(module: nn.Module, **settings) -> Unit:
+def build(module: nn.Module, **settings) -> FeaturedUnit:
     with patch.dict(BACKENDS, meta=BACKENDS["cpu"]):  # in these tests units may be built on meta
         return build_unit(module, Settings(**settings))
 
@@ -45,7 +45,7 @@ def on_meta(make):
 @on_ranks(2)
 def test_the_steps_come_in_the_order_that_keeps_memory_low():
     names = ["check_optimizers", "make_param_infos", "materialize", "make_param_infos"]
-    names += ["move", "synchronize", "Unit"]
+    names += ["move", "synchronize", "FeaturedUnit"]
     log = []
 
     def noted(name):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-import minifsdp.shard
+import minifsdp.core.shard
 import minifsdp.wrapping.build
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, ShardingStrategy
@@ -401,7 +401,7 @@ def test_one_unit_at_a_time_is_whole(init_fn):
     chunk = unit // 2
     with (
         bytes_at(minifsdp.wrapping.build, "materialize") as given_values,
-        bytes_at(minifsdp.shard, "shard") as cut,
+        bytes_at(minifsdp.core.shard, "shard") as cut,
     ):
         FSDP(root, param_init_fn=init_fn, **wrap_blocks)
     # Before it: the chunks of those before. The unit, and to cut it, the same end to end.

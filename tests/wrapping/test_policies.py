@@ -7,10 +7,10 @@ import torch
 import torch.distributed.fsdp.wrap as theirs
 from torch import nn
 
-import minifsdp.wrapping.policies as ours
+import minifsdp as ours
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import MixedPrecision, ShardingStrategy
-from minifsdp.unit import Unit
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.wrapping.auto_wrap import select
 from tests.ranks import device, on_ranks
 from tests.small import (
@@ -143,7 +143,7 @@ def test_a_model_in_which_everything_is_wrapped_trains():
     assert_same_gradients(gathered_gradients(model), expected)
 
 
-def unit_at(model: FSDP, place: int) -> Unit:
+def unit_at(model: FSDP, place: int) -> FeaturedUnit:
     return model.module[place]._unit
 
 

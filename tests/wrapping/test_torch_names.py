@@ -12,7 +12,7 @@ from torch import nn
 
 import minifsdp
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.limiter import NoLimit
+from minifsdp.core.limiter import NoLimit
 from minifsdp.wrapping.auto_wrap import select
 from minifsdp.wrapping.torch_names import from_torch
 from tests.ranks import device, on_ranks
@@ -106,7 +106,7 @@ def test_a_policy_of_torchs_selects_what_ours_selects(name):
         nn.ParameterList([torch.ones(2)]),  # which nobody calls
     ]
     root = nn.Sequential(nn.Linear(4, 4), *containers, Block(nn.ReLU()))
-    expected = select(root, POLICIES[name](minifsdp.wrapping.policies))
+    expected = select(root, POLICIES[name](minifsdp))
     assert expected and select(root, from_torch(POLICIES[name](their_wrap))) == expected
 
 

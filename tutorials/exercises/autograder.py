@@ -31,7 +31,13 @@ cd /autograder/source
 true
 """
 
-FILES = ("minifsdp/**/*.py", "tests/*.py", "tutorials/*.md", "tutorials/exercises/**/*.py")
+FILES = (
+    "minifsdp/**/*.py",
+    "tests/*.py",
+    "tests/core/*.py",
+    "tutorials/*.md",
+    "tutorials/exercises/**/*.py",
+)
 DATA = (
     "constraints.txt",
     "LICENSE",

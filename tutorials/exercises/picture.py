@@ -14,7 +14,7 @@ from tutorials.exercises.report import table
 from tutorials.exercises.student import make
 
 SHOWN = ("flatten", "shard", "unshard", "reshard", "reduce", "limiter")
-RIGHT = ("flatten", "shard", "unshard", "reshard")
+RIGHT = ("core/flatten", "core/shard", "core/unshard", "core/reshard")
 WRONG = ("it was summed, not averaged", "waits for the event")  # by what the grader says of them
 COLORS = {"✓": "#1a7f37", "✗": "#cf222e", "·": "#8c959f"}
 HEIGHT, CHARACTER = 19, 8.05  # of a line and of a character, in pixels

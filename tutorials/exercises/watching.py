@@ -12,20 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import minifsdp.unshard
+import minifsdp.core.unshard
 from minifsdp import BackwardPrefetch, ForwardPrefetch, ModuleWrapPolicy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.comm.pieces import whole
-from minifsdp.engine import Engine
-from minifsdp.limiter import NoLimit
-from minifsdp.prefetch import Prefetcher
+from minifsdp.core.engine import Engine
+from minifsdp.core.limiter import NoLimit
+from minifsdp.core.prefetch import Prefetcher
+from minifsdp.core.unit_state import BACKWARD, FORWARD
+from minifsdp.core.views import make_views, show_views
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.sim.device import VirtualGpu
 from minifsdp.sim.figures.report import ALL_GATHER, last_step
 from minifsdp.sim.tape import COMPUTE, Op
 from minifsdp.support.param_access import Placeholder
-from minifsdp.unit import Unit
-from minifsdp.unit_state import BACKWARD, FORWARD
-from minifsdp.views import make_views, show_views
 from tests.lone_unit import Lone, lone_unit
 from tests.small import Block, gathered_gradients, replaced, storage, watch
 
@@ -35,11 +35,11 @@ from tests.small import Block, gathered_gradients, replaced, storage, watch
 class Says(Prefetcher):
     """A prefetcher that has the same target at all moments."""
 
-    def __init__(self, target: Unit | None) -> None:
+    def __init__(self, target: FeaturedUnit | None) -> None:
         super().__init__(BackwardPrefetch.BACKWARD_PRE, ForwardPrefetch.FORWARD_PRE)
         self.target = target
 
-    def pre_forward(self, unit: Unit) -> Unit | None:
+    def pre_forward(self, unit: FeaturedUnit) -> FeaturedUnit | None:
         return self.target
 
     post_forward = pre_backward = post_backward = pre_forward
@@ -100,7 +100,7 @@ def _gather_for(lone: Lone, *reasons: str) -> None:
     show_views(lone.unit)
 
 
-def gradient(unit: Unit) -> Tensor:
+def gradient(unit: FeaturedUnit) -> Tensor:
     """What backwards have computed of the unit's gradient, which is taken away."""
     return whole(unit.view_maker.take_gradient(unit))
 
@@ -300,9 +300,9 @@ def started_before_a_wait(model: FSDP, where: str) -> list[str]:
     waited for, so that both are on the network together, in the second step."""
     squares(model, batch(0)).backward()
     log: list[str] = []
-    unshard = minifsdp.unshard.unshard
+    unshard = minifsdp.core.unshard.unshard
 
-    def noted_start(unit: Unit, streams: Any) -> None:
+    def noted_start(unit: FeaturedUnit, streams: Any) -> None:
         log.append("+" + unit.name)
         unshard(unit, streams)
         unit.unshard_event = _Noted(unit.unshard_event, "=" + unit.name, log)

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from minifsdp.comm.collectives import all_reduce, direct
 from minifsdp.comm.neighbors import find_neighbors
-from minifsdp.shard import Chunks
+from minifsdp.core.shard import Chunks
+from minifsdp.core.streams import Finish
 from minifsdp.sim.calibration.fit import Sample
 from minifsdp.sim.calibration.timing import seconds
 from minifsdp.strategies import comm_of
-from minifsdp.streams import Finish
 
 CUDA_SIZES = (2**16, 2**20, 2**24, 2**26)
 CPU_SIZES = (2**12, 2**16, 2**18, 2**20)

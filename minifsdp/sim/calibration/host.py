@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from minifsdp.collectives import Group
+from minifsdp.core.collectives import Group
 from minifsdp.sim.calibration.kernels import kernels_of
 from minifsdp.sim.calibration.timing import seconds
 from minifsdp.sim.training.models import Block

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minifsdp.collectives import Group
+from minifsdp.core.collectives import Group
+from minifsdp.core.outputs import tensors_in
 from minifsdp.sim.calibration.fit import Sample
 from minifsdp.sim.calibration.machine import Device
 from minifsdp.sim.calibration.timing import seconds
 from minifsdp.sim.calls import NO_WORK, Call, accesses
 from minifsdp.sim.hardware.costs import filled, relative_speed
 from minifsdp.sim.hardware.kernels import PASS, PRODUCT, Kernel, kernel_of
-from minifsdp.support.pytree import tensors_in
 
 Work = Callable[[], object]
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import torch
 
-from minifsdp.collectives import Group
 from minifsdp.comm.collectives import add_up
+from minifsdp.core.collectives import Group
 
 BATCHES = 9
 """The median of so many counts. Training is disturbed, too, by whatever else a machine does."""

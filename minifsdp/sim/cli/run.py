@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.core.outputs import tensors_in
 from minifsdp.sim.cli.blame import blaming
 from minifsdp.sim.cli.conflicts import check
 from minifsdp.sim.cli.machine import machine
@@ -24,7 +25,6 @@ from minifsdp.sim.training.presets import find
 from minifsdp.sim.training.recompute import recompute
 from minifsdp.sim.training.wrapped import PRECISION, wrapped
 from minifsdp.sim.virtual_cluster import cluster
-from minifsdp.support.pytree import tensors_in
 
 
 def simulate(

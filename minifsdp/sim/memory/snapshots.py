@@ -27,13 +27,17 @@ BACKWARD, OTHERS = "backward", "other lines"
 RULES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     # what it is, files (a part of the path), functions
     ("optimizer", ("torch/optim/", "/training/optimizers.py"), ()),
-    (GATHERED, ("minifsdp/unshard.py", "support/unsharded_storage.py"), ()),
+    (GATHERED, ("minifsdp/core/unshard.py", "minifsdp/core/storage.py"), ()),
     (GATHERED, (), ("foreach_all_gather", "_alloc_padded_unsharded_flat_param")),
     (GATHERED, (), ("alloc_all_gather_outputs", "_all_gather_flat_param")),
-    ("reductions", ("minifsdp/reduce.py", "minifsdp/gradients.py", "minifsdp/no_sync.py"), ()),
+    (
+        "reductions",
+        ("minifsdp/core/reduce.py", "minifsdp/core/gradients.py", "minifsdp/no_sync.py"),
+        (),
+    ),
     ("reductions", (), ("foreach_reduce", "_reduce_grad", "_post_backward_hook")),
-    (WRAPPING, ("minifsdp/wrapping/", "minifsdp/shard.py", "minifsdp/flatten.py"), ()),
-    (WRAPPING, ("minifsdp/unit.py", "fsdp/_init_utils.py", "_fsdp_param.py"), ()),
+    (WRAPPING, ("minifsdp/wrapping/", "minifsdp/core/shard.py", "minifsdp/core/flatten.py"), ()),
+    (WRAPPING, ("minifsdp/featured_unit.py", "fsdp/_init_utils.py", "_fsdp_param.py"), ()),
     ("forward", (), ("forward",)),
     (BACKWARD, (), ("backward", "_engine_run_backward")),
     ("parameters, by the model", (), ("__init__",)),

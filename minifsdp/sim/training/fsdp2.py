@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifsdp.collectives import Comm
-from minifsdp.parameters import Parameters
-from minifsdp.streams import Event, Finish
-from minifsdp.unit import Unit
-from minifsdp.unit_state import TrainingState
+from minifsdp.core.collectives import Comm
+from minifsdp.core.parameters import Parameters
+from minifsdp.core.streams import Event, Finish
+from minifsdp.core.unit import Unit
+from minifsdp.core.unit_state import TrainingState
 
 
 class StreamOrdered(Parameters):

@@ -32,18 +32,19 @@ from typing import Any
 
 from torch import nn
 
-from minifsdp.api import BackwardPrefetch, ForwardPrefetch
+from minifsdp.core.api import BackwardPrefetch, ForwardPrefetch
+from minifsdp.core.limiter import EventQueue, Limiter, NoLimit, SynchronizeAfterFree, wait_for_free
+from minifsdp.core.parameters import Parameters
+from minifsdp.core.prefetch import Order
+from minifsdp.core.streams import Event
+from minifsdp.core.unit import Unit
 from minifsdp.fully_sharded import FullyShardedDataParallel
-from minifsdp.limiter import EventQueue, Limiter, NoLimit, SynchronizeAfterFree, wait_for_free
 from minifsdp.on_demand import OnDemand
-from minifsdp.parameters import Parameters
-from minifsdp.prefetch import Order, Prefetcher
 from minifsdp.sim.training.fsdp2 import StreamOrdered
-from minifsdp.streams import Event
-from minifsdp.unit import Unit
+from minifsdp.support.prefetch_stats import CountedPrefetcher
 
 
-class ReversedPreForward(Prefetcher):
+class ReversedPreForward(CountedPrefetcher):
     """fairscale's first: the backward goes through the units as the forward came to them, from the
     last to the first. Not so where a unit is inside another: both orders begin with the outer."""
 
@@ -52,7 +53,7 @@ class ReversedPreForward(Prefetcher):
         self.pre_backward_order.last = list(reversed(self.pre_forward_order.current))
 
 
-class ReversedPostForward(Prefetcher):
+class ReversedPostForward(CountedPrefetcher):
     """PyTorch's: from the last unit that the forward was done with to the first. Right for units in
     units; wrong where the loss does not depend on all of them."""
 
@@ -103,7 +104,7 @@ class Approach:
 
     forward: ForwardPrefetch | None
     backward: BackwardPrefetch | None
-    prefetcher: type[Prefetcher]
+    prefetcher: type[CountedPrefetcher]
     limiter: Callable[[], Limiter]
     parameters: type[Parameters] = Parameters
     frees_early: bool = False  # a unit in a backward, before its gradient is complete
@@ -132,8 +133,10 @@ APPROACHES = {
     "fairscale 1": Approach(
         ForwardPrefetch.FORWARD_PRE, _PRE, ReversedPreForward, SynchronizeAfterFree
     ),
-    "fairscale 2": Approach(ForwardPrefetch.FORWARD_POST, _POST, Prefetcher, SynchronizeAfterFree),
+    "fairscale 2": Approach(
+        ForwardPrefetch.FORWARD_POST, _POST, CountedPrefetcher, SynchronizeAfterFree
+    ),
     "PyTorch": Approach(None, _PRE, ReversedPostForward, DriftingQueue),
-    "minifsdp": Approach(None, _PRE, Prefetcher, lambda: EventQueue(2), frees_early=True),
+    "minifsdp": Approach(None, _PRE, CountedPrefetcher, lambda: EventQueue(2), frees_early=True),
     "FSDP2": Approach(None, _PRE, LettingGo, NoLimit, StreamOrdered),
 }

@@ -30,13 +30,13 @@ from typing import Any
 
 from torch import Tensor
 
-from minifsdp.api import BackwardPrefetch, ForwardPrefetch
-from minifsdp.parameters import Parameters
-from minifsdp.prefetch import Order, Prefetcher
-from minifsdp.prefetch_lists import Targets
+from minifsdp.core.api import BackwardPrefetch, ForwardPrefetch
+from minifsdp.core.parameters import Parameters
+from minifsdp.core.prefetch import Order
+from minifsdp.core.streams import Event, Streams
+from minifsdp.core.unit import Unit
 from minifsdp.sim.training.history import Approach
-from minifsdp.streams import Event, Streams
-from minifsdp.unit import Unit
+from minifsdp.support.prefetch_stats import CountedPrefetcher
 
 
 class OrderedCompute:
@@ -89,13 +89,13 @@ class TwoInnermost:
         self._there.remove(unit)
 
 
-class PastOuter(Prefetcher):
+class PastOuter(CountedPrefetcher):
     """Finds the next unit and, if that is around others, the next inside of it."""
 
-    def pre_forward(self, unit: Unit) -> Targets:  # type: ignore[override]
+    def pre_forward(self, unit: Unit) -> Any:
         return _past_outer(self.pre_forward_order, super().pre_forward(unit))
 
-    def pre_backward(self, unit: Unit) -> Targets:  # type: ignore[override]
+    def pre_backward(self, unit: Unit) -> Any:
         return _past_outer(self.pre_backward_order, super().pre_backward(unit))
 
 

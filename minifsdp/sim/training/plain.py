@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from minifsdp.core.outputs import tensors_in
 from minifsdp.sim.cli.blame import blaming
 from minifsdp.sim.training.models import Job
-from minifsdp.support.pytree import tensors_in
 
 
 def job_of(name: str, build: Callable[[], nn.Module], shape: str) -> Job:

@@ -16,7 +16,7 @@ from minifsdp import (
     ShardingStrategy,
 )
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.limiter import NoLimit
+from minifsdp.core.limiter import NoLimit
 from minifsdp.sim.training.history import APPROACHES
 
 STRATEGIES = {

@@ -84,16 +84,17 @@ def test_sizes_are_those_of_the_allocator():
     [
         ([FORWARD], "forward"),
         ([STEP, FORWARD], "optimizer"),
-        ([("/x/minifsdp/support/unsharded_storage.py", "allocate"), FORWARD], GATHERED),
+        ([("/x/minifsdp/core/storage.py", "allocate"), FORWARD], GATHERED),
         ([("C:\\x\\minifsdp\\unshard.py", "launch"), FORWARD], GATHERED),
         ([("/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "foreach_all_gather")],
          GATHERED),
-        ([("/x/minifsdp/reduce.py", "launch"), ("/torch/_tensor.py", "backward")], "reductions"),
+        ([("/x/minifsdp/core/reduce.py", "launch"), ("/torch/_tensor.py", "backward")],
+         "reductions"),
         ([("/torch/_tensor.py", "backward"), ("/home/me/train.py", "main")], "backward"),
         ([("??", "torch::autograd::Engine::evaluate_function(...)")], "backward"),
         ([], "backward"),  # autograd's thread on a GPU has no lines of Python
         ([("/home/me/model.py", "__init__")], "parameters, by the model"),
-        ([("/x/minifsdp/shard.py", "shard"), ("/home/me/m.py", "__init__")], WRAPPING),
+        ([("/x/minifsdp/core/shard.py", "shard"), ("/home/me/m.py", "__init__")], WRAPPING),
         ([("/home/me/train.py", "main")], "other lines"),
     ],
 )  # fmt: skip

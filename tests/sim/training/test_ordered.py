@@ -6,11 +6,11 @@ from itertools import pairwise
 import pytest
 from torch import nn
 
+from minifsdp.core.streams import CpuEvent
 from minifsdp.sim.tape import COMPUTE, Op, Wait
 from minifsdp.sim.training.history import APPROACHES
 from minifsdp.sim.training.ordered import ORDERED, TwoInnermost
-from minifsdp.streams import CpuEvent
-from tests.lone_unit import StubUnit
+from tests.core.common import StubUnit
 from tests.ranks import on_ranks
 from tests.sim.training.test_history import (
     Block,

@@ -3,7 +3,7 @@
 import pytest
 
 from minifsdp import BackwardPrefetch, ForwardPrefetch
-from minifsdp.limiter import EventQueue, NoLimit
+from minifsdp.core.limiter import EventQueue, NoLimit
 from minifsdp.sim import cluster
 from minifsdp.sim.training.fsdp2 import StreamOrdered
 from minifsdp.sim.training.history import DriftingQueue, LettingGo, ReversedPostForward

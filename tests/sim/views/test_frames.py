@@ -54,7 +54,7 @@ def test_a_snapshot_names_the_models_lines_the_loops_and_the_engines(tmp_path):
     for (_, what), *others in stacks:
         who.setdefault(what, set()).update(file for file, _ in others)
     assert "test_main.py" in who["zeros"]  # the job's loss
-    assert {"unsharded_storage.py", "unshard.py", "run.py"} <= who["all-gather '3'"]
+    assert {"storage.py", "unshard.py", "run.py"} <= who["all-gather '3'"]
     assert not {"device.py", "storages.py", "module.py"} & set().union(*who.values())
     for segment in snapshot["segments"]:
         for block in segment["blocks"]:

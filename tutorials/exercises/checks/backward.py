@@ -45,8 +45,8 @@ def _entry(what: str, want: Any, got: Any) -> str | None:
 def a_gradient_enters_an_inner_unit() -> Iterator[Any]:
     import torch
 
-    from minifsdp.backward import Backward
-    from minifsdp.layers import Call
+    from minifsdp.core.backward import Backward
+    from minifsdp.core.layers import Call
     from tutorials.exercises.watching import state, two_units
 
     for outer_is_over, used_again in ((False, False), (True, False), (False, True)):
@@ -91,8 +91,8 @@ def a_gradient_enters_an_inner_unit() -> Iterator[Any]:
 def outer_units_enter_before_inner_ones() -> Iterator[Any]:
     import torch
 
-    from minifsdp.backward import Backward
-    from minifsdp.layers import Call
+    from minifsdp.core.backward import Backward
+    from minifsdp.core.layers import Call
     from tutorials.exercises.watching import two_units
 
     with two_units() as (engine, inner, outer):
@@ -119,8 +119,8 @@ def outer_units_enter_before_inner_ones() -> Iterator[Any]:
 def a_backward_begins_with_its_first_unit() -> Iterator[Any]:
     import torch
 
-    from minifsdp.backward import Backward
-    from minifsdp.layers import Call
+    from minifsdp.core.backward import Backward
+    from minifsdp.core.layers import Call
     from tutorials.exercises.watching import two_units
 
     with two_units() as (engine, now, _):

@@ -226,7 +226,7 @@ def _state_after_forward(what: str, want: str, got: str) -> str:
 def a_unit_is_freed_after_its_forward() -> Iterator[Any]:
     import torch
 
-    from minifsdp.unit_state import STRATEGY
+    from minifsdp.core.unit_state import STRATEGY
     from tutorials.exercises.watching import (
         gathered_for_forward,
         has_memory,
@@ -279,7 +279,7 @@ def other_reasons_are_left_alone() -> Iterator[Any]:
 def some_units_stay() -> Iterator[Any]:
     import torch
 
-    from minifsdp.unit_state import FORWARD, STRATEGY
+    from minifsdp.core.unit_state import FORWARD, STRATEGY
     from tutorials.exercises.watching import (
         gathered_for_backward,
         gathered_for_forward,
@@ -464,7 +464,7 @@ def _after_gradient(what: str, want: Any, got: Any) -> str | None:
 def a_gradient_is_reduced() -> Iterator[Any]:
     import torch
 
-    from minifsdp.unit_state import STRATEGY
+    from minifsdp.core.unit_state import STRATEGY
     from tutorials.exercises.watching import gathered_for_backward, has_memory, state, two_units
 
     with two_units() as (engine, now, following):
@@ -512,8 +512,8 @@ def reasons_to_stay_and_reasons_to_wait() -> Iterator[Any]:
     import torch
 
     from minifsdp.checks.rank_agreement import DIVERGED
+    from minifsdp.core.unit_state import FORWARD, STRATEGY
     from minifsdp.no_sync import NO_SYNC
-    from minifsdp.unit_state import FORWARD, STRATEGY
     from tutorials.exercises.watching import gathered_for_backward, state, two_units
 
     for reason in (NO_SYNC, DIVERGED, FORWARD):  # the last: of a forward that calls autograd.grad
@@ -627,7 +627,7 @@ def gradients_reach_the_optimizer() -> Iterator[Any]:
 
 @check("engine.5", because=_end)
 def every_unit_is_freed_but_those_in_use() -> Iterator[Any]:
-    from minifsdp.unit_state import FORWARD, STRATEGY
+    from minifsdp.core.unit_state import FORWARD, STRATEGY
     from tutorials.exercises.watching import (
         gathered_for_backward,
         gathered_for_forward,
@@ -662,8 +662,8 @@ def every_unit_is_freed_but_those_in_use() -> Iterator[Any]:
 def what_a_backward_leaves_in_no_sync() -> Iterator[Any]:
     import torch
 
+    from minifsdp.core.unit_state import STRATEGY
     from minifsdp.no_sync import NO_SYNC
-    from minifsdp.unit_state import STRATEGY
     from tutorials.exercises.watching import (
         gathered_for_backward,
         lists_shard,

@@ -25,7 +25,7 @@ def _order(what: str, want: Any, got: Any) -> str | None:
 
 @check("flatten.1", because=_order)
 def elements_in_row_major_order() -> Iterator[Any]:
-    from minifsdp.flatten import flatten
+    from minifsdp.core.flatten import flatten
 
     parts = [torch.rand(shape) for shape in SHAPES]
     yield f"flatten of {SHAPES}", flatten(parts)
@@ -49,7 +49,7 @@ def _shared(what: str, want: Any, got: Any) -> str | None:
 
 @check("flatten.2", because=_shared)
 def views_share_memory_and_gradient() -> Iterator[Any]:
-    from minifsdp.flatten import unflatten
+    from minifsdp.core.flatten import unflatten
 
     shapes = [torch.Size(shape) for shape in SHAPES]
     numel = sum(shape.numel() for shape in shapes)

@@ -24,7 +24,7 @@ def _units(stack: ExitStack, names: str, **settings: Any) -> tuple[list[Any], An
 
 def _watched(streams: Any, log: list[str], fails: str = "", times: int = 1) -> Any:
     """The same streams. What is started on two of them, and what is waited for, is noted."""
-    from minifsdp.streams import CpuEvent, CpuStream
+    from minifsdp.core.streams import CpuEvent, CpuStream
 
     class Watched(CpuStream):
         def submit(self, launch: Any, label: str = "") -> Any:
@@ -87,8 +87,8 @@ def _reduce(what: str, want: Any, got: Any) -> str | None:
 
 @check("gradients.1", because=_reduce)
 def a_gradient_is_reduced() -> Iterator[Any]:
-    from minifsdp.api import Stats
-    from minifsdp.gradients import Gradients
+    from minifsdp.core.api import Stats
+    from minifsdp.core.gradients import Gradients
 
     with ExitStack() as stack:
         (a, b), streams = _units(stack, "ab")
@@ -105,9 +105,9 @@ def a_gradient_is_reduced() -> Iterator[Any]:
 
 @check("gradients.1", because=_reduce)
 def a_gradient_may_have_to_wait() -> Iterator[Any]:
-    from minifsdp.api import Stats
     from minifsdp.checks.rank_agreement import DIVERGED
-    from minifsdp.gradients import Gradients
+    from minifsdp.core.api import Stats
+    from minifsdp.core.gradients import Gradients
     from minifsdp.no_sync import NO_SYNC
 
     with ExitStack() as stack:
@@ -145,8 +145,8 @@ def a_gradient_may_have_to_wait() -> Iterator[Any]:
 
 @check("gradients.1", because=_reduce)
 def one_reduction_at_a_time() -> Iterator[Any]:
-    from minifsdp.api import Stats
-    from minifsdp.gradients import Gradients
+    from minifsdp.core.api import Stats
+    from minifsdp.core.gradients import Gradients
 
     with ExitStack() as stack:
         units, streams = _units(stack, "abc")
@@ -228,8 +228,8 @@ def _finish(what: str, want: Any, got: Any) -> str | None:
 
 @check("gradients.2", because=_finish)
 def all_or_none() -> Iterator[Any]:
-    from minifsdp.api import Stats
-    from minifsdp.gradients import Gradients
+    from minifsdp.core.api import Stats
+    from minifsdp.core.gradients import Gradients
     from minifsdp.no_sync import NO_SYNC
 
     with ExitStack() as stack:
@@ -269,8 +269,8 @@ def all_or_none() -> Iterator[Any]:
 
 @check("gradients.2", because=_finish)
 def what_was_reduced() -> Iterator[Any]:
-    from minifsdp.api import Stats
-    from minifsdp.gradients import Gradients
+    from minifsdp.core.api import Stats
+    from minifsdp.core.gradients import Gradients
     from minifsdp.no_sync import NO_SYNC
 
     with ExitStack() as stack:
@@ -287,8 +287,8 @@ def what_was_reduced() -> Iterator[Any]:
 @check("gradients.2", because=_finish)
 def with_replicas_and_offload() -> Iterator[Any]:
     from minifsdp import CPUOffload, ShardingStrategy
-    from minifsdp.api import Stats
-    from minifsdp.gradients import Gradients
+    from minifsdp.core.api import Stats
+    from minifsdp.core.gradients import Gradients
     from tutorials.exercises.virtual import train
 
     for settings in (

@@ -54,7 +54,7 @@ def _frozen(what: str, want: Any, got: Any) -> str | None:
 def a_frozen_unit_is_freed_with_its_last_input() -> Iterator[Any]:
     import torch
 
-    from minifsdp.hooks import Hooks
+    from minifsdp.core.hooks import Hooks
     from tutorials.exercises.watching import gathered_for_backward, has_memory, state, two_units
 
     for unused in (False, True):
@@ -81,9 +81,9 @@ def a_frozen_unit_is_freed_with_its_last_input() -> Iterator[Any]:
 def a_frozen_unit_with_other_reasons_to_stay() -> Iterator[Any]:
     import torch
 
-    from minifsdp.hooks import Hooks
+    from minifsdp.core.hooks import Hooks
+    from minifsdp.core.unit_state import STRATEGY
     from minifsdp.no_sync import NO_SYNC
-    from minifsdp.unit_state import STRATEGY
     from tutorials.exercises.watching import gathered_for_backward, state, two_units
 
     for reason, name in (
@@ -104,7 +104,7 @@ def a_frozen_unit_with_other_reasons_to_stay() -> Iterator[Any]:
 def inputs_without_gradients() -> Iterator[Any]:
     import torch
 
-    from minifsdp.hooks import Hooks
+    from minifsdp.core.hooks import Hooks
     from tutorials.exercises.watching import gathered_for_backward, has_memory, two_units
 
     for args in ((), (torch.ones(2), "text", None)):

@@ -25,8 +25,7 @@ class Unit:
     """What a limiter knows of a unit."""
 
     def __init__(self, label: str, around: "list[Unit] | None" = None, stays: bool = False) -> None:
-        self.label, self.ancestors, self.reshard_after_forward = label, around or [], not stays
-        self.is_list = False  # of modules
+        self.label, self.ancestors, self.is_limited = label, around or [], not stays
 
 
 def _fairscale(what: str, want: Any, got: Any) -> str | None:
@@ -41,7 +40,7 @@ def _fairscale(what: str, want: Any, got: Any) -> str | None:
 
 @check("limiter.1", because=_fairscale)
 def each_free_is_waited_for() -> Iterator[Any]:
-    from minifsdp.limiter import SynchronizeAfterFree
+    from minifsdp.core.limiter import SynchronizeAfterFree
 
     waited: list[str] = []
     limiter = SynchronizeAfterFree()
@@ -54,7 +53,7 @@ def each_free_is_waited_for() -> Iterator[Any]:
 
 @check("limiter.1", because=_fairscale)
 def memory_stays_small_on_a_gpu() -> Iterator[Any]:
-    from minifsdp.limiter import SynchronizeAfterFree
+    from minifsdp.core.limiter import SynchronizeAfterFree
     from tutorials.exercises.virtual import train
 
     gpu = train(limit_all_gathers=SynchronizeAfterFree())
@@ -86,7 +85,7 @@ def _queue(what: str, want: Any, got: Any) -> str | None:
 
 @check("limiter.2", because=_queue)
 def the_oldest_event_is_waited_for() -> Iterator[Any]:
-    from minifsdp.limiter import EventQueue
+    from minifsdp.core.limiter import EventQueue
 
     waited: list[str] = []
     limiter = EventQueue(2)
@@ -124,7 +123,7 @@ def _drift(what: str, want: Any, got: Any) -> str | None:
 
 @check("limiter.3", because=_drift)
 def a_prefetch_is_declined_where_there_is_no_room() -> Iterator[Any]:
-    from minifsdp.limiter import EventQueue
+    from minifsdp.core.limiter import EventQueue
 
     limiter, (a, b, c) = EventQueue(2), map(Unit, "abc")
     yield "admit(a), needed", limiter.admit(a, needed=True)
@@ -137,7 +136,7 @@ def a_prefetch_is_declined_where_there_is_no_room() -> Iterator[Any]:
 
 @check("limiter.3", because=_drift)
 def several_events_may_have_to_be_waited_for() -> Iterator[Any]:
-    from minifsdp.limiter import EventQueue
+    from minifsdp.core.limiter import EventQueue
 
     waited: list[str] = []
     limiter = EventQueue(3)
@@ -156,7 +155,7 @@ def several_events_may_have_to_be_waited_for() -> Iterator[Any]:
 
 @check("limiter.3", because=_drift)
 def ancestors_and_units_that_stay_do_not_count() -> Iterator[Any]:
-    from minifsdp.limiter import EventQueue
+    from minifsdp.core.limiter import EventQueue
 
     root, stays = Unit("root"), Unit("stays", stays=True)
     limiter = EventQueue(1)

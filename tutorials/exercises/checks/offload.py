@@ -51,15 +51,15 @@ def _because(what: str, want: Any, got: Any) -> str | None:
 
 def _with_shard(shard: torch.Tensor) -> tuple[Any, Any]:
     """What an upload knows of a unit with this shard, and the upload."""
+    from minifsdp.core.unshard import OwnShard
     from minifsdp.offload import Upload
-    from minifsdp.unshard import OwnShard
 
     return SimpleNamespace(padded_shard=shard, label="'a'"), Upload(OwnShard(None))
 
 
 @check("offload.1", because=_because)
 def a_shard_is_uploaded() -> Iterator[Any]:
-    from minifsdp.streams import Streams
+    from minifsdp.core.streams import Streams
 
     streams = Streams.on(torch.device("cpu"))
     for dtype in (torch.float32, torch.bfloat16):
@@ -127,8 +127,8 @@ def _downloaded(what: str, want: Any, got: Any) -> str | None:
 
 @check("offload.2", because=_downloaded)
 def a_gradient_is_downloaded() -> Iterator[Any]:
+    from minifsdp.core.streams import Streams
     from minifsdp.offload import Download
-    from minifsdp.streams import Streams
 
     streams = Streams.on(torch.device("cpu"))
     for dtype in (torch.float32, torch.bfloat16):

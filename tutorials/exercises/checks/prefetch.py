@@ -48,8 +48,8 @@ class _ByName:
     """An order of units that are called by their names."""
 
     def __init__(self, units: str = "") -> None:
-        from minifsdp.prefetch import Order
-        from tests.lone_unit import StubUnit
+        from minifsdp.core.prefetch import Order
+        from tests.core.common import StubUnit
 
         self.order: Any = Order()
         self.units = {name: StubUnit(name) for name in "abcdx"}
@@ -161,7 +161,7 @@ def _moments(prefetcher: Any, units: Any, steps: int = 2, fork: bool = False) ->
 
 
 def _units() -> Any:
-    from tests.lone_unit import StubUnit
+    from tests.core.common import StubUnit
 
     root = StubUnit("root")
     return root, *(StubUnit(name, [root]) for name in "abc")
@@ -200,8 +200,8 @@ def _forward(what: str, want: Any, got: Any) -> str | None:
 
 @check("prefetch.2", because=_forward)
 def targets_of_a_forward() -> Iterator[Any]:
-    from minifsdp.api import BackwardPrefetch, ForwardPrefetch
-    from minifsdp.prefetch import Prefetcher
+    from minifsdp.core.api import BackwardPrefetch, ForwardPrefetch
+    from minifsdp.core.prefetch import Prefetcher
 
     moments = {
         "FORWARD_PRE": ForwardPrefetch.FORWARD_PRE,
@@ -225,7 +225,7 @@ def targets_of_a_forward() -> Iterator[Any]:
 
 @check("prefetch.2", because=_forward)
 def forwards_on_a_gpu() -> Iterator[Any]:
-    from minifsdp.api import ForwardPrefetch
+    from minifsdp.core.api import ForwardPrefetch
     from tutorials.exercises.virtual import train
     from tutorials.exercises.watching import turns
 
@@ -238,7 +238,7 @@ def forwards_on_a_gpu() -> Iterator[Any]:
 
 @check("prefetch.2", ranks=2, because=_forward)
 def forwards_on_two_ranks() -> Iterator[Any]:
-    from minifsdp.api import ForwardPrefetch
+    from minifsdp.core.api import ForwardPrefetch
     from tutorials.exercises.watching import Nested, turns_on_ranks, wrapped
 
     for setting in (ForwardPrefetch.FORWARD_PRE, ForwardPrefetch.FORWARD_POST):
@@ -289,8 +289,8 @@ def _backward(what: str, want: Any, got: Any) -> str | None:
 
 @check("prefetch.3", because=_backward)
 def targets_of_a_backward() -> Iterator[Any]:
-    from minifsdp.api import BackwardPrefetch, ForwardPrefetch
-    from minifsdp.prefetch import Prefetcher
+    from minifsdp.core.api import BackwardPrefetch, ForwardPrefetch
+    from minifsdp.core.prefetch import Prefetcher
 
     moments = {
         "BACKWARD_PRE": BackwardPrefetch.BACKWARD_PRE,
@@ -312,8 +312,8 @@ def targets_of_a_backward() -> Iterator[Any]:
 
 @check("prefetch.3", because=_backward)
 def the_backward_has_an_order_of_its_own() -> Iterator[Any]:
-    from minifsdp.api import BackwardPrefetch
-    from minifsdp.prefetch import Prefetcher
+    from minifsdp.core.api import BackwardPrefetch
+    from minifsdp.core.prefetch import Prefetcher
 
     for name, setting in (
         ("before", BackwardPrefetch.BACKWARD_PRE),
@@ -329,9 +329,9 @@ def the_backward_has_an_order_of_its_own() -> Iterator[Any]:
 
 @check("prefetch.3", because=_backward)
 def units_in_units_and_units_without_parameters() -> Iterator[Any]:
-    from minifsdp.api import BackwardPrefetch
-    from minifsdp.prefetch import Prefetcher
-    from tests.lone_unit import StubUnit
+    from minifsdp.core.api import BackwardPrefetch
+    from minifsdp.core.prefetch import Prefetcher
+    from tests.core.common import StubUnit
 
     root = StubUnit("root")
     outer, last = StubUnit("outer", [root]), StubUnit("last", [root])
@@ -367,7 +367,7 @@ def units_in_units_and_units_without_parameters() -> Iterator[Any]:
 
 @check("prefetch.3", because=_backward)
 def backwards_on_a_gpu() -> Iterator[Any]:
-    from minifsdp.api import BackwardPrefetch
+    from minifsdp.core.api import BackwardPrefetch
     from tutorials.exercises.virtual import train
     from tutorials.exercises.watching import turns
 
@@ -383,7 +383,7 @@ def backwards_on_a_gpu() -> Iterator[Any]:
 
 @check("prefetch.3", ranks=2, because=_backward)
 def backwards_on_two_ranks() -> Iterator[Any]:
-    from minifsdp.api import BackwardPrefetch
+    from minifsdp.core.api import BackwardPrefetch
     from tutorials.exercises.watching import Nested, trained, turns_on_ranks, wrapped
 
     for setting in (BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST):

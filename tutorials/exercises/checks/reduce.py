@@ -27,7 +27,7 @@ def _mean(what: str, want: Any, got: Any) -> str | None:
 
 def _reduced(lone: Any, grad: torch.Tensor) -> Iterator[Any]:
     """A whole reduction, with the reference's functions around those that are looked at."""
-    from minifsdp.reduce import Reduction, store_gradient
+    from minifsdp.core.reduce import Reduction, store_gradient
 
     reduction = Reduction(lone.unit, grad, lone.streams)
     reduction.start()
@@ -74,7 +74,7 @@ def one_unit_alone() -> Iterator[Any]:
 
 @check("reduce.1", because=_mean)
 def as_one_collective() -> Iterator[Any]:
-    from minifsdp.reduce import AllReduce
+    from minifsdp.core.reduce import AllReduce
     from tests.lone_unit import lone_unit
 
     for replicas in (2, 3):
@@ -130,7 +130,7 @@ def _stored(what: str, want: Any, got: Any) -> str | None:
 @check("reduce.2", because=_stored)
 def gradients_add_up() -> Iterator[Any]:
     from minifsdp import MixedPrecision
-    from minifsdp.reduce import Reduction, store_gradient
+    from minifsdp.core.reduce import Reduction, store_gradient
     from tests.lone_unit import lone_unit
 
     for rank in (0, 2):
@@ -171,7 +171,7 @@ def _parts(what: str, want: Any, got: Any) -> str | None:
 
 @check("reduce.3", because=_parts)
 def parts_follow_each_other() -> Iterator[Any]:
-    from minifsdp.reduce import Reduction
+    from minifsdp.core.reduce import Reduction
     from tests.lone_unit import lone_unit
 
     yield from _alone(reduce_dtype=True)

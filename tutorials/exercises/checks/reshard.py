@@ -38,9 +38,9 @@ def _free(what: str, want: Any, got: Any) -> str | None:
 def one_unit_alone() -> Iterator[Any]:
     import torch
 
-    from minifsdp.reshard import reshard
-    from minifsdp.streams import CpuEvent
-    from minifsdp.views import show_views
+    from minifsdp.core.reshard import reshard
+    from minifsdp.core.streams import CpuEvent
+    from minifsdp.core.views import show_views
     from tests.lone_unit import lone_unit
 
     with lone_unit() as lone:
@@ -68,7 +68,7 @@ def one_unit_alone() -> Iterator[Any]:
 def the_event_is_of_the_compute_stream() -> Iterator[Any]:
     from dataclasses import replace
 
-    from minifsdp.reshard import reshard
+    from minifsdp.core.reshard import reshard
     from tests.lagging import LateStream
     from tests.lone_unit import lone_unit
 

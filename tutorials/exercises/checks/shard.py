@@ -26,7 +26,7 @@ def _sizes(what: str, want: Any, got: Any) -> str | None:
 
 @check("shard.1", because=_sizes)
 def sizes_of_all_ranks() -> Iterator[Any]:
-    from minifsdp.shard import padded_shard_numel, unpadded_shard_numel
+    from minifsdp.core.shard import padded_shard_numel, unpadded_shard_numel
 
     for numel, ranks in CASES:
         yield f"padded_shard_numel({numel}, {ranks})", padded_shard_numel(numel, ranks)
@@ -51,7 +51,7 @@ def _shards(what: str, want: Any, got: Any) -> str | None:
 
 @check("shard.2", because=_shards)
 def shards_of_all_ranks() -> Iterator[Any]:
-    from minifsdp.shard import shard
+    from minifsdp.core.shard import shard
 
     for numel, ranks in CASES:
         flat = 1 + torch.rand(numel)

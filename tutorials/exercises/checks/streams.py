@@ -41,7 +41,7 @@ def _work(log: list[str], name: str = "") -> Callable[[], Callable[[], None]]:
 
 @check("streams.1", because=_cpu)
 def work_is_started_at_once_and_finished_at_the_first_wait() -> Iterator[Any]:
-    from minifsdp.streams import CpuStream
+    from minifsdp.core.streams import CpuStream
 
     for wait in ("wait", "synchronize"):
         log: list[str] = []
@@ -59,7 +59,7 @@ def work_is_started_at_once_and_finished_at_the_first_wait() -> Iterator[Any]:
 
 @check("streams.1", because=_cpu)
 def work_that_fails_is_not_waited_for_again() -> Iterator[Any]:
-    from minifsdp.streams import CpuStream
+    from minifsdp.core.streams import CpuStream
 
     calls: list[str] = []
 
@@ -78,7 +78,7 @@ def work_that_fails_is_not_waited_for_again() -> Iterator[Any]:
 def one_stream_waits_for_another() -> Iterator[Any]:
     import torch
 
-    from minifsdp.streams import CpuStream
+    from minifsdp.core.streams import CpuStream
 
     log: list[str] = []
     upload, unshard = CpuStream(), CpuStream()
@@ -96,7 +96,7 @@ def one_stream_waits_for_another() -> Iterator[Any]:
 
 @check("streams.1", because=_cpu)
 def a_unit_is_gathered() -> Iterator[Any]:
-    from minifsdp.unshard import unshard, wait_for_unshard
+    from minifsdp.core.unshard import unshard, wait_for_unshard
     from tests.lone_unit import lone_unit
 
     with lone_unit() as lone:

@@ -36,7 +36,7 @@ def _start(what: str, want: Any, got: Any) -> str | None:
 @check("unshard.1", because=_start)
 def one_unit_alone() -> Iterator[Any]:
     from minifsdp import MixedPrecision
-    from minifsdp.unshard import unshard, wait_for_unshard
+    from minifsdp.core.unshard import unshard, wait_for_unshard
     from tests.lone_unit import lone_unit
 
     bf16 = MixedPrecision(torch.bfloat16)
@@ -103,7 +103,7 @@ def _wait(what: str, want: Any, got: Any) -> str | None:
 
 @check("unshard.2", because=_wait)
 def values_are_there_after_the_wait() -> Iterator[Any]:
-    from minifsdp.unshard import unshard, wait_for_unshard
+    from minifsdp.core.unshard import unshard, wait_for_unshard
     from tests.lone_unit import lone_unit
 
     with lone_unit() as lone:

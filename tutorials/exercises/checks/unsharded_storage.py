@@ -1,4 +1,4 @@
-"""Checks of UnshardedFlatParam.release: one unit, and what users may have kept of it."""
+"""Checks of FeaturedFlatParam.release: one unit, and what users may have kept of it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +25,7 @@ def _kept(what: str, want: Any, got: Any) -> str | None:
 
 @check("unsharded_storage.1", because=_kept)
 def what_was_kept_keeps_its_values() -> Iterator[Any]:
-    from minifsdp.views import make_views
+    from minifsdp.core.views import make_views
     from tests.lone_unit import lone_unit
 
     for keeps in ("nothing", "a parameter", "a slice of one", "the result of detach()"):

@@ -7,12 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.no_sync import check_unreduced_grad
-from minifsdp.unit import Unit
 
 
 def clip_grad_norm(
-    units: list[Unit], max_norm: float, norm_type: float, ignored: Sequence[nn.Parameter] = ()
+    units: list[FeaturedUnit],
+    max_norm: float,
+    norm_type: float,
+    ignored: Sequence[nn.Parameter] = (),
 ) -> Tensor:
     if not norm_type > 0:
         raise ValueError("p has to be positive")

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from minifsdp.api import ShardingStrategy
+from minifsdp.core.api import ShardingStrategy
 
 
 def place(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> Placement:

@@ -10,9 +10,7 @@ class EventQueue:
     def admit(self, unit, needed) -> bool:
         around = {id(other) for other in unit.ancestors}
         counted = [
-            other
-            for other in self.in_use.values()
-            if id(other) not in around and other.reshard_after_forward
+            other for other in self.in_use.values() if id(other) not in around and other.is_limited
         ]
         if not needed and len(counted) >= self.limit:
             return False

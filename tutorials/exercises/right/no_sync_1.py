@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from minifsdp.unit import Unit, UnreducedGrad
+from minifsdp.featured_unit import FeaturedUnit, UnreducedGrad
 
 
-def store_unreduced(unit: Unit, grad: Tensor) -> None:
+def store_unreduced(unit: FeaturedUnit, grad: Tensor) -> None:
     param, before = unit.sharded_flat_param, unit.unreduced_grad
     dtype = unit.unreduced_dtype or grad.dtype
     total = grad.to(dtype) if before is None else before.grad + grad
@@ -19,7 +19,7 @@ def store_unreduced(unit: Unit, grad: Tensor) -> None:
     _watch_optimizers()
 
 
-def check_unreduced_grad(unit: Unit) -> None:
+def check_unreduced_grad(unit: FeaturedUnit) -> None:
     kept = unit.unreduced_grad
     if kept is None:
         return

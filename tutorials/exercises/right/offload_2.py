@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from minifsdp.streams import Finish, Streams
+from minifsdp.core.streams import Finish, Streams
 
 
 class Download:

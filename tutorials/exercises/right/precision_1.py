@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from minifsdp.unit import Unit
+from minifsdp.featured_unit import FeaturedUnit
 
 
 def _each(function: Any, value: Any) -> Any:
@@ -21,7 +21,7 @@ def _each(function: Any, value: Any) -> Any:
 
 
 def prepare_inputs(
-    unit: Unit, is_root: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    unit: FeaturedUnit, is_root: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     wanted = unit.unsharded.dtype
     casts = unit.precision.cast_forward_inputs

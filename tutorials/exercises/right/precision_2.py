@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 
-from minifsdp.support.pytree import map_tensors, tensors_in
-from minifsdp.unit import Unit
+from minifsdp.core.outputs import tensors_in
+from minifsdp.featured_unit import FeaturedUnit
+from minifsdp.support.pytree import map_tensors
 
 
-def output_cast(unit: Unit, args: object, kwargs: object) -> Callable[[Any], Any] | None:
+def output_cast(unit: FeaturedUnit, args: object, kwargs: object) -> Callable[[Any], Any] | None:
     own, found = unit.unsharded.dtype, list[torch.dtype]()
     for value in (args, kwargs):
         for tensor in tensors_in(value):

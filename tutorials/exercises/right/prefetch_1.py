@@ -1,6 +1,6 @@
 """Searches the last pass with enumerate, and has no position but that of the unit before."""
 
-from minifsdp.unit import Unit
+from minifsdp.core.unit import Unit
 
 
 class Order:

@@ -15,9 +15,9 @@ admitted, and not before.
 
 from collections import deque
 
-from minifsdp.limiter import wait_for_free
-from minifsdp.streams import Event
-from minifsdp.unit import Unit
+from minifsdp.core.limiter import wait_for_free
+from minifsdp.core.streams import Event
+from minifsdp.core.unit import Unit
 
 
 class EventQueue:
@@ -30,7 +30,7 @@ class EventQueue:
 
     def admit(self, unit: Unit, needed: bool) -> bool:
         """Wait until there is room for ``unit``; False declines a prefetch."""
-        others = sum(u.reshard_after_forward and u not in unit.ancestors for u in self._alive)
+        others = sum(u.is_limited and u not in unit.ancestors for u in self._alive)
         room = self.limit - others - 1
         if room < 0 and not needed:
             return False

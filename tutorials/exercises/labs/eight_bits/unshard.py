@@ -15,8 +15,8 @@ integers and scales can travel together. What is left out: state_dict() gathers 
 too. How would you make a checkpoint exact?
 """
 
-from minifsdp.streams import Finish, Streams
-from minifsdp.unit import Unit
+from minifsdp.core.streams import Finish, Streams
+from minifsdp.core.unit import Unit
 
 
 def unshard(unit: Unit, streams: Streams) -> None:

@@ -35,7 +35,7 @@ def on_four_ranks() -> Iterator[Any]:
     """Two nodes of two ranks. Each chunk has to arrive in its place."""
     import minifsdp.comm.collectives
     import minifsdp.comm.groups
-    from minifsdp.collectives import TorchCollectives
+    from minifsdp.core.collectives import TorchCollectives
     from tutorials.exercises import parallel
 
     minifsdp.comm.collectives.NATIVE = True  # as on GPUs

@@ -11,15 +11,15 @@ reduction that has just started. No races. On real ranks, losses and parameters 
 with an ordinary Adam, in every bit.
 
 ``Gradients`` here takes the place of the engine's. This one is the engine's; see
-minifsdp/gradients.py. What is given up: after a backward that fails, some units are stepped and
-some are not.
+minifsdp/core/gradients.py. What is given up: after a backward that fails, some units are stepped
+and some are not.
 """
 
 from torch import Tensor
 
-from minifsdp.gradients import Gradients as Default
-from minifsdp.reduce import Reduction
-from minifsdp.unit import Unit
+from minifsdp.core.gradients import Gradients as Default
+from minifsdp.core.reduce import Reduction
+from minifsdp.core.unit import Unit
 
 
 class Gradients(Default):

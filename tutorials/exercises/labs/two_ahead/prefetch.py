@@ -14,8 +14,8 @@ returns a unit to gather now, or None. ``pre_backward_order`` has the order of t
 ``unit.state.sharded`` says whether a unit is gathered. This one is the default.
 """
 
-from minifsdp.prefetch import Prefetcher as Default
-from minifsdp.unit import Unit
+from minifsdp.core.prefetch import Prefetcher as Default
+from minifsdp.core.unit import Unit
 
 
 class Prefetcher(Default):

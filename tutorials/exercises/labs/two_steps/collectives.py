@@ -21,9 +21,9 @@ from typing import Any
 
 from torch import Tensor
 
-from minifsdp.collectives import Group
-from minifsdp.collectives import TorchCollectives as InOneStep
-from minifsdp.streams import Finish
+from minifsdp.core.collectives import Group
+from minifsdp.core.collectives import TorchCollectives as InOneStep
+from minifsdp.core.streams import Finish
 
 
 class TorchCollectives(InOneStep):

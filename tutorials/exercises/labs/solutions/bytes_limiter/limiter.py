@@ -2,9 +2,9 @@
 
 from collections import deque
 
-from minifsdp.limiter import wait_for_free
-from minifsdp.streams import Event
-from minifsdp.unit import Unit
+from minifsdp.core.limiter import wait_for_free
+from minifsdp.core.streams import Event
+from minifsdp.core.unit import Unit
 
 
 class EventQueue:
@@ -23,7 +23,7 @@ class EventQueue:
     def admit(self, unit: Unit, needed: bool) -> bool:
         """Wait until the device has freed so many bytes that there is room for ``unit``."""
         self._budget = max(self._budget, unit.unsharded.nbytes)
-        others = [u for u in self._alive if u.reshard_after_forward and u not in unit.ancestors]
+        others = [u for u in self._alive if u.is_limited and u not in unit.ancestors]
         room = self._budget - unit.unsharded.nbytes - sum(u.unsharded.nbytes for u in others)
         if room < 0 and not needed:
             return False

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from minifsdp.streams import Finish, Streams
-from minifsdp.unit import Unit
+from minifsdp.core.streams import Finish, Streams
+from minifsdp.core.unit import Unit
 
 BLOCK = 32
 

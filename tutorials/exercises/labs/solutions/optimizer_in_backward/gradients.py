@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from minifsdp.gradients import Gradients as Default
-from minifsdp.reduce import Reduction, store_gradient
+from minifsdp.core.gradients import Gradients as Default
+from minifsdp.core.reduce import Reduction, store_gradient
+from minifsdp.core.unit import Unit
 from minifsdp.support.grad_hooks import after_gradient
-from minifsdp.unit import Unit
 
 
 class Gradients(Default):

@@ -1,8 +1,8 @@
 """Two units ahead: both moments of a unit's backward gather one, if it is among the next two."""
 
-from minifsdp.prefetch import Prefetcher as Default
-from minifsdp.unit import Unit
-from minifsdp.unit_state import ShardedState
+from minifsdp.core.prefetch import Prefetcher as Default
+from minifsdp.core.unit import Unit
+from minifsdp.core.unit_state import ShardedState
 
 
 class Prefetcher(Default):

@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from minifsdp.collectives import Group
-from minifsdp.collectives import TorchCollectives as InOneStep
-from minifsdp.streams import Finish
+from minifsdp.core.collectives import Group
+from minifsdp.core.collectives import TorchCollectives as InOneStep
+from minifsdp.core.streams import Finish
 
 
 @cache

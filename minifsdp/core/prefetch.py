@@ -25,15 +25,15 @@ In the first backward there is no pre-backward order yet. The reverse of the pos
 used in its place; PyTorch uses that in every step.
 
 A target can be wrong: the post-forward order does not tell when the ancestors of the next unit are
-needed, and models can change their order. prefetch_stats.py counts wrong targets.
+needed, and models can change their order. A wrong target costs memory or time, and changes no
+result.
 
 Sources: Zhao et al., "PyTorch FSDP", arXiv:2304.11277, section 3.3; fairscale PRs 972 and 1052.
 """
 
-from minifsdp.api import BackwardPrefetch, ForwardPrefetch
-from minifsdp.support.prefetch_stats import PrefetchStats
-from minifsdp.unit import Unit
-from minifsdp.unit_state import ShardedState, TrainingState
+from .api import BackwardPrefetch, ForwardPrefetch
+from .unit import Unit
+from .unit_state import ShardedState, TrainingState
 
 
 class Order:
@@ -66,17 +66,19 @@ class Order:
             The unit that came after it in the last pass; None if there is none.
         """
         self.current.append(unit)
+        last, at = self.last, self._position
         # First from the current position, and only then from the start, because a unit may occur
         # several times.
-        if unit is self.upcoming():  # as a rule: to search takes longer, the more units there are
-            self._position += 1
-        elif unit in (rest := self.last[self._position :]):
-            self._position += rest.index(unit) + 1
-        elif unit in self.last:
-            self._position = self.last.index(unit) + 1
+        if at < len(last) and last[at] is unit:  # as a rule, and a search takes longer
+            at += 1
+        elif unit in (rest := last[at:]):
+            at += rest.index(unit) + 1
+        elif unit in last:
+            at = last.index(unit) + 1
         else:
             return None
-        return self.upcoming()
+        self._position = at
+        return last[at] if at < len(last) else None
 
     def upcoming(self) -> Unit | None:
         """The unit that came next in the last pass, from the current position."""
@@ -86,33 +88,24 @@ class Order:
 class Prefetcher:
     """Chooses the unit to gather next, from the recorded orders of one root.
 
-    The hooks call the methods that are named after them, which return the target or None. The
-    others only tell the statistics what happened.
+    The engine calls the methods that are named after its moments, which return the target or None.
 
     Args:
         backward: when to prefetch in the backward; None: never.
         forward: when to prefetch in the forward; None: never.
 
     Attributes:
-        stats: the observer that counts; no choice depends on it.
-
-    Raises:
-        TypeError: an argument is something else, such as torch's enum of the same name.
+        ahead: the unit that was gathered ahead last, in this pass. For who observes this; no choice
+            depends on it.
     """
 
     def __init__(self, backward: BackwardPrefetch | None, forward: ForwardPrefetch | None) -> None:
-        for given, kind in ((backward, BackwardPrefetch), (forward, ForwardPrefetch)):
-            if given is not None and not isinstance(given, kind):
-                raise TypeError(
-                    f"{given!r} is not one of minifsdp.{kind.__name__}'s members, nor None (do not "
-                    f"prefetch)"
-                )
         self.backward, self.forward = backward, forward
         self.forward_where_it_helps = False  # the device decides on ``forward``; see `adapt_to`
         self.pre_forward_order = Order()
         self.post_forward_order = Order()
         self.pre_backward_order = Order()
-        self.stats = PrefetchStats()
+        self.ahead: Unit | None = None
 
     def adapt_to(self, host_runs_ahead: bool) -> None:
         """Choose what ``forward_prefetch=None`` leaves open.
@@ -128,7 +121,7 @@ class Prefetcher:
         """The forward of the root begins."""
         self.pre_forward_order.start()
         self.post_forward_order.start()
-        self.stats.start_pass()
+        self.ahead = None
 
     def start_backward(self) -> None:
         """A backward begins."""
@@ -136,7 +129,7 @@ class Prefetcher:
         order.start()
         if not order.last:
             order.last = list(reversed(self.post_forward_order.current))
-        self.stats.start_pass()
+        self.ahead = None
 
     def forget(self) -> None:
         """An exception has ended the forward or the backward."""
@@ -167,23 +160,29 @@ class Prefetcher:
 
     def is_sound(self, target: Unit) -> bool:
         """Whether to gather ``target`` now: it is sharded, and its turn in this backward has not
-        come yet. If not, this is counted."""
-        sharded = target.state.sharded is ShardedState.SHARDED
-        if sharded and target.state.training not in _HAD_ITS_TURN:
-            return True
-        self.stats.skipped(target)
-        return False
-
-    def issued(self, target: Unit) -> None:
-        """The all-gather of ``target`` is started as a prefetch."""
-        self.stats.issued(target)
-
-    def needed(self, unit: Unit) -> None:
-        """``unit`` is about to be used; its all-gather may have been prefetched."""
-        self.stats.needed(unit)
+        come yet."""
+        state = target.state
+        return state.sharded is ShardedState.SHARDED and state.training not in _HAD_ITS_TURN
 
 
 _HAD_ITS_TURN = (TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD)
+
+
+def prefetcher_of(
+    backward: BackwardPrefetch | None,
+    forward: bool | ForwardPrefetch | None,
+    kind: type[Prefetcher] = Prefetcher,
+) -> Prefetcher:
+    """The prefetcher for the arguments ``backward_prefetch`` and ``forward_prefetch``.
+
+    Args:
+        forward: True is FORWARD_PRE, False is no prefetching. None is FORWARD_PRE on a device whose
+            host does not run ahead, and no prefetching elsewhere.
+        kind: the class to make one of.
+    """
+    prefetcher = kind(backward, ForwardPrefetch.FORWARD_PRE if forward is True else forward or None)
+    prefetcher.forward_where_it_helps = forward is None
+    return prefetcher
 
 
 def _next(order: Order, unit: Unit) -> Unit | None:

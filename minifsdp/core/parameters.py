@@ -5,15 +5,17 @@ model: the limit on how many may be unsharded (limiter.py), the choice of the ne
 (prefetch.py), and the counts that ``model.engine.stats`` shows.
 """
 
-from minifsdp.api import Stats
-from minifsdp.limiter import Limiter
-from minifsdp.prefetch import Prefetcher
-from minifsdp.reshard import reshard
-from minifsdp.streams import Event, Streams
-from minifsdp.unit import Unit
-from minifsdp.unit_state import PREFETCH, ShardedState
-from minifsdp.unshard import unshard
-from minifsdp.views import hide_views
+from typing import Any
+
+from .api import Stats
+from .limiter import Limiter
+from .prefetch import Prefetcher
+from .reshard import reshard
+from .streams import Event, Streams
+from .unit import Unit
+from .unit_state import PREFETCH, ShardedState
+from .unshard import unshard
+from .views import hide_views
 
 
 class Parameters:
@@ -42,11 +44,12 @@ class Parameters:
             self.limiter.admit(unit, needed=True)
             self._unshard(unit)
 
-    def prefetch(self, target: Unit | list[Unit] | None, listed: bool = False) -> None:
+    def prefetch(self, target: Any, listed: bool = False) -> None:
         """Start to gather a unit that will be needed next, if that is so and there is room.
 
         Args:
-            target: or several, of which the program has said that there is room for them.
+            target: a unit or None; or several units, of which the program has said that there is
+                room for them (prefetch_lists.py).
             listed: the target is one of these.
         """
         if isinstance(target, list):
@@ -58,7 +61,8 @@ class Parameters:
         if not self.prefetcher.is_sound(target):
             return
         if self.limiter.admit(target, needed=listed):
-            self.prefetcher.issued(target)
+            self.stats.prefetches += 1
+            self.prefetcher.ahead = target
             target.hold(PREFETCH)
             self._unshard(target)
         else:

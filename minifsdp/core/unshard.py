@@ -13,14 +13,14 @@ What a rank sends is a strategy of the unit, its ``source``: as a rule its shard
 How it travels is another one, its ``comm`` (collectives.py).
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from minifsdp.collectives import Comm, Group
-from minifsdp.streams import Finish, Streams
-from minifsdp.unit import Unit
-from minifsdp.unit_state import ShardedState
+from .collectives import Comm, Group
+from .streams import Finish, Streams
+from .unit import Unit
+from .unit_state import ShardedState
 
 
 class Source(Protocol):
@@ -35,11 +35,11 @@ class Source(Protocol):
     @property
     def group(self) -> Group | None: ...
 
-    def prepare(self, unit: Unit, streams: Streams) -> None:
+    def prepare(self, unit: Any, streams: Streams) -> None:
         """The host is about to submit a gather: start copies that it needs, on their own streams,
         and let the unshard stream wait for them."""
 
-    def tensor(self, unit: Unit, streams: Streams) -> Tensor:
+    def tensor(self, unit: Any, streams: Streams) -> Tensor:
         """What is sent, ``[padded_numel / group.size()]``, in the dtype of the unsharded flat
         parameter and on its device. (If there is no group, in any dtype: it is copied, which casts
         as well.) Called once after each :meth:`prepare`, on the stream that reads the tensor."""

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from minifsdp.shard import padded_shard_numel, shard, unpadded_shard_numel
+from minifsdp.core.shard import padded_shard_numel, shard, unpadded_shard_numel
 
 pytestmark = pytest.mark.direct
 SIZES = list(product(range(14), range(1, 7)))

@@ -34,8 +34,8 @@ from typing import Protocol, runtime_checkable
 
 from torch.profiler import record_function
 
-from minifsdp.streams import Event
-from minifsdp.unit import Unit
+from .streams import Event
+from .unit import Unit
 
 
 @runtime_checkable
@@ -73,9 +73,9 @@ class EventQueue:
     """At most ``limit`` units are alive at the same time. This is PyTorch's way.
 
     A unit is alive from the start of its all-gather until the *device* does not use its memory any
-    more. Three kinds do not count: the ancestors of the unit that is to be gathered, which must be
-    unsharded while it runs; units that stay unsharded from forward to backward by their strategy;
-    and those of several modules (fully_shard), which stay until the last of these has run.
+    more. Two kinds do not count: the ancestors of the unit that is to be gathered, which must be
+    unsharded while it runs; and units that stay unsharded whatever the limit is
+    (``Unit.is_limited``).
 
     Args:
         limit: number of units, at least 1.
@@ -95,12 +95,11 @@ class EventQueue:
             False for a prefetch if other units that the host has not freed take all the room. A
             unit that is needed is always admitted.
         """
-        alive = [u for u in self._alive if u.reshard_after_forward and not u.is_list]
-        others = sum(u not in unit.ancestors for u in alive)
-        room = self.limit - others - 1  # for units that the device has not freed yet
+        others = [u for u in self._alive if u.is_limited and u not in unit.ancestors]
+        room = self.limit - len(others) - 1  # for units that the device has not freed yet
         if room < 0 and not needed:
             return False
-        while len(self._freeing) > max(room, 0):
+        while self._freeing and len(self._freeing) > room:
             wait_for_free(self._freeing.popleft())
         self._alive.append(unit)
         return True
@@ -132,6 +131,14 @@ class NoLimit:
 
     def freed(self, unit: Unit, event: Event) -> None:
         """Do nothing."""
+
+
+def limiter_of(limit: bool | int | Limiter) -> Limiter:
+    """The limiter for the argument ``limit_all_gathers``: True is at most 2 units, False is no
+    limit."""
+    if limit is False:
+        return NoLimit()
+    return EventQueue(2 if limit is True else limit) if isinstance(limit, int) else limit
 
 
 def wait_for_free(event: Event) -> None:

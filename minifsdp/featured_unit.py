@@ -1,18 +1,9 @@
-"""The noun: one unit of sharding.
+"""A unit of sharding with all that the features need of it.
 
-A unit is a module's parameters, flattened and sharded together. It owns two tensors::
-
-    sharded_flat_param             this rank's shard, [at most padded_numel / shard_world_size].
-                                   An nn.Parameter: what the optimizer sees. Always there.
-    unsharded.flat_param           the shards of all ranks, [padded_numel]. What the layers compute
-                                   with. Its memory is there only while it is needed.
-
-``unit.layout`` says which elements of the second are in the first: a chunk (shard.py), or rows of
-each parameter (rows.py). Of rows the optimizer sees a DTensor for each parameter, in place of the
-flat parameter behind them (support/divided_param.py).
-
-The second never goes away as an *object*; its *storage* shrinks to nothing and grows again
-(support/unsharded_storage.py says why). Where the unit stands in a step is in unit_state.py.
+core/unit.py has the unit itself. Here are the dtypes that it may be computed in (precision.py), a
+shard in the host's memory (offload.py), rows in place of chunks (rows.py), of which the optimizer
+sees a DTensor for each parameter (support/divided_param.py), and what else belongs to one unit and
+to one feature.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,18 +16,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifsdp.api import MixedPrecision
 from minifsdp.comm.groups import Placement
-from minifsdp.flatten import check_flattenable
+from minifsdp.core.flatten import check_flattenable
+from minifsdp.core.shard import Chunks
+from minifsdp.core.unit import Unit, gradient_hook
+from minifsdp.core.unit_state import Purpose, ShardedState
 from minifsdp.offload import host_copy
 from minifsdp.rows import Rows, check_divisible
-from minifsdp.shard import Chunks
-from minifsdp.streams import Event
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.divided_param import divided_parameter
 from minifsdp.support.flat_parameter import FlatParameter, flat_parameter
 from minifsdp.support.param_access import ParamInfo, Placeholder
 from minifsdp.support.param_attributes import common_attributes
-from minifsdp.support.unsharded_storage import UnshardedFlatParam, UnshardedFlatParams
-from minifsdp.unit_state import Purpose, ShardedState, UnitState
+from minifsdp.support.unsharded_storage import FeaturedFlatParam, UnshardedFlatParams
 
 
 class UnreducedGrad(NamedTuple):
@@ -49,8 +40,8 @@ class UnreducedGrad(NamedTuple):
     cleared: Sequence[int] = ()  # numbers of the DTensors that had no gradient before the mark
 
 
-class Unit:
-    """The parameters of one module, as one sharded flat parameter.
+class FeaturedUnit(Unit):
+    """A unit of minifsdp.
 
     Args:
         module: the unit's module.
@@ -61,12 +52,14 @@ class Unit:
         precision: what to compute and to reduce in (see precision.py).
         offload_from: the device to compute on, if the shard is to live on the host (offload.py).
         tag: a number that no other unit of the group has, the same on all ranks.
-        mesh: of the ranks of ``placement``, to divide the unit in rows, of which the optimizer sees
-            a DTensor for each parameter (rows.py). None: in chunks (shard.py).
+        mesh: of the ranks of ``placement``, to divide the unit in rows. None: in chunks.
 
     Raises:
         ValueError: the parameters cannot share one flat tensor (see flatten.py and rows.py).
     """
+
+    layout: Chunks | Rows
+    sharded_flat_param: FlatParameter
 
     def __init__(
         self,
@@ -79,72 +72,53 @@ class Unit:
         tag: int,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        params = [info.parameter for info in param_infos]
-        named = {info.name: param for info, param in zip(param_infos, params, strict=True)}
+        named = {info.name: info.parameter for info in param_infos}
         check_flattenable(named) if mesh is None else check_divisible(named)
-        self.rename("")
-        self.module, self.param_infos, self.buffers = module, param_infos, buffers
-        self.shard_group, self.replicate_group, self.reshard_after_forward = placement
-        self.precision, self.offload_from = precision, offload_from
+        trained = [param.requires_grad for param in named.values()]
+        named.clear()  # the unit lets them go
+        shapes = [info.shape for info in param_infos]
+        group = placement.shard_group
+        world_size = group.size() if group is not None else 1
+        self.mesh = mesh if param_infos else None
+        layout: Chunks | Rows = Chunks(shapes, world_size)
+        if self.mesh is not None:
+            layout = Rows(shapes, trained, world_size)
+        super().__init__(module, param_infos, layout, *placement)
+
+        self.buffers, self.precision, self.offload_from = buffers, precision, offload_from
         self.exact = False  # it is computed in the dtype in which it is kept, whatever `precision`
-        self.ancestors: list[Unit] = []  # units around this one, outermost first
-        self.state, self.tag = UnitState(), tag
-        self.unshard_event: Event | None = None  # while UNSHARDING: passed when the data is there
-        self.on_demand: Callable[[Unit], bool] = lambda unit: False  # see param_access.Placeholder
+        self.tag = tag
+        self.on_demand: Callable[[FeaturedUnit], bool] = lambda unit: False  # see Placeholder
         self.is_list = False  # of several modules; see listed_modules.py
-        self.reasons = set[str]()  # to stay gathered; see unit_state.py
-        self.waits = set[str]()  # reasons not to reduce its gradient yet; see gradients.py
-        self.free: Callable[[Unit], None] = lambda unit: None  # when no reason is left; the root's
         self.by_hand: ExitStack | None = None  # while FSDPModule.unshard() has it gathered
         self.comm_hook: Any = None  # a stage; see between_steps/comm_hooks.py
-
-        group = self.shard_group
-        self.shard_rank = group.rank() if group is not None else 0
-        self.shard_world_size = group.size() if group is not None else 1  # that share it
-        shapes = [info.shape for info in param_infos]
-        self.mesh = mesh if params else None
-        trained = [param.requires_grad for param in params]
-        self.layout: Chunks | Rows = Chunks(shapes, self.shard_world_size)
-        if self.mesh is not None:
-            self.layout = Rows(shapes, trained, self.shard_world_size)
-        self.numel = sum(shape.numel() for shape in shapes)
-
-        # The shard's memory, and padding in it.
-        self.padded_shard = host_copy(
-            self.layout.shard(self.layout.flatten(params), self.shard_rank), offload_from
-        )
-        self.sharded_flat_param: FlatParameter
+        self.padded_shard = host_copy(self.padded_shard, offload_from)
+        self.unsharded = self.new_unsharded()  # of that; else the device would keep the other
         if self.mesh is not None:
             self.sharded_flat_param = divided_parameter(self, trained)
         else:
-            unpadded = self.padded_shard[: self.layout.optimized_numel(self.shard_rank)]
+            unpadded = self.padded_shard[: layout.optimized_numel(self.shard_rank)]
             self.sharded_flat_param = self._new_chunk(unpadded, any(trained))
-        # Its strategies, which strategies.py chooses. What it sends in a gather, and what it sends
-        # of its shard (unshard.py), differ between forward and backward if it has ranks to share
-        # it then; see post_forward.py.
-        self.source: Any = None
+        # What it sends of its own shard; `source` differs from it between forward and backward if
+        # the unit has ranks to share it then (post_forward.py).
         self.own_source: Any = None
-        self.places: Any = None  # what its modules find; see views.py
-        self.comm: Any = None  # how that travels, and its gradient; see collectives.py
-        self.stages: Sequence[Any] = ()  # of the reduction of its gradient; see reduce.py
-        self.view_maker: Any = None  # of what its layers compute with; see views.py
         self.post_forward_lines: tuple[tuple[int, ...], ...] | None = None
         self.unreduced_grad: UnreducedGrad | None = None
         self.unreduced_dtype: torch.dtype | None = None  # to keep it in; None: that of the gradient
-        self.forward_targets: list[Unit] = []  # what a program wants to have prefetched when this
-        self.backward_targets: list[Unit] = []  # unit's turn begins; see prefetch_lists.py
-        self.views: list[Tensor] = []
+        self.forward_targets: list[FeaturedUnit] = []  # what a program wants to have prefetched
+        self.backward_targets: list[FeaturedUnit] = []  # at this unit's turn; prefetch_lists.py
         # In rows: this rank has not used one of its parameters, in a gradient that is not reduced.
         self.has_unused = False
-        self.shows_views = True  # its modules see unsharded parameters
         self.has_placeholders = False  # its modules see those, and no parameters
         self.leaks = 0  # how often somebody else has kept the memory
         self.leaked = False  # this is so since it was freed last
         self.watched: object = None  # by flat_parameter.watch_for_losses
-        self.unsharded_by_dtype = UnshardedFlatParams()
-        # Till the first use. Then the one of the dtype that is computed in.
-        self.unsharded = UnshardedFlatParam(self.padded_shard, self.padded_shard, False, None)
+        self.unsharded_by_dtype = UnshardedFlatParams(gradient_hook(self))
         self.placeholders = [Placeholder(self, info) for info in param_infos]
+
+    def new_unsharded(self) -> FeaturedFlatParam:
+        """Till the first use, which decides on dtype and device."""
+        return FeaturedFlatParam(self.padded_shard, self.padded_shard, False, None)
 
     def _new_chunk(self, data: Tensor, requires_grad: bool) -> FlatParameter:
         is_sharded = self.shard_world_size > 1
@@ -157,34 +131,28 @@ class Unit:
     def replace_shard(self, found: nn.Parameter) -> FlatParameter:
         """Take over what torch has put in the shard's place, moved or cast. What a program does to
         a shard in other ways is found by support/shard_changes.py."""
-        self.sharded_flat_param = self._new_chunk(found.data, found.requires_grad)
-        return self.sharded_flat_param
+        chunk = self._new_chunk(found.data, found.requires_grad)
+        self.sharded_flat_param = chunk
+        return chunk
 
     @property
     def grad_dtype(self) -> torch.dtype | None:
         """The dtype of the optimizer's gradients; None: that of the shard."""
         return self.precision.param_dtype if self.precision.keep_low_precision_grads else None
 
-    def rename(self, name: str) -> None:
-        """Take a name, which is the wrapper's place in the root; the root itself keeps ``""``. The
-        label is the name as a message should say it."""
-        self.name, self.label = name, repr(name) if name else "<root>"
-
     def describe(self) -> str:
         """The unit in a few words, for ``print(model)``."""
-        ranks = f"{self.shard_world_size} rank{'s' * (self.shard_world_size > 1)}"
-        rows = ", in rows" if self.mesh is not None else ""
-        return f"unit of {self.numel:,} parameters, sharded over {ranks}{rows}"
-
-    @property
-    def padded_numel(self) -> int:
-        """Elements of the unsharded flat parameter."""
-        return self.layout.padded_numel
+        return super().describe() + ", in rows" * (self.mesh is not None)
 
     @property
     def device(self) -> torch.device:
         """Where it is computed with, which with offload is not where the shard is."""
         return self.offload_from or self.sharded_flat_param.device
+
+    @property
+    def is_limited(self) -> bool:
+        """As in the core; and a list stays till the last of its modules has run."""
+        return self.reshard_after_forward and not self.is_list
 
     @property
     def optimized_params(self) -> list[nn.Parameter]:
@@ -198,17 +166,6 @@ class Unit:
         """Whether each parameter has a gradient."""
         trained = [param.requires_grad for param in self.optimized_params]
         return trained if self.mesh is not None else trained * len(self.param_infos)
-
-    def hold(self, reason: str) -> None:
-        """Keep the unit, once it is gathered, until :meth:`let_go` of the same reason."""
-        self.reasons.add(reason)
-
-    def let_go(self, *reasons: str) -> None:
-        """Free the unit if there was a reason to keep it, and there is no other."""
-        if self.reasons:
-            self.reasons.difference_update(reasons)
-            if not self.reasons:
-                self.free(self)
 
     def end_by_hand(self) -> None:
         """Put away what ``FSDPModule.unshard()`` has gathered between steps, if that was called."""
@@ -240,7 +197,7 @@ class Unit:
         made = self.unsharded_by_dtype.get(dtype, trained)
         self._use(made if made is not None else self._new_unsharded(dtype, trained))
 
-    def compute_with(self, unsharded: UnshardedFlatParam) -> None:
+    def compute_with(self, unsharded: FeaturedFlatParam) -> None:
         """Use the one that a graph was made with, which may be of another dtype.
 
         Raises:
@@ -254,13 +211,13 @@ class Unit:
         assert self.state.sharded is ShardedState.SHARDED, self.label
         self._use(unsharded)
 
-    def _use(self, unsharded: UnshardedFlatParam) -> None:
+    def _use(self, unsharded: FeaturedFlatParam) -> None:
         if unsharded is not self.unsharded:
             self.views = []  # they are of another one
         self.unsharded = unsharded
 
     @torch.inference_mode(False)  # what is made here outlives the mode that a forward may run in
-    def _new_unsharded(self, dtype: torch.dtype, trained: bool) -> UnshardedFlatParam:
+    def _new_unsharded(self, dtype: torch.dtype, trained: bool) -> FeaturedFlatParam:
         whole = self.shard_group is None and self.offload_from is None
         whole = whole and dtype is self.padded_shard.dtype
         if whole:  # it is all there
@@ -275,7 +232,7 @@ class Unit:
         )
 
     def release(self) -> None:
-        """Free the unsharded memory; see :meth:`UnshardedFlatParam.release`."""
+        """Free the unsharded memory; see :meth:`FeaturedFlatParam.release`."""
         self.leaked = not self.unsharded.release(self.views)
         if self.leaked:
             self.views = []

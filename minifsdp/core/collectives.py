@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from minifsdp.streams import Finish
+from .streams import Finish
 
 Group = dist.ProcessGroup
 # torch 2.13 renamed these two, and warns about the old names.
@@ -42,7 +42,7 @@ class Comm(Protocol):
         """Fill ``full`` with what the ranks of ``group`` have.
 
         Args:
-            unit: a :class:`~minifsdp.unit.Unit`, whose parameters they are.
+            unit: a :class:`unit.Unit`, whose parameters they are.
             full: ``[padded_numel]``, written. In the unit's own group each shard comes where the
                 unit's layout has it; in another group the shards come end to end, in rank order.
             shard: ``[padded_numel / group.size()]``, this rank's, of the same dtype.

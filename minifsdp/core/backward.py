@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from minifsdp.engine import Engine
-from minifsdp.layers import Call, Chain
-from minifsdp.support.autograd_hooks import at_end_of_backward
-from minifsdp.support.dispatch_modes import without_modes
-from minifsdp.unit import Unit
-from minifsdp.unit_state import TrainingState
-from minifsdp.views import hide_views
+from .autograd_hooks import at_end_of_backward
+from .dispatch_modes import without_modes
+from .engine import Engine
+from .layers import Call, Chain
+from .unit import Unit
+from .unit_state import TrainingState
+from .views import hide_views
 
 
 class Backward:
@@ -34,11 +34,11 @@ class Backward:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.summoned: dict[Unit, Any] = {}
+        self.summoned: dict[Any, Any] = {}
         self.running = False
         self._complete = True  # the last one, if there was one, has come to its end
         for unit in engine.units:
-            unit.unsharded_by_dtype.on_gradient = partial(self.after_gradient, unit)
+            unit.on_gradient = partial(self.after_gradient, unit)
 
     def begin(self, call: Call | None = None) -> None:
         """A backward has begun. Does nothing if that is known already.
@@ -138,7 +138,6 @@ class Backward:
             self.engine.fail()
 
 
-def _task() -> int:
-    """Which backward autograd is running in this thread; -1 if none. A reentrant checkpoint runs
-    one inside of another."""
-    return torch._C._current_graph_task_id()
+_task = torch._C._current_graph_task_id
+"""Which backward autograd is running in this thread; -1 if none. A reentrant checkpoint runs one
+inside of another."""

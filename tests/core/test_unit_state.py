@@ -2,7 +2,7 @@
 
 import pytest
 
-from minifsdp.unit_state import ShardedState, TrainingState, UnitState
+from minifsdp.core.unit_state import ShardedState, TrainingState, UnitState
 
 pytestmark = pytest.mark.direct
 STEP = ("run_forward", "start_backward", "complete_grad", "end_backward")

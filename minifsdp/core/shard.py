@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifsdp.flatten import flatten, unflatten
+from .flatten import flatten, unflatten
 
 
 def padded_shard_numel(numel: int, world_size: int) -> int:

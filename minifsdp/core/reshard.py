@@ -10,10 +10,10 @@ So the storage is resized to zero bytes, while the tensor and its views stay. A 
 view before the next unshard makes an error.
 """
 
-from minifsdp.streams import Event, Streams
-from minifsdp.unit import Unit
-from minifsdp.unit_state import ShardedState
-from minifsdp.views import hide_views
+from .streams import Event, Streams
+from .unit import Unit
+from .unit_state import ShardedState
+from .views import hide_views
 
 
 def reshard(unit: Unit, streams: Streams) -> Event:

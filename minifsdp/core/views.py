@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from minifsdp.unit import Unit
+from .unit import Unit
 
-FLAT_PARAM = "_flat_param"  # the name that torch gives it
+FLAT_PARAM = "_flat_param"  # the name that torch gives to what the optimizer sees
 
 
 def make_views(unit: Unit) -> None:
@@ -41,10 +41,9 @@ def make_views(unit: Unit) -> None:
 
 def show_views(unit: Unit) -> None:
     """Let the modules compute with the views."""
-    if len(unit.views) != len(unit.param_infos):
+    if not unit.views and unit.numel:
         make_views(unit)  # there are none in this precision: the last forward was in another one
     unit.shows_views = True
-    unit.module._parameters.pop(FLAT_PARAM, None)  # or parameters() would list its elements twice
     unit.places.show(unit, unit.views)
 
 
@@ -58,29 +57,71 @@ def hide_views(unit: Unit) -> None:
 class Places(Protocol):
     """What the modules of a unit find where they had its parameters."""
 
-    def show(self, unit: Unit, tensors: Sequence[Tensor]) -> None:
+    def show(self, unit: Any, tensors: Sequence[Tensor]) -> None:
         """Put these there, one for each parameter. ``module.parameters()`` lists them."""
 
-    def hide(self, unit: Unit) -> None:
+    def hide(self, unit: Any) -> None:
         """Put there what is there while the unit is sharded, and let ``parameters()`` list what an
         optimizer needs."""
+
+
+class InModules:
+    """The views are attributes of the modules, and none of their parameters:
+    ``module.parameters()`` lists the sharded flat parameter at any time.
+
+    Args:
+        param_infos: of the unit.
+    """
+
+    def __init__(self, param_infos: Sequence[Any]) -> None:
+        self._attributes: list[tuple[dict[str, Any], str, int]] = []  # of modules, and which view
+        self._by_setattr: list[tuple[nn.Module, str, int]] = []
+        self._hidden: list[Any] = [_SHARDED] * len(param_infos)
+        for at, info in enumerate(param_infos):
+            for module, name in info.owners:
+                if type(module).__setattr__ is _SETATTR:
+                    self._attributes.append((module.__dict__, name, at))
+                else:  # an RNN also keeps a list of its weights
+                    self._by_setattr.append((module, name, at))
+
+    def show(self, unit: Any, tensors: Sequence[Tensor]) -> None:
+        """See :class:`Places`."""
+        for attributes, name, at in self._attributes:
+            attributes[name] = tensors[at]
+        for module, name, at in self._by_setattr:
+            setattr(module, name, tensors[at])
+
+    def hide(self, unit: Any) -> None:
+        """See :class:`Places`."""
+        self.show(unit, self._hidden)
+
+
+_SETATTR: Any = nn.Module.__setattr__
+
+
+class ShardedParameter:
+    """Stands where a parameter was while its unit is sharded, so that no layer computes with it.
+    Its values are there while the unit's module runs, and in the unit's backward."""
+
+
+_SHARDED = ShardedParameter()
 
 
 class ViewMaker(Protocol):
     """How the views of a unit are made, and how their gradients are taken.
 
     A hook on the unsharded flat parameter is called when a backward has gone through every use of
-    the views; see support/unsharded_storage.py.
+    the views; see unit.py.
     """
 
-    def make(self, unit: Unit) -> list[Tensor]:
+    def make(self, unit: Any) -> list[Tensor]:
         """A view of ``unit.unsharded`` for each parameter, in the parameter's shape, recorded by
         autograd if gradients are on."""
 
-    def has_gradient(self, unit: Unit) -> bool:
+    def has_gradient(self, unit: Any) -> bool:
         """Whether a backward has computed some of the gradient, and nobody has taken it yet."""
 
-    def take_gradient(self, unit: Unit) -> Any:
+    def take_gradient(self, unit: Any) -> Any:
         """What has arrived of the gradient, laid out as ``unit.unsharded.flat_param`` is and of its
         dtype. What has not, and the padding, is zero. Afterwards nothing has arrived.
 
@@ -88,11 +129,11 @@ class ViewMaker(Protocol):
             A tensor ``[trained_numel]``, or what ``unit.comm`` reduces in place of one.
         """
 
-    def no_gradient(self, unit: Unit) -> Tensor:
+    def no_gradient(self, unit: Any) -> Tensor:
         """What a rank sends that has no gradient of a unit while others have one:
         ``[trained_numel]``, in the dtype of the gradient."""
 
-    def drop_gradient(self, unit: Unit) -> None:
+    def drop_gradient(self, unit: Any) -> None:
         """Forget what a backward has computed of the gradient."""
 
 
@@ -105,25 +146,27 @@ def zero_gradient(unit: Unit) -> Tensor:
 class SplitViews:
     """Autograd copies the gradients together."""
 
-    def make(self, unit: Unit) -> list[Tensor]:
+    def make(self, unit: Any) -> list[Tensor]:
         """See :class:`ViewMaker`."""
-        return unit.layout.unflatten(unit.unsharded.flat_param)
+        views: list[Tensor] = unit.layout.unflatten(unit.unsharded.flat_param)
+        return views
 
-    def has_gradient(self, unit: Unit) -> bool:
+    def has_gradient(self, unit: Any) -> bool:
         """See :class:`ViewMaker`."""
         return unit.unsharded.flat_param.grad is not None
 
-    def take_gradient(self, unit: Unit) -> Tensor:
+    def take_gradient(self, unit: Any) -> Tensor:
         """See :class:`ViewMaker`."""
         flat_param = unit.unsharded.flat_param
-        grad, flat_param.grad = flat_param.grad, None
+        grad: Tensor | None = flat_param.grad
         assert grad is not None, unit.label
+        flat_param.grad = None
         return grad
 
-    def no_gradient(self, unit: Unit) -> Tensor:
+    def no_gradient(self, unit: Any) -> Tensor:
         """See :class:`ViewMaker`."""
         return zero_gradient(unit)
 
-    def drop_gradient(self, unit: Unit) -> None:
+    def drop_gradient(self, unit: Any) -> None:
         """See :class:`ViewMaker`."""
         unit.unsharded.flat_param.grad = None

@@ -30,16 +30,16 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from minifsdp.collectives import Comm
-from minifsdp.streams import Finish, Stream, Streams
-from minifsdp.unit import Unit
+from .collectives import Comm
+from .streams import Finish, Stream, Streams
+from .unit import Unit
 
 
 class Stage(Protocol):
     """One stage of a reduction.
 
     Attributes:
-        stream: the name of the one that it runs on; see :class:`~minifsdp.streams.Streams`.
+        stream: the name of the one that it runs on; see :class:`~minifsdp.core.streams.Streams`.
         travels: the backward goes on meanwhile. What does not travel is done in one piece with the
             stage after it, on the stream of that one.
         on_host: its result is in the host's memory, and not on the unit's device.
@@ -49,7 +49,7 @@ class Stage(Protocol):
     travels: bool
     on_host: bool
 
-    def launch(self, unit: Unit, value: Any) -> tuple[Any, Finish]:
+    def launch(self, unit: Any, value: Any) -> tuple[Any, Finish]:
         """Start, on the stream.
 
         Args:
@@ -116,7 +116,8 @@ class Reduction:
     """
 
     def __init__(self, unit: Unit, grad: Any, streams: Streams) -> None:
-        self.unit, self._streams = unit, streams
+        self.unit: Any = unit
+        self._streams = streams
         self.value: Any = grad
         self.event = streams.compute.record_event()  # passed when grad is written
         self.sent: list[Any] | None = []

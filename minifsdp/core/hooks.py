@@ -29,14 +29,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from minifsdp.backward import Backward
-from minifsdp.engine import Engine
-from minifsdp.layers import Call
-from minifsdp.support.autograd_hooks import after_gradients_of, before_gradient_of
-from minifsdp.support.dispatch_modes import without_modes
-from minifsdp.support.pytree import tensors_in
-from minifsdp.unit import Unit
-from minifsdp.unit_state import BACKWARD, STRATEGY, Purpose
+from .autograd_hooks import after_gradients_of, before_gradient_of
+from .backward import Backward
+from .dispatch_modes import without_modes
+from .engine import Engine
+from .layers import Call
+from .outputs import tensors_in
+from .unit import Unit
+from .unit_state import BACKWARD, STRATEGY, Purpose
 
 
 class Hooks:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from minifsdp.support import autograd_hooks
-from minifsdp.support.autograd_hooks import (
+from minifsdp.core import autograd_hooks
+from minifsdp.core.autograd_hooks import (
     after_gradients_of,
     at_end_of_backward,
     before_gradient_of,

@@ -39,15 +39,13 @@ forward in its reverse. ``print(model.engine.moments)`` shows who is called when
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from minifsdp.unit import Unit
-from minifsdp.unit_state import Purpose
+from .unit_state import Purpose
 
-Methods = tuple[Callable[..., Any], ...]
 L = TypeVar("L", bound="Layer")
 
 
@@ -66,7 +64,7 @@ class Call:
 
     __slots__ = ("first", "in_order", "module", "notes", "outermost", "unit", "unsharded")
 
-    def __init__(self, unit: Unit, module: nn.Module, in_order: bool, outermost: bool) -> None:
+    def __init__(self, unit: Any, module: nn.Module, in_order: bool, outermost: bool) -> None:
         self.unit, self.module, self.in_order, self.outermost = unit, module, in_order, outermost
         self.unsharded = unit.unsharded
         self.first: int = torch._C._autograd._get_sequence_nr()
@@ -80,10 +78,10 @@ Chain = tuple[Call, ...]
 class Layer:
     """Does nothing at any moment. A layer overrides those that concern it."""
 
-    def enter(self, unit: Unit) -> None:
+    def enter(self, unit: Any) -> None:
         """``unit`` is the root, or is called outside of any other forward."""
 
-    def between_steps(self, unit: Unit | None) -> None:
+    def between_steps(self, unit: Any | None) -> None:
         """Parameters are out between steps, and ``unit`` is called; None: a backward begins."""
 
     def start(self, purpose: Purpose) -> None:
@@ -108,7 +106,7 @@ class Layer:
         """Returns the output to go on with."""
         return output
 
-    def end_of_forward(self, unit: Unit) -> None:
+    def end_of_forward(self, unit: Any) -> None:
         """``unit``: whose module is the outermost that ran."""
 
     def start_backward(self, call: Call | None) -> None:
@@ -119,7 +117,7 @@ class Layer:
 
     def again(self, call: Call) -> None: ...
 
-    def gradient(self, unit: Unit, grad: Any) -> Any:
+    def gradient(self, unit: Any, grad: Any) -> Any:
         """Returns the gradient to go on with, ``[padded_numel]``. That may be ``grad``, and if it
         is a tensor it may be written to."""
         return grad
@@ -133,7 +131,7 @@ class Layer:
     def idle(self, graph: bool) -> None:
         """``graph``: after a forward with gradients, of which a backward may follow."""
 
-    def freed(self, unit: Unit) -> None: ...
+    def freed(self, unit: Any) -> None: ...
 
     def reset(self) -> None: ...
 
@@ -143,36 +141,23 @@ class Layer:
 
 
 class Moments:
-    """The layers of one root, and the methods that they override, by moment."""
+    """The layers of one root. By the name of each moment, the methods that they override::
+
+    for method in moments.gathered:
+        method(call)
+    """
 
     def __init__(self, layers: Iterable[Layer] = ()) -> None:
         self.layers = tuple(layers)
-        self.enter = self._of("enter")
-        self.between_steps = self._of("between_steps")
-        self.start = self._of("start")
-        self.before_forward = self._of("before_forward")
-        self.gathered = self._of("gathered")
-        self.inputs = self._of("inputs")
-        self.around_forward = self._of("around_forward")
-        self.error = self._of("error")
-        self.after_forward = self._of("after_forward")[::-1]
-        self.end_of_forward = self._of("end_of_forward")
-        self.start_backward = self._of("start_backward")
-        self.before_backward = self._of("before_backward")
-        self.again = self._of("again")
-        self.gradient = self._of("gradient")
-        self.end_of_backward = self._of("end_of_backward")
-        self.complete = self._of("complete")
-        self.idle = self._of("idle")
-        self.freed = self._of("freed")
-        self.reset = self._of("reset")
-        self.failed = self._of("failed")
-        self.broken = self._of("broken")
+        for moment, inherited in vars(Layer).items():
+            if not moment.startswith("_"):
+                own = (x for x in self.layers if getattr(type(x), moment) is not inherited)
+                self.__dict__[moment] = tuple(getattr(layer, moment) for layer in own)
+        self.__dict__["after_forward"] = self.after_forward[::-1]
 
-    def _of(self, moment: str) -> Methods:
-        inherited = getattr(Layer, moment)
-        own = (one for one in self.layers if getattr(type(one), moment) is not inherited)
-        return tuple(getattr(layer, moment) for layer in own)
+    if TYPE_CHECKING:
+
+        def __getattr__(self, moment: str) -> tuple[Callable[..., Any], ...]: ...
 
     def of(self, kind: type[L]) -> L:
         """The layer of a class.

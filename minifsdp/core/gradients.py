@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import Tensor
 
-from minifsdp.api import Stats
-from minifsdp.reduce import Reduction, store_gradient
-from minifsdp.streams import Streams
-from minifsdp.unit import Unit
+from .api import Stats
+from .reduce import Reduction, store_gradient
+from .streams import Streams
+from .unit import Unit
 
 
 class Gradients:
@@ -40,7 +40,7 @@ class Gradients:
         self.streams, self.stats = streams, stats
         self._reductions: list[Reduction] = []  # in the order of their start
         self._under_way: list[Reduction] = []  # those of them that have to go on, newest first
-        self.held: dict[Unit, Tensor] = {}
+        self.held: dict[Any, Tensor] = {}
 
     @property
     def pending(self) -> int:

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from minifsdp.layers import Call, Layer, Moments
+from minifsdp.core.layers import Call, Layer, Moments
 
 pytestmark = pytest.mark.direct
 

@@ -1,4 +1,4 @@
-"""unit.py: one unit of sharding, its two tensors and its states."""
+"""featured_unit.py: a unit with all that features need of it."""
 
 import gc
 import weakref
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minifsdp import CPUOffload, FlatParameter, MixedPrecision, ModuleWrapPolicy
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.unit_state import Purpose, ShardedState
+from minifsdp.core.unit_state import Purpose, ShardedState
 from tests.lone_unit import lone_unit
 from tests.ranks import device, on_ranks
 from tests.small import Block, batch, stack, step, storage

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minifsdp.flatten import check_flattenable, flatten, unflatten
+from minifsdp.core.flatten import check_flattenable, flatten, unflatten
 
 pytestmark = pytest.mark.direct
 SHAPES = [torch.Size(shape) for shape in ((2, 3), (), (0, 4), (5,), (1, 1, 2))]

@@ -24,18 +24,18 @@ from typing import Any
 
 import torch
 
-from minifsdp.api import Stats
-from minifsdp.gradients import Gradients
-from minifsdp.layers import Call, Layer, Moments
-from minifsdp.limiter import Limiter
-from minifsdp.parameters import Parameters
-from minifsdp.prefetch import Prefetcher
-from minifsdp.reduce import Reduction
-from minifsdp.streams import Streams
-from minifsdp.unit import Unit
-from minifsdp.unit_state import BACKWARD, FORWARD, OF_A_STEP, PREFETCH, STRATEGY, Purpose
-from minifsdp.unshard import wait_for_unshard
-from minifsdp.views import hide_views, make_views, show_views
+from .api import Stats
+from .gradients import Gradients
+from .layers import Call, Layer, Moments
+from .limiter import Limiter
+from .parameters import Parameters
+from .prefetch import Prefetcher
+from .reduce import Reduction
+from .streams import Streams
+from .unit import Unit
+from .unit_state import BACKWARD, FORWARD, OF_A_STEP, PREFETCH, STRATEGY, Purpose
+from .unshard import wait_for_unshard
+from .views import hide_views, make_views, show_views
 
 
 class Engine:
@@ -49,12 +49,13 @@ class Engine:
         moments: of its layers; without any till :meth:`use`.
     """
 
-    def __init__(self, units: list[Unit], limiter: Limiter, prefetcher: Prefetcher) -> None:
+    def __init__(self, units: list[Any], limiter: Limiter, prefetcher: Prefetcher) -> None:
         self.units, self.root = units, units[0]
         self.limiter, self.prefetcher, self.stats = limiter, prefetcher, Stats()
-        self.streams = Streams.on(torch.device("cpu"))  # till the first forward
-        self.parameters = Parameters(self.streams, limiter, prefetcher, self.stats)
-        self.gradients = Gradients(self.streams, self.stats)
+        streams = Streams.on(torch.device("cpu"))  # till `compute_on`
+        self.parameters = Parameters(streams, limiter, prefetcher, self.stats)
+        self.gradients = Gradients(streams, self.stats)
+        self._use_streams(streams)
         self.moments = Moments()
         for unit in units:
             unit.free = self._free
@@ -65,8 +66,11 @@ class Engine:
 
     def compute_on(self, device: torch.device) -> None:
         """The units are on this device now, so its streams are needed."""
-        self.streams = Streams.on(device)
-        self.parameters.streams = self.gradients.streams = self.streams
+        self._use_streams(Streams.on(device))
+
+    def _use_streams(self, streams: Streams) -> None:
+        self.streams = self.parameters.streams = self.gradients.streams = streams
+        self.prefetcher.adapt_to(streams.host_runs_ahead)
 
     def _free(self, unit: Unit) -> None:
         """No reason to keep the unit is left."""
@@ -112,7 +116,6 @@ class Engine:
         Args:
             prefetch: this forward is part of a step, whose order tells what comes next.
         """
-        self.prefetcher.needed(unit)
         self.parameters.unshard(unit, FORWARD)
         if prefetch:
             self.parameters.prefetch(self.prefetcher.pre_forward(unit))
@@ -164,7 +167,6 @@ class Engine:
         Args:
             graph_task: autograd's number of this backward.
         """
-        self.prefetcher.needed(unit)
         self.parameters.unshard(unit, BACKWARD)
         unit.state.start_backward(graph_task)
         self.parameters.prefetch(self.prefetcher.pre_backward(unit))

@@ -1,0 +1,228 @@
+"""engine.py: *when* units are gathered and freed, which results alone do not show."""
+
+from contextlib import contextmanager, suppress
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from minifsdp.core import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
+from minifsdp.core import parameters as verbs
+from minifsdp.core.unit_state import ShardedState
+
+from .common import Block, batch, full_gradients, full_parameters, mlp, on_ranks, sharded
+
+PRE, POST = ForwardPrefetch.FORWARD_PRE, ForwardPrefetch.FORWARD_POST
+
+
+@contextmanager
+def watch():
+    """A log of what is done to units: '+1' for a gather of the unit '1', '-1' when it is freed,
+    '>1' and '<1' when its module begins and ends."""
+    log = []
+
+    def noted(sign, verb):
+        def call(unit, streams):
+            log.append(sign + (unit.name or "root"))
+            return verb(unit, streams)
+
+        return call
+
+    gather, free = noted("+", verbs.unshard), noted("-", verbs.reshard)
+    with patch.object(verbs, "unshard", gather), patch.object(verbs, "reshard", free):
+        yield log
+
+
+def steps(count=3, **settings):
+    """The logs of the forward and the backward of the last of so many steps."""
+    settings.setdefault("forward_prefetch", False)
+    settings.setdefault("backward_prefetch", None)
+    model = sharded(mlp(), **settings)
+    for at in range(count):
+        with watch() as forward:
+            loss = model(batch(at)).sum()
+        with watch() as backward:
+            loss.backward()
+    return " ".join(forward), " ".join(backward)
+
+
+@on_ranks(2)
+def test_without_prefetching_one_unit_is_there_beside_the_root():
+    forward, backward = steps()
+    assert forward == "+root +1 -1 +2 -2 +3 -3"
+    assert backward == "+3 -3 +2 -2 +1 -1 -root"
+
+
+@on_ranks(2)
+def test_what_comes_next_is_gathered_before_the_computation_or_after_it():
+    forward, _ = steps(forward_prefetch=PRE)
+    assert forward == "+root +1 +2 -1 +3 -2 -3"
+    forward, _ = steps(forward_prefetch=POST)
+    assert forward == "+root +1 -1 +2 -2 +3 -3"  # at once after the free, and not when it is needed
+    _, backward = steps(backward_prefetch=BackwardPrefetch.BACKWARD_PRE)
+    assert backward == "+3 +2 -3 +1 -2 -1 -root"
+    _, backward = steps(backward_prefetch=BackwardPrefetch.BACKWARD_POST)
+    assert backward == "+3 -3 +2 -2 +1 -1 -root"
+
+
+@on_ranks(2)
+def test_a_limit_declines_prefetches_and_no_limit_admits_them():
+    forward, backward = steps(
+        forward_prefetch=PRE,
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+        limit_all_gathers=1,
+    )
+    assert forward == "+root +1 -1 +2 -2 +3 -3"
+    assert backward == "+3 -3 +2 -2 +1 -1 -root"
+    forward, _ = steps(forward_prefetch=PRE, limit_all_gathers=False)
+    assert forward == "+root +1 +2 -1 +3 -2 -3"
+
+
+@on_ranks(2)
+def test_by_strategy_units_stay_from_forward_to_backward():
+    forward, backward = steps(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    assert forward == "+root +1 +2 +3"
+    assert backward == "-3 -2 -1 -root"
+    assert steps(sharding_strategy=ShardingStrategy.NO_SHARD) == ("", "")
+
+
+@on_ranks(2)
+def test_without_gradients_nothing_stays():
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+        model = sharded(mlp(), sharding_strategy=strategy)
+        with torch.no_grad():
+            model(batch())
+        assert all(unit.unsharded.storage.size() == 0 for unit in model.engine.units)
+
+
+@on_ranks(2)
+def test_a_unit_is_freed_before_its_gradient_is_sent():
+    model = sharded(mlp(1), forward_prefetch=False, backward_prefetch=None)
+    unit = model.engine.units[1]
+    sizes = []
+    send = unit.comm.reduce_scatter
+
+    def noted(*args):
+        sizes.append(unit.unsharded.storage.size())
+        return send(*args)
+
+    unit.comm.reduce_scatter = noted
+    model(batch()).sum().backward()
+    assert sizes == [0]
+
+
+@on_ranks(2)
+def test_a_reason_keeps_a_unit_until_it_is_gone():
+    model = sharded(mlp())
+    unit = model.engine.units[1]
+    unit.hold("somebody looks at it")
+    loss = model(batch()).sum()
+    assert unit.reasons == {"somebody looks at it"}
+    assert unit.state.sharded is ShardedState.UNSHARDED
+    loss.backward()
+    assert unit.unsharded.storage.size() == unit.unsharded.nbytes
+    unit.let_go("somebody looks at it")
+    assert unit.unsharded.storage.size() == 0
+
+
+@on_ranks(2)
+def test_a_gradient_waits_as_long_as_there_is_a_reason():
+    model = sharded(mlp())
+    unit = model.engine.units[1]
+    unit.waits.add("somebody else decides")
+    model(batch()).sum().backward()
+    assert unit.sharded_flat_param.grad is None and model.engine.gradients.pending == 1
+    assert model.engine.units[2].sharded_flat_param.grad is not None
+    unit.waits.clear()
+    model.engine.gradients.reduce_held(unit)
+    model.engine.gradients.finish()
+    expected = sharded(mlp())
+    expected(batch()).sum().backward()
+    found = full_gradients(model)
+    for name, grad in full_gradients(expected).items():
+        assert torch.equal(found[name], grad), name
+
+
+class Fails(nn.Module):
+    """The identity, which raises in its forward or in its backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.where = None
+
+    def forward(self, x):
+        if self.where == "forward":
+            raise ArithmeticError("in the forward")
+        if self.where == "backward":
+            x.register_hook(self.fail)
+        return x
+
+    @staticmethod
+    def fail(grad):
+        raise ArithmeticError("in the backward")
+
+
+@on_ranks(2)
+def test_after_a_failure_nothing_of_the_step_is_left():
+    """Gradients are handed over all or none, and the next step is as if it had been the first."""
+    for where in ("forward", "backward"):
+        parts = [*mlp()]
+        fails = Fails()
+        parts[2] = Block(*parts[2], fails)
+        model, expected = sharded(nn.Sequential(*parts)), sharded(mlp())
+        fails.where = where
+        with suppress(ArithmeticError):
+            model(batch()).sum().backward()
+        assert all(param.grad is None for param in model.parameters())
+        fails.where = None
+        for one in (model, expected):
+            one(batch(1)).sum().backward()
+        found = full_gradients(model)
+        for name, grad in full_gradients(expected).items():
+            assert torch.equal(found[name], grad), (where, name)
+        assert all(unit.unsharded.storage.size() == 0 for unit in model.engine.units)
+        assert all(not unit.reasons for unit in model.engine.units)
+
+
+@on_ranks(2)
+def test_a_part_that_fails_and_is_caught_is_freed_at_once():
+    fails = Fails()
+    fails.where = "forward"
+    model = nn.Sequential(nn.Linear(3, 5), Block(nn.Linear(5, 5), fails))
+
+    class Catches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            with pytest.raises(ArithmeticError):
+                self.model(x)
+            return self.model[0](x)
+
+    root = sharded(Catches())
+    root(batch()).sum().backward()
+    assert root.engine.units[1].unsharded.storage.size() == 0
+
+
+@on_ranks(2)
+def test_gradients_come_all_at_once():
+    model = sharded(mlp())
+    seen = []
+    model.engine.units[1].module[0].register_full_backward_hook(
+        lambda *_: seen.append([param.grad for param in model.parameters()])
+    )
+    model(batch()).sum().backward()
+    assert seen == [[None] * 4]
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@on_ranks(2)
+def test_parameters_are_shards_and_keep_their_values():
+    plain, model = mlp(), sharded(mlp())
+    total = sum(param.numel() for param in plain.parameters())
+    own = sum(param.numel() for param in model.parameters())
+    assert total / 2 - 4 <= own <= total / 2 + 4
+    found = full_parameters(model)
+    assert all(torch.equal(found[name], param) for name, param in plain.named_parameters())
