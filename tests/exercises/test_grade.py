@@ -32,7 +32,7 @@ own = next(Path(file).parent for file in opened if file.endswith("/stack.0"))
 DISHONEST = {
     "overwrites the reference": """
 from pathlib import Path
-here = Path(__import__("minifsdp").__file__).parent / "limiter.py"
+here = Path(__import__("minifsdp").__file__).parent / "core" / "limiter.py"
 here.write_text(here.read_text() + "#")
 """,
     "overwrites the checks": """
