@@ -27,6 +27,7 @@ from typing import Any
 
 from torch import nn
 
+from .flatten import check_flattenable
 from .unit import ParamInfo
 
 Answer = bool | dict[str, Any]
@@ -147,12 +148,37 @@ def params_of_units(
         left_alone: as in :func:`select`.
 
     Raises:
-        ValueError: two units would have one parameter, or a unit is of a module without a forward.
+        ValueError: two units would have one parameter; the module of a unit has no forward; the
+            parameters of a unit cannot share one flat tensor.
     """
     units: dict[nn.Module, list[ParamInfo]] = {module: [] for module in (root, *wrapped)}
-    found: dict[nn.Parameter, tuple[nn.Module, ParamInfo]] = {}
     names = {module: name for name, module in root.named_modules()}
-    _collect(root, root, "", units, found, names, left_alone)
+    found: dict[nn.Parameter, tuple[nn.Module, ParamInfo]] = {}
+    to_visit = [(root, root, "")]  # a module, that of its unit, and its name below that
+    while to_visit:
+        module, unit, name = to_visit.pop()
+        if left_alone(module):
+            continue
+        unit, prefix = (module, "") if module in units else (unit, name)
+        for attribute, param in module._parameters.items():
+            if param is None:
+                continue
+            info = ParamInfo(prefix + attribute, param.shape)
+            owner, info = found.setdefault(param, (unit, info))
+            if owner is not unit or left_alone(param):
+                raise ValueError(
+                    f"{prefix + attribute!r} of {names[unit] or 'the root'} is in another unit as "
+                    f"well. Units gather and free their parameters each by itself, so the two "
+                    f"would part and drift. Wrap the smallest module that holds both, and neither "
+                    f"of the two below it."
+                )
+            if not info.owners:
+                units[unit].append(info)
+            if (module, attribute) not in info.owners:  # a module may be in two places
+                info.owners.append((module, attribute))
+        for attribute, child in reversed(module._modules.items()):  # the last is visited first
+            if child is not None:
+                to_visit.append((child, unit, f"{prefix}{attribute}."))
     for module, infos in units.items():
         if infos and not has_forward(module):
             raise ValueError(
@@ -160,41 +186,8 @@ def params_of_units(
                 f"is no moment to gather its unit, which would have {infos[0].name!r}. Wrap the "
                 f"modules in it, or the one that holds it."
             )
+        check_flattenable({info.name: info.parameter for info in infos})
     return units
-
-
-def _collect(
-    module: nn.Module,
-    unit: nn.Module,
-    name: str,  # of `module`, below `unit`
-    units: dict[nn.Module, list[ParamInfo]],
-    found: dict[nn.Parameter, tuple[nn.Module, ParamInfo]],
-    names: dict[nn.Module, str],
-    left_alone: Callable[[Any], bool],
-) -> None:
-    if left_alone(module):
-        return
-    if module in units:
-        unit, name = module, ""
-    for attribute, param in module._parameters.items():
-        if param is None:
-            continue
-        full_name = f"{name}.{attribute}" if name else attribute
-        owner, info = found.setdefault(param, (unit, ParamInfo(full_name, param.shape)))
-        if owner is not unit or left_alone(param):
-            raise ValueError(
-                f"{full_name!r} of {names[unit] or 'the root'} is in another unit as well. Units "
-                f"gather and free their parameters each by itself, so the two would part and "
-                f"drift. Wrap the smallest module that holds both, and neither of the two below it."
-            )
-        if not info.owners:
-            units[unit].append(info)
-        if (module, attribute) not in info.owners:  # a module may be in two places
-            info.owners.append((module, attribute))
-    for attribute, child in module._modules.items():
-        if child is not None:
-            below = f"{name}.{attribute}" if name else attribute
-            _collect(child, unit, below, units, found, names, left_alone)
 
 
 def classes_of(given: Iterable[type[nn.Module]], where: str) -> tuple[type[nn.Module], ...]:

@@ -40,7 +40,6 @@ from .api import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
 from .auto_wrap import Policy, params_of_units, select, wrap_inside
 from .collectives import TorchCollectives
 from .engine import Engine
-from .flatten import check_flattenable
 from .hooks import Hooks
 from .layers import Layer
 from .limiter import Limiter, limiter_of
@@ -98,7 +97,7 @@ class FullyShardedDataParallel(nn.Module):
         prefetcher = prefetcher_of(backward_prefetch, forward_prefetch)
         settings = {"process_group": process_group, "sharding_strategy": sharding_strategy}
         inside = {} if auto_wrap_policy is None else select(module, auto_wrap_policy, _is_taken)
-        # What two units would share is refused before the first of them is made.
+        # What cannot be is refused before the first unit is made.
         params = params_of_units(module, inside.keys(), _is_taken)
         arguments = {inner: settings | own for inner, own in inside.items()}
         wrap_inside(module, arguments, FullyShardedDataParallel)
@@ -108,7 +107,7 @@ class FullyShardedDataParallel(nn.Module):
         wrappers = [m for m in self.modules() if isinstance(m, FullyShardedDataParallel)]
         name_units(self)
         engine = make_root(wrappers, limiter, prefetcher).engine
-        engine.compute_on(self._unit.device)
+        engine.compute_on(next((u.device for u in engine.units if u.numel), self._unit.device))
         self.training = module.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -158,12 +157,10 @@ def build_unit(
     """Make a unit of these parameters of ``module``, and choose its strategies.
 
     Raises:
-        ValueError: the parameters cannot share one flat tensor; a strategy that the core has not.
+        ValueError: the core does not have this strategy.
     """
     if strategy not in (*_SHARDED, ShardingStrategy.NO_SHARD):
         raise ValueError(f"the core has no {strategy}; minifsdp has")
-    params = {info.name: info.parameter for info in infos}
-    check_flattenable(params)
     is_sharded = strategy in _SHARDED and group.size() > 1
     layout = Chunks([info.shape for info in infos], group.size() if is_sharded else 1)
     shared_by, copied_by = (group, None) if is_sharded else (None, group)
@@ -172,9 +169,9 @@ def build_unit(
     unit.source, unit.comm = OwnShard(unit.shard_group), TorchCollectives()
     unit.view_maker, unit.places = SplitViews(), InModules(infos)
     unit.stages = [ReduceScatter()] if is_sharded else [AllReduce("reduce")]
-    for param in (*params.values(), unit.sharded_flat_param):
-        param._fsdp_flattened = True  # under this name torch marks them
+    unit.sharded_flat_param._fsdp_flattened = True  # under this name torch marks them
     for info in infos:
+        info.parameter._fsdp_flattened = True  # type: ignore[attr-defined]  # somebody may share it
         for owner, name in info.owners:
             del owner._parameters[name]
     hide_views(unit)

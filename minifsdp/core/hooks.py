@@ -114,14 +114,15 @@ class Hooks:
             This call, and the arguments for the module.
         """
         engine, moments = self.engine, self.engine.moments
-        if self._begins_a_step:
+        outermost = self._outermost
+        if outermost and not self.summoned:  # a step begins
             self.backward.forget_failed()
             engine.start(Purpose.TRAIN if module.training else Purpose.EVAL)
             engine.prefetcher.start_forward()
         # A checkpoint that runs a part again, or an evaluation between steps, tells nothing of the
         # next step.
         in_order = not (self.backward.running or self.summoned)
-        call = Call(unit, module, in_order, self._outermost)
+        call = Call(unit, module, in_order, outermost)
         for method in moments.before_forward:
             method(call)
         engine.before_forward(unit, prefetch=call.in_order)
@@ -161,7 +162,7 @@ class Hooks:
     @without_modes
     def forward_failed(self, unit: Unit) -> None:
         """The module has raised. Leave everything so that the next forward finds it in order."""
-        if self._begins_a_step:
+        if self._outermost and not self.summoned:
             self.engine.fail()
         else:  # only this one: its caller may catch the exception
             self.engine.leave(unit)
@@ -173,11 +174,6 @@ class Hooks:
     def _outermost(self) -> bool:
         """In a forward that is not part of another, nor of a backward."""
         return self.depth == 1 and not self.backward.running
-
-    @property
-    def _begins_a_step(self) -> bool:
-        """In an outermost forward that is no evaluation inside of summon_full_params."""
-        return self._outermost and not self.summoned
 
     def _free_when_inputs_have_gradients(self, unit: Unit, args: object, kwargs: object) -> None:
         # A frozen unit has no gradient of its own to wait for. Its backward is over when its inputs

@@ -76,9 +76,11 @@ def test_what_cannot_be_is_refused_and_the_model_is_as_before():
     assert len([*model.parameters()]) == 9 and isinstance(model[1], Block)
     with pytest.raises(ValueError, match=r"the core has no .*HYBRID_SHARD; minifsdp has"):
         sharded(mlp(0), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-    with pytest.raises(ValueError, match=r"same requires_grad.*True: 0.weight"):
-        mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
-        FullyShardedDataParallel(mixed)
+    mixed = mlp()
+    mixed[3][0].bias.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"same requires_grad.*True: 0.weight; False: 0.bias"):
+        sharded(mixed)
+    assert all(isinstance(block, Block) for block in mixed[1:4])
     with pytest.raises(ValueError, match="has no forward"):
         FullyShardedDataParallel(nn.ModuleList([nn.Linear(2, 2)]))
 
