@@ -26,10 +26,11 @@ if TYPE_CHECKING:  # what type checkers and editors read; _HOMES says the same t
     )
 
     from minifsdp.api import CPUOffload, MixedPrecision
-    from minifsdp.between_steps.as_dtensors import as_dtensors
     from minifsdp.between_steps.checkpoint_state import state_to_load, state_to_save
     from minifsdp.between_steps.explain import explain
-    from minifsdp.between_steps.grad_scaler import ShardedGradScaler
+    from minifsdp.chunks.as_dtensors import as_dtensors
+    from minifsdp.chunks.flat_parameter import FlatParameter
+    from minifsdp.chunks.grad_scaler import ShardedGradScaler
     from minifsdp.core.api import BackwardPrefetch, ForwardPrefetch, ShardingStrategy, Stats
     from minifsdp.core.auto_wrap import ModuleWrapPolicy
     from minifsdp.core.limiter import EventQueue, Limiter, NoLimit, SynchronizeAfterFree
@@ -40,7 +41,6 @@ if TYPE_CHECKING:  # what type checkers and editors read; _HOMES says the same t
         register_fsdp_forward_method,
     )
     from minifsdp.fully_sharded import FullyShardedDataParallel
-    from minifsdp.support.flat_parameter import FlatParameter
     from minifsdp.wrapping.policies import (
         CustomPolicy,
         _or_policy,
@@ -102,14 +102,14 @@ _HOMES = (
     "minifsdp.api",
     "minifsdp.core.api",
     "minifsdp.core.auto_wrap",
-    "minifsdp.between_steps.as_dtensors",
+    "minifsdp.chunks.as_dtensors",
     "minifsdp.between_steps.checkpoint_state",
     "minifsdp.between_steps.explain",
-    "minifsdp.between_steps.grad_scaler",
+    "minifsdp.chunks.grad_scaler",
     "minifsdp.fsdp_module",
     "minifsdp.fully_sharded",
     "minifsdp.core.limiter",
-    "minifsdp.support.flat_parameter",
+    "minifsdp.chunks.flat_parameter",
     "minifsdp.wrapping.policies",
     "torch.distributed.fsdp",  # last: it has names that are also minifsdp's
 )

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifsdp.api import MixedPrecision
+from minifsdp.chunks.flat_parameter import FlatParameter, flat_parameter
+from minifsdp.chunks.param_attributes import common_attributes
 from minifsdp.comm.groups import Placement
 from minifsdp.core.flatten import check_flattenable
 from minifsdp.core.shard import Chunks
@@ -24,9 +26,7 @@ from minifsdp.offload import host_copy
 from minifsdp.rows import Rows, check_divisible
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.divided_param import divided_parameter
-from minifsdp.support.flat_parameter import FlatParameter, flat_parameter
 from minifsdp.support.param_access import ParamInfo, Placeholder
-from minifsdp.support.param_attributes import common_attributes
 from minifsdp.support.unsharded_storage import FeaturedFlatParam, UnshardedFlatParams
 
 

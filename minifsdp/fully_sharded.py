@@ -21,7 +21,7 @@ from minifsdp.between_steps.state_dict import register_hooks
 from minifsdp.between_steps.state_dict_methods import StateDictMethods
 from minifsdp.checks.misplaced_calls import check_root_and_idle
 from minifsdp.checks.other_wrappers import check_inside
-from minifsdp.checks.param_names import as_before_wrapping
+from minifsdp.chunks.param_names import as_before_wrapping
 from minifsdp.core import fully_sharded as core
 from minifsdp.core.api import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
 from minifsdp.core.auto_wrap import Policy

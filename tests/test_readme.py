@@ -16,7 +16,7 @@ from tests.ranks import device, on_ranks
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "minifsdp"
-FOLDERS = ("comm", "support", "wrapping", "between_steps", "checks")
+FOLDERS = ("comm", "support", "chunks", "wrapping", "between_steps", "checks")
 README = (ROOT / "README.md").read_text()
 
 

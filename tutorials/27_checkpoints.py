@@ -154,7 +154,7 @@ def draw():
 # general, a range of elements of a matrix is the end of a row, some whole rows, and the beginning
 # of a row:
 #
-# {{ minifsdp/between_steps/boxes.py boxes -Divide elements -if not shape }}
+# {{ minifsdp/chunks/boxes.py boxes -Divide elements -if not shape }}
 #
 # (`_inside` makes the boxes of a part of one row. For a matrix that is one box; for a tensor of
 # more dimensions it calls `boxes` again.) A box is a *view* of the chunk. So to save in chunks,

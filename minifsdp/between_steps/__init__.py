@@ -9,16 +9,11 @@ optim_state_dict.py   state dicts of optimizers
 local_optim_state.py  what this rank's optimizer loads of them
 older_optim_state.py  the same by the names that torch had before
 state_dict_methods.py both, as methods
-as_dtensors.py        a model and its optimizers, in the form of a checkpoint
 checkpoint_state.py   what torch.distributed.checkpoint saves of them, and loads
 checksums.py          whether it is what was saved
-boxes.py              what a chunk has of each parameter, to be saved and loaded where it lies
-unit_dtensors.py      the parameters of one unit in this form
-optimizer_dtensors.py the states of an optimizer in this form
 checkpoint_calls.py   what torch.distributed.checkpoint does with a state dict
 state_dict_calls.py   calls of state_dict() that an exception has ended
 clip_grad.py          clip by the norm of all gradients
 explain.py            the units of a model, in a table
 comm_hooks.py         other ways to average gradients over ranks
-grad_scaler.py        scale gradients in fp16, the same on all ranks
 """

@@ -36,12 +36,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_map
 
-from minifsdp.between_steps.as_dtensors import shown_as
-from minifsdp.between_steps.boxes import BoxedTensor, boxed
 from minifsdp.between_steps.checksums import KEY, StateToLoad, check
 from minifsdp.between_steps.checksums import checksums as checksums_of
-from minifsdp.between_steps.optimizer_dtensors import make_states
-from minifsdp.between_steps.unit_dtensors import mesh_of_unit
+from minifsdp.chunks.as_dtensors import shown_as
+from minifsdp.chunks.boxes import BoxedTensor, boxed
+from minifsdp.chunks.optimizer_dtensors import make_states
+from minifsdp.chunks.unit_dtensors import mesh_of_unit
 from minifsdp.core.outputs import tensors_in
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.rows import local_shape

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from minifsdp.between_steps.boxes import BoxedTensor
 from minifsdp.checks.agreement_groups import agreement_groups
+from minifsdp.chunks.boxes import BoxedTensor
 from minifsdp.comm.consensus import consensus
 from minifsdp.featured_unit import FeaturedUnit
 

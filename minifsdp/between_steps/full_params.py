@@ -20,10 +20,10 @@ from torch import Tensor
 
 from minifsdp.between_steps.idle import show_divided_params
 from minifsdp.between_steps.state_dict_calls import StateDictCalls
-from minifsdp.between_steps.unit_dtensors import Form, UnitDTensors
 from minifsdp.between_steps.unit_params import SummonedParams
 from minifsdp.checks.rank_agreement import Moment, RankAgreement
 from minifsdp.checks.same_model import remember_values
+from minifsdp.chunks.unit_dtensors import Form, UnitDTensors
 from minifsdp.comm.collectives import gather
 from minifsdp.comm.message_tags import Kind
 from minifsdp.comm.transport import wait_for_readers

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_any, tree_map
 
-from minifsdp.between_steps.as_dtensors import as_dtensors
 from minifsdp.between_steps.full_params import is_first
-from minifsdp.between_steps.optimizer_dtensors import NAMES, OptimizerState
-from minifsdp.between_steps.unit_dtensors import divide_alike
-from minifsdp.checks.optim_state import MARK
+from minifsdp.chunks.as_dtensors import as_dtensors
+from minifsdp.chunks.optim_state import MARK
+from minifsdp.chunks.optimizer_dtensors import NAMES, OptimizerState
+from minifsdp.chunks.unit_dtensors import divide_alike
 from minifsdp.comm.collectives import broadcast
 from minifsdp.comm.consensus import consensus
 from minifsdp.featured_unit import FeaturedUnit

@@ -35,7 +35,7 @@ from minifsdp.between_steps.local_optim_state import (
     named_params,
 )
 from minifsdp.between_steps.optim_state_dict import named_state
-from minifsdp.support.flat_parameter import FlatParameter
+from minifsdp.chunks.flat_parameter import FlatParameter
 
 StateDict = dict[str, Any]
 Input = Iterable[nn.Parameter] | Groups | None

@@ -22,13 +22,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_map
 
-from minifsdp.between_steps.as_dtensors import as_dtensors
 from minifsdp.between_steps.full_params import is_first
 from minifsdp.between_steps.local_optim_state import local_state, named_params, unit_sharing
-from minifsdp.between_steps.optimizer_dtensors import OptimizerState, make_states
 from minifsdp.between_steps.state_dict_type import get_state_dict_type
-from minifsdp.between_steps.unit_dtensors import detached
-from minifsdp.checks.optim_state import agree, check_state
+from minifsdp.chunks.as_dtensors import as_dtensors
+from minifsdp.chunks.optim_state import agree, check_state
+from minifsdp.chunks.optimizer_dtensors import OptimizerState, make_states
+from minifsdp.chunks.unit_dtensors import detached
 from minifsdp.support.dtensors import like
 from minifsdp.wrapping.module_tree import clean
 

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from minifsdp.between_steps.checkpoint_calls import ModelStateDict, WrapperRef, asked_by
 from minifsdp.between_steps.full_params import Options, full_params, is_first
 from minifsdp.between_steps.state_dict_calls import StateDictCalls
-from minifsdp.between_steps.unit_dtensors import EXCHANGED, Form, detached, divide_alike
+from minifsdp.chunks.unit_dtensors import EXCHANGED, Form, detached, divide_alike
 from minifsdp.support.dtensors import standalone
 from minifsdp.wrapping.module_tree import (
     WRAPPER_PREFIX,

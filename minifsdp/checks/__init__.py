@@ -9,13 +9,10 @@ step, or when an optimizer is built or loaded.
 rank_agreement.py     all ranks run the same units in the same order; what happens if they do not
 agreement_groups.py   which ranks have to agree on which units
 same_model.py         all ranks have wrapped the same model, with the same values
-optimizers.py         which optimizers are right for sharded parameters
-optim_state.py        the state of an optimizer belongs to one rank's chunks
 held_values.py        values of parameters that a model has in a second place, where they would part
 members.py            the modules and parameters of a unit cannot be replaced
 first_step.py         what is looked for before a model's first step is over, and then no more
 param_changes.py      what must not be done to parameters around a forward and its backward
-param_names.py        choosing parameters by names that flat parameters do not have
 other_wrappers.py     other wrappers around a sharded model, or inside of it
 misplaced_calls.py    calls that are right, but not on this wrapper or not now
 unsupported.py        what torch's FSDP has and minifsdp does not

@@ -14,7 +14,7 @@ the core does not promise, and the file of minifsdp that does:
   that is lost (comm/deadlock_watch.py)
 - changes of parameters between a forward and its backward, or by the forward itself, and parameters
   that are replaced (checks/param_changes.py), moved or cast after wrapping
-  (support/shard_changes.py); attributes of parameters (support/param_attributes.py)
+  (support/shard_changes.py); attributes of parameters (chunks/param_attributes.py)
 - a parameter read while it is sharded says which one it is (support/param_access.py); full
   parameters between steps (between_steps/full_params.py)
 - ``state_dict()`` of full parameters (between_steps/state_dict.py), here it has shards; optimizer

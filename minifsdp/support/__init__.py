@@ -1,6 +1,5 @@
 """What features stand on: parameters as modules and optimizers see them, and what is saved of them.
 
-flat_parameter.py      the sharded flat parameter, which the optimizer sees
 divided_param.py       the DTensors that it sees of a unit in rows, and the flat one behind them
 dtensors.py            how such DTensors are made
 unsharded_storage.py   unsharded flat parameters, one for each dtype, of which others may have views
@@ -10,7 +9,6 @@ tensor_attribute.py    where a module has a parameter or a buffer
 param_access.py        what a module finds where it had a parameter: a view or a placeholder
 piece_views.py         views to compute with, whose gradients stay where autograd leaves them
 marked_views.py        views of units in rows, which tell which parameters have no gradient
-param_attributes.py    what a program has set on its parameters, after wrapping
 param_views.py         when it finds which: views while unsharded, placeholders while sharded
 saved_tensors.py       what autograd saves of parameters: where to find them, not their memory
 grad_hooks.py          the gradient hooks that users register on flat parameters

@@ -26,10 +26,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from minifsdp.chunks.flat_parameter import FlatParameter
 from minifsdp.offload import host_copy
 from minifsdp.rows import Rows
 from minifsdp.support.dtensors import dtensor, like
-from minifsdp.support.flat_parameter import FlatParameter
 
 
 class DividedParameter(FlatParameter):

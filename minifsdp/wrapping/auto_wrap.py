@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
+from minifsdp.chunks.param_attributes import attributes_of
 from minifsdp.core import auto_wrap
 from minifsdp.core.auto_wrap import Policy, has_forward
 from minifsdp.support.divided_param import is_optimized
 from minifsdp.support.param_access import ParamInfo
-from minifsdp.support.param_attributes import attributes_of
 from minifsdp.wrapping.module_tree import (
     clean,
     is_ignored,

@@ -22,8 +22,10 @@ from torch import nn
 from minifsdp.between_steps.idle import show_divided_params
 from minifsdp.checks.held_values import check_memory
 from minifsdp.checks.members import check_free, join
-from minifsdp.checks.optimizers import watch_optimizers
 from minifsdp.checks.same_model import remember_values
+from minifsdp.chunks.flat_parameter import watch_for_losses
+from minifsdp.chunks.optimizers import watch_optimizers
+from minifsdp.chunks.param_attributes import warn_of_lost_attributes
 from minifsdp.comm.consensus import groups_with_peers
 from minifsdp.comm.groups import mesh_of
 from minifsdp.core.auto_wrap import ModuleWrapPolicy, Policy, wrap_inside
@@ -34,8 +36,6 @@ from minifsdp.precision import FULL_PRECISION
 from minifsdp.strategies import set_strategies
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.fingerprint import fingerprint
-from minifsdp.support.flat_parameter import watch_for_losses
-from minifsdp.support.param_attributes import warn_of_lost_attributes
 from minifsdp.wrapping.auto_wrap import (
     check_sharing,
     check_wrappable,

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy, as_dtensors, state_to_load, state_to_save
 from minifsdp.between_steps import checkpoint_state
-from minifsdp.between_steps.boxes import BoxedTensor
-from tests.between_steps.test_as_dtensors import (
+from minifsdp.chunks.boxes import BoxedTensor
+from tests.chunks.test_as_dtensors import (
     OURS,
     SOME_AND_OTHERS,
     WAYS,
@@ -27,7 +27,7 @@ from tests.between_steps.test_as_dtensors import (
     train,
     whole,
 )
-from tests.between_steps.test_unit_dtensors import SHAPES, Parameters
+from tests.chunks.test_unit_dtensors import SHAPES, Parameters
 from tests.ranks import device, on_ranks, run
 
 pytest.importorskip("numpy", reason="torch.distributed.checkpoint of several ranks needs it")

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy, state_to_load, state_to_save
 from minifsdp.between_steps.checksums import KEY, _sum
-from tests.between_steps.test_as_dtensors import (
+from tests.between_steps.test_checkpoint_state import load_here
+from tests.chunks.test_as_dtensors import (
     OURS,
     WAYS,
     assert_same,
@@ -21,7 +22,6 @@ from tests.between_steps.test_as_dtensors import (
     train,
     whole,
 )
-from tests.between_steps.test_checkpoint_state import load_here
 from tests.ranks import device, on_ranks, run
 from tests.small import batch, layers
 

@@ -17,7 +17,7 @@ from minifsdp import (
     ShardingStrategy,
 )
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.checks.optim_state import MARK
+from minifsdp.chunks.optim_state import MARK
 from minifsdp.comm.consensus import gather_objects
 from tests.between_steps.test_state_dict_type import FULL, IN_ROWS, ON_THE_FIRST, SHARDED, trained
 from tests.ranks import device, on_ranks, run

@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from minifsdp import FlatParameter
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.support.flat_parameter import flat_parameter as make
+from minifsdp.chunks.flat_parameter import flat_parameter as make
 from tests.ranks import device, on_ranks
 from tests.small import stack, step
 

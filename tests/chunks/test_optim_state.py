@@ -12,7 +12,7 @@ from torch import nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy
-from minifsdp.checks.optim_state import MARK, Mark, agree
+from minifsdp.chunks.optim_state import MARK, Mark, agree
 from minifsdp.comm.consensus import gather_objects
 from tests.parity import grid
 from tests.ranks import device, on_ranks

@@ -22,15 +22,15 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from minifsdp.between_steps.unit_dtensors import (
+from minifsdp.checks.agreement_groups import agreement_groups
+from minifsdp.chunks.flat_parameter import FlatParameter
+from minifsdp.chunks.optim_state import MARK, mark_groups
+from minifsdp.chunks.unit_dtensors import (
     Form,
     divide_alike,
 )
-from minifsdp.checks.agreement_groups import agreement_groups
-from minifsdp.checks.optim_state import MARK, mark_groups
 from minifsdp.comm.consensus import consensus
 from minifsdp.featured_unit import FeaturedUnit
-from minifsdp.support.flat_parameter import FlatParameter
 
 State = dict[str, Any]
 """An optimizer's state of one parameter: tensors and numbers by name."""

@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from minifsdp.checks.agreement_groups import agreement_groups
+from minifsdp.chunks.flat_parameter import FlatParameter
 from minifsdp.comm.consensus import first_problem
 from minifsdp.featured_unit import FeaturedUnit
-from minifsdp.support.flat_parameter import FlatParameter
 
 MARK = "minifsdp"  # the key in a parameter group
 

@@ -9,12 +9,12 @@ from torch import nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, fully_shard
-from minifsdp.support.param_access import ParamInfo
-from minifsdp.support.param_attributes import (
+from minifsdp.chunks.param_attributes import (
     attributes_of,
     common_attributes,
     warn_of_lost_attributes,
 )
+from minifsdp.support.param_access import ParamInfo
 from tests.ranks import device, on_ranks
 from tests.small import Block, batch
 

@@ -33,7 +33,7 @@ from typing import Any
 
 from torch import nn
 
-from minifsdp.support.flat_parameter import FlatParameter
+from minifsdp.chunks.flat_parameter import FlatParameter
 from minifsdp.wrapping.module_tree import clean
 
 Named = tuple[str, nn.Parameter]

@@ -34,9 +34,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from minifsdp.checks import optim_state
+from minifsdp.chunks import optim_state
+from minifsdp.chunks.flat_parameter import FlatParameter
 from minifsdp.core.unit_state import TrainingState
-from minifsdp.support.flat_parameter import FlatParameter
 from minifsdp.wrapping.orig_params import unit_of_orig_param
 
 Groups = list[dict[str, Any]]

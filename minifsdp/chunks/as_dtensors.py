@@ -26,8 +26,8 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from minifsdp.between_steps.full_params import Options, summon
-from minifsdp.between_steps.optimizer_dtensors import OptimizerDTensors, OptimizerState
-from minifsdp.between_steps.unit_dtensors import EXCHANGED, Form
+from minifsdp.chunks.optimizer_dtensors import OptimizerDTensors, OptimizerState
+from minifsdp.chunks.unit_dtensors import EXCHANGED, Form
 from minifsdp.wrapping.module_tree import unit_of
 
 

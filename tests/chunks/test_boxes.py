@@ -5,7 +5,7 @@ import torch
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from minifsdp.between_steps.boxes import BoxedTensor, boxed, boxes
+from minifsdp.chunks.boxes import BoxedTensor, boxed, boxes
 from tests.lone_unit import lone_unit
 
 

@@ -18,7 +18,7 @@ of.
 A shard gets its gradient from the reduction. If autograd itself accumulates one, then a loss was
 computed with the shard, which is warned of (:func:`watch_for_losses`).
 
-A flat parameter also sees each optimizer that is built with it; see checks/optimizers.py.
+A flat parameter also sees each optimizer that is built with it; see chunks/optimizers.py.
 """
 
 import sys

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Replicate
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy
-from minifsdp.between_steps.unit_dtensors import (
+from minifsdp.chunks.unit_dtensors import (
     chunk_to_dtensors,
     divide_alike,
     dtensors_to_chunk,

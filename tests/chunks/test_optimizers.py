@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-import minifsdp.checks.optim_state
-import minifsdp.checks.optimizers
+import minifsdp.chunks.optim_state
+import minifsdp.chunks.optimizers
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy
 from tests.ranks import device, on_ranks
@@ -141,7 +141,7 @@ def test_a_step_of_what_is_frozen_needs_no_gradient():
 def test_a_step_looks_at_groups_once():
     model = stack(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with patch.object(minifsdp.checks.optim_state, "agree") as agree:
+    with patch.object(minifsdp.chunks.optim_state, "agree") as agree:
         for at in range(3):
             step(model, at)
             optimizer.step()

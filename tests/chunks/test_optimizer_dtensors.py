@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import as_dtensors
-from minifsdp.checks.optim_state import MARK
+from minifsdp.chunks.optim_state import MARK
 from tests.ranks import device, on_ranks
 from tests.small import stack, step
 
