@@ -3,11 +3,13 @@
 # %% [markdown]
 # # Three layers taken away
 #
-# FSDP in one file fits on two screens ([06](06_one_file.md)), and the engine behind
-# `FullyShardedDataParallel` has thousands of lines. What are they for? Not for the five moments of
-# a step: [`engine.py`](../minifsdp/core/engine.py) has these, and no line of it is about anything
-# else. The rest are *layers*: each is a class of its own, which has something to do at some of the
-# moments. This is a layer, as it is:
+# FSDP in one file fits on two screens ([06](06_one_file.md)), and minifsdp has thousands of lines.
+# What are they for? Some of them are [the core](../minifsdp/core/__init__.py): a whole FSDP in one
+# folder, which you can read in an afternoon, copy out of here and train with
+# (`make demo ARGS="--core"`). Its [`engine.py`](../minifsdp/core/engine.py) has the five moments of
+# a step, and no line of it is about anything else. Much of what is around the core are *layers*:
+# each is a class of its own, which has something to do at some of the moments. This is a layer, as
+# it is:
 #
 # {{ minifsdp/checks/param_changes.py Unchanged }}
 #
@@ -40,7 +42,7 @@ from minifsdp.support.grad_hooks import GradientHooks
 from minifsdp.support.shard_changes import ShardChanges
 
 PICTURE = Path(__file__).with_suffix(".svg")
-COLOURS = ("blue", "purple", "green", "orange", "red", "lightblue", "lightpurple")
+COLOURS = ("blue", "purple", "green", "orange", "red", "lightblue", "lightpurple", "teal")
 MOMENTS = "before_forward gathered inputs around_forward after_forward before_backward gradient"
 torch.set_num_threads(1)
 
@@ -98,8 +100,8 @@ def draw() -> None:
 
 
 # %% [markdown]
-# ![Seven strips, one for each moment of a unit, with the layers that are called at it: three before
-# a forward, three when the unit is gathered, four before its backward, and one to three at the
+# ![Seven strips, one for each moment of a unit, with the layers that are called at it: four before
+# a forward, three when the unit is gathered, five before its backward, and one to three at the
 # others.](28_layers.svg)
 #
 # ## Without all of them
