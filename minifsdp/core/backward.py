@@ -1,8 +1,8 @@
 """The three moments of a backward: before a unit's, after its gradient, and the end of all.
 
 hooks.py has the moments of the forward and a table of all five. The three here come from autograd:
-from a hook on an output or on a saved parameter, from a hook on the unsharded flat parameter, and
-from a callback that autograd makes when it has nothing left to do.
+from a hook on an output, from a hook on the unsharded flat parameter, and from a callback that
+autograd makes when it has nothing left to do.
 
 No unit is known to be the first, because the loss may come from a part of the model, and none is
 known to be the last. So whichever moment comes first calls :meth:`Backward.begin`, which asks

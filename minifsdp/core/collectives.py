@@ -34,9 +34,8 @@ torch_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class Comm(Protocol):
-    """How the tensors of a unit travel. One way may wrap another one; strategies.py says which one
-    a unit has. All tensors are 1-D and on the unit's device, and a rank that does not come makes
-    ``finish`` raise a RuntimeError."""
+    """How the tensors of a unit travel. One way may wrap another one. All tensors are 1-D and on
+    the unit's device, and a rank that does not come makes ``finish`` raise a RuntimeError."""
 
     def all_gather(self, unit: Any, full: Tensor, shard: Tensor, group: Group) -> Finish:
         """Fill ``full`` with what the ranks of ``group`` have.

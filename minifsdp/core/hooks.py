@@ -6,8 +6,7 @@ layers of both, at five moments::
     before forward     before a unit's module runs             gather its parameters
     after forward      after it has run                        free them
     before backward    when the first gradient reaches an      gather them again
-                       output of the module, or autograd
-                       needs a parameter that it has saved
+                       output of the module
     after gradient     when the unit's gradient is complete    free them, reduce the gradient
     end of backward    after autograd's last operation         wait for all reductions, and give
                                                                the optimizer its gradients
@@ -16,10 +15,10 @@ The first two are here: they surround a call of the module. The other three are 
 because autograd calls them. Both files only say *when*. What is done is in the method of the same
 name in engine.py.
 
-Why the output and the saved parameters? Every ordinary model uses a unit's outputs, and their
-gradient comes early enough for prefetching. But a module may also hand on tensors in ways that
-cannot be seen (an attribute, a closure). Then the hook on saved parameters still comes, because no
-gradient can be computed without what autograd has saved (support/saved_tensors.py).
+Why the output? Every ordinary model uses a unit's outputs, and their gradient comes early enough
+for prefetching. A module may also hand on tensors in ways that cannot be seen: an attribute, a
+closure. Then the backward of its unit begins when autograd needs a parameter that it has saved, of
+which the core is not told (minifsdp's on_demand.py is).
 """
 
 from collections.abc import Callable

@@ -189,7 +189,6 @@ def _next(order: Order, unit: Unit) -> Unit | None:
     if not unit.ancestors:
         # A pass begins at the root. It is never a target, because nothing comes before it.
         return order.upcoming()
-    # A unit without parameters gets no gradient, so ranks need not agree (rank_agreement.py) on
-    # whether its backward runs. If only some ranks prefetched there, they would wait for the others
-    # forever.
+    # A unit without parameters gets no gradient, so ranks need not agree on whether its backward
+    # runs. If only some ranks prefetched there, they would wait for the others forever.
     return order.visit(unit) if unit.numel else None

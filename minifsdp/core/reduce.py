@@ -6,7 +6,7 @@ parameter. The optimizer of a rank needs their mean, and of that only its own sh
     rank 0   [a0 b0]                      rank 0   mean(a0, a1)
     rank 1   [a1 b1]   reduce-scatter ->  rank 1   mean(b0, b1)
 
-A reduction goes through *stages*, one after the other. strategies.py says which ones a unit has::
+A reduction goes through *stages*, one after the other. Which ones, whoever makes the unit chooses::
 
     FULL_SHARD      reduce-scatter
     NO_SHARD        all-reduce: a rank that has all parameters needs all of the mean

@@ -24,8 +24,7 @@ from .unit_state import ShardedState
 
 
 class Source(Protocol):
-    """What this rank sends in a gather. One source may wrap another one; strategies.py says which
-    ones a unit has.
+    """What this rank sends in a gather. One source may wrap another one: a cast, or an upload.
 
     Attributes:
         group: the ranks that gather; each of them sends a part of the same size. None: there is

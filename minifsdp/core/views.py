@@ -10,7 +10,7 @@ to one flat gradient, ``flat_param.grad``, as a reduction needs it. What has no 
 
 How this is done is a strategy of the unit, its ``view_maker``. Another one, its ``places``, says
 what its modules find where they had a parameter: a view while the unit is unsharded, and something
-else while it is sharded. strategies.py says which ones a unit has.
+else while it is sharded. Whoever makes a unit chooses both.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def make_views(unit: Unit) -> None:
 def show_views(unit: Unit) -> None:
     """Let the modules compute with the views."""
     if not unit.views and unit.numel:
-        make_views(unit)  # there are none in this precision: the last forward was in another one
+        make_views(unit)  # they were dropped: somebody has kept their memory, or it is another one
     unit.shows_views = True
     unit.places.show(unit, unit.views)
 
