@@ -67,7 +67,7 @@ def test_what_options_need_loads_no_torch(program):
 
 FIND_NAMES = [
     "from minifsdp import *\nFullyShardedDataParallel, CPUOffload, explain",
-    "import minifsdp\nminifsdp.engine.Engine",  # as if all had been imported at once
+    "import minifsdp\nminifsdp.core.engine.Engine",  # as if all had been imported at once
     "from minifsdp import OptimStateKeyType",  # refused when it is used
     "import minifsdp.sim\nminifsdp.sim.cluster, minifsdp.sim.virtual_cluster.cluster",
 ]

@@ -85,7 +85,7 @@ def test_sizes_are_those_of_the_allocator():
         ([FORWARD], "forward"),
         ([STEP, FORWARD], "optimizer"),
         ([("/x/minifsdp/core/storage.py", "allocate"), FORWARD], GATHERED),
-        ([("C:\\x\\minifsdp\\unshard.py", "launch"), FORWARD], GATHERED),
+        ([("C:\\x\\minifsdp\\core\\unshard.py", "launch"), FORWARD], GATHERED),
         ([("/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "foreach_all_gather")],
          GATHERED),
         ([("/x/minifsdp/core/reduce.py", "launch"), ("/torch/_tensor.py", "backward")],
