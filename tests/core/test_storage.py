@@ -16,8 +16,9 @@ def test_views_have_values_while_there_is_memory():
     unsharded.free()
     assert view.untyped_storage().size() == 0
     unsharded.allocate()
+    assert unsharded.storage.size() == unsharded.nbytes == 24
     unsharded.data.copy_(torch.ones(6))
-    assert view.tolist() == [1, 1] and unsharded.nbytes == 24
+    assert view.tolist() == [1, 1]
 
 
 def test_what_is_gathered_is_no_change_to_autograd():
