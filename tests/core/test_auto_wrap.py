@@ -103,3 +103,29 @@ def test_all_places_of_a_module_are_wrapped():
     root = nn.Sequential(layer, nn.Sequential(layer), nn.ReLU())
     wrap_inside(root, {layer: {"inplace": True}}, lambda module, inplace: nn.ReLU(inplace))
     assert isinstance(root[0], nn.ReLU) and root[1][0] is root[0] and root[0].inplace
+
+
+def test_what_a_unit_has_taken_does_not_count_for_the_units_around_it():
+    counts = []
+
+    def policy(module, recurse, nonwrapped_numel):
+        if not recurse:
+            counts.append((type(module).__name__, nonwrapped_numel))
+        return True
+
+    root = nn.Sequential(Block(nn.Linear(2, 2), nn.Linear(2, 1)))
+    select(root, policy, nothing)
+    assert counts == [("Linear", 6), ("Linear", 3), ("Block", 0)]
+
+
+def test_a_container_without_parameters_of_its_own_is_no_unit():
+    root = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]))
+    assert list(select(root, lambda **_: True, nothing)) == [root[0][0]]
+
+
+def test_a_policy_says_what_is_not_looked_into():
+    def policy(module, recurse, nonwrapped_numel):
+        return not recurse or not isinstance(module, Block)
+
+    root = model()
+    assert list(select(root, policy, nothing)) == [root[0]]
