@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .unit import Unit
 
@@ -74,29 +74,22 @@ class InModules:
     """
 
     def __init__(self, param_infos: Sequence[Any]) -> None:
-        self._attributes: list[tuple[dict[str, Any], str, int]] = []  # of modules, and which view
-        self._by_setattr: list[tuple[nn.Module, str, int]] = []
+        # Not setattr(): torch would ask four times what it is that is set.
+        self._attributes = [
+            (module.__dict__, name, at)
+            for at, info in enumerate(param_infos)
+            for module, name in info.owners
+        ]
         self._hidden: list[Any] = [_SHARDED] * len(param_infos)
-        for at, info in enumerate(param_infos):
-            for module, name in info.owners:
-                if type(module).__setattr__ is _SETATTR:
-                    self._attributes.append((module.__dict__, name, at))
-                else:  # an RNN also keeps a list of its weights
-                    self._by_setattr.append((module, name, at))
 
     def show(self, unit: Any, tensors: Sequence[Tensor]) -> None:
         """See :class:`Places`."""
         for attributes, name, at in self._attributes:
             attributes[name] = tensors[at]
-        for module, name, at in self._by_setattr:
-            setattr(module, name, tensors[at])
 
     def hide(self, unit: Any) -> None:
         """See :class:`Places`."""
         self.show(unit, self._hidden)
-
-
-_SETATTR: Any = nn.Module.__setattr__
 
 
 class ShardedParameter:

@@ -111,7 +111,7 @@ def conv() -> nn.Module:
 
 
 class Recurrent(nn.Module):
-    """An RNN keeps a list of its weights beside its attributes."""
+    """An RNN keeps a list of its weights, and looks in its forward whether they have changed."""
 
     def __init__(self) -> None:
         super().__init__()
