@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import minifsdp.comm.groups
-from minifsdp import CPUOffload, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
+from minifsdp import CPUOffload, MixedPrecision, ModuleWrapPolicy, ShardingStrategy, core
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.core import streams
 from minifsdp.sim import cluster
@@ -160,3 +160,19 @@ def test_it_leaves_nothing_behind():
         pass
     assert sys.excepthook is hook and ("numpy" in sys.modules) == modules
     assert not dist.is_initialized()
+
+
+def test_the_core_alone_runs_on_it():
+    reserved = {}
+    for limit in (True, False):
+        with cluster(gpus_per_node=8) as gpu, torch.device("meta"):
+            model = core.FullyShardedDataParallel(
+                nn.Sequential(*(Block() for _ in range(6))),
+                auto_wrap_policy=core.ModuleWrapPolicy({Block}),
+                limit_all_gathers=limit,
+            )
+            for _ in range(2):
+                model(torch.randn(64, WIDTH)).sum().backward()
+        assert not gpu.races()
+        reserved[limit] = gpu.allocator.reserved.peak
+    assert reserved[True] < 0.8 * reserved[False]
