@@ -9,7 +9,6 @@ class Engine(Engine):
             prefetch: this forward is part of a step, whose order tells what comes next.
         """
         target = self.prefetcher.pre_forward(unit) if prefetch else None
-        self.prefetcher.needed(unit)
         self.parameters.unshard(unit, FORWARD)
         self.parameters.prefetch(target)
         make_views(unit)

@@ -8,7 +8,6 @@ class Engine(Engine):
         Args:
             graph_task: autograd's number of this backward.
         """
-        self.prefetcher.needed(unit)
         target = self.prefetcher.pre_backward(unit)
         self.parameters.unshard(unit, BACKWARD)
         self.parameters.prefetch(target)

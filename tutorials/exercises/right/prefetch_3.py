@@ -4,7 +4,7 @@
 class Prefetcher(Prefetcher):
     def start_backward(self) -> None:
         """A backward begins."""
-        self.stats.start_pass()
+        self.ahead = None
         self.pre_backward_order.start()
         if len(self.pre_backward_order.last) == 0:
             for unit in self.post_forward_order.current:
