@@ -1,7 +1,7 @@
 """Wrong versions of each concept, and whether that concept's tests notice: `make mutants`.
 
     python -m tests.mutants                # all of them: an hour and a half on two idle cores
-    python -m tests.mutants core/limiter sim/races  # those of minifsdp/<these>.py
+    python -m tests.mutants core/limiter no_sync    # those of minifsdp/<these>.py
     python -m tests.mutants checks comm    # those of folders
     python -m tests.mutants 3/8            # the third of eight parts of all of them
 
@@ -1591,7 +1591,8 @@ def notices(mutant: Mutant) -> str | None:
 
 def main(words: list[str]) -> None:
     concepts = [word for word in words if not word[0].isdigit()]
-    known = {m.concept for m in MUTANTS} | {"sim"}
+    known = {m.concept for m in MUTANTS}
+    known |= {concept.split("/")[0] for concept in known}  # folders
     if not known >= {*concepts}:
         sys.exit(f"no such concept: {', '.join({*concepts} - known)}")
     asked = {*concepts} or known
