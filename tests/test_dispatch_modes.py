@@ -97,3 +97,19 @@ def test_a_mode_that_stands_for_the_device_sees_all():
         add(torch.ones(2))
     assert users.names == ["aten.ones.default"]
     assert device.names == ["aten.ones.default", "aten.add.Tensor"]
+
+
+def test_modes_come_back_in_the_order_in_which_they_were():
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    @without_modes
+    def engine():
+        assert _get_current_dispatch_mode() is None
+
+    with Mode() as outer:
+        with Mode() as inner:
+            engine()
+            assert _get_current_dispatch_mode() is inner
+        assert _get_current_dispatch_mode() is outer

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minifsdp import MixedPrecision
-from minifsdp.core.views import SplitViews
+from minifsdp.core.views import SplitViews, make_views
 from tests.lone_unit import lone_unit
 
 
@@ -53,3 +53,14 @@ class TestDirectly:
             grad = SplitViews().no_gradient(lone.unit)
             assert grad.dtype is torch.bfloat16 and grad.tolist() == [0] * 12
             assert not grad.requires_grad
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_views_that_an_evaluation_makes_lead_gradients_on(mode):
+    """A reentrant checkpoint may run again with them."""
+    with lone_unit() as lone:
+        lone.fill()
+        with mode():
+            make_views(lone.unit)
+        assert all(view.requires_grad and not view.is_inference() for view in lone.unit.views)
