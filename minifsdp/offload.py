@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifsdp.core.streams import Finish, Streams, has_memory
+from minifsdp.core.streams import BACKENDS, Finish, Streams
 
 HOST = torch.device("cpu")
 
@@ -108,3 +108,8 @@ class Download:
 def _host_memory(like: Tensor, device: torch.device) -> Tensor:
     # Pinned for CUDA: copies from and to other host memory are not asynchronous.
     return torch.empty(like.shape, dtype=like.dtype, device=HOST, pin_memory=device.type == "cuda")
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has memory: on the meta device it has none, if that is no virtual GPU."""
+    return not tensor.is_meta or "meta" in BACKENDS

@@ -43,7 +43,7 @@ MUTANTS = [
     Mutant("core/auto_wrap", "one of several owners", "            info.owners.append((module, attribute))\n", "            info.owners[:] = [(module, attribute)]\n"),
     Mutant("core/auto_wrap", "a unit that is never called", "        if infos and not has_forward(module):\n", "        if False:\n"),
     Mutant("core/fully_sharded", "inner units take the outer strategy only", "{inner: settings | own for inner, own in inside.items()}", "{inner: settings for inner in inside}"),
-    Mutant("core/fully_sharded", "units around are not known", "            module._unit.ancestors = [\n", "            module._unit.ancestors = [][:0] and [\n"),
+    Mutant("core/fully_sharded", "units around are not known", "for outer, unit in around.items() if", "for outer, unit in () if"),
     Mutant("core/fully_sharded", "a moved model goes on with the shards that it had", "        raise RuntimeError(\n            \"move", "        return super()._apply(fn)\n        raise RuntimeError(\n            \"move"),
     Mutant("core/fully_sharded", "originals stay parameters", "            del owner._parameters[name]\n", "            pass\n"),
     Mutant("core/views", "what is sharded can be computed with", "        self.show(unit, self._hidden)\n", "        pass\n", noticed_by="core/fully_sharded"),

@@ -21,9 +21,9 @@ from minifsdp.checks.members import check_lists, check_tree
 from minifsdp.chunks.flat_parameter import FlatParameter
 from minifsdp.core.engine import Engine
 from minifsdp.core.layers import Layer
-from minifsdp.core.streams import has_memory
 from minifsdp.core.unit_state import Purpose
 from minifsdp.featured_unit import FeaturedUnit
+from minifsdp.offload import has_memory
 from minifsdp.support.shard_changes import check_on_host
 from minifsdp.wrapping.module_tree import clean, is_ignored, join_names
 

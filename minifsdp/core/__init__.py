@@ -1,7 +1,8 @@
 """The core: a whole FSDP in one folder, which imports torch and itself, and nothing else.
 
-It shards, gathers, prefetches, limits and reduces, and its results are DDP's, bit for bit. Copy the
-folder out under any name, and it trains there::
+It shards, gathers, prefetches, limits and reduces. On two ranks its results are DDP's, bit for bit;
+on more, sums of three or more terms are made in another order. Copy the folder out under any name,
+and it trains there::
 
     from core import FullyShardedDataParallel, ModuleWrapPolicy
 

@@ -201,8 +201,3 @@ def _cuda(device: torch.device) -> Streams:
 
 BACKENDS: dict[str, Callable[[torch.device], Streams]] = {"cpu": _cpu, "cuda": _cuda}
 """Kind of device -> function that makes its streams. The virtual GPU (sim/) adds itself here."""
-
-
-def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has memory: on the meta device it has none, if that is no virtual GPU."""
-    return not tensor.is_meta or "meta" in BACKENDS

@@ -18,11 +18,10 @@ from torch import nn
 from minifsdp.core.engine import Engine
 from minifsdp.core.layers import Layer
 from minifsdp.core.shard import unpadded_shard_numel
-from minifsdp.core.streams import has_memory
 from minifsdp.core.unit_state import Purpose
 from minifsdp.core.views import FLAT_PARAM
 from minifsdp.featured_unit import FeaturedUnit
-from minifsdp.offload import HOST, host_copy
+from minifsdp.offload import HOST, has_memory, host_copy
 from minifsdp.strategies import choose_strategies
 from minifsdp.support.divided_param import (
     check_assigned,

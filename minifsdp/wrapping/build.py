@@ -29,9 +29,9 @@ from minifsdp.chunks.param_attributes import warn_of_lost_attributes
 from minifsdp.comm.consensus import groups_with_peers
 from minifsdp.comm.groups import mesh_of
 from minifsdp.core.auto_wrap import ModuleWrapPolicy, Policy, wrap_inside
-from minifsdp.core.streams import has_memory
 from minifsdp.core.views import hide_views
 from minifsdp.featured_unit import FeaturedUnit
+from minifsdp.offload import has_memory
 from minifsdp.precision import FULL_PRECISION
 from minifsdp.strategies import set_strategies
 from minifsdp.support.buffers import Buffers

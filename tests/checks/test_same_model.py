@@ -99,7 +99,7 @@ DIFFERENT = {  # how the odd rank builds its model, and what it is then said to 
     ),
     "another prefetch": (
         lambda: wrap(layers(), forward_prefetch=ForwardPrefetch.FORWARD_POST),
-        "forward_prefetch=",  # the device decides on None
+        r"forward_prefetch=(?:None|ForwardPrefetch\.FORWARD_PRE)",  # the device decides
         "forward_prefetch=ForwardPrefetch.FORWARD_POST",
     ),
     "another group of the same ranks": (None, r"in group '\w+'", r"in group '\w+'"),

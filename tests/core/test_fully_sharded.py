@@ -106,7 +106,7 @@ def test_the_wrapper_has_the_attributes_of_what_it_wraps():
     model = mlp()
     model.scale = 3
     wrapped = sharded(model)
-    assert wrapped.scale == 3 and wrapped._unit.numel
+    assert wrapped.scale == 3
     with pytest.raises(AttributeError, match="'Sequential' object has no attribute 'color'"):
         wrapped.color  # noqa: B018
 
@@ -175,7 +175,7 @@ def code_lines(path: Path) -> int:
 
 
 def test_it_fits_in_an_afternoon():
-    assert sum(map(code_lines, CORE.glob("*.py"))) <= 1480
+    assert sum(map(code_lines, CORE.glob("*.py"))) <= 1469
 
 
 def test_it_imports_torch_and_itself():
@@ -218,6 +218,8 @@ for one in (plain, model):
         expected = losses
 assert losses == expected, (losses, expected)
 assert not [name for name in sys.modules if name.startswith("minifsdp")]
+dist.barrier()  # else one rank may end while the other still talks to it
+dist.destroy_process_group()
 """
 
 
@@ -235,5 +237,5 @@ def test_copied_out_under_another_name_it_trains(tmp_path):
         )
         for rank in range(2)
     ]  # fmt: skip
-    errors = [rank.communicate(timeout=100)[1] for rank in ranks]
+    errors = [rank.communicate(timeout=600)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], errors

@@ -1,6 +1,6 @@
 """pytree.py: whatever a module takes or returns, with other tensors."""
 
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass
 
 import pytest
@@ -10,19 +10,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from minifsdp.core.outputs import tensors_in
 from minifsdp.support.pytree import map_tensors
-
-Pair = namedtuple("Pair", "first second")
-
-
-@dataclass
-class Record:
-    value: object
-    more: object = None
-
-
-@dataclass(slots=True)
-class Compact:
-    value: object
+from tests.core.test_outputs import Compact, Pair, Plain, Record, T
 
 
 @dataclass(frozen=True)
@@ -36,14 +24,6 @@ class Output(OrderedDict):
 
     def update(self, *args, **kwargs):
         raise TypeError("no update here")
-
-
-class Plain:
-    def __init__(self, value):
-        self.value = value
-
-
-T = torch.zeros(1)
 
 
 def plus_one(tensor):
