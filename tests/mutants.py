@@ -1368,7 +1368,7 @@ MUTANTS = [
     Mutant("wrapping/build", "fully_shard gives memory", "    if not stays_on_meta:\n        materialize(", "    if True:\n        materialize(", noticed_by="checks/first_step"),
     Mutant("wrapping/build", "it is computed on meta", 'p.device.type != "cpu" and has_memory(p)', 'p.device.type != "cpu"', noticed_by="checks/first_step"),
     Mutant("offload", "what is on meta gets memory", "    if device is None or not has_memory(tensor):", "    if device is None:", noticed_by="checks/first_step"),
-    Mutant("core/streams", "a virtual GPU has no memory", 'return not tensor.is_meta or "meta" in BACKENDS', "return not tensor.is_meta", noticed_by="sim/training/fsdp2"),
+    Mutant("offload", "a virtual GPU has no memory", 'return not tensor.is_meta or "meta" in BACKENDS', "return not tensor.is_meta", noticed_by="sim/training/fsdp2"),
     Mutant("between_steps/state_dict", "fully_shard takes what is divided alike only", "    module.register_load_state_dict_pre_hook(_divide)\n", "", noticed_by="checks/first_step"),
     Mutant("chunks/unit_dtensors", "what is loaded goes to meta", "    if not param.is_meta:  # else", "    if True:  # else", noticed_by="checks/first_step"),
     Mutant("fsdp_module", "what was moved is nobody's", "        adopt(self._unit)\n", "", noticed_by="checks/first_step"),
