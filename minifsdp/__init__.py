@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; _HOMES says the same t
     from minifsdp.chunks.as_dtensors import as_dtensors
     from minifsdp.chunks.flat_parameter import FlatParameter
     from minifsdp.chunks.grad_scaler import ShardedGradScaler
-    from minifsdp.core.api import BackwardPrefetch, ForwardPrefetch, ShardingStrategy, Stats
+    from minifsdp.core.api import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
     from minifsdp.core.auto_wrap import ModuleWrapPolicy
     from minifsdp.core.limiter import EventQueue, Limiter, NoLimit, SynchronizeAfterFree
     from minifsdp.fsdp_module import (
@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; _HOMES says the same t
         register_fsdp_forward_method,
     )
     from minifsdp.fully_sharded import FullyShardedDataParallel
+    from minifsdp.support.stats import Stats
     from minifsdp.wrapping.policies import (
         CustomPolicy,
         _or_policy,
@@ -108,6 +109,7 @@ _HOMES = (
     "minifsdp.chunks.grad_scaler",
     "minifsdp.fsdp_module",
     "minifsdp.fully_sharded",
+    "minifsdp.support.stats",
     "minifsdp.core.limiter",
     "minifsdp.chunks.flat_parameter",
     "minifsdp.wrapping.policies",

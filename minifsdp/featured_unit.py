@@ -88,6 +88,7 @@ class FeaturedUnit(Unit):
         self.buffers, self.precision, self.offload_from = buffers, precision, offload_from
         self.exact = False  # it is computed in the dtype in which it is kept, whatever `precision`
         self.tag = tag
+        self.waits = set[str]()  # reasons not to reduce its gradient yet; see held_gradients.py
         self.on_demand: Callable[[FeaturedUnit], bool] = lambda unit: False  # see Placeholder
         self.is_list = False  # of several modules; see listed_modules.py
         self.by_hand: ExitStack | None = None  # while FSDPModule.unshard() has it gathered

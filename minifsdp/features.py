@@ -14,8 +14,8 @@ from minifsdp.checks.members import Leaks
 from minifsdp.checks.misplaced_calls import OneThread, RefusedOperations, Summoned
 from minifsdp.checks.param_changes import Unchanged, Unreplaced, Untouched
 from minifsdp.checks.rank_agreement import RankAgreement
-from minifsdp.core.hooks import Hooks
 from minifsdp.core.layers import Layer
+from minifsdp.dispatch_modes import HooksWithoutModes
 from minifsdp.no_sync import NoSync
 from minifsdp.on_demand import OnDemand
 from minifsdp.post_forward import PostForward
@@ -27,7 +27,7 @@ from minifsdp.support.prefetch_stats import Mistargets
 from minifsdp.support.shard_changes import ShardChanges
 
 
-def layers_of(hooks: Hooks) -> Iterator[Layer]:
+def layers_of(hooks: HooksWithoutModes) -> Iterator[Layer]:
     """The layers for one root."""
     engine = hooks.engine
     units = engine.units

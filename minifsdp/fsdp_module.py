@@ -37,7 +37,7 @@ from minifsdp.core.api import BackwardPrefetch
 from minifsdp.core.engine import Engine
 from minifsdp.fully_sharded import make_root
 from minifsdp.no_sync import NoSync
-from minifsdp.prefetch_lists import ListedPrefetcher, units_to_prefetch
+from minifsdp.prefetch_lists import ListedParameters, ListedPrefetcher, units_to_prefetch
 from minifsdp.support.listed_modules import ListedModules, outermost
 from minifsdp.support.pytree import map_tensors
 from minifsdp.support.shard_changes import adopt
@@ -109,7 +109,7 @@ def fully_shard(
         one.__class__ = _subclass(cls)
         register_rows_hook(one)
     prefetcher = make_prefetcher(BackwardPrefetch.BACKWARD_PRE, None, ListedPrefetcher)
-    make_root(whole, prefetcher, make_limiter(True))
+    make_root(whole, make_limiter(True), prefetcher, ListedParameters)
     return module
 
 
@@ -159,7 +159,8 @@ class FSDPModule:
             async_op: return a handle with a ``wait()``, which need not be called.
         """
         if not self._hooks.idle:
-            self._engine.parameters.prefetch([self._unit])
+            engine: Any = self._engine
+            engine.parameters.prefetch([self._unit])
         elif self._unit.by_hand is None:
             by_hand, options = ExitStack(), Options(writeback=False)
             by_hand.enter_context(full_params(self._hooks, [self._unit], options))

@@ -25,13 +25,15 @@ from minifsdp.chunks.param_names import as_before_wrapping
 from minifsdp.core import fully_sharded as core
 from minifsdp.core.api import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
 from minifsdp.core.auto_wrap import Policy
-from minifsdp.core.engine import Engine
 from minifsdp.core.limiter import Limiter
-from minifsdp.core.prefetch import Prefetcher
+from minifsdp.dispatch_modes import BackwardWithoutModes, HooksWithoutModes
+from minifsdp.featured_engine import FeaturedEngine
 from minifsdp.features import layers_of
 from minifsdp.no_sync import NoSync
 from minifsdp.strategies import choose_strategies
+from minifsdp.support.prefetch_stats import CountedPrefetcher
 from minifsdp.support.shard_changes import adopt
+from minifsdp.support.stats import CountedParameters
 from minifsdp.wrapping.attributes import Forward, ModuleWrapper
 from minifsdp.wrapping.auto_wrap import check_wrappable
 from minifsdp.wrapping.build import build_unit, wrap_below
@@ -128,7 +130,7 @@ class FullyShardedDataParallel(StateDictMethods, ModuleWrapper):
             self._unit = build_unit(module, settings)
         self._fsdp_wrapped_module = module
         register_hooks(self)
-        make_root(self, prefetcher, limiter)
+        make_root(self, limiter, prefetcher)
         self.training = module.training
         self.__dict__["forward"] = Forward(type(self).forward, self)
 
@@ -151,10 +153,10 @@ class FullyShardedDataParallel(StateDictMethods, ModuleWrapper):
         return self._unit.module
 
     @property
-    def _engine(self) -> Engine:
+    def _engine(self) -> FeaturedEngine:
         """What this wrapper's root shares among its units: counts, orders, limiter. It can be
         reached as ``engine`` too, unless the wrapped module has something of that name."""
-        engine: Engine = self._hooks.engine
+        engine: FeaturedEngine = self._hooks.engine
         return engine
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -257,9 +259,19 @@ class FullyShardedDataParallel(StateDictMethods, ModuleWrapper):
         return self
 
 
-def make_root(module: nn.Module, prefetcher: Prefetcher, limiter: Limiter) -> None:
+def make_root(
+    module: nn.Module,
+    limiter: Limiter,
+    prefetcher: CountedPrefetcher,
+    kind: type[CountedParameters] = CountedParameters,
+) -> None:
     """Name the units at and below ``module``, and give them hooks and layers of their own. See
     :func:`minifsdp.core.fully_sharded.make_root`."""
-    hooks = core.make_root(name_units(module), limiter, prefetcher)
+
+    def hooks_of(units: list[Any]) -> HooksWithoutModes:
+        engine = FeaturedEngine(units, limiter, prefetcher, kind)
+        return HooksWithoutModes(BackwardWithoutModes(engine))
+
+    hooks = core.make_root(name_units(module), hooks_of)
     choose_strategies(hooks.engine.units, hooks.engine.streams)
     hooks.engine.use(layers_of(hooks))

@@ -36,11 +36,11 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from minifsdp.comm.pieces import Pieces, whole
-from minifsdp.core.engine import Engine
 from minifsdp.core.layers import Call, Layer
 from minifsdp.core.reduce import Reduction
 from minifsdp.core.streams import Finish
 from minifsdp.core.unit_state import STRATEGY, Purpose
+from minifsdp.featured_engine import FeaturedEngine
 from minifsdp.featured_unit import FeaturedUnit, UnreducedGrad
 from minifsdp.support.shard_changes import was_moved
 
@@ -56,7 +56,7 @@ class NoSync(Layer):
         inside: they do not.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: FeaturedEngine) -> None:
         self.units, self._gradients, self.inside = engine.units, engine.gradients, False
         self._was_inside = False  # in the last backward
         # A root that was made around these units takes over what they have left.

@@ -19,13 +19,12 @@ import torch
 
 from minifsdp.checks.param_changes import check_unreplaced
 from minifsdp.checks.rank_agreement import Moment, RankAgreement
-from minifsdp.core.dispatch_modes import without_modes
-from minifsdp.core.hooks import Hooks
 from minifsdp.core.layers import Call, Chain, Layer
 from minifsdp.core.streams import Event
 from minifsdp.core.unit_state import BACKWARD, STRATEGY, Purpose, ShardedState
 from minifsdp.core.unshard import wait_for_unshard
 from minifsdp.core.views import hide_views, show_views
+from minifsdp.dispatch_modes import HooksWithoutModes, without_modes
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.saved_tensors import SavedParameters
 
@@ -42,7 +41,7 @@ class OnDemand(Layer):
 
     frees_early = True
 
-    def __init__(self, hooks: Hooks, agreement: RankAgreement) -> None:
+    def __init__(self, hooks: HooksWithoutModes, agreement: RankAgreement) -> None:
         self.hooks, self.agreement = hooks, agreement
         self.engine, self.backward = hooks.engine, hooks.backward
         self.saved = SavedParameters(self.gather)

@@ -19,8 +19,10 @@ the same way. There the forward has no other prefetching.
 from collections.abc import Iterable
 from typing import Any
 
+from minifsdp.core.unit_state import PREFETCH
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.prefetch_stats import CountedPrefetcher
+from minifsdp.support.stats import CountedParameters
 from minifsdp.wrapping.module_tree import unit_of
 
 
@@ -41,6 +43,22 @@ class ListedPrefetcher(CountedPrefetcher):
         target = super().pre_backward(unit)
         # Ranks need not agree on whether the backward of a unit without parameters runs.
         return _listed(unit, unit.backward_targets if unit.numel else []) or target
+
+
+class ListedParameters(CountedParameters):
+    """Gathers what was listed, too."""
+
+    def prefetch(self, target: Any) -> None:
+        """As in the core; or start to gather all of a list. The program has said that there is room
+        for them, so the limiter cannot decline them."""
+        if not isinstance(target, list):
+            super().prefetch(target)
+            return
+        for unit in target:
+            if unit.unsharded.needs_unshard and self.prefetcher.is_sound(unit):
+                self.limiter.admit(unit, needed=True)
+                unit.hold(PREFETCH)
+                self._unshard(unit)
 
 
 def units_to_prefetch(modules: Iterable[Any]) -> list[FeaturedUnit]:

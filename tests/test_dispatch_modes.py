@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
-from minifsdp.core.dispatch_modes import without_modes
+from minifsdp.dispatch_modes import without_modes
 from tests.promises import WAYS, batch, seeded
 from tests.promises.test_recomputation import Model, Outer, square
 from tests.ranks import on_ranks

@@ -13,7 +13,6 @@ import minifsdp.comm.collectives
 import minifsdp.core.reduce
 from minifsdp import CPUOffload, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.core.api import Stats
 from minifsdp.core.gradients import Gradients
 from minifsdp.core.streams import CpuEvent, CpuStream, Streams
 from minifsdp.core.unit_state import Purpose
@@ -130,7 +129,7 @@ def test_each_gradient_that_is_complete_takes_all_reductions_one_stage_further(k
     with ExitStack() as stack:
         log: list[str] = []
         streams = Streams(torch.device("cpu"), *(Recording(name, log) for name in STREAMS))
-        gradients, labels, steps = Gradients(streams, Stats()), [], []
+        gradients, labels, steps = Gradients(streams), [], []
         for name in "abcde":
             unit = stack.enter_context(lone_unit(**settings)).unit
             unit.rename(name)

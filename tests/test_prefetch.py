@@ -10,7 +10,7 @@ from torch.distributed.fsdp import BackwardPrefetch as TorchBackwardPrefetch
 
 from minifsdp import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.core.prefetch import Order, Prefetcher
+from minifsdp.core.prefetch import Order, Prefetcher, forward_prefetch_of
 from minifsdp.wrapping.root_settings import make_prefetcher
 from tests.core.common import StubUnit
 from tests.lone_unit import lone_unit
@@ -153,14 +153,15 @@ class TestPrefetcher:
         assert self.targets(both, steps=1, units=units) == before
 
     def test_what_was_left_open_is_decided_by_the_host(self):
-        prefetcher = Prefetcher(None, None)
-        prefetcher.adapt_to(host_runs_ahead=False)
-        assert prefetcher.forward is None
-        prefetcher.forward_where_it_helps = True
-        prefetcher.adapt_to(host_runs_ahead=False)
-        assert prefetcher.forward is ForwardPrefetch.FORWARD_PRE
-        prefetcher.adapt_to(host_runs_ahead=True)
-        assert prefetcher.forward is None
+        pre = ForwardPrefetch.FORWARD_PRE
+        for given, of_a_cpu, of_a_gpu in (
+            (None, pre, None),
+            (True, pre, pre),
+            (False, None, None),
+            (ForwardPrefetch.FORWARD_POST, *2 * [ForwardPrefetch.FORWARD_POST]),
+        ):
+            assert forward_prefetch_of(given, host_runs_ahead=False) is of_a_cpu, given
+            assert forward_prefetch_of(given, host_runs_ahead=True) is of_a_gpu, given
 
     def test_what_is_gathered_or_over_is_no_target(self):
         prefetcher = Prefetcher(BackwardPrefetch.BACKWARD_PRE, None)

@@ -44,10 +44,10 @@ from minifsdp.comm.message_tags import Kind, messages_started
 from minifsdp.comm.neighbors import find_neighbors
 from minifsdp.core.autograd_hooks import will_reach
 from minifsdp.core.collectives import Group
-from minifsdp.core.hooks import Hooks
 from minifsdp.core.layers import Call, Layer
 from minifsdp.core.reduce import Reduction
 from minifsdp.core.unit_state import Purpose
+from minifsdp.dispatch_modes import HooksWithoutModes
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.no_sync import NoSync
 
@@ -90,7 +90,7 @@ class RankAgreement(Layer):
             that, it waits for DIVERGED: some ranks may never have it.
     """
 
-    def __init__(self, hooks: Hooks, no_sync: NoSync) -> None:
+    def __init__(self, hooks: HooksWithoutModes, no_sync: NoSync) -> None:
         self._hooks, self._no_sync, self._engine = hooks, no_sync, hooks.engine
         self.units = units = hooks.engine.units
         limiter, prefetcher = hooks.engine.limiter, hooks.engine.prefetcher

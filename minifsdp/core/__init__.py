@@ -19,13 +19,13 @@ In the order in which to read them::
     what devices do     streams.py, collectives.py
     what a unit does    views.py, unshard.py, reshard.py, reduce.py
     what units share    api.py, limiter.py, prefetch.py, parameters.py, gradients.py
-    when                layers.py, engine.py, dispatch_modes.py, outputs.py, backward.py, hooks.py
+    when                layers.py, engine.py, outputs.py, backward.py, hooks.py
     what users hold     auto_wrap.py, fully_sharded.py
 
 What the core does not promise is in fully_sharded.py, and who does.
 """
 
-from .api import BackwardPrefetch, ForwardPrefetch, ShardingStrategy, Stats
+from .api import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
 from .auto_wrap import ModuleWrapPolicy
 from .fully_sharded import FullyShardedDataParallel
 from .limiter import EventQueue, Limiter, NoLimit, SynchronizeAfterFree
@@ -39,6 +39,5 @@ __all__ = [
     "ModuleWrapPolicy",
     "NoLimit",
     "ShardingStrategy",
-    "Stats",
     "SynchronizeAfterFree",
 ]

@@ -1,10 +1,9 @@
-"""What users write, and what they read: enums, and the counts of a run.
+"""What users write: the enums among the arguments.
 
 Names and meanings are those of ``torch.distributed.fsdp``, so a program changes from one to the
 other by its imports. The file of each concept describes what the settings do.
 """
 
-from dataclasses import dataclass
 from enum import Enum, auto
 
 
@@ -51,43 +50,3 @@ class ForwardPrefetch(Enum):
     FORWARD_POST = auto()
     """After the current unit has been resharded, by the recorded post-forward order (fairscale PR
     1052)."""
-
-
-@dataclass
-class Stats:
-    """What one root has done on this rank since it was built.
-
-    Units that are never sharded (NO_SHARD) do not count.
-    """
-
-    all_gathers: int = 0
-    """Times that a unit was unsharded."""
-    reductions: int = 0
-    """Gradients whose reduction was started."""
-    prefetches: int = 0
-    """All-gathers that were started as prefetches."""
-    declined_prefetches: int = 0
-    """Prefetches that the limiter did not admit."""
-    unsharded_units: int = 0
-    """Units that are unsharded now."""
-    unsharded_bytes: int = 0
-    """Bytes of their unsharded flat parameters, padding included."""
-    peak_unsharded_units: int = 0
-    """The most units that were unsharded at one time."""
-    peak_unsharded_bytes: int = 0
-    """The most bytes that they had at one time."""
-
-    def count_unshard(self, nbytes: int) -> None:
-        """A unit of so many bytes is being gathered."""
-        self.all_gathers += 1
-        self.unsharded_units += 1
-        self.unsharded_bytes += nbytes
-        if self.unsharded_units > self.peak_unsharded_units:
-            self.peak_unsharded_units = self.unsharded_units
-        if self.unsharded_bytes > self.peak_unsharded_bytes:
-            self.peak_unsharded_bytes = self.unsharded_bytes
-
-    def count_reshard(self, nbytes: int) -> None:
-        """A unit of so many bytes has been freed."""
-        self.unsharded_units -= 1
-        self.unsharded_bytes -= nbytes

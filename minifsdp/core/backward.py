@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from .autograd_hooks import at_end_of_backward
-from .dispatch_modes import without_modes
 from .engine import Engine
 from .layers import Call, Chain
 from .unit import Unit
@@ -56,7 +55,6 @@ class Backward:
         self.running, self._complete = True, False
         self.engine.start_backward(call)
 
-    @without_modes
     def before_backward(self, calls: Chain, grads: object = None) -> None:
         """A gradient has reached an output of a unit, or autograd needs one of its parameters.
 
@@ -86,7 +84,6 @@ class Backward:
             method(call)
         self.engine.before_backward(unit, _task())
 
-    @without_modes
     def after_gradient(self, unit: Unit) -> None:
         """The unit's gradient is complete: the backward has gone through every use of it."""
         self.begin()
@@ -100,7 +97,6 @@ class Backward:
             grad = method(unit, grad)
         self.engine.after_gradient(unit, grad)
 
-    @without_modes
     def end_of_backward(self) -> None:
         """Autograd has nothing left to do."""
         try:

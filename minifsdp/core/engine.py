@@ -24,14 +24,10 @@ from typing import Any
 
 import torch
 
-from .api import Stats
 from .gradients import Gradients
 from .layers import Call, Layer, Moments
-from .limiter import Limiter
 from .parameters import Parameters
-from .prefetch import Prefetcher
 from .reduce import Reduction
-from .streams import Streams
 from .unit import Unit
 from .unit_state import BACKWARD, FORWARD, OF_A_STEP, PREFETCH, STRATEGY, Purpose
 from .unshard import wait_for_unshard
@@ -43,19 +39,16 @@ class Engine:
 
     Args:
         units: the root's first, then in the order of ``named_modules()``.
-        limiter, prefetcher: of this root alone.
+        parameters, gradients: of this root alone.
 
     Attributes:
         moments: of its layers; without any till :meth:`use`.
     """
 
-    def __init__(self, units: list[Any], limiter: Limiter, prefetcher: Prefetcher) -> None:
+    def __init__(self, units: list[Any], parameters: Parameters, gradients: Gradients) -> None:
         self.units, self.root = units, units[0]
-        self.limiter, self.prefetcher, self.stats = limiter, prefetcher, Stats()
-        streams = Streams.on(torch.device("cpu"))  # till `compute_on`
-        self.parameters = Parameters(streams, limiter, prefetcher, self.stats)
-        self.gradients = Gradients(streams, self.stats)
-        self._use_streams(streams)
+        self.parameters, self.gradients = parameters, gradients
+        self.streams, self.prefetcher = parameters.streams, parameters.prefetcher
         self.moments = Moments()
         for unit in units:
             unit.free = self._free
@@ -63,14 +56,6 @@ class Engine:
     def use(self, layers: Iterable[Layer]) -> None:
         """Have these layers, in this order."""
         self.moments = Moments(layers)
-
-    def compute_on(self, device: torch.device) -> None:
-        """The units are on this device now, so its streams are needed."""
-        self._use_streams(Streams.on(device))
-
-    def _use_streams(self, streams: Streams) -> None:
-        self.streams = self.parameters.streams = self.gradients.streams = streams
-        self.prefetcher.adapt_to(streams.host_runs_ahead)
 
     def _free(self, unit: Unit) -> None:
         """No reason to keep the unit is left."""

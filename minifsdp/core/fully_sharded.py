@@ -32,24 +32,31 @@ the core does not promise, and the file of minifsdp that does:
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from .api import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
 from .auto_wrap import Policy, params_of_units, select, wrap_inside
+from .backward import Backward
 from .collectives import TorchCollectives
 from .engine import Engine
+from .gradients import Gradients
 from .hooks import Hooks
 from .layers import Layer
 from .limiter import Limiter, limiter_of
-from .prefetch import Prefetcher, prefetcher_of
+from .parameters import Parameters
+from .prefetch import Prefetcher, forward_prefetch_of
 from .reduce import AllReduce, ReduceScatter
 from .shard import Chunks
+from .streams import Streams
 from .unit import ParamInfo, Unit
 from .unshard import OwnShard
 from .views import FLAT_PARAM, InModules, SplitViews, hide_views
+
+H = TypeVar("H", bound=Hooks)
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -94,8 +101,6 @@ class FullyShardedDataParallel(nn.Module):
         limit_all_gathers: bool | int | Limiter = True,
     ) -> None:
         super().__init__()
-        limiter = limiter_of(limit_all_gathers)
-        prefetcher = prefetcher_of(backward_prefetch, forward_prefetch)
         settings = {"process_group": process_group, "sharding_strategy": sharding_strategy}
         inside = {} if auto_wrap_policy is None else select(module, auto_wrap_policy, _is_taken)
         # What cannot be is refused before the first unit is made.
@@ -107,8 +112,13 @@ class FullyShardedDataParallel(nn.Module):
         self._fsdp_wrapped_module = module
         wrappers = [m for m in self.modules() if isinstance(m, FullyShardedDataParallel)]
         name_units(self)
-        engine = make_root(wrappers, limiter, prefetcher).engine
-        engine.compute_on(next((u.device for u in engine.units if u.numel), self._unit.device))
+        streams = Streams.on(next((w._unit.device for w in wrappers if w._unit.numel), _CPU))
+        forward = forward_prefetch_of(forward_prefetch, streams.host_runs_ahead)
+        prefetcher = Prefetcher(backward_prefetch, forward)
+        parameters = Parameters(streams, limiter_of(limit_all_gathers), prefetcher)
+        make_root(
+            wrappers, lambda units: Hooks(Backward(Engine(units, parameters, Gradients(streams))))
+        )
         self.training = module.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +128,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def engine(self) -> Engine:
-        """What this wrapper's root shares among its units: counts, orders, limiter."""
+        """What this wrapper's root shares among its units."""
         return self._hooks.engine
 
     def use(self, layers: Callable[[Hooks], Iterable[Layer]]) -> None:
@@ -181,6 +191,7 @@ def build_unit(
     return unit
 
 
+_CPU = torch.device("cpu")
 _SHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
 
 
@@ -197,18 +208,19 @@ def name_units(root: nn.Module) -> None:
             around[name] = module._unit
 
 
-def make_root(wrappers: Iterable[Any], limiter: Limiter, prefetcher: Prefetcher) -> Hooks:
+def make_root(wrappers: Iterable[Any], hooks_of: Callable[[list[Any]], H]) -> H:
     """Give the units of some wrappers hooks of their own. The last module to become a root is the
     outermost, whichever of them runs first: nothing has to be guessed later.
 
     Args:
         wrappers: the root first.
+        hooks_of: makes the hooks of the units.
     """
     for wrapper in wrappers:
         if "_hooks" in wrapper.__dict__:
             wrapper._hooks.engine.fail()  # it was a root, and may have been in use
     units = dict.fromkeys(wrapper._unit for wrapper in wrappers)  # two may have one
-    hooks = Hooks(Engine([*units], limiter, prefetcher))
+    hooks = hooks_of([*units])
     for wrapper in wrappers:
         wrapper._hooks = hooks
     return hooks

@@ -30,8 +30,6 @@ from torch import nn
 
 from .autograd_hooks import after_gradients_of, before_gradient_of
 from .backward import Backward
-from .dispatch_modes import without_modes
-from .engine import Engine
 from .layers import Call
 from .outputs import tensors_in
 from .unit import Unit
@@ -41,15 +39,17 @@ from .unit_state import BACKWARD, STRATEGY, Purpose
 class Hooks:
     """The forwards of all units below one root.
 
+    Args:
+        backward: the backwards of the same units.
+
     Attributes:
         calls: the forwards that are running now, outermost first.
         summoned: units whose parameters are out between steps, and in which form of DTensors; None
             for full parameters. See between_steps/full_params.py.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.backward = Backward(engine)
+    def __init__(self, backward: Backward) -> None:
+        self.engine, self.backward = backward.engine, backward
         self.calls: list[Call] = []
         self.summoned = self.backward.summoned
         self.depth = 0  # of forwards within forwards
@@ -85,15 +85,10 @@ class Hooks:
         self.depth += 1
         try:
             call, args, kwargs = self.before_forward(unit, module, args, kwargs)
-            try:
-                if moments.around_forward:
-                    output = moments.run(call, run, args, kwargs)
-                else:
-                    output = run(*args, **kwargs)
-            except RuntimeError as error:
-                for method in moments.error:
-                    method(call, error)
-                raise
+            if moments.around_forward or moments.error:
+                output = moments.run(call, run, args, kwargs)
+            else:
+                output = run(*args, **kwargs)
             output = self.after_forward(call, output)
         except BaseException:
             self.forward_failed(unit)
@@ -103,7 +98,6 @@ class Hooks:
             del self.calls[self.depth :]
         return output
 
-    @without_modes
     def before_forward(
         self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
@@ -135,7 +129,6 @@ class Hooks:
             args, kwargs = method(call, args, kwargs)
         return call, args, kwargs
 
-    @without_modes
     def after_forward(self, call: Call, output: Any) -> Any:
         """The module has run. Its backward begins with a gradient of one of its outputs.
 
@@ -158,7 +151,6 @@ class Hooks:
                 method(torch.is_grad_enabled())
         return output
 
-    @without_modes
     def forward_failed(self, unit: Unit) -> None:
         """The module has raised. Leave everything so that the next forward finds it in order."""
         if self._outermost and not self.summoned:
@@ -178,10 +170,9 @@ class Hooks:
         # A frozen unit has no gradient of its own to wait for. Its backward is over when its inputs
         # have theirs; where they get none, the unit is freed at the end of the whole backward.
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        after_gradients_of(inputs, partial(self.inputs_have_gradients, unit))
 
-        @without_modes
-        def free(grads: object) -> None:
-            unit.state.complete_grad()
-            unit.let_go(BACKWARD, STRATEGY)
-
-        after_gradients_of(inputs, free)
+    def inputs_have_gradients(self, unit: Unit, grads: object) -> None:
+        """The inputs of a frozen unit have their gradients: its backward is over."""
+        unit.state.complete_grad()
+        unit.let_go(BACKWARD, STRATEGY)

@@ -171,14 +171,19 @@ class Moments:
         raise LookupError(f"this root has no {kind.__name__}")
 
     def run(self, call: Call, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """``run(*args, **kwargs)``, in the contexts of the layers."""
-        if len(self.around_forward) == 1:  # as a rule
-            with self.around_forward[0](call):
+        """``run(*args, **kwargs)``, in the contexts of the layers, which hear of an error."""
+        try:
+            if len(self.around_forward) == 1:  # as a rule
+                with self.around_forward[0](call):
+                    return run(*args, **kwargs)
+            with ExitStack() as stack:
+                for method in self.around_forward:
+                    stack.enter_context(method(call))
                 return run(*args, **kwargs)
-        with ExitStack() as stack:
-            for method in self.around_forward:
-                stack.enter_context(method(call))
-            return run(*args, **kwargs)
+        except RuntimeError as error:
+            for method in self.error:
+                method(call, error)
+            raise
 
     def __repr__(self) -> str:
         """Who is called when, a line for each moment."""

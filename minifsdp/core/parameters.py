@@ -1,13 +1,10 @@
 """The parameters of one root's units: gathered before use, ahead of use, and freed after it.
 
 unshard.py and reshard.py know one unit. Here each of them meets what is shared by all units of a
-model: the limit on how many may be unsharded (limiter.py), the choice of the next one
-(prefetch.py), and the counts that ``model.engine.stats`` shows.
+model: the limit on how many may be unsharded (limiter.py), and the choice of the next one
+(prefetch.py).
 """
 
-from typing import Any
-
-from .api import Stats
 from .limiter import Limiter
 from .prefetch import Prefetcher
 from .reshard import reshard
@@ -22,17 +19,13 @@ class Parameters:
     """Unshards units and reshards them.
 
     Args:
-        streams: of the device that the units are on; set anew when the model moves.
+        streams: of the device that the units are on.
         limiter: asked before each gather, told of each free.
-        prefetcher: told which prefetches were made.
-        stats: counts.
+        prefetcher: asked whether a target is still to be gathered.
     """
 
-    def __init__(
-        self, streams: Streams, limiter: Limiter, prefetcher: Prefetcher, stats: Stats
-    ) -> None:
+    def __init__(self, streams: Streams, limiter: Limiter, prefetcher: Prefetcher) -> None:
         self.streams, self.limiter, self.prefetcher = streams, limiter, prefetcher
-        self.stats = stats
 
     def unshard(self, unit: Unit, reason: str) -> None:
         """Hold a unit that is needed now, and start to gather it, unless a prefetch has done it.
@@ -40,37 +33,26 @@ class Parameters:
         later."""
         unit.hold(reason)
         unit.reasons.discard(PREFETCH)  # its turn has come
-        if unit.unsharded.needs_unshard and unit.state.sharded is ShardedState.SHARDED:
+        if unit.state.sharded is ShardedState.SHARDED and unit.unsharded.needs_unshard:
             self.limiter.admit(unit, needed=True)
             self._unshard(unit)
 
-    def prefetch(self, target: Any, listed: bool = False) -> None:
-        """Start to gather a unit that will be needed next, if that is so and there is room.
-
-        Args:
-            target: a unit or None; or several units, of which the program has said that there is
-                room for them (prefetch_lists.py).
-            listed: the target is one of these.
-        """
-        if isinstance(target, list):
-            for one in target:
-                self.prefetch(one, listed=True)
-            return
+    def prefetch(self, target: Unit | None) -> None:
+        """Start to gather a unit that will be needed next, if that is so and there is room."""
         if target is None or not target.unsharded.needs_unshard:
             return
-        if not self.prefetcher.is_sound(target):
-            return
-        if self.limiter.admit(target, needed=listed):
-            self.stats.prefetches += 1
-            self.prefetcher.ahead = target
-            target.hold(PREFETCH)
-            self._unshard(target)
-        else:
-            self.stats.declined_prefetches += 1
+        if self.prefetcher.is_sound(target):
+            if self.limiter.admit(target, needed=False):
+                target.hold(PREFETCH)
+                self._unshard(target)
+            else:
+                self._declined(target)
 
     def _unshard(self, unit: Unit) -> None:
-        self.stats.count_unshard(unit.unsharded.nbytes)
         unshard(unit, self.streams)
+
+    def _declined(self, target: Unit) -> None:
+        """There is no room for it: it is gathered when it is needed."""
 
     def reshard(self, unit: Unit) -> None:
         """Free a unit's parameters: no reason to keep them is left (unit_state.py), or they are of
@@ -83,5 +65,4 @@ class Parameters:
     def free(self, unit: Unit) -> Event:
         """Free the parameters of a unit that is not sharded. The caller tells the limiter, now or
         later, that the memory is free when the event is passed."""
-        self.stats.count_reshard(unit.unsharded.nbytes)
         return reshard(unit, self.streams)

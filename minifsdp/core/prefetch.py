@@ -93,35 +93,18 @@ class Prefetcher:
     Args:
         backward: when to prefetch in the backward; None: never.
         forward: when to prefetch in the forward; None: never.
-
-    Attributes:
-        ahead: the unit that was gathered ahead last, in this pass. For who observes this; no choice
-            depends on it.
     """
 
     def __init__(self, backward: BackwardPrefetch | None, forward: ForwardPrefetch | None) -> None:
         self.backward, self.forward = backward, forward
-        self.forward_where_it_helps = False  # the device decides on ``forward``; see `adapt_to`
         self.pre_forward_order = Order()
         self.post_forward_order = Order()
         self.pre_backward_order = Order()
-        self.ahead: Unit | None = None
-
-    def adapt_to(self, host_runs_ahead: bool) -> None:
-        """Choose what ``forward_prefetch=None`` leaves open.
-
-        A host that runs ahead asks for the gathers of the whole forward long before they are
-        needed: nothing is to be gained. One that computes itself asks for each when the computation
-        before it is over, and no gather of the forward would be hidden.
-        """
-        if self.forward_where_it_helps:
-            self.forward = None if host_runs_ahead else ForwardPrefetch.FORWARD_PRE
 
     def start_forward(self) -> None:
         """The forward of the root begins."""
         self.pre_forward_order.start()
         self.post_forward_order.start()
-        self.ahead = None
 
     def start_backward(self) -> None:
         """A backward begins."""
@@ -129,7 +112,6 @@ class Prefetcher:
         order.start()
         if not order.last:
             order.last = list(reversed(self.post_forward_order.current))
-        self.ahead = None
 
     def forget(self) -> None:
         """An exception has ended the forward or the backward."""
@@ -168,21 +150,18 @@ class Prefetcher:
 _HAD_ITS_TURN = (TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD)
 
 
-def prefetcher_of(
-    backward: BackwardPrefetch | None,
-    forward: bool | ForwardPrefetch | None,
-    kind: type[Prefetcher] = Prefetcher,
-) -> Prefetcher:
-    """The prefetcher for the arguments ``backward_prefetch`` and ``forward_prefetch``.
+def forward_prefetch_of(
+    given: bool | ForwardPrefetch | None, host_runs_ahead: bool
+) -> ForwardPrefetch | None:
+    """What the argument ``forward_prefetch`` means: True is FORWARD_PRE, False is no prefetching.
 
-    Args:
-        forward: True is FORWARD_PRE, False is no prefetching. None is FORWARD_PRE on a device whose
-            host does not run ahead, and no prefetching elsewhere.
-        kind: the class to make one of.
+    None is what helps. A host that runs ahead asks for the gathers of the whole forward long before
+    they are needed: nothing is to be gained. One that computes itself asks for each when the
+    computation before it is over, and no gather of the forward would be hidden.
     """
-    prefetcher = kind(backward, ForwardPrefetch.FORWARD_PRE if forward is True else forward or None)
-    prefetcher.forward_where_it_helps = forward is None
-    return prefetcher
+    if given is None:
+        given = not host_runs_ahead
+    return ForwardPrefetch.FORWARD_PRE if given is True else given or None
 
 
 def _next(order: Order, unit: Unit) -> Unit | None:

@@ -84,7 +84,6 @@ class Unit:
         self.ancestors: list[Any] = []  # units around this one, outermost first
         self.state = UnitState()
         self.reasons = set[str]()  # to stay gathered; see unit_state.py
-        self.waits = set[str]()  # reasons not to reduce its gradient yet; see gradients.py
         self.free: Callable[[Any], None] = lambda unit: None  # when no reason is left; the root's
         self.on_gradient: Callable[[], None] = lambda: None  # when its gradient is complete
 

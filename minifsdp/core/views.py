@@ -122,18 +122,8 @@ class ViewMaker(Protocol):
             A tensor ``[trained_numel]``, or what ``unit.comm`` reduces in place of one.
         """
 
-    def no_gradient(self, unit: Any) -> Tensor:
-        """What a rank sends that has no gradient of a unit while others have one:
-        ``[trained_numel]``, in the dtype of the gradient."""
-
     def drop_gradient(self, unit: Any) -> None:
         """Forget what a backward has computed of the gradient."""
-
-
-def zero_gradient(unit: Unit) -> Tensor:
-    """Zeros ``[trained_numel]``, in the dtype and on the device of the gradient of a unit."""
-    size, dtype = unit.unsharded.flat_param.numel(), unit.unsharded.dtype
-    return torch.zeros(size, dtype=dtype, device=unit.device)
 
 
 class SplitViews:
@@ -155,10 +145,6 @@ class SplitViews:
         assert grad is not None, unit.label
         flat_param.grad = None
         return grad
-
-    def no_gradient(self, unit: Any) -> Tensor:
-        """See :class:`ViewMaker`."""
-        return zero_gradient(unit)
 
     def drop_gradient(self, unit: Any) -> None:
         """See :class:`ViewMaker`."""

@@ -50,7 +50,7 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ones. With ``"meta"`` what is on the CPU is in the host's memory.
     """
 
-    sees_engine = True  # see core/dispatch_modes.py
+    sees_engine = True  # see dispatch_modes.py
 
     def __init__(self, cluster: Cluster, kind: str = "meta") -> None:
         super().__init__()  # type: ignore[no-untyped-call]

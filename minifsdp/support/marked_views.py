@@ -59,12 +59,8 @@ class MarkedSplitViews(SplitViews):
         layout: Any = unit.layout
         used = self.used.pop(unit.unsharded)
         grad = super().take_gradient(unit)
-        _mark(unit, grad, [number for number in layout.places if number not in used])
+        mark_unused(unit, grad, [number for number in layout.places if number not in used])
         return grad
-
-    def no_gradient(self, unit: FeaturedUnit) -> Tensor:
-        """See :class:`~minifsdp.core.views.ViewMaker`."""
-        return _all_unused(unit, super().no_gradient(unit))
 
     def drop_gradient(self, unit: FeaturedUnit) -> None:
         """See :class:`~minifsdp.core.views.ViewMaker`."""
@@ -82,12 +78,8 @@ class MarkedPieceViews(PieceViews):
         arrived = self.arrived[unit.unsharded]
         unused = [number for number, place in layout.places.items() if place not in arrived]
         grad = super().take_gradient(unit)
-        _mark(unit, grad.pieces[-1], unused)  # the marks come last
+        mark_unused(unit, grad.pieces[-1], unused)  # the marks come last
         return grad
-
-    def no_gradient(self, unit: FeaturedUnit) -> Tensor:
-        """See :class:`~minifsdp.core.views.ViewMaker`."""
-        return _all_unused(unit, super().no_gradient(unit))
 
 
 class UnusedParams(Layer):
@@ -134,13 +126,7 @@ def _without_gradient(unit: FeaturedUnit) -> set[int]:
     return {n for n, param in enumerate(params) if param.grad is None or n in cleared}
 
 
-def _all_unused(unit: FeaturedUnit, zeros: Tensor) -> Tensor:
-    layout: Any = unit.layout
-    _mark(unit, zeros, [*layout.places])
-    return zeros
-
-
-def _mark(unit: FeaturedUnit, grad: Tensor, unused: list[int]) -> None:
+def mark_unused(unit: FeaturedUnit, grad: Tensor, unused: list[int]) -> None:
     """Mark the parameters of which this rank has no gradient.
 
     Args:

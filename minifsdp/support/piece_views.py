@@ -14,7 +14,6 @@ from torch import Tensor
 
 from minifsdp.comm.pieces import Pieces
 from minifsdp.core.shard import Chunks
-from minifsdp.core.views import zero_gradient
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.rows import Rows
 from minifsdp.support.unsharded_storage import FeaturedFlatParam
@@ -55,10 +54,6 @@ class PieceViews:
             pieces.append(grad.reshape(-1))
             place += size
         return Pieces(pieces)
-
-    def no_gradient(self, unit: FeaturedUnit) -> Tensor:
-        """See :class:`~minifsdp.core.views.ViewMaker`."""
-        return zero_gradient(unit)
 
     def drop_gradient(self, unit: FeaturedUnit) -> None:
         """See :class:`~minifsdp.core.views.ViewMaker`."""

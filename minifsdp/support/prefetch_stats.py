@@ -17,7 +17,7 @@ from typing import Any
 from minifsdp.core.api import BackwardPrefetch, ForwardPrefetch
 from minifsdp.core.engine import Engine
 from minifsdp.core.layers import Call, Layer
-from minifsdp.core.prefetch import Prefetcher
+from minifsdp.core.prefetch import Prefetcher, forward_prefetch_of
 from minifsdp.core.unit_state import BACKWARD, FORWARD, PREFETCH, ShardedState
 
 _TURN = {FORWARD, BACKWARD, PREFETCH}
@@ -49,11 +49,30 @@ class CountedPrefetcher(Prefetcher):
 
     Attributes:
         stats: the counts.
+        ahead: the unit that was gathered ahead last, in this pass.
+        forward_where_it_helps: the device decides on ``forward``, in :meth:`adapt_to`.
     """
 
     def __init__(self, backward: BackwardPrefetch | None, forward: ForwardPrefetch | None) -> None:
         super().__init__(backward, forward)
         self.stats = PrefetchStats()
+        self.ahead: Any = None
+        self.forward_where_it_helps = False
+
+    def adapt_to(self, host_runs_ahead: bool) -> None:
+        """Choose what ``forward_prefetch=None`` leaves open."""
+        if self.forward_where_it_helps:
+            self.forward = forward_prefetch_of(None, host_runs_ahead)
+
+    def start_forward(self) -> None:
+        """As in the core."""
+        super().start_forward()
+        self.ahead = None
+
+    def start_backward(self) -> None:
+        """As in the core."""
+        super().start_backward()
+        self.ahead = None
 
     def is_sound(self, target: Any) -> bool:
         """As in the core."""

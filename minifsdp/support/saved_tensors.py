@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._composable.checkpoint_activation import checkpoint
 
-from minifsdp.core.dispatch_modes import without_modes
 from minifsdp.core.layers import Call, Chain
 from minifsdp.core.unit_state import TrainingState
+from minifsdp.dispatch_modes import without_modes
 from minifsdp.featured_unit import FeaturedUnit
 
 Hook = Callable[[Any], Any]

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from minifsdp.core.engine import Engine
 from minifsdp.core.layers import Layer
 from minifsdp.core.shard import unpadded_shard_numel
 from minifsdp.core.unit_state import Purpose
 from minifsdp.core.views import FLAT_PARAM
+from minifsdp.featured_engine import FeaturedEngine
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.offload import HOST, has_memory, host_copy
 from minifsdp.strategies import choose_strategies
@@ -36,7 +36,7 @@ from minifsdp.support.param_views import replaced
 class ShardChanges(Layer):
     """Follows, at each start, what a program has done to shards."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: FeaturedEngine) -> None:
         self._engine = engine
 
     def start(self, purpose: Purpose) -> None:

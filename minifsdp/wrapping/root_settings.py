@@ -4,7 +4,7 @@ be unsharded at once, and which are gathered ahead. They count for the outermost
 
 from minifsdp.core.api import BackwardPrefetch, ForwardPrefetch
 from minifsdp.core.limiter import Limiter, limiter_of
-from minifsdp.core.prefetch import Prefetcher, prefetcher_of
+from minifsdp.core.prefetch import forward_prefetch_of
 from minifsdp.support.prefetch_stats import CountedPrefetcher
 
 
@@ -36,14 +36,18 @@ def make_prefetcher(
     backward: BackwardPrefetch | None,
     forward: bool | ForwardPrefetch | None,
     kind: type[CountedPrefetcher] = CountedPrefetcher,
-) -> Prefetcher:
+) -> CountedPrefetcher:
     """The prefetcher for the arguments ``backward_prefetch`` and ``forward_prefetch``; see
-    :func:`~minifsdp.core.prefetch.prefetcher_of`.
+    :func:`~minifsdp.core.prefetch.forward_prefetch_of`. The device is known later.
+
+    Args:
+        kind: the class to make one of.
 
     Raises:
         TypeError: an argument is something else, such as torch's enum of the same name.
     """
-    made = prefetcher_of(backward, forward, kind)
+    made = kind(backward, forward_prefetch_of(forward, host_runs_ahead=True))
+    made.forward_where_it_helps = forward is None
     for given, enum in ((made.backward, BackwardPrefetch), (made.forward, ForwardPrefetch)):
         if given is not None and not isinstance(given, enum):
             raise TypeError(

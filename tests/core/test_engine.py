@@ -126,24 +126,6 @@ def test_a_reason_keeps_a_unit_until_it_is_gone():
     assert unit.unsharded.storage.size() == 0
 
 
-@on_ranks(2)
-def test_a_gradient_waits_as_long_as_there_is_a_reason():
-    model = sharded(mlp())
-    unit = model.engine.units[1]
-    unit.waits.add("somebody else decides")
-    model(batch()).sum().backward()
-    assert unit.sharded_flat_param.grad is None and model.engine.gradients.pending == 1
-    assert model.engine.units[2].sharded_flat_param.grad is not None
-    unit.waits.clear()
-    model.engine.gradients.reduce_held(unit)
-    model.engine.gradients.finish()
-    expected = sharded(mlp())
-    expected(batch()).sum().backward()
-    found = full_gradients(model)
-    for name, grad in full_gradients(expected).items():
-        assert torch.equal(found[name], grad), name
-
-
 class Fails(nn.Module):
     """The identity, which raises in its forward or in its backward."""
 

@@ -73,12 +73,6 @@ class TestDirectly:
         views.make(unit)[1].sum().backward()
         assert unused(unit, views.take_gradient(unit)) == [0]
 
-    def test_a_rank_without_a_gradient_has_used_nothing(self, maker):
-        unit = in_rows()
-        grad = maker().no_gradient(unit)
-        assert unused(unit, grad) == [0, 1] and unit.has_unused
-        assert len(grad) == unit.layout.trained_numel
-
     def test_what_is_frozen_has_views_and_no_gradient_and_no_mark(self, maker):
         unit, views = in_rows([False, True, True]), maker()
         weight, bias, _ = views.make(unit)

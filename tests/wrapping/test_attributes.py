@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
-from minifsdp.core.engine import Engine
+from minifsdp.featured_engine import FeaturedEngine
 from tests.ranks import device, on_ranks
 from tests.small import Block, batch, stack, step
 
@@ -180,7 +180,7 @@ def test_an_engine_of_the_modules_own_comes_first():
     model = FSDP(Car(6, 6).to(device()))
     step(model)
     assert model.engine == "diesel" and isinstance(model._engine, Engine)
-    assert FSDP(nn.Linear(2, 2)).engine.__class__ is Engine
+    assert FSDP(nn.Linear(2, 2)).engine.__class__ is FeaturedEngine
     model.engine = "electric"
     assert model.module.engine == model.engine == "electric"
 

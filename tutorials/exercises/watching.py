@@ -16,23 +16,24 @@ import minifsdp.core.unshard
 from minifsdp import BackwardPrefetch, ForwardPrefetch, ModuleWrapPolicy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.comm.pieces import whole
-from minifsdp.core.engine import Engine
+from minifsdp.core.gradients import Gradients
 from minifsdp.core.limiter import NoLimit
-from minifsdp.core.prefetch import Prefetcher
 from minifsdp.core.unit_state import BACKWARD, FORWARD
 from minifsdp.core.views import make_views, show_views
+from minifsdp.featured_engine import FeaturedEngine
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.sim.device import VirtualGpu
 from minifsdp.sim.figures.report import ALL_GATHER, last_step
 from minifsdp.sim.tape import COMPUTE, Op
 from minifsdp.support.param_access import Placeholder
+from minifsdp.support.prefetch_stats import CountedPrefetcher
 from tests.lone_unit import Lone, lone_unit
 from tests.small import Block, gathered_gradients, replaced, storage, watch
 
 # ------------------------------------------------------------------------------- without ranks
 
 
-class Says(Prefetcher):
+class Says(CountedPrefetcher):
     """A prefetcher that has the same target at all moments."""
 
     def __init__(self, target: FeaturedUnit | None) -> None:
@@ -46,7 +47,7 @@ class Says(Prefetcher):
 
 
 @contextmanager
-def two_units(**settings: Any) -> Iterator[tuple[Engine, Lone, Lone]]:
+def two_units(**settings: Any) -> Iterator[tuple[FeaturedEngine, Lone, Lone]]:
     """An engine with two units: "now", and "next", which its prefetcher names at every moment.
 
     Args:
@@ -60,7 +61,7 @@ def two_units(**settings: Any) -> Iterator[tuple[Engine, Lone, Lone]]:
         for lone, name in ((root, "root"), (now, "now"), (next_, "next")):
             lone.unit.rename(name)
         units = [root.unit, now.unit, next_.unit]
-        yield Engine(units, NoLimit(), Says(next_.unit)), now, next_
+        yield FeaturedEngine(units, NoLimit(), Says(next_.unit)), now, next_
 
 
 def state(lone: Lone) -> str:
@@ -105,7 +106,12 @@ def gradient(unit: FeaturedUnit) -> Tensor:
     return whole(unit.view_maker.take_gradient(unit))
 
 
-def root_of(engine: Engine) -> Lone:
+def pending(gradients: Gradients) -> int:
+    """How many gradients there are that the optimizer has not got yet."""
+    return len(gradients._reductions) + len(getattr(gradients, "held", ()))
+
+
+def root_of(engine: FeaturedEngine) -> Lone:
     """The root of :func:`two_units`."""
     return Lone(engine.root, engine.streams, engine.root.module)
 

@@ -30,13 +30,13 @@ import torch
 from torch import Tensor
 
 from minifsdp.core.collectives import Comm
-from minifsdp.core.parameters import Parameters
 from minifsdp.core.streams import Event, Finish
 from minifsdp.core.unit import Unit
-from minifsdp.core.unit_state import TrainingState
+from minifsdp.core.unit_state import PREFETCH, TrainingState
+from minifsdp.support.stats import CountedParameters
 
 
-class StreamOrdered(Parameters):
+class StreamOrdered(CountedParameters):
     """Gathers into memory of the unshard stream, and copies from there on the compute stream."""
 
     _unit: Unit | None = None  # that is about to compute
@@ -46,12 +46,12 @@ class StreamOrdered(Parameters):
         self._unit = unit
         super().unshard(unit, reason)
 
-    def prefetch(self, target: Any, listed: bool = False) -> None:
+    def prefetch(self, target: Any) -> None:
         pending = self._unit.unshard_event if self._unit is not None else None
         if isinstance(pending, CopyOut):
             pending.next = target  # FSDP2 asks for it when this unit has been copied
         else:
-            super().prefetch(target, listed)
+            super().prefetch(target)
 
     def _unshard(self, unit: Unit) -> None:
         source, dtype = unit.source, unit.unsharded.dtype
@@ -60,7 +60,9 @@ class StreamOrdered(Parameters):
         if group is None:  # it is all here
             super()._unshard(unit)
             return
-        self.stats.count_unshard(unit.unsharded.nbytes)
+        self.stats.count_unshard(unit)
+        if PREFETCH in unit.reasons:
+            self.prefetcher.ahead = unit
         unit.state.start_unshard()
         source.prepare(unit, self.streams)
         gathered: list[Tensor] = []
@@ -106,7 +108,7 @@ class CopyOut:
         assert gathered is not None
         self._parameters.copy_out(self._unit, gathered, self._event)
         del gathered
-        Parameters.prefetch(self._parameters, self.next)
+        CountedParameters.prefetch(self._parameters, self.next)
 
     def synchronize(self) -> None:
         self._event.synchronize()

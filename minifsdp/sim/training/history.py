@@ -34,7 +34,6 @@ from torch import nn
 
 from minifsdp.core.api import BackwardPrefetch, ForwardPrefetch
 from minifsdp.core.limiter import EventQueue, Limiter, NoLimit, SynchronizeAfterFree, wait_for_free
-from minifsdp.core.parameters import Parameters
 from minifsdp.core.prefetch import Order
 from minifsdp.core.streams import Event
 from minifsdp.core.unit import Unit
@@ -42,6 +41,7 @@ from minifsdp.fully_sharded import FullyShardedDataParallel
 from minifsdp.on_demand import OnDemand
 from minifsdp.sim.training.fsdp2 import StreamOrdered
 from minifsdp.support.prefetch_stats import CountedPrefetcher
+from minifsdp.support.stats import CountedParameters
 
 
 class ReversedPreForward(CountedPrefetcher):
@@ -106,7 +106,7 @@ class Approach:
     backward: BackwardPrefetch | None
     prefetcher: type[CountedPrefetcher]
     limiter: Callable[[], Limiter]
-    parameters: type[Parameters] = Parameters
+    parameters: type[CountedParameters] = CountedParameters
     frees_early: bool = False  # a unit in a backward, before its gradient is complete
 
     def wrap(self, module: nn.Module, **settings: Any) -> FullyShardedDataParallel:

@@ -31,12 +31,12 @@ from typing import Any
 from torch import Tensor
 
 from minifsdp.core.api import BackwardPrefetch, ForwardPrefetch
-from minifsdp.core.parameters import Parameters
 from minifsdp.core.prefetch import Order
 from minifsdp.core.streams import Event, Streams
 from minifsdp.core.unit import Unit
 from minifsdp.sim.training.history import Approach
 from minifsdp.support.prefetch_stats import CountedPrefetcher
+from minifsdp.support.stats import CountedParameters
 
 
 class OrderedCompute:
@@ -53,7 +53,7 @@ class OrderedCompute:
         self._streams.unshard.wait_event(self.record_event())
 
 
-class OrderedFrees(Parameters):
+class OrderedFrees(CountedParameters):
     """Frees units in the order of the streams, and gathers several ahead if there is room."""
 
     def free(self, unit: Unit) -> Event:
@@ -64,7 +64,7 @@ class OrderedFrees(Parameters):
         finally:
             self.streams = streams
 
-    def prefetch(self, target: Any, listed: bool = False) -> None:
+    def prefetch(self, target: Any) -> None:
         for one in target if isinstance(target, list) else [target]:
             super().prefetch(one)  # also of a list: it may be declined
 

@@ -465,7 +465,13 @@ def a_gradient_is_reduced() -> Iterator[Any]:
     import torch
 
     from minifsdp.core.unit_state import STRATEGY
-    from tutorials.exercises.watching import gathered_for_backward, has_memory, state, two_units
+    from tutorials.exercises.watching import (
+        gathered_for_backward,
+        has_memory,
+        pending,
+        state,
+        two_units,
+    )
 
     with two_units() as (engine, now, following):
         gathered_for_backward(now)
@@ -485,7 +491,7 @@ def a_gradient_is_reduced() -> Iterator[Any]:
         now.unit.numel = 0
         engine.after_gradient(now.unit, torch.arange(10.0))
         yield "reductions for a unit without parameters", engine.stats.reductions
-        yield "gradients pending of a unit without parameters", engine.gradients.pending
+        yield "gradients pending of a unit without parameters", pending(engine.gradients)
 
 
 @check("engine.4", because=_after_gradient)
@@ -514,7 +520,7 @@ def reasons_to_stay_and_reasons_to_wait() -> Iterator[Any]:
     from minifsdp.checks.rank_agreement import DIVERGED
     from minifsdp.core.unit_state import FORWARD, STRATEGY
     from minifsdp.no_sync import NO_SYNC
-    from tutorials.exercises.watching import gathered_for_backward, state, two_units
+    from tutorials.exercises.watching import gathered_for_backward, pending, state, two_units
 
     for reason in (NO_SYNC, DIVERGED, FORWARD):  # the last: of a forward that calls autograd.grad
         for kept in ((), (STRATEGY,)):
@@ -530,7 +536,7 @@ def reasons_to_stay_and_reasons_to_wait() -> Iterator[Any]:
             engine.after_gradient(now.unit, torch.arange(10.0))
             of = f"a gradient that has to wait ({reason})"
             yield f"reductions started of {of}", engine.stats.reductions
-            yield f"how many gradients are held, of {of}", engine.gradients.pending
+            yield f"how many gradients are held, of {of}", pending(engine.gradients)
             yield f"the state of the unit of {of}", state(now)
 
 
@@ -607,7 +613,7 @@ def _end(what: str, want: Any, got: Any) -> str | None:
 def gradients_reach_the_optimizer() -> Iterator[Any]:
     import torch
 
-    from tutorials.exercises.watching import gathered_for_backward, state, two_units
+    from tutorials.exercises.watching import gathered_for_backward, pending, state, two_units
 
     with two_units() as (engine, now, following):
         gathered_for_backward(now)
@@ -619,7 +625,7 @@ def gradients_reach_the_optimizer() -> Iterator[Any]:
             "units of the reductions that are returned",
             reduced and [one.unit.name for one in reduced],
         )
-        yield "gradients that are still pending for the optimizer", engine.gradients.pending
+        yield "gradients that are still pending for the optimizer", pending(engine.gradients)
         yield "the state of a unit after the backward", state(now)
         yield "the state of a unit without a gradient", state(following)
         yield "the state of a unit without a forward", str(engine.root.state.training)

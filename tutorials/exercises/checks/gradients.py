@@ -54,19 +54,6 @@ def _grad() -> torch.Tensor:
 def _reduce(what: str, want: Any, got: Any) -> str | None:
     if "under way when the next" in what:
         return "wait for the first stage of the reduction before, so that at most one is under way"
-    if "has to wait" in what:
-        return (
-            "a gradient that has to wait (unit.waits) is held in self.held, and nothing is sent: "
-            "in no_sync that would be in vain, and where ranks have diverged some would never come "
-            "to the reduction"
-        )
-    if "whose gradient is not" in what:
-        return (
-            "why a unit stays gathered (unit.reasons) is one matter, and why its gradient waits "
-            "(unit.waits) another: ask for the second only"
-        )
-    if "second part that waits" in what:
-        return "a unit's second part is added to the first one that is held"
     if "under way when take" in what:
         return "take() waits for the reduction that it starts, so that nothing hides it"
     if "parts of reductions" in what:
@@ -74,8 +61,6 @@ def _reduce(what: str, want: Any, got: Any) -> str | None:
             "with replicas a reduction has further stages: when a reduction starts, each of those "
             "that are under way goes one stage further"
         )
-    if "counted" in what:
-        return "the statistics count each reduction that is started, in stats.reductions"
     if "two parts" in what:
         return "a second part is reduced as the first one is; store_gradient() adds them up"
     if "allocated" in what:
@@ -87,16 +72,14 @@ def _reduce(what: str, want: Any, got: Any) -> str | None:
 
 @check("gradients.1", because=_reduce)
 def a_gradient_is_reduced() -> Iterator[Any]:
-    from minifsdp.core.api import Stats
     from minifsdp.core.gradients import Gradients
 
     with ExitStack() as stack:
         (a, b), streams = _units(stack, "ab")
-        gradients, stats = Gradients(streams, stats := Stats()), stats
+        gradients = Gradients(streams)
         gradients.take(a, _grad())
         gradients.finish()
         yield "the gradient of a", a.sharded_flat_param.grad
-        yield "reductions counted", stats.reductions
         gradients.take(b, _grad())
         gradients.take(b, _grad())
         gradients.finish()
@@ -104,54 +87,13 @@ def a_gradient_is_reduced() -> Iterator[Any]:
 
 
 @check("gradients.1", because=_reduce)
-def a_gradient_may_have_to_wait() -> Iterator[Any]:
-    from minifsdp.checks.rank_agreement import DIVERGED
-    from minifsdp.core.api import Stats
-    from minifsdp.core.gradients import Gradients
-    from minifsdp.no_sync import NO_SYNC
-
-    with ExitStack() as stack:
-        (a, b), streams = _units(stack, "ab")
-        gradients, stats = Gradients(streams, stats := Stats()), stats
-        for unit, reason in ((a, NO_SYNC), (b, DIVERGED)):
-            unit.waits.add(reason)
-            gradients.take(unit, _grad())
-            of = f"a gradient that has to wait ({reason})"
-            yield f"reductions started of {of}", stats.reductions
-            yield f"how many are pending with {of}", gradients.pending
-        gradients.take(b, _grad())
-        gradients.reduce_held(b)
-        gradients.finish()
-        yield (
-            "reductions of a gradient that has to wait, and of one that waits no more",
-            (stats.reductions),
-        )
-        yield (
-            "what is held of a, whose gradient has to wait",
-            gradients.held.get(a),
-        )
-        yield "the gradient of b, with a second part that waits", b.sharded_flat_param.grad
-    with ExitStack() as stack:
-        (c,), streams = _units(stack, "c")
-        gradients = Gradients(streams, Stats())
-        c.reasons.add(NO_SYNC)  # why it stays gathered, which is another matter
-        gradients.take(c, _grad())
-        gradients.finish()
-        yield (
-            "the gradient of c, which is held and whose gradient is not",
-            (c.sharded_flat_param.grad),
-        )
-
-
-@check("gradients.1", because=_reduce)
 def one_reduction_at_a_time() -> Iterator[Any]:
-    from minifsdp.core.api import Stats
     from minifsdp.core.gradients import Gradients
 
     with ExitStack() as stack:
         units, streams = _units(stack, "abc")
         log: list[str] = []
-        gradients = Gradients(_watched(streams, log), Stats())
+        gradients = Gradients(_watched(streams, log))
         for unit in units:
             gradients.take(unit, _grad())
             before = log[: log.index(f"start reduce {unit.label}")]
@@ -168,7 +110,7 @@ def one_reduction_at_a_time() -> Iterator[Any]:
     with ExitStack() as stack:
         units, streams = _units(stack, "abc", replicas=2)
         log = []
-        gradients = Gradients(_watched(streams, log), Stats())
+        gradients = Gradients(_watched(streams, log))
         for unit in units:
             gradients.take(unit, _grad())
         parts = sum(entry.startswith("start") for entry in log)
@@ -208,8 +150,6 @@ def _finish(what: str, want: Any, got: Any) -> str | None:
         )
     if "are returned" in what:
         return "the reductions are returned, in the order in which they were started"
-    if "held" in what:
-        return "what is held (self.held) is not reduced, and not yours: no_sync's layer keeps it"
     if "pending" in what or "second backward" in what:
         return "when all is handed over, nothing of this backward may be left for the next one"
     if "with replicas" in what or ("raises if the last" in what and got != "ConnectionError"):
@@ -228,35 +168,29 @@ def _finish(what: str, want: Any, got: Any) -> str | None:
 
 @check("gradients.2", because=_finish)
 def all_or_none() -> Iterator[Any]:
-    from minifsdp.core.api import Stats
     from minifsdp.core.gradients import Gradients
-    from minifsdp.no_sync import NO_SYNC
+    from tutorials.exercises.watching import pending
 
     with ExitStack() as stack:
         (a, b, c, d), streams = _units(stack, "abcd")
-        gradients = Gradients(_watched(streams, []), Stats())
+        gradients = Gradients(_watched(streams, []))
         for unit in (a, b, c):
             gradients.take(unit, _grad())
-        d.waits.add(NO_SYNC)
-        gradients.take(d, _grad())
         gradients.finish()
         for unit in (a, b, c):
             yield f"the gradient of {unit.name}", unit.sharded_flat_param.grad
-        yield "the gradient of d, which is held", gradients.held.pop(d, None)
-        yield "the same, reduced", d.sharded_flat_param.grad
-        yield "how many are pending when all is handed over", gradients.pending
+        yield "the gradient of d, of which none has come", d.sharded_flat_param.grad
+        yield "how many are pending when all is handed over", pending(gradients)
         gradients.finish()
         yield "the gradient of a, after a second backward without it", a.sharded_flat_param.grad
     # The last part that is waited for: the only one, or the second half of an all-reduce.
     for fails, replicas, times in (("reduce 'c'", 1, 1), ("all-reduce 'c'", 2, 2)):
         with ExitStack() as stack:
             (a, b, c, d), streams = _units(stack, "abcd", replicas=replicas)
-            gradients = Gradients(_watched(streams, [], fails, times), Stats())
+            gradients = Gradients(_watched(streams, [], fails, times))
             a.sharded_flat_param.grad = torch.ones_like(a.sharded_flat_param)
             for unit in (a, b, c):
                 gradients.take(unit, _grad())
-            d.waits.add(NO_SYNC)
-            gradients.take(d, _grad())
             of = f"(the last {fails})"
             yield (
                 f"what finish() raises if the last reduction fails {of}",
@@ -269,14 +203,11 @@ def all_or_none() -> Iterator[Any]:
 
 @check("gradients.2", because=_finish)
 def what_was_reduced() -> Iterator[Any]:
-    from minifsdp.core.api import Stats
     from minifsdp.core.gradients import Gradients
-    from minifsdp.no_sync import NO_SYNC
 
     with ExitStack() as stack:
-        units, streams = _units(stack, "cabd")
-        gradients = Gradients(streams, Stats())
-        units[3].waits.add(NO_SYNC)
+        units, streams = _units(stack, "cab")
+        gradients = Gradients(streams)
         for unit in units:
             gradients.take(unit, _grad())
         reduced: Any = gradients.finish()
@@ -287,7 +218,6 @@ def what_was_reduced() -> Iterator[Any]:
 @check("gradients.2", because=_finish)
 def with_replicas_and_offload() -> Iterator[Any]:
     from minifsdp import CPUOffload, ShardingStrategy
-    from minifsdp.core.api import Stats
     from minifsdp.core.gradients import Gradients
     from tutorials.exercises.virtual import train
 
@@ -298,7 +228,7 @@ def with_replicas_and_offload() -> Iterator[Any]:
     ):
         with ExitStack() as stack:
             units, streams = _units(stack, "abc", **settings)
-            gradients = Gradients(streams, Stats())
+            gradients = Gradients(streams)
             for unit in units:
                 gradients.take(unit, _grad())
             gradients.finish()

@@ -54,12 +54,13 @@ def _frozen(what: str, want: Any, got: Any) -> str | None:
 def a_frozen_unit_is_freed_with_its_last_input() -> Iterator[Any]:
     import torch
 
+    from minifsdp.core.backward import Backward
     from minifsdp.core.hooks import Hooks
     from tutorials.exercises.watching import gathered_for_backward, has_memory, state, two_units
 
     for unused in (False, True):
         with two_units() as (engine, now, _):
-            hooks = Hooks(engine)
+            hooks = Hooks(Backward(engine))
             gathered_for_backward(now)
             x, y = (torch.rand(2, requires_grad=True) for _ in range(2))
             first, second = x.clone(), y.clone()
@@ -81,6 +82,7 @@ def a_frozen_unit_is_freed_with_its_last_input() -> Iterator[Any]:
 def a_frozen_unit_with_other_reasons_to_stay() -> Iterator[Any]:
     import torch
 
+    from minifsdp.core.backward import Backward
     from minifsdp.core.hooks import Hooks
     from minifsdp.core.unit_state import STRATEGY
     from minifsdp.no_sync import NO_SYNC
@@ -95,7 +97,7 @@ def a_frozen_unit_with_other_reasons_to_stay() -> Iterator[Any]:
             gathered_for_backward(now, reason)
             x = torch.ones(2, requires_grad=True)
             first = x.clone()
-            Hooks(engine)._free_when_inputs_have_gradients(now.unit, (first,), {})
+            Hooks(Backward(engine))._free_when_inputs_have_gradients(now.unit, (first,), {})
             (2 * first).sum().backward()
             yield f"the state of a unit {name}, when its input has its gradient", state(now)
 
@@ -104,12 +106,13 @@ def a_frozen_unit_with_other_reasons_to_stay() -> Iterator[Any]:
 def inputs_without_gradients() -> Iterator[Any]:
     import torch
 
+    from minifsdp.core.backward import Backward
     from minifsdp.core.hooks import Hooks
     from tutorials.exercises.watching import gathered_for_backward, has_memory, two_units
 
     for args in ((), (torch.ones(2), "text", None)):
         with two_units() as (engine, now, _):
-            hooks = Hooks(engine)
+            hooks = Hooks(Backward(engine))
             gathered_for_backward(now)
             hooks._free_when_inputs_have_gradients(now.unit, args, {})
             yield (

@@ -1,0 +1,52 @@
+"""What the units of one root share, with what the features need of it.
+
+core/engine.py has the engine itself. Here it counts (support/stats.py), holds gradients that wait
+(support/held_gradients.py), and follows a model that moves to another device.
+"""
+
+from typing import Any
+
+import torch
+
+from minifsdp.core.engine import Engine
+from minifsdp.core.limiter import Limiter
+from minifsdp.core.streams import Streams
+from minifsdp.support.held_gradients import HeldGradients
+from minifsdp.support.prefetch_stats import CountedPrefetcher
+from minifsdp.support.stats import CountedParameters, Stats
+
+
+class FeaturedEngine(Engine):
+    """The engine of one root of minifsdp.
+
+    Args:
+        units: as in the core.
+        limiter, prefetcher: of this root alone.
+        kind: what gathers the units and frees them.
+
+    Attributes:
+        stats: what it has done.
+    """
+
+    parameters: CountedParameters
+    gradients: HeldGradients
+    prefetcher: CountedPrefetcher
+
+    def __init__(
+        self,
+        units: list[Any],
+        limiter: Limiter,
+        prefetcher: CountedPrefetcher,
+        kind: type[CountedParameters] = CountedParameters,
+    ) -> None:
+        self.limiter, self.stats = limiter, Stats()
+        streams = Streams.on(torch.device("cpu"))  # till the first start knows the device
+        parameters = kind(streams, limiter, prefetcher, self.stats)
+        super().__init__(units, parameters, HeldGradients(streams, self.stats))
+        prefetcher.adapt_to(streams.host_runs_ahead)
+
+    def compute_on(self, device: torch.device) -> None:
+        """The units are on this device now, so its streams are needed."""
+        streams = Streams.on(device)
+        self.streams = self.parameters.streams = self.gradients.streams = streams
+        self.prefetcher.adapt_to(streams.host_runs_ahead)

@@ -1,0 +1,64 @@
+"""Gradients that wait.
+
+A gradient is reduced when it is complete (core/gradients.py). Two features have some wait until the
+backward is over, each with a reason of its own in ``unit.waits``: no_sync.py, which reduces them in
+a later backward, and ranks that use different units (checks/rank_agreement.py), which reduce them
+in one order. While a unit has a reason to wait, its gradient is held here.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minifsdp.core.gradients import Gradients
+from minifsdp.core.streams import Streams
+from minifsdp.featured_unit import FeaturedUnit
+from minifsdp.rows import Rows
+from minifsdp.support.marked_views import mark_unused
+from minifsdp.support.stats import Stats
+
+
+class HeldGradients(Gradients):
+    """Holds gradients that wait, and counts reductions.
+
+    Attributes:
+        held: unit -> gradient, ``[trained_numel]``, of those that are not reduced.
+    """
+
+    def __init__(self, streams: Streams, stats: Stats) -> None:
+        super().__init__(streams)
+        self.stats = stats
+        self.held: dict[Any, Tensor] = {}
+
+    def take(self, unit: Any, grad: Any) -> None:
+        """As in the core, or hold it if it has to wait. A second part is added to the first. What
+        is not a tensor has a ``whole()``."""
+        if unit.waits:
+            before = self.held.get(unit)
+            part = grad if isinstance(grad, Tensor) else grad.whole()
+            self.held[unit] = part if before is None else before.add_(part)
+        else:
+            self.stats.reductions += 1
+            super().take(unit, grad)
+
+    def reduce_held(self, unit: FeaturedUnit) -> None:
+        """Reduce what is held of a unit; if nothing is, zeros: this rank's part of the mean."""
+        grad = self.held.pop(unit, None)
+        self.stats.reductions += 1
+        super().take(unit, no_gradient(unit) if grad is None else grad)
+
+    def drop(self) -> None:
+        """As in the core."""
+        self.held.clear()
+        super().drop()
+
+
+def no_gradient(unit: FeaturedUnit) -> Tensor:
+    """What a rank sends that has no gradient of a unit while others have one: zeros
+    ``[trained_numel]``, in the dtype of the gradient; in rows they are marked as unused."""
+    size, dtype = unit.unsharded.flat_param.numel(), unit.unsharded.dtype
+    zeros = torch.zeros(size, dtype=dtype, device=unit.device)
+    if isinstance(unit.layout, Rows) and unit.layout.marks:
+        mark_unused(unit, zeros, [*unit.layout.places])
+    return zeros
