@@ -49,8 +49,9 @@ def after_gradients_of(inputs: Sequence[Tensor], hook: Callable[[object], None])
     register_multi_grad_hook(inputs, hook)
 
 
-def when_complete(leaf: Tensor, hook: Callable[[], None]) -> Node:
-    """Call ``hook`` each time a backward has gone through every use of ``leaf``.
+def when_complete(leaf: Tensor, hook: Callable[..., None]) -> Node:
+    """Call ``hook`` each time a backward has gone through every use of ``leaf``. It gets what
+    autograd gives to a hook, and must not keep it.
 
     Returns:
         The node at the end of these ways, for :func:`will_reach`. Whoever wants the calls has to
@@ -58,11 +59,10 @@ def when_complete(leaf: Tensor, hook: Callable[[], None]) -> Node:
     """
     node = get_gradient_edge(leaf).node
     if leaf.device.type == "cpu":
-        node.register_hook(lambda *_: hook())  # also if there is nothing to write to ``leaf.grad``
+        node.register_hook(hook)  # also if there is nothing to write to ``leaf.grad``
     else:
         # While a node's hook runs, autograd refers to what was written: it could not be freed.
-        register = leaf.register_post_accumulate_grad_hook
-        register(lambda _: hook())  # type: ignore[no-untyped-call]
+        leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return node
 
 

@@ -84,13 +84,14 @@ class Engine:
         for unit in self.units:
             unit.let_go(*OF_A_STEP)
             unit.state.start_step()
-            unit.view_maker.drop_gradient(unit)
 
     def fail(self) -> None:
         """A forward or a backward has failed: all is as if it had never begun."""
         for method in self.moments.failed:
             method()
         self.reset()
+        for unit in self.units:
+            unit.view_maker.drop_gradient(unit)
         self.prefetcher.forget()
 
     # ---------------------------------------------------------------- the five moments of a step
@@ -124,9 +125,9 @@ class Engine:
         """The unit's module runs no more, also because it has raised. A unit that stays gets its
         sharded views, because parameters() must not list views between steps; not so in its own
         backward, where an activation checkpoint may run another part of it."""
-        if BACKWARD not in unit.reasons:
-            hide_views(unit)
         unit.let_go(FORWARD)
+        if unit.reasons and BACKWARD not in unit.reasons:
+            hide_views(unit)
 
     def end_of_forward(self) -> None:
         """The outermost module has run. Free what was gathered ahead for a forward that did not
@@ -176,8 +177,9 @@ class Engine:
             The reductions, in their order. Their results are where the optimizer finds them.
         """
         for unit in self.units:
-            if FORWARD not in unit.reasons:
-                hide_views(unit)
-            unit.let_go(BACKWARD, STRATEGY, PREFETCH)  # if its outputs had no gradient
+            if unit.reasons:  # its outputs had no gradient, or somebody keeps it
+                if FORWARD not in unit.reasons:
+                    hide_views(unit)
+                unit.let_go(BACKWARD, STRATEGY, PREFETCH)
             unit.state.end_backward()
         return self.gradients.finish()

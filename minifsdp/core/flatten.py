@@ -83,5 +83,5 @@ def unflatten(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
         shapes: of the views; they may be 0-d, or have no elements.
     """
     numels = [math.prod(shape) for shape in shapes]
-    pieces = torch.split(flat, [*numels, flat.numel() - sum(numels)])
+    pieces = flat.split_with_sizes([*numels, flat.numel() - sum(numels)])
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=False)]

@@ -107,7 +107,8 @@ class EventQueue:
     def freed(self, unit: Unit, event: Event) -> None:
         """Remember the event, and do not wait: the host stays ahead of the device."""
         self._alive.remove(unit)
-        self._freeing.append(event)
+        if not event.query():
+            self._freeing.append(event)
 
 
 class SynchronizeAfterFree:

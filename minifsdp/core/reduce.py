@@ -160,7 +160,7 @@ class Reduction:
             self.event.wait()
             self.sent = None
         self.start()
-        return len(self._left) > 0
+        return self._left != []
 
     def wait_for_result(self) -> None:
         """Wait for the last stage: the compute stream waits or, if the result is on the host, which

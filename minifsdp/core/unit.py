@@ -163,11 +163,11 @@ class Unit:
         self.unsharded.free()
 
 
-def gradient_hook(unit: Unit) -> Callable[[], None]:
+def gradient_hook(unit: Unit) -> Callable[..., None]:
     """What autograd calls when a gradient of the unit is complete."""
     weak = ref(unit)  # autograd keeps a hook as long as a graph, and must not keep the unit
 
-    def hook() -> None:
+    def hook(*_: object) -> None:
         found = weak()
         if found is not None:
             found.on_gradient()

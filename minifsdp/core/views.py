@@ -32,6 +32,9 @@ def make_views(unit: Unit) -> None:
     they were *created*. Views from before would run after the whole backward, no unit's gradient
     would be complete before its end, and all units would be unsharded at once.
     """
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():  # as a rule
+        unit.views = unit.view_maker.make(unit)
+        return
     # After an evaluation a reentrant checkpoint may run again in its backward, with the views of
     # that evaluation. Views that were made without gradients would stop the gradient on its way to
     # the unsharded flat parameter.
@@ -80,7 +83,6 @@ class InModules:
             for at, info in enumerate(param_infos)
             for module, name in info.owners
         ]
-        self._hidden: list[Any] = [_SHARDED] * len(param_infos)
 
     def show(self, unit: Any, tensors: Sequence[Tensor]) -> None:
         """See :class:`Places`."""
@@ -89,7 +91,8 @@ class InModules:
 
     def hide(self, unit: Any) -> None:
         """See :class:`Places`."""
-        self.show(unit, self._hidden)
+        for attributes, name, _ in self._attributes:
+            attributes[name] = _SHARDED
 
 
 class ShardedParameter:

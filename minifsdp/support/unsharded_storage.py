@@ -90,7 +90,7 @@ class UnshardedFlatParams:
         on_gradient: called when the gradient of one of them is complete. Must not keep the unit.
     """
 
-    def __init__(self, on_gradient: Callable[[], None]) -> None:
+    def __init__(self, on_gradient: Callable[..., None]) -> None:
         self._on_gradient = on_gradient
         self._made: dict[torch.dtype, FeaturedFlatParam] = {}
 

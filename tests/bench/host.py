@@ -90,7 +90,7 @@ def _nothing_sent() -> Iterator[None]:
 
     def half(flat: torch.Tensor | Pieces, *_: Any, **__: Any) -> tuple[torch.Tensor, Any]:
         flat = whole(flat)  # one copy, as of what is small in a message
-        return flat[: len(flat) // 2].clone(), lambda: None
+        return flat[: flat.numel() // 2].clone(), lambda: None
 
     nothing = lambda *_, **__: lambda: None  # noqa: E731
     half_of_unit = lambda self, unit, flat, scale: half(flat)  # noqa: E731

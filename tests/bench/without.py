@@ -19,11 +19,10 @@ from minifsdp.checks.rank_agreement import RankAgreement
 from minifsdp.core.hooks import Hooks
 from minifsdp.core.layers import Layer
 from minifsdp.core.limiter import NoLimit
-from minifsdp.core.prefetch import Prefetcher
 from minifsdp.features import layers_of
 from minifsdp.fully_sharded import make_limiter, make_prefetcher
 from minifsdp.support.grad_hooks import GradientHooks
-from minifsdp.support.prefetch_stats import Mistargets
+from minifsdp.support.prefetch_stats import CountedPrefetcher, Mistargets
 from minifsdp.support.shard_changes import ShardChanges
 
 AHEAD, LIMITED = "the next unit is gathered ahead", "memory is limited"
@@ -39,7 +38,7 @@ PROMISES: dict[str, tuple[type[Layer], ...]] = {
 """By promise, the layers that keep it."""
 
 
-class NoPrefetch(Prefetcher):
+class NoPrefetch(CountedPrefetcher):
     """Records nothing, and has no target."""
 
     def __init__(self) -> None:
@@ -64,7 +63,7 @@ def without(*promises: str) -> Iterator[None]:
             if not isinstance(layer, gone):
                 yield layer
 
-    def prefetcher(*args: Any) -> Prefetcher:
+    def prefetcher(*args: Any) -> CountedPrefetcher:
         return NoPrefetch() if AHEAD in promises else make_prefetcher(*args)
 
     def limiter(given: Any) -> Any:

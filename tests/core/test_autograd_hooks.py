@@ -38,7 +38,7 @@ def test_every_hook_is_called_at_its_moment():
     leaf = torch.ones(2, requires_grad=True)
     inputs = Loud.apply(leaf, heard, "what is before the inputs")
     output = Loud.apply(inputs, heard, "the operations of a module")
-    when_complete(leaf, lambda: heard.append(f"complete: {leaf.grad.tolist()}"))
+    when_complete(leaf, lambda *_: heard.append(f"complete: {leaf.grad.tolist()}"))
     after_gradients_of([inputs], lambda _: heard.append("inputs have theirs"))
     before_gradient_of(output, lambda _: heard.append("before the output"), 0)
 
@@ -103,7 +103,7 @@ def test_an_output_that_is_an_input_again_is_heard_after_that_input():
 
 def test_whether_a_backward_comes_to_a_leaf_can_be_asked_inside_of_it():
     used, unused = (torch.ones(2, requires_grad=True) for _ in range(2))
-    nodes = [when_complete(leaf, lambda: None) for leaf in (used, unused)]
+    nodes = [when_complete(leaf, lambda *_: None) for leaf in (used, unused)]
     found = []
     both = used * 2 + unused
     output = used * 2

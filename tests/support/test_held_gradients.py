@@ -5,9 +5,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from minifsdp import MixedPrecision
 from minifsdp.comm.pieces import Pieces
 from minifsdp.core.unit_state import Purpose
 from minifsdp.support.held_gradients import no_gradient
+from tests.lone_unit import lone_unit
 from tests.ranks import device, on_ranks
 from tests.small import gathered_gradients, reductions, stack
 
@@ -62,3 +64,11 @@ def test_no_gradient_of_rows_is_marked():
     zeros = no_gradient(unit)
     assert zeros.device == device() and not zeros.any() and unit.has_unused
     assert [*unit.layout.unused(zeros)] == [0, 1]
+
+
+@pytest.mark.direct
+def test_a_rank_without_a_gradient_sends_zeros_of_its_dtype():
+    with lone_unit(ranks=3, precision=MixedPrecision(torch.bfloat16)) as lone:
+        grad = no_gradient(lone.unit)
+        assert grad.dtype is torch.bfloat16 and grad.tolist() == [0] * 12
+        assert not grad.requires_grad

@@ -179,7 +179,7 @@ def test_an_engine_of_the_modules_own_comes_first():
 
     model = FSDP(Car(6, 6).to(device()))
     step(model)
-    assert model.engine == "diesel" and isinstance(model._engine, Engine)
+    assert model.engine == "diesel" and isinstance(model._engine, FeaturedEngine)
     assert FSDP(nn.Linear(2, 2)).engine.__class__ is FeaturedEngine
     model.engine = "electric"
     assert model.module.engine == model.engine == "electric"
