@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -92,10 +93,10 @@ class FakeCudaStream:
 
     def record_event(self):
         self.log.append("record")
-        return "event"
+        return SimpleNamespace(name="event", query=None, synchronize=None)
 
     def wait_event(self, event):
-        self.log.append(f"wait for {event}")
+        self.log.append(f"wait for {event.name}")
 
 
 @pytest.mark.direct
@@ -115,9 +116,9 @@ def test_on_cuda_launch_and_finish_are_both_queued_before_the_event():
 
     stream = CudaStream(torch.device("cuda"), FakeCudaStream(log))
     with patch("torch.cuda.stream", current):
-        assert stream.submit(launch) == "event"
-    stream.wait_event("another")
-    assert log == ["enter", "launch", "finish", "record", "leave", "wait for another"]
+        event = stream.submit(launch)
+    stream.wait_event(event)
+    assert log == ["enter", "launch", "finish", "record", "leave", "wait for event"]
 
 
 @pytest.mark.direct
@@ -135,9 +136,10 @@ def test_on_cuda_the_allocator_is_told_who_uses_a_tensor():
 
 class PassedEvent:
     def wait(self):
-        """Everything has happened already."""
+        raise AssertionError("it lets the current device wait, and a model may be on another one")
 
-    synchronize = wait
+    def synchronize(self):
+        """Everything has happened already."""
 
     def query(self):
         return True

@@ -51,7 +51,7 @@ class Watched:
     """Collectives that deadlock_watch.py knows of, so that it can say where each rank is.
 
     Args:
-        inner: whose ``finish`` is the ``wait`` of a ``dist.Work``.
+        inner: whose ``finish`` is the ``wait`` of a ``dist.Work``, if it has to wait.
     """
 
     def __init__(self, inner: Comm) -> None:

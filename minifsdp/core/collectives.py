@@ -69,22 +69,34 @@ class Comm(Protocol):
 
 
 class TorchCollectives:
-    """torch's own. ``unit`` is divided in chunks (shard.py): a shard is in one piece."""
+    """torch's own. ``unit`` is divided in chunks (shard.py): a shard is in one piece.
+
+    On a CPU the threads of the network library send, and ``finish`` waits for them. On a GPU a
+    collective that is not asynchronous runs on the stream that it is called on, which is one of
+    ours, with its priority. (As ``async_op`` it would run on a stream of NCCL's, and two streams
+    would have to wait for each other.)
+    """
 
     def all_gather(self, unit: Any, full: Tensor, shard: Tensor, group: Group) -> Finish:
         """See :class:`Comm`."""
-        finish: Finish = torch_all_gather(full, shard, group=group, async_op=True).wait
-        return finish
+        return _finish(torch_all_gather(full, shard, group=group, async_op=_by_threads(full)))
 
     def reduce_scatter(self, unit: Any, flat: Tensor, scale: float) -> tuple[Tensor, Finish]:
         """See :class:`Comm`."""
         group = unit.shard_group
         total = flat.new_empty(flat.numel() // group.size())
-        work = torch_reduce_scatter(total, flat.mul_(scale), group=group, async_op=True)
-        return total, work.wait
+        sent, by_threads = flat.mul_(scale), _by_threads(flat)
+        return total, _finish(torch_reduce_scatter(total, sent, group=group, async_op=by_threads))
 
     def all_reduce(self, unit: Any, flat: Tensor, scale: float, group: Group) -> Finish:
         """See :class:`Comm`."""
-        work: Any = dist.all_reduce(flat.mul_(scale), group=group, async_op=True)
-        finish: Finish = work.wait
-        return finish
+        return _finish(dist.all_reduce(flat.mul_(scale), group=group, async_op=_by_threads(flat)))
+
+
+def _by_threads(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _finish(work: Any) -> Finish:
+    """``work``: None if the collective is on the stream that it was called on."""
+    return work.wait if work is not None else lambda: None

@@ -29,6 +29,8 @@ the core does not promise, and the file of minifsdp that does:
   ignored (wrapping/ignored.py); an attribute that is set on the wrapper is not set on the module
   (wrapping/attributes.py); torch.compile (wrapping/compiled.py); ``fully_shard`` (fsdp_module.py)
 - messages of ranks on one machine without a network library (comm/same_machine.py)
+- what the engine does is hidden from a program's dispatch modes, such as selective activation
+  checkpoints around units (dispatch_modes.py); it counts what it has done (support/stats.py)
 """
 
 from collections.abc import Callable, Iterable

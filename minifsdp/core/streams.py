@@ -159,6 +159,19 @@ def _cpu(device: torch.device) -> Streams:
 # ---------------------------------------------------------------------------------------- CUDA
 
 
+class CudaEvent:
+    """A CUDA event, for which the compute stream of *its* device waits."""
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self.event, self._device = event, device
+        self.query, self.synchronize = event.query, event.synchronize
+
+    def wait(self) -> None:
+        # Not event.wait(): it lets a stream of the current device wait, and a model may be on
+        # another one. That model would compute with what has not arrived.
+        torch.cuda.current_stream(self._device).wait_event(self.event)
+
+
 class CudaStream:
     """A CUDA stream. Without ``stream`` it is the one that is current at each use."""
 
@@ -177,11 +190,10 @@ class CudaStream:
             return self.record_event()
 
     def record_event(self) -> Event:
-        event: Event = self._stream.record_event()
-        return event
+        return CudaEvent(self._stream.record_event(), self._device)
 
     def wait_event(self, event: Event) -> None:
-        self._stream.wait_event(event)  # type: ignore[arg-type]  # events here are CUDA's
+        self._stream.wait_event(event.event)  # type: ignore[attr-defined]  # they are CudaEvents
 
     def record_stream(self, tensor: Tensor) -> None:
         # Without this line the allocator gives the memory to the next all-gather as soon as the
@@ -192,7 +204,8 @@ class CudaStream:
 def _cuda(device: torch.device) -> Streams:
     def new() -> CudaStream:
         # High priority: otherwise a collective that is ready waits until the kernels of the compute
-        # stream leave room for it.
+        # stream leave room for it. It counts since the collective runs on this stream
+        # (collectives.py).
         own = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         return CudaStream(device, own)
 
