@@ -13,7 +13,9 @@ param_views.py         when it finds which: views while unsharded, placeholders 
 saved_tensors.py       what autograd saves of parameters: where to find them, not their memory
 grad_hooks.py          the gradient hooks that users register on flat parameters
 listed_modules.py      several modules as one unit, as fully_shard([a, b]) makes them
-prefetch_stats.py      how many prefetches there were, and how many had the wrong target
+held_gradients.py      gradients that are not reduced as long as somebody has a reason to wait
+stats.py               what a root has done: gathers, reductions, prefetches, and the most memory
+prefetch_stats.py      how many prefetches had the wrong target
 buffers.py             the tensors of a module that are not parameters
 pytree.py              what a module takes or returns, with other tensors
 fingerprint.py         a number for values, to compare values without sending them
