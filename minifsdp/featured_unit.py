@@ -182,7 +182,8 @@ class FeaturedUnit(Unit):
         in_full = purpose is Purpose.EVAL and self.precision.full_precision_in_eval
         self.exact = in_full or purpose is Purpose.LOOK
         self.compute_in(self.dtype)
-        self.buffers.place(self.device, self.exact)
+        if self.buffers.original_dtypes:
+            self.buffers.place(self.device, self.exact)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -195,8 +196,9 @@ class FeaturedUnit(Unit):
     def compute_in(self, dtype: torch.dtype) -> None:
         """Use the unsharded flat parameter of a dtype. The unit is sharded."""
         trained = self.sharded_flat_param.requires_grad
-        made = self.unsharded_by_dtype.get(dtype, trained)
-        self._use(made if made is not None else self._new_unsharded(dtype, trained))
+        made = self.unsharded_by_dtype.get(dtype, trained) or self._new_unsharded(dtype, trained)
+        if made is not self.unsharded:
+            self._use(made)
 
     def compute_with(self, unsharded: FeaturedFlatParam) -> None:
         """Use the one that a graph was made with, which may be of another dtype.
@@ -213,9 +215,8 @@ class FeaturedUnit(Unit):
         self._use(unsharded)
 
     def _use(self, unsharded: FeaturedFlatParam) -> None:
-        if unsharded is not self.unsharded:
-            self.views = []  # they are of another one
         self.unsharded = unsharded
+        self.views = []  # they are of another one
 
     @torch.inference_mode(False)  # what is made here outlives the mode that a forward may run in
     def _new_unsharded(self, dtype: torch.dtype, trained: bool) -> FeaturedFlatParam:
