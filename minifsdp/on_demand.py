@@ -69,13 +69,10 @@ class OnDemand(Layer):
         if call.unit in self._freed_early:
             self.freed(call.unit)
 
-    def gathered(self, call: Call) -> None:
-        """What is saved from now on of this unit's parameters is of this call."""
-        self.saved.uses(tuple(self.hooks.calls))
-
     def around_forward(self, call: Call) -> AbstractContextManager[object]:
-        """Saves parameters as descriptions."""
-        return self.saved.hooks(call.module)
+        """Saves parameters as descriptions: what is saved from now on of this unit's is of this
+        call."""
+        return self.saved.hooks(tuple(self.hooks.calls))
 
     def after_forward(self, call: Call, output: object) -> object:
         """What was lent to the module is not needed any more."""
