@@ -93,12 +93,13 @@ class FeaturedUnit(Unit):
         self.is_list = False  # of several modules; see listed_modules.py
         self.by_hand: ExitStack | None = None  # while FSDPModule.unshard() has it gathered
         self.comm_hook: Any = None  # a stage; see between_steps/comm_hooks.py
+        self.shard_numel = layout.optimized_numel(self.shard_rank)  # without padding
         self.padded_shard = host_copy(self.padded_shard, offload_from)
         self.unsharded = self.new_unsharded()  # of that; else the device would keep the other
         if self.mesh is not None:
             self.sharded_flat_param = divided_parameter(self, trained)
         else:
-            unpadded = self.padded_shard[: layout.optimized_numel(self.shard_rank)]
+            unpadded = self.padded_shard[: self.shard_numel]
             self.sharded_flat_param = self._new_chunk(unpadded, any(trained))
         # What it sends of its own shard; `source` differs from it between forward and backward if
         # the unit has ranks to share it then (post_forward.py).
