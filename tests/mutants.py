@@ -483,7 +483,7 @@ MUTANTS = [
     Mutant("support/param_views", "the flat parameter is lost", "        unit.module._parameters[FLAT_PARAM] = unit.sharded_flat_param\n", "        pass\n"),
     Mutant("support/param_views", "placeholders are taken for parameters", "        unit.has_placeholders = True\n", "        pass\n", noticed_by="between_steps/idle"),
     Mutant("support/param_views", "in rows parameters have no names", "listed = unit.optimized_params if unit.mesh is not None else [None] * len(unit.param_infos)", "listed = [None] * len(unit.param_infos)", noticed_by="between_steps/idle"),
-    Mutant("checks/param_changes", "changes in a forward are lost", "values(unit, before.number is not None) != before:", "False:"),
+    Mutant("checks/param_changes", "changes in a forward are lost", "values(unit, before[1] is not None) != before:", "False:"),
     Mutant("checks/param_changes", "so are replaced parameters", "if module._parameters.get(name) is not view:", "if False:"),
     Mutant("core/autograd_hooks", "an output that is an input again is heard too early", "node.register_prehook(hook)", "output.register_hook(hook)"),
     Mutant("core/autograd_hooks", "the end is heard as a death, too", "        if not ended:\n", "        if True:\n"),
