@@ -78,14 +78,13 @@ def before_joining(views: Sequence[Tensor], hook: Callable[[Grads], Grads | None
 def _keep(arrived: Arrived, unsharded: FeaturedFlatParam, grads: Grads) -> Grads:
     """Keep the gradients, and give autograd none to join. It calls the hook on the flat parameter
     all the same. (No method: a graph holds this, and must not hold more than it needs.)"""
-    before = arrived.get(unsharded)
-    if before is None:
-        arrived[unsharded] = list(grads)
-    else:
+    found = list(grads)
+    if unsharded in arrived:
         # A module has run twice. The first gradient may be in use elsewhere, so the second one is
         # not added in place.
-        arrived[unsharded] = [
-            one if other is None else other if one is None else one + other
-            for one, other in zip(before, grads, strict=True)
-        ]
+        for number, first in enumerate(arrived[unsharded]):
+            if first is not None:
+                second = grads[number]
+                found[number] = first if second is None else first + second
+    arrived[unsharded] = found
     return (None,) * len(grads)
