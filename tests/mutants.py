@@ -55,6 +55,8 @@ MUTANTS = [
     Mutant("between_steps/idle", "a broken backward hides them till the next", "        self._graph_waits = False\n        show_divided_params(self._units)\n", "        self._graph_waits = False\n"),
     Mutant("between_steps/idle", "after one backward they wait for ever", '        """The backward that was waited for."""\n        self._graph_waits = False\n', '        """The backward that was waited for."""\n'),
     Mutant("features", "every root has lists", "    if any(unit.is_list for unit in units):\n", "    if units:\n"),
+    Mutant("features", "every root casts back", "    if any(unit.precision.cast_forward_inputs for unit in units):\n", "    if units:\n"),
+    Mutant("precision", "nobody casts back", "output_cast(call.unit, args, kwargs)\n        return", "None\n        return"),
     Mutant("features", "users' hooks may write to what others read", "    yield Readers()\n    yield GradientHooks()\n", "    yield GradientHooks()\n    yield Readers()\n"),
     Mutant("features", "post-forward shards are never sent", "    if any(unit.post_forward_lines is not None for unit in units):\n", "    if not units:\n"),
     Mutant("features", "a replaced parameter is everybody's affair", "    yield Unreplaced()\n    yield agreement\n", "    yield agreement\n    yield Unreplaced()\n"),
