@@ -5,6 +5,8 @@ memory again. NCCL needs that. On a CPU they can be sent without it (comm/pieces
 
     SplitViews    gradients of the views --copied together--> flat_param.grad --> reduced
     PieceViews    gradients of the views --------------------------------------> reduced, in pieces
+
+Both are the views of one split. Here a hook takes their gradients where autograd would join them.
 """
 
 from collections.abc import Callable, Sequence
