@@ -93,12 +93,13 @@ class FeaturedUnit(Unit):
         self.is_list = False  # of several modules; see listed_modules.py
         self.by_hand: ExitStack | None = None  # while FSDPModule.unshard() has it gathered
         self.comm_hook: Any = None  # a stage; see between_steps/comm_hooks.py
+        self.shard_numel = layout.optimized_numel(self.shard_rank)  # without padding
         self.padded_shard = host_copy(self.padded_shard, offload_from)
         self.unsharded = self.new_unsharded()  # of that; else the device would keep the other
         if self.mesh is not None:
             self.sharded_flat_param = divided_parameter(self, trained)
         else:
-            unpadded = self.padded_shard[: layout.optimized_numel(self.shard_rank)]
+            unpadded = self.padded_shard[: self.shard_numel]
             self.sharded_flat_param = self._new_chunk(unpadded, any(trained))
         # What it sends of its own shard; `source` differs from it between forward and backward if
         # the unit has ranks to share it then (post_forward.py).
@@ -182,7 +183,8 @@ class FeaturedUnit(Unit):
         in_full = purpose is Purpose.EVAL and self.precision.full_precision_in_eval
         self.exact = in_full or purpose is Purpose.LOOK
         self.compute_in(self.dtype)
-        self.buffers.place(self.device, self.exact)
+        if self.buffers.original_dtypes:
+            self.buffers.place(self.device, self.exact)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -195,8 +197,9 @@ class FeaturedUnit(Unit):
     def compute_in(self, dtype: torch.dtype) -> None:
         """Use the unsharded flat parameter of a dtype. The unit is sharded."""
         trained = self.sharded_flat_param.requires_grad
-        made = self.unsharded_by_dtype.get(dtype, trained)
-        self._use(made if made is not None else self._new_unsharded(dtype, trained))
+        made = self.unsharded_by_dtype.get(dtype, trained) or self._new_unsharded(dtype, trained)
+        if made is not self.unsharded:
+            self._use(made)
 
     def compute_with(self, unsharded: FeaturedFlatParam) -> None:
         """Use the one that a graph was made with, which may be of another dtype.
@@ -213,9 +216,8 @@ class FeaturedUnit(Unit):
         self._use(unsharded)
 
     def _use(self, unsharded: FeaturedFlatParam) -> None:
-        if unsharded is not self.unsharded:
-            self.views = []  # they are of another one
         self.unsharded = unsharded
+        self.views = []  # they are of another one
 
     @torch.inference_mode(False)  # what is made here outlives the mode that a forward may run in
     def _new_unsharded(self, dtype: torch.dtype, trained: bool) -> FeaturedFlatParam:

@@ -19,7 +19,7 @@ from minifsdp.dispatch_modes import HooksWithoutModes
 from minifsdp.no_sync import NoSync
 from minifsdp.on_demand import OnDemand
 from minifsdp.post_forward import PostForward
-from minifsdp.precision import Precision
+from minifsdp.precision import CastBack, Precision
 from minifsdp.support.grad_hooks import GradientHooks
 from minifsdp.support.listed_modules import Lists
 from minifsdp.support.marked_views import UnusedParams
@@ -43,6 +43,8 @@ def layers_of(hooks: HooksWithoutModes) -> Iterator[Layer]:
     yield FirstStep(engine)
     yield no_sync
     yield ShardChanges(engine)
+    if any(unit.precision.cast_forward_inputs for unit in units):
+        yield CastBack()
     yield Precision(engine)
     yield Mistargets(engine)  # looks which units are not gathered yet
     if any(unit.mesh is not None for unit in units):

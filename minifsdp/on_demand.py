@@ -69,13 +69,10 @@ class OnDemand(Layer):
         if call.unit in self._freed_early:
             self.freed(call.unit)
 
-    def gathered(self, call: Call) -> None:
-        """What is saved from now on of this unit's parameters is of this call."""
-        self.saved.uses(tuple(self.hooks.calls))
-
     def around_forward(self, call: Call) -> AbstractContextManager[object]:
-        """Saves parameters as descriptions."""
-        return self.saved.hooks(call.module)
+        """Saves parameters as descriptions: what is saved from now on of this unit's is of this
+        call."""
+        return self.saved.hooks(tuple(self.hooks.calls))
 
     def after_forward(self, call: Call, output: object) -> object:
         """What was lent to the module is not needed any more."""
@@ -149,16 +146,17 @@ class OnDemand(Layer):
 
         Not if there may be another graph, which the program has dropped. Python's collector decides
         when that is gone, and so on each rank at another time; but all have to free alike."""
-        if BACKWARD not in unit.reasons or self.graphs != 1 or unit.unsharded.is_saved:
+        if unit.state.sharded is not ShardedState.UNSHARDED or BACKWARD not in unit.reasons:
             return
         if not unit.reasons <= {BACKWARD, STRATEGY} or unit in self._needed_again:
             return
-        if unit.state.sharded is ShardedState.UNSHARDED:
-            hide_views(unit)  # modules refer to the others, too
-            if unit.unsharded.is_in_use(unit.views):
-                show_views(unit)
-            else:
-                self._freed_early[unit] = self.engine.parameters.free(unit)
+        if self.graphs != 1 or unit.unsharded.is_saved:
+            return
+        hide_views(unit)  # modules refer to the others, too
+        if unit.unsharded.is_in_use(unit.views):
+            show_views(unit)
+        else:
+            self._freed_early[unit] = self.engine.parameters.free(unit)
 
     def _unshard_again(self, unit: FeaturedUnit) -> None:
         """Gather what was freed early, and is needed in this backward all the same: an activation
@@ -172,9 +170,8 @@ class OnDemand(Layer):
 
     def freed(self, unit: FeaturedUnit) -> None:
         """The limiter hears of what was freed early."""
-        event = self._freed_early.pop(unit, None)
-        if event is not None:
-            self.engine.limiter.freed(unit, event)
+        if unit in self._freed_early:
+            self.engine.limiter.freed(unit, self._freed_early.pop(unit))
 
 
 def check_in_backward() -> None:

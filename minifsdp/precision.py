@@ -37,7 +37,7 @@ FULL_PRECISION = MixedPrecision(cast_forward_inputs=True)
 
 
 class Precision(Layer):
-    """Computes in the dtypes of the precision, and hands on inputs and outputs in them.
+    """Computes in the dtypes of the precision, and hands on inputs in them.
 
     Attributes:
         purpose: of the last forward; at first, to look at parameters.
@@ -80,10 +80,20 @@ class Precision(Layer):
         """Cast and move them; see :func:`prepare_inputs`."""
         unit, engine = call.unit, self._engine
         call.notes["purpose"] = self.purpose
-        call.notes["cast output"] = output_cast(unit, args, kwargs)
         # Also where a checkpoint around the root runs it again, which is then not the outermost.
         is_root = unit is engine.root or call.outermost
-        return prepare_inputs(unit, is_root, args, kwargs)
+        if is_root or unit.precision.cast_forward_inputs:  # others compute with what they get
+            args, kwargs = prepare_inputs(unit, is_root, args, kwargs)
+        return args, kwargs
+
+
+class CastBack(Layer):
+    """Hands on outputs in the dtype of the inputs, where a unit casts these."""
+
+    def inputs(self, call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Note how to cast the output, before :class:`Precision` casts the inputs."""
+        call.notes["cast output"] = output_cast(call.unit, args, kwargs)
+        return args, kwargs
 
     def after_forward(self, call: Call, output: Any) -> Any:
         """Cast the output; see :func:`output_cast`."""

@@ -38,7 +38,6 @@ parameters in one tensor, with zeros in between, is ours.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -107,8 +106,7 @@ class Rows:
         padded_numel: elements of the unsharded flat parameter.
         trained_numel: how many of them can have a gradient: the first ones, and the marks.
         sizes: of each parameter among these, and of what is after it: padding, and the marks.
-        places: where each parameter among these begins, by its number in ``with_grad``. Those
-            without elements are left out.
+        marked: which parameters have marks, by their numbers in ``with_grad``: those with elements.
     """
 
     def __init__(
@@ -126,8 +124,7 @@ class Rows:
         self.trained_numel = sum(self.trained_blocks) * world_size
         self._sizes = self._all_sizes(blocks)
         self.sizes = self._sizes[: 2 * len(self.with_grad)]
-        begins = [*accumulate(self.sizes, initial=0)][::2]
-        self.places = {n: begins[n] for n, size in enumerate(self.sizes[::2]) if size}
+        self.marked = [number for number, size in enumerate(self.sizes[::2]) if size]
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
         """Concatenate tensors of these shapes.

@@ -10,7 +10,7 @@ from minifsdp.checks.param_changes import Unreplaced
 from minifsdp.checks.rank_agreement import RankAgreement
 from minifsdp.no_sync import NoSync
 from minifsdp.post_forward import PostForward
-from minifsdp.precision import Precision
+from minifsdp.precision import FULL_PRECISION, CastBack, Precision
 from minifsdp.support.grad_hooks import GradientHooks
 from minifsdp.support.listed_modules import Lists
 from minifsdp.support.shard_changes import ShardChanges
@@ -25,7 +25,7 @@ from tests.small import (
     stack,
 )
 
-SOME = {Lists, PostForward, ShownParams}  # what not every root needs
+SOME = {CastBack, Lists, PostForward, ShownParams}  # what not every root needs
 
 
 def kinds(engine):
@@ -40,6 +40,7 @@ def test_a_root_has_no_layer_of_a_feature_that_it_does_not_use():
     fully_shard([model[1], model[2]])
     fully_shard(model)
     assert SOME & {*kinds(model._engine)} == {Lists, ShownParams}
+    assert SOME & {*kinds(stack(mixed_precision=FULL_PRECISION).engine)} == {CastBack}
 
 
 @on_ranks(4)

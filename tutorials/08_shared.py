@@ -73,8 +73,8 @@ def owners() -> None:
 # message. Without it a module that is called at the wrong time would compute with freed memory.
 # This is the method that gives a view to all owners:
 #
-# {{ minifsdp/support/param_access.py ParamInfo.show -found = -__setattr__ is
-# -found is None }}
+# {{ minifsdp/support/param_views.py Placeholders.show -Or parameters -pop(FLAT_PARAM -hidden, unit
+# -attributes = -found = -if found -__setattr__ is -if hidden }}
 #
 # ## What breaks without it
 #

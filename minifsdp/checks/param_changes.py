@@ -12,7 +12,7 @@ In plain PyTorch autograd refuses the last one. Here what it has saved of a unit
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from minifsdp.checks.rank_agreement import CHECKED_STEPS, RankAgreement
 from minifsdp.core.layers import Call, Layer
@@ -94,11 +94,10 @@ class Untouched(Layer):
         return output
 
 
-class Values(NamedTuple):
-    """By these two a change of the unsharded parameters of a unit is noticed."""
-
-    version: int  # autograd's count of changes that are made through the views
-    number: int | None  # a fingerprint: a change through ``weight.data`` is not counted
+Values = tuple[int, int | None]
+"""By these two a change of the unsharded parameters of a unit is noticed: autograd's count of those
+that are made through the views; and a fingerprint, since those through ``weight.data`` are not
+counted."""
 
 
 def values(unit: FeaturedUnit, thoroughly: bool) -> Values:
@@ -110,7 +109,7 @@ def values(unit: FeaturedUnit, thoroughly: bool) -> Values:
     # Without sharding the views are the parameters themselves, and a change of them lasts.
     unsharded = unit.unsharded
     number = fingerprint([unsharded.data]) if thoroughly and unsharded.needs_unshard else None
-    return Values(unsharded.flat_param._version, number)
+    return unsharded.flat_param._version, number
 
 
 def check_untouched(unit: FeaturedUnit, before: Values, failed: bool = False) -> None:
@@ -127,7 +126,7 @@ def check_untouched(unit: FeaturedUnit, before: Values, failed: bool = False) ->
     """
     how = ""
     unsharded = unit.unsharded
-    if (unsharded.needs_unshard or failed) and values(unit, before.number is not None) != before:
+    if (unsharded.needs_unshard or failed) and values(unit, before[1] is not None) != before:
         how = "changed in place"
     memory = unsharded.storage._cdata
     for info, view in zip(unit.param_infos, unit.views, strict=True):

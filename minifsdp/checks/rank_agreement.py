@@ -325,6 +325,7 @@ class RankAgreement(Layer):
 
 def _source(unit: FeaturedUnit) -> GradSource:
     """Where this rank's gradient of a unit comes from, in the backward that has just begun."""
-    if any(will_reach(node) for node in unit.unsharded_by_dtype.grad_accumulators):
-        return GradSource.BACKWARD
+    for node in unit.unsharded_by_dtype.grad_accumulators:
+        if will_reach(node):
+            return GradSource.BACKWARD
     return GradSource.NO_SYNC if unit.unreduced_grad is not None else GradSource.NONE

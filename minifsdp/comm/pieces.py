@@ -48,7 +48,7 @@ class Pieces:
 
     @property
     def requires_grad(self) -> bool:
-        return any(piece.requires_grad for piece in self.pieces)
+        return any([piece.requires_grad for piece in self.pieces])
 
     def numel(self) -> int:
         return sum(piece.numel() for piece in self.pieces)

@@ -18,11 +18,14 @@ class Buffers:
     Args:
         modules: the modules of the unit, without those of nested units.
         dtype: what floating-point buffers are cast to before they are used; None: no cast.
+
+    Attributes:
+        original_dtypes: where they are -> their dtypes at wrapping.
     """
 
     def __init__(self, modules: list[nn.Module], dtype: torch.dtype | None) -> None:
         self._dtype = dtype
-        self._original_dtypes = {
+        self.original_dtypes = {
             TensorAttribute(module, name): buffer.dtype
             for module in modules
             for name, buffer in module._buffers.items()
@@ -37,7 +40,7 @@ class Buffers:
             full_precision: cast to the dtypes that the buffers had at wrapping.
         """
         placed: dict[Tensor, Tensor] = {}  # a buffer that two modules share stays shared
-        for attribute, original in self._original_dtypes.items():
+        for attribute, original in self.original_dtypes.items():
             buffer = attribute.get()  # in every call, because users replace and remove buffers
             if buffer is None:
                 continue

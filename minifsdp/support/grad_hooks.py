@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from minifsdp.comm.pieces import Pieces, whole
 from minifsdp.core.layers import Layer
@@ -39,9 +40,20 @@ class GradientHooks(Layer):
         self._complete: Sequence[FeaturedUnit] = ()
 
     def gradient(self, unit: FeaturedUnit, grad: Tensor | Pieces) -> Tensor | Pieces:
-        """Before the reduction. Raises RuntimeError: see the functions that are called."""
-        check_first_order(unit, grad)
-        return change_gradient(unit, grad)
+        """Before the reduction.
+
+        Raises:
+            RuntimeError: the gradient is to be differentiated itself; or a hook has failed.
+        """
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"unit {unit.label}: gradients of gradients (create_graph=True) are not supported, "
+                f"because the reduction over ranks cannot be differentiated."
+            )
+        for param in unit.optimized_params:
+            if param._backward_hooks:
+                return change_gradient(unit, grad)
+        return grad
 
     def complete(self, reductions: Sequence[Reduction]) -> None:
         """Not yet: others may have to wait for what an optimizer must not change."""
@@ -55,19 +67,15 @@ class GradientHooks(Layer):
         """At the end of the backward."""
         complete, self._complete = self._complete, ()
         for unit in complete:
-            after_gradient(unit)
+            for param in unit.optimized_params:
+                # torch.distributed.optim._apply_optimizer_in_backward puts its optimizers there.
+                # Its own hook is on a node of a graph that this parameter is not in.
+                optimizers = getattr(param, "_in_backward_optimizers", ())
+                if optimizers or param._post_accumulate_grad_hooks:
+                    after_gradient(param, optimizers)
 
 
-def check_first_order(unit: FeaturedUnit, grad: Tensor | Pieces) -> None:
-    """Raises RuntimeError: the gradient is to be differentiated itself."""
-    if grad.requires_grad:
-        raise RuntimeError(
-            f"unit {unit.label}: gradients of gradients (create_graph=True) are not supported, "
-            f"because the reduction over ranks cannot be differentiated."
-        )
-
-
-def change_gradient(unit: FeaturedUnit, grad: Tensor | Pieces) -> Tensor | Pieces:
+def change_gradient(unit: FeaturedUnit, grad: Tensor | Pieces) -> Tensor:
     """Let the hooks of a unit's parameters see and replace a gradient before it is reduced.
 
     Args:
@@ -80,8 +88,6 @@ def change_gradient(unit: FeaturedUnit, grad: Tensor | Pieces) -> Tensor | Piece
     Raises:
         RuntimeError: a hook raised one, or returned something of another shape.
     """
-    if not any(param._backward_hooks for param in unit.optimized_params):
-        return grad
     grad = whole(grad)
     # Padding belongs to no parameter, and a hook may count elements.
     parts, unused = [grad[: unit.numel]], []
@@ -114,19 +120,13 @@ def _changed(unit: FeaturedUnit, param: nn.Parameter, grad: Tensor) -> Tensor:
     return grad
 
 
-def after_gradient(unit: FeaturedUnit) -> None:
-    """Call the hooks that wait for the complete gradient of a unit's parameters."""
-    for param in unit.optimized_params:
-        hooks = param._post_accumulate_grad_hooks
-        # torch.distributed.optim._apply_optimizer_in_backward puts its optimizers here. Its own
-        # hook is on a node of a graph that this parameter is not in.
-        optimizers = getattr(param, "_in_backward_optimizers", ())
-        if not hooks and not optimizers:
-            continue  # as a rule
-        if param.requires_grad and param.grad is not None:  # in rows some may be frozen
-            with torch.no_grad():
-                for hook in list((hooks or {}).values()):
-                    hook(param)
-                for optimizer in optimizers:
-                    optimizer.step()
-                    param.grad = None
+def after_gradient(param: nn.Parameter, optimizers: Sequence[Optimizer]) -> None:
+    """Call the hooks that wait for the complete gradient of a parameter, and these optimizers."""
+    hooks: Any = param._post_accumulate_grad_hooks
+    if param.requires_grad and param.grad is not None:  # in rows some may be frozen
+        with torch.no_grad():
+            for hook in list((hooks or {}).values()):
+                hook(param)
+            for optimizer in optimizers:
+                optimizer.step()
+                param.grad = None

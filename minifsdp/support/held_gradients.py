@@ -60,5 +60,5 @@ def no_gradient(unit: FeaturedUnit) -> Tensor:
     size, dtype = unit.unsharded.flat_param.numel(), unit.unsharded.dtype
     zeros = torch.zeros(size, dtype=dtype, device=unit.device)
     if isinstance(unit.layout, Rows) and unit.layout.marks:
-        mark_unused(unit, zeros, [*unit.layout.places])
+        mark_unused(unit, zeros, [*unit.layout.marked])
     return zeros

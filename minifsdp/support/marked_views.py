@@ -8,6 +8,7 @@ A unit in rows may also be frozen in part. Then only a part of its views has gra
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -16,50 +17,37 @@ from minifsdp.core.layers import Layer
 from minifsdp.core.reduce import Reduction
 from minifsdp.core.views import SplitViews
 from minifsdp.featured_unit import FeaturedUnit
-from minifsdp.rows import Rows
-from minifsdp.support.piece_views import PieceViews
+from minifsdp.support.piece_views import Grads, PieceViews, before_joining
 from minifsdp.support.unsharded_storage import FeaturedFlatParam
+
+Used = dict[FeaturedFlatParam, set[int]]
+"""Numbers of parameters, in the order in which they are laid."""
 
 
 class MarkedSplitViews(SplitViews):
     """A :class:`~minifsdp.core.views.ViewMaker`, as :class:`~minifsdp.core.views.SplitViews`.
 
     Attributes:
-        used: of each dtype that the unit is computed in, the numbers of the parameters that have a
-            gradient which nobody has taken yet, in the order in which they are laid.
+        used: of each dtype that the unit is computed in, the parameters that have a gradient which
+            nobody has taken yet.
     """
 
     def __init__(self) -> None:
-        self.used: dict[FeaturedFlatParam, set[int]] = {}
+        self.used: Used = {}
 
     def make(self, unit: FeaturedUnit) -> list[Tensor]:
         """See :class:`~minifsdp.core.views.ViewMaker`."""
-        unsharded, layout = unit.unsharded, unit.layout
-        assert isinstance(layout, Rows)  # others have no marks
-        views = layout.unflatten(unsharded.flat_param, unsharded.frozen)
-        if unsharded.flat_param.requires_grad:
-            self._watch_split(views[layout.with_grad[0]], unsharded)
+        unsharded = unit.unsharded
+        views = unit.layout.unflatten(unsharded.flat_param, unsharded.frozen)
+        before_joining(views, partial(_note, self.used, unsharded))
         return views
-
-    def _watch_split(self, view: Tensor, unsharded: FeaturedFlatParam) -> None:
-        """Note which parts of the unsharded flat parameter a backward has a gradient for."""
-        assert view.grad_fn is not None
-        split = view.grad_fn.next_functions[0][0]
-        assert split is not None
-        used = self.used  # a graph that holds the hook must not hold more than this
-
-        def note(grads: Sequence[Tensor | None]) -> None:
-            now = {number for number, grad in enumerate(grads[::2]) if grad is not None}
-            used[unsharded] = used.get(unsharded, set()) | now
-
-        split.register_prehook(note)
 
     def take_gradient(self, unit: FeaturedUnit) -> Tensor:
         """See :class:`~minifsdp.core.views.ViewMaker`."""
         layout: Any = unit.layout
         used = self.used.pop(unit.unsharded)
         grad = super().take_gradient(unit)
-        mark_unused(unit, grad, [number for number in layout.places if number not in used])
+        mark_unused(unit, grad, [number for number in layout.marked if number not in used])
         return grad
 
     def drop_gradient(self, unit: FeaturedUnit) -> None:
@@ -75,8 +63,8 @@ class MarkedPieceViews(PieceViews):
     def take_gradient(self, unit: FeaturedUnit) -> Any:
         """See :class:`~minifsdp.core.views.ViewMaker`."""
         layout: Any = unit.layout
-        arrived = self.arrived[unit.unsharded]
-        unused = [number for number, place in layout.places.items() if place not in arrived]
+        grads = self.arrived[unit.unsharded][::2]  # without the padding after each
+        unused = [number for number in layout.marked if grads[number] is None]
         grad = super().take_gradient(unit)
         mark_unused(unit, grad.pieces[-1], unused)  # the marks come last
         return grad
@@ -118,6 +106,13 @@ class UnusedParams(Layer):
         """What a failed backward has not used is forgotten."""
         for unit in self._units:
             unit.has_unused = False
+
+
+def _note(used: Used, unsharded: FeaturedFlatParam, grads: Grads) -> None:
+    """Note which parameters a backward has a gradient for. (No method: a graph holds this, and must
+    not hold more than it needs.)"""
+    now = {number for number, grad in enumerate(grads[::2]) if grad is not None}
+    used[unsharded] = used.get(unsharded, set()) | now
 
 
 def _without_gradient(unit: FeaturedUnit) -> set[int]:

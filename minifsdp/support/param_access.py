@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from minifsdp.core import unit
@@ -34,54 +34,6 @@ class ParamInfo(unit.ParamInfo):
 
     owners: list[TensorAttribute] = field(default_factory=list)
     attributes: dict[str, Any] = field(default_factory=dict)
-
-    def show(self, view: Tensor, hidden: bool) -> None:
-        """Show ``view`` to all owners as a parameter, which ``module.parameters()`` lists as well.
-
-        Args:
-            view: of the parameter's shape; or the DTensor that an optimizer is to find.
-            hidden: the owners have a placeholder now.
-
-        Raises:
-            RuntimeError: the placeholder was replaced by another parameter.
-        """
-        for module, name in self.owners:
-            found = module.__dict__.pop(name, None)  # Python would find it before the parameter
-            if type(module).__setattr__ is not _SETATTR:
-                _assign(module, name, view)
-                module.__dict__.pop(name, None)
-            if hidden and found is None:
-                raise RuntimeError(
-                    f"parameter {self.name!r} was replaced after wrapping. Its unit was made of "
-                    f"the old one, and trains that; the new one would be trained by nobody. "
-                    f"Replace it before you wrap the model, or set its values inside of "
-                    f"FSDP.summon_full_params(model)."
-                )
-            module._parameters[name] = view  # type: ignore[assignment]  # not a leaf
-
-    def hide(self, placeholder: "Placeholder", listed: nn.Parameter | None = None) -> None:
-        """Show ``placeholder`` to all owners as an attribute that is no parameter.
-
-        Args:
-            listed: what ``module.parameters()`` is to list all the same.
-        """
-        for module, name in self.owners:
-            if type(module).__setattr__ is not _SETATTR:
-                _assign(module, name, placeholder)
-            # The name stays, also with None: it keeps its place in the order of the parameters, and
-            # torch refuses to assign what is no parameter to it.
-            module._parameters[name] = listed
-            module.__dict__[name] = placeholder
-
-
-_SETATTR = nn.Module.__setattr__
-
-
-def _assign(module: nn.Module, name: str, value: object) -> None:
-    """Assign as users do, for modules with a ``__setattr__`` of their own: an RNN updates its list
-    of weights in there, and computes with that list."""
-    module._parameters.pop(name, None)  # or torch would refuse a value that is no nn.Parameter
-    setattr(module, name, value)
 
 
 class Placeholder(Tensor):

@@ -9,8 +9,9 @@ unit's module has the sharded flat parameter, which an optimizer finds there::
 """
 
 from collections.abc import Sequence
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from minifsdp.core.views import FLAT_PARAM
 from minifsdp.featured_unit import FeaturedUnit
@@ -29,6 +30,10 @@ class Placeholders:
     def show(self, unit: FeaturedUnit, tensors: Sequence[Tensor]) -> None:
         """See :class:`~minifsdp.core.views.Places`.
 
+        Args:
+            unit: gathered; or in rows, between steps.
+            tensors: its views; or the DTensors that an optimizer is to find.
+
         Raises:
             RuntimeError: a placeholder was replaced by another parameter.
         """
@@ -36,7 +41,22 @@ class Placeholders:
         unit.module._parameters.pop(FLAT_PARAM, None)
         hidden, unit.has_placeholders = unit.has_placeholders, False
         for info, tensor in zip(unit.param_infos, tensors, strict=True):
-            info.show(tensor, hidden)
+            for module, name in info.owners:
+                attributes = module.__dict__
+                found = name in attributes
+                if found:
+                    del attributes[name]  # Python would find it before the parameter
+                if type(module).__setattr__ is not _SETATTR:
+                    _assign(module, name, tensor)
+                    attributes.pop(name, None)
+                if hidden and not found:
+                    raise RuntimeError(
+                        f"parameter {info.name!r} was replaced after wrapping. Its unit was made "
+                        f"of the old one, and trains that; the new one would be trained by nobody. "
+                        f"Replace it before you wrap the model, or set its values inside of "
+                        f"FSDP.summon_full_params(model)."
+                    )
+                module._parameters[name] = tensor
 
     def hide(self, unit: FeaturedUnit) -> None:
         """See :class:`~minifsdp.core.views.Places`."""
@@ -45,9 +65,25 @@ class Placeholders:
         for info, placeholder, param in zip(
             unit.param_infos, unit.placeholders, listed, strict=True
         ):
-            info.hide(placeholder, param)
+            for module, name in info.owners:
+                if type(module).__setattr__ is not _SETATTR:
+                    _assign(module, name, placeholder)
+                # The name stays, also with None: it keeps its place in the order of the parameters,
+                # and torch refuses to assign what is no parameter to it.
+                module._parameters[name] = param
+                module.__dict__[name] = placeholder
         if unit.param_infos and unit.mesh is None:
             unit.module._parameters[FLAT_PARAM] = unit.sharded_flat_param
+
+
+_SETATTR: Any = nn.Module.__setattr__
+
+
+def _assign(module: nn.Module, name: str, value: object) -> None:
+    """Assign as users do, for modules with a ``__setattr__`` of their own: an RNN updates its list
+    of weights in there, and computes with that list."""
+    module._parameters.pop(name, None)  # or torch would refuse a value that is no nn.Parameter
+    setattr(module, name, value)
 
 
 def replaced(unit: FeaturedUnit, name: str, found: object) -> RuntimeError:

@@ -5,21 +5,25 @@ memory again. NCCL needs that. On a CPU they can be sent without it (comm/pieces
 
     SplitViews    gradients of the views --copied together--> flat_param.grad --> reduced
     PieceViews    gradients of the views --------------------------------------> reduced, in pieces
+
+Both are the views of one split. Here a hook takes their gradients where autograd would join them.
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from minifsdp.comm.pieces import Pieces
-from minifsdp.core.shard import Chunks
 from minifsdp.featured_unit import FeaturedUnit
-from minifsdp.rows import Rows
 from minifsdp.support.unsharded_storage import FeaturedFlatParam
 
-Arrived = dict[FeaturedFlatParam, dict[int, Tensor]]
-"""Gradients of views that a backward has computed, by the place of the view in the memory."""
+Grads = Sequence[Tensor | None]
+"""One for each piece that the unsharded flat parameter was split into: the parameters, and what is
+padding."""
+Arrived = dict[FeaturedFlatParam, list[Tensor | None]]
+"""Gradients that a backward has computed."""
 
 
 class PieceViews:
@@ -36,8 +40,9 @@ class PieceViews:
     def make(self, unit: FeaturedUnit) -> list[Tensor]:
         """See :class:`~minifsdp.core.views.ViewMaker`."""
         unsharded = unit.unsharded
-        views = _Views.apply(unsharded.flat_param, self.arrived, unsharded, unit.layout)  # type: ignore[no-untyped-call]
-        return list(views)
+        views = unit.layout.unflatten(unsharded.flat_param, unsharded.frozen)
+        before_joining(views, partial(_keep, self.arrived, unsharded))
+        return views
 
     def has_gradient(self, unit: FeaturedUnit) -> bool:
         """See :class:`~minifsdp.core.views.ViewMaker`."""
@@ -46,45 +51,42 @@ class PieceViews:
     def take_gradient(self, unit: FeaturedUnit) -> Any:
         """See :class:`~minifsdp.core.views.ViewMaker`. Returns
         :class:`~minifsdp.comm.pieces.Pieces`, one for each of ``unit.layout.sizes``."""
-        arrived, place, pieces = self.arrived.pop(unit.unsharded), 0, list[Tensor]()
-        for size in unit.layout.sizes:
-            grad = arrived.pop(place, None) if size else None
-            if grad is None:
-                grad = unit.unsharded.flat_param.new_zeros(size, requires_grad=False)
-            pieces.append(grad.reshape(-1))
-            place += size
-        return Pieces(pieces)
+        grads: list[Any] = self.arrived.pop(unit.unsharded)
+        for number, size in enumerate(unit.layout.sizes):
+            if grads[number] is None:
+                grads[number] = unit.unsharded.flat_param.new_zeros(size, requires_grad=False)
+        return Pieces(grads)
 
     def drop_gradient(self, unit: FeaturedUnit) -> None:
         """See :class:`~minifsdp.core.views.ViewMaker`."""
         self.arrived.pop(unit.unsharded, None)
 
 
-class _Views(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        flat: Tensor,
-        arrived: Arrived,
-        unsharded: FeaturedFlatParam,
-        layout: Chunks | Rows,
-    ) -> tuple[Tensor, ...]:
-        views = layout.unflatten(flat, unsharded.frozen)
-        ctx.set_materialize_grads(False)  # a parameter without a gradient costs nothing
-        ctx.arrived, ctx.unsharded = arrived, unsharded
-        ctx.places = [view.storage_offset() for view in views]
-        after = flat.numel()  # where the frozen parameters are, in the same memory
-        frozen = [view for view in views if view.storage_offset() >= after and view.numel()]
-        ctx.mark_non_differentiable(*frozen)
-        return tuple(views)
+def before_joining(views: Sequence[Tensor], hook: Callable[[Grads], Grads | None]) -> None:
+    """Call ``hook`` when a backward has gone through every use of ``views``, before autograd joins
+    their gradients to that of the unsharded flat parameter. It gets these gradients, each as 1-D
+    tensor, and may return others.
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None, None]:
-        arrived = ctx.arrived.setdefault(ctx.unsharded, {})
-        for place, grad in zip(ctx.places, grads, strict=True):
-            if grad is not None and grad.numel():
-                # A module that has run twice has two gradients. The first may be in use elsewhere,
-                # so they are not added in place.
-                arrived[place] = arrived[place] + grad if place in arrived else grad
-        # Autograd has nothing to write to the flat parameter. It calls the hook on it all the same.
-        return None, None, None, None
+    Args:
+        views: of one unit. Those of frozen parameters are not known to autograd.
+    """
+    for view in views:
+        if view.grad_fn is not None:
+            split: Any = view.grad_fn.next_functions[0][0]
+            split.register_prehook(hook)
+            return
+
+
+def _keep(arrived: Arrived, unsharded: FeaturedFlatParam, grads: Grads) -> Grads:
+    """Keep the gradients, and give autograd none to join. It calls the hook on the flat parameter
+    all the same. (No method: a graph holds this, and must not hold more than it needs.)"""
+    found = list(grads)
+    if unsharded in arrived:
+        # A module has run twice. The first gradient may be in use elsewhere, so the second one is
+        # not added in place.
+        for number, first in enumerate(arrived[unsharded]):
+            if first is not None:
+                second = grads[number]
+                found[number] = first if second is None else first + second
+    arrived[unsharded] = found
+    return (None,) * len(grads)

@@ -89,30 +89,26 @@ class CountedPrefetcher(Prefetcher):
             # moment ago, is where it should be.
             self.stats.mistarget("already unsharded", target)
 
-    def needed(self, unit: Any) -> None:
-        """``unit`` is about to be used. If another one was gathered in its place, count that."""
-        ahead = self.ahead
-        if unit is ahead:
-            self.ahead = None
-        elif (
-            ahead is not None
-            and unit.unsharded.needs_unshard
-            and unit.state.sharded is ShardedState.SHARDED
-        ):
-            self.ahead = None  # count it once
-            if ahead.state.sharded is not ShardedState.SHARDED:
-                self.stats.mistarget("not needed yet", ahead)
-
 
 class Mistargets(Layer):
-    """Tells the prefetcher which units are needed."""
+    """Counts units that were gathered ahead while another one was needed."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def before_forward(self, call: Call) -> None:
-        """The unit is needed, for its forward."""
+        """The unit is about to be used. If another one was gathered in its place, count that."""
         prefetcher: Any = self._engine.prefetcher
-        prefetcher.needed(call.unit)
+        unit, ahead = call.unit, prefetcher.ahead
+        if unit is ahead:
+            prefetcher.ahead = None
+        elif (
+            ahead is not None
+            and unit.unsharded.needs_unshard
+            and unit.state.sharded is ShardedState.SHARDED
+        ):
+            prefetcher.ahead = None  # count it once
+            if ahead.state.sharded is not ShardedState.SHARDED:
+                prefetcher.stats.mistarget("not needed yet", ahead)
 
     before_backward = before_forward

@@ -68,32 +68,29 @@ class SavedParameters:
         self.began: dict[FeaturedUnit, Call] = {}
         self._without_outer = _Hooks(self, None)
 
-    def uses(self, chain: Chain) -> None:
-        """From now on the unit of the chain's last call is computed with."""
-        unit = chain[-1].unit
-        self._chains[unit.unsharded.storage._cdata] = self.last[unit] = chain
-
     def chain_of(self, tensor: Tensor) -> Chain | None:
         """The call whose unsharded parameters ``tensor`` shares memory with, if there is one."""
         address = tensor.untyped_storage()._cdata
-        chain = self._chains.get(address)
+        if address not in self._chains:
+            return None
+        chain = self._chains[address]
         # A unit that could not free its memory has a new storage (UnshardedFlatParam.release), and
         # the address of the old one may by now be that of any other tensor.
-        if chain is None or chain[-1].unit.unsharded.storage._cdata != address:
-            return None
-        return chain
+        return chain if chain[-1].unit.unsharded.storage._cdata == address else None
 
-    def hooks(self, module: nn.Module) -> AbstractContextManager[object]:
-        """A context for a forward of ``module``. It does nothing if a forward around this one has
-        set them."""
+    def hooks(self, chain: Chain) -> AbstractContextManager[object]:
+        """A context for the forward of the chain's last call, whose unit is computed with from now
+        on. It does nothing if a forward around this one has set the hooks."""
+        call = chain[-1]
+        self._chains[call.unit.unsharded.storage._cdata] = self.last[call.unit] = chain
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if outer is None:
             if not torch._C._autograd._saved_tensors_hooks_is_enabled():
                 return _NOTHING  # inside of torch.func, which refuses them
             return self._without_outer
-        if isinstance(outer[0], _Pack) and outer[0].saved is self:
+        if type(outer[0]) is _Pack and outer[0].saved is self:
             return _NOTHING
-        if _runs_again(module):
+        if _runs_again(call.module):
             return _NOTHING
         return _Hooks(self, outer)
 
@@ -109,26 +106,15 @@ def _runs_again(module: nn.Module) -> bool:
 _NOTHING = nullcontext()
 
 
-@without_modes
-def _detached(tensor: Tensor) -> Tensor:
-    """The tensor without the operation that computed it; autograd restores that by itself."""
-    return tensor.detach()  # it shares the version counter
+_detached = without_modes(Tensor.detach)
+"""The tensor without the operation that computed it, which autograd restores by itself; with the
+same version counter."""
+_view = without_modes(Tensor.as_strided)
 
 
 @without_modes
 def _lookalike(tensor: Tensor) -> Tensor:
     return tensor.new_empty(()).expand(tensor.shape)
-
-
-@without_modes
-def _view(memory: Tensor, saved: PackedParameter) -> Tensor:
-    if torch.is_grad_enabled():
-        # This backward is recorded itself (create_graph=True). Its graph saves this tensor once
-        # more, and keeps the memory. The next gather then writes to other memory (see
-        # UnshardedFlatParam.release), but would count as a change of this tensor if they shared a
-        # version counter.
-        memory = memory.data
-    return memory.as_strided(saved.shape, saved.stride, saved.offset)
 
 
 class _Pack:
@@ -173,7 +159,7 @@ class _Hooks(saved_tensors_hooks):
         self.saved, self.outer = saved, outer
 
     def unpack(self, saved: Any) -> Tensor:
-        if isinstance(saved, PackedParameter) and saved.owner is self.saved:
+        if type(saved) is PackedParameter and saved.owner is self.saved:
             if self.outer is not None:
                 self.outer[1](saved.outer)  # a checkpoint recomputes its forward in this call
             call = saved.chain[-1]
@@ -185,7 +171,14 @@ class _Hooks(saved_tensors_hooks):
                 or not call.unit.shows_views  # freed early: only the last graph was seen
             ):
                 self.saved.before_use(saved.chain)
-            return _view(call.unit.unsharded.data, saved)
+            memory = call.unit.unsharded.data
+            if torch.is_grad_enabled():
+                # This backward is recorded itself (create_graph=True). Its graph saves this tensor
+                # once more, and keeps the memory. The next gather then writes to other memory (see
+                # UnshardedFlatParam.release), but would count as a change of this tensor if they
+                # shared a version counter.
+                memory = memory.data
+            return _view(memory, saved.shape, saved.stride, saved.offset)
         if self.outer is not None:
             found: Tensor = self.outer[1](saved)
             return found

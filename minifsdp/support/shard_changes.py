@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from minifsdp.core.layers import Layer
-from minifsdp.core.shard import unpadded_shard_numel
 from minifsdp.core.unit_state import Purpose
 from minifsdp.core.views import FLAT_PARAM
 from minifsdp.featured_engine import FeaturedEngine
@@ -77,7 +76,6 @@ def follow_changes(unit: FeaturedUnit) -> None:
     adopt(unit)  # it may have been moved through its module, not through the wrapper
     if unit.offload_from is not None:
         check_on_host(unit)
-    shard = unit.optimized_params[0]
     if unit.mesh is not None:
         check_assigned(unit)
         if was_changed(unit):
@@ -85,18 +83,18 @@ def follow_changes(unit: FeaturedUnit) -> None:
         # Or a forward would run beside the gradient of the step before it.
         forget_cleared_grad(unit.sharded_flat_param)
         return
-    unpadded = unpadded_shard_numel(unit.numel, unit.shard_rank, unit.shard_world_size)
-    if shard.numel() != unpadded:
+    shard = unit.sharded_flat_param
+    if shard.numel() != unit.shard_numel:
         raise ValueError(
             f"the flat parameter of unit {unit.label} has {shard.numel()} elements; this "
-            f"rank's chunk has {unpadded}. Assign a tensor of that size to its .data."
+            f"rank's chunk has {unit.shard_numel}. Assign a tensor of that size to its .data."
         )
     if was_moved(unit):
         with torch.inference_mode(False):  # this memory outlives the mode that a forward may run in
             padded = shard.data.new_zeros(unit.padded_shard.numel())
             unit.padded_shard = host_copy(padded, unit.offload_from)
-            unit.padded_shard[:unpadded] = shard.data
-            shard.data = unit.padded_shard[:unpadded]
+            unit.padded_shard[: unit.shard_numel] = shard.data
+            shard.data = unit.padded_shard[: unit.shard_numel]
             unit.unsharded_by_dtype.forget()
 
 

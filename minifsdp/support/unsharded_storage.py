@@ -6,7 +6,7 @@ has one for each dtype that it is computed in: mixed precision may be for traini
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +40,7 @@ class FeaturedFlatParam(UnshardedFlatParam):
     def is_saved(self) -> bool:
         """Whether the backward will come to an operation that has saved a parameter. One that an
         activation checkpoint runs again has saved none."""
-        return _reference_counts(self.saved)[0] > _ONE_REFERENCE
+        return max(map(sys.getrefcount, self.saved)) > _ONE_REFERENCE
 
     def is_in_use(self, views: list[Tensor]) -> bool:
         """Whether something outside of the engine refers to the memory, or to a view of it: a
@@ -49,7 +49,7 @@ class FeaturedFlatParam(UnshardedFlatParam):
         Args:
             views: the engine's own.
         """
-        if max(_reference_counts(views), default=0) > _ONE_REFERENCE:
+        if max(map(sys.getrefcount, views), default=0) > _ONE_REFERENCE:
             return True
         # ``flat_param``, ``data``, ``storage``, and perhaps ``frozen``
         ours = 3 + (self.frozen is not None) + len(views)
@@ -88,11 +88,15 @@ class UnshardedFlatParams:
 
     Args:
         on_gradient: called when the gradient of one of them is complete. Must not keep the unit.
+
+    Attributes:
+        grad_accumulators: the nodes of autograd that would write a gradient of the unit.
     """
 
     def __init__(self, on_gradient: Callable[..., None]) -> None:
         self._on_gradient = on_gradient
         self._made: dict[torch.dtype, FeaturedFlatParam] = {}
+        self.grad_accumulators: list[Node] = []
 
     def get(self, dtype: torch.dtype, requires_grad: bool) -> FeaturedFlatParam | None:
         """The one of this dtype; None if there is none, or if ``requires_grad`` was changed since:
@@ -107,12 +111,7 @@ class UnshardedFlatParams:
     def forget(self) -> None:
         """Drop all of them: the parameters have been moved or cast."""
         self._made.clear()
-
-    @property
-    def grad_accumulators(self) -> list[Node]:
-        """The nodes of autograd that would write a gradient of the unit."""
-        nodes = (made.grad_accumulator for made in self._made.values())
-        return [node for node in nodes if node is not None]
+        self.grad_accumulators = []
 
     def add(
         self, data: Tensor, requires_grad: bool, needs_unshard: bool, trained_numel: int
@@ -131,6 +130,8 @@ class UnshardedFlatParams:
         node = when_complete(leaf, self._on_gradient) if requires_grad else None
         made = FeaturedFlatParam(leaf, data.data, needs_unshard, node, frozen)
         self._made[leaf.dtype] = made
+        nodes = (made.grad_accumulator for made in self._made.values())
+        self.grad_accumulators = [node for node in nodes if node is not None]
         if needs_unshard:
             made.free()
         if data.device.type == "cpu":
@@ -138,9 +139,6 @@ class UnshardedFlatParams:
         return made
 
 
-def _reference_counts(items: Sequence[object]) -> list[int]:
-    return [sys.getrefcount(item) for item in items]
-
-
-# The count of an item that only a list refers to, which differs between versions of Python.
-_ONE_REFERENCE = _reference_counts([torch.empty(0)])[0]
+# The count of an item that only a list refers to, as it is asked for above: how many references
+# that takes itself differs between versions of Python.
+_ONE_REFERENCE = max(map(sys.getrefcount, [torch.empty(0)]))

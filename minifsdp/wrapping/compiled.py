@@ -35,6 +35,8 @@ def uncompiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         callback = set_eval_frame(None)
+        if callback is None:
+            return forward(self, None, *args, **kwargs)
         try:
             return forward(self, callback, *args, **kwargs)
         finally:

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from minifsdp import CPUOffload
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.support.param_access import ParamInfo, Placeholder
-from minifsdp.support.tensor_attribute import TensorAttribute
+from minifsdp.support.param_access import Placeholder
 from tests.ranks import device, on_ranks
 from tests.small import batch, stack, step
 
@@ -142,53 +141,6 @@ def test_a_copy_of_a_wrapped_module_says_so_too():
         with pytest.raises(RuntimeError, match="'weight' of unit <root> is sharded now"):
             copied + 1
     assert model.module.weight in {model.module.weight}
-
-
-class Remembers(nn.Linear):
-    """Keeps what it is given under a second name, as an RNN does."""
-
-    def __setattr__(self, name, value):
-        if name == "weight":
-            self.__dict__["other"] = value
-        super().__setattr__(name, value)
-
-
-def test_all_owners_see_a_view_and_a_placeholder():
-    first, second = nn.Linear(2, 2), Remembers(2, 2)
-    weight = first.weight
-    owners = [TensorAttribute(first, "weight"), TensorAttribute(second, "weight")]
-    info = ParamInfo("first.weight", weight.shape, owners)
-    assert info.parameter is weight
-    for owner in (first, second):
-        del owner.weight
-    value = torch.ones(2, 2)
-    info.show(value, hidden=False)
-    assert first.weight is second.weight is second.other is value
-    assert all(dict(owner.named_parameters())["weight"] is value for owner in (first, second))
-    info.hide("hidden")
-    assert first.weight == second.weight == second.other == "hidden"
-    assert all("weight" not in dict(owner.named_parameters()) for owner in (first, second))
-
-
-@pytest.mark.direct
-def test_parameters_keep_their_order_and_what_was_put_in_their_place_is_refused():
-    """The order in which a unit lists shared parameters may be another one than a module's."""
-    module = nn.Linear(2, 2)
-    names = list(module._parameters)
-    infos = [
-        ParamInfo(name, module._parameters[name].shape, [TensorAttribute(module, name)])
-        for name in reversed(names)
-    ]
-    values = [info.parameter for info in infos]
-    for info in infos:
-        info.hide("hidden")
-    for info, value in zip(infos, values, strict=True):
-        info.show(value, hidden=True)
-    assert list(dict(module.named_parameters())) == names == ["weight", "bias"]
-    infos[1].hide("hidden")
-    del module.__dict__["weight"]
-    with pytest.raises(RuntimeError, match="'weight' was replaced after wrapping"):
-        infos[1].show(values[1], hidden=True)
 
 
 def weights_of(lstm: nn.LSTM) -> list[object]:

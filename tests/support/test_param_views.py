@@ -1,5 +1,7 @@
 """param_views.py: what modules see of their parameters, and when."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -8,12 +10,72 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy
 from minifsdp.comm.pieces import whole
 from minifsdp.core.views import make_views, show_views
-from minifsdp.support.param_access import Placeholder
+from minifsdp.support.param_access import ParamInfo, Placeholder
+from minifsdp.support.param_views import Placeholders
+from minifsdp.support.tensor_attribute import TensorAttribute
 from tests.lone_unit import lone_unit
 from tests.ranks import device, on_ranks
 from tests.small import batch, stack, step
 
 STRATEGIES = [s for s in ShardingStrategy if "HYBRID" not in s.name]
+
+
+class Remembers(nn.Linear):
+    """Keeps what it is given under a second name, as an RNN does."""
+
+    def __setattr__(self, name, value):
+        if name == "weight":
+            self.__dict__["other"] = value
+        super().__setattr__(name, value)
+
+
+def of(*infos):
+    """A unit of these parameters, and what their modules have."""
+    return SimpleNamespace(
+        param_infos=infos,
+        placeholders=["hidden"] * len(infos),
+        mesh=None,
+        module=nn.Module(),
+        sharded_flat_param=None,
+        has_placeholders=False,
+    )
+
+
+@pytest.mark.direct
+def test_all_owners_see_a_view_and_a_placeholder():
+    first, second = nn.Linear(2, 2), Remembers(2, 2)
+    weight = first.weight
+    owners = [TensorAttribute(first, "weight"), TensorAttribute(second, "weight")]
+    info = ParamInfo("first.weight", weight.shape, owners)
+    assert info.parameter is weight
+    for owner in (first, second):
+        del owner.weight
+    value, unit, places = torch.ones(2, 2), of(info), Placeholders()
+    places.show(unit, [value])
+    assert first.weight is second.weight is second.other is value
+    assert all(dict(owner.named_parameters())["weight"] is value for owner in (first, second))
+    places.hide(unit)
+    assert first.weight == second.weight == second.other == "hidden"
+    assert all("weight" not in dict(owner.named_parameters()) for owner in (first, second))
+
+
+@pytest.mark.direct
+def test_parameters_keep_their_order_and_what_was_put_in_their_place_is_refused():
+    """The order in which a unit lists shared parameters may be another one than a module's."""
+    module = nn.Linear(2, 2)
+    names = list(module._parameters)
+    infos = [
+        ParamInfo(name, module._parameters[name].shape, [TensorAttribute(module, name)])
+        for name in reversed(names)
+    ]
+    values, unit, places = [info.parameter for info in infos], of(*infos), Placeholders()
+    places.hide(unit)
+    places.show(unit, values)
+    assert list(dict(module.named_parameters())) == names == ["weight", "bias"]
+    places.hide(unit)
+    del module.__dict__["weight"]
+    with pytest.raises(RuntimeError, match="'weight' was replaced after wrapping"):
+        places.show(unit, values)
 
 
 @pytest.mark.direct

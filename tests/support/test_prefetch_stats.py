@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from minifsdp.checks.rank_agreement import DIVERGED
 from minifsdp.core.unit_state import BACKWARD, UnitState
-from minifsdp.support.prefetch_stats import MISTARGETS, CountedPrefetcher
+from minifsdp.support.prefetch_stats import MISTARGETS, CountedPrefetcher, Mistargets
 
 
 def new_unit(unsharded=False, reshard_after_forward=True, reasons=()):
@@ -31,12 +31,17 @@ def gathered_ahead(target):
     return prefetcher
 
 
+def needed(prefetcher, unit):
+    engine = SimpleNamespace(prefetcher=prefetcher)
+    Mistargets(engine).before_forward(SimpleNamespace(unit=unit))
+
+
 def test_a_prefetch_that_is_used_next_is_no_mistake():
     target = new_unit()
     prefetcher = gathered_ahead(target)
     target.state.start_unshard()
-    prefetcher.needed(target)
-    prefetcher.needed(new_unit())
+    needed(prefetcher, target)
+    needed(prefetcher, new_unit())
     assert counted(prefetcher) == {}
 
 
@@ -44,16 +49,16 @@ def test_another_unit_is_needed_first():
     target = new_unit()
     prefetcher = gathered_ahead(target)
     target.state.start_unshard()
-    prefetcher.needed(new_unit(unsharded=True))  # it does not have to wait for anything
+    needed(prefetcher, new_unit(unsharded=True))  # it does not have to wait for anything
     assert counted(prefetcher) == {}
-    prefetcher.needed(new_unit())
-    prefetcher.needed(new_unit())
+    needed(prefetcher, new_unit())
+    needed(prefetcher, new_unit())
     assert counted(prefetcher) == {"not needed yet": 1}  # once, however many come first
 
 
 def test_a_target_that_was_resharded_in_between_is_in_no_ones_way():
     prefetcher = gathered_ahead(new_unit())
-    prefetcher.needed(new_unit())
+    needed(prefetcher, new_unit())
     assert counted(prefetcher) == {}
 
 
@@ -63,7 +68,7 @@ def test_what_the_last_pass_has_prefetched_does_not_count():
         prefetcher = gathered_ahead(target)
         target.state.start_unshard()
         start(prefetcher)
-        prefetcher.needed(new_unit())
+        needed(prefetcher, new_unit())
         assert counted(prefetcher) == {}
 
 

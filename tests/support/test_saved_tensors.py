@@ -39,9 +39,8 @@ def test_a_parameter_is_asked_for_before_it_is_read():
     unit.unsharded.allocate()
     unit.unsharded.data.fill_(1)
     call = Call(unit, unit.module, True, True)
-    saved.uses((call,))
     x = torch.ones(3, requires_grad=True)
-    with saved.hooks(nn.Module()):
+    with saved.hooks((call,)):
         y = (x * unit.view_maker.make(unit)[0].flatten()[:3]).sum()
     unit.state.training = TrainingState.FORWARD
     y.backward()
@@ -53,7 +52,7 @@ def test_the_address_of_memory_that_was_left_to_others_means_nothing():
     unit = lone_unit()
     saved = SavedParameters(lambda chain: None)
     unit.unsharded.allocate()
-    saved.uses((Call(unit, unit.module, True, True),))
+    saved.hooks((Call(unit, unit.module, True, True),))
     part = unit.unsharded.flat_param.detach()[:3]
     assert saved.chain_of(part) is not None
     assert not unit.unsharded.release([])  # `part` refers to it
