@@ -94,7 +94,7 @@ def test_a_unit_whose_memory_comes_and_goes_is_an_owner(monkeypatch):
 def test_gradients_come_and_go_where_nothing_is_sharded_too(needs_unshard, monkeypatch):
     owners = {}
     monkeypatch.setattr(unsharded_storage, "keep_freed_memory", owners.__setitem__)
-    made = unsharded_storage.UnshardedFlatParams(lambda: None).add(
+    made = unsharded_storage.UnshardedFlatParams(lambda *_: None).add(
         torch.ones(6), True, needs_unshard, 6
     )
     assert owners == {made: 24}
