@@ -365,7 +365,7 @@ MUTANTS = [
     Mutant("core/limiter", "nothing is waited for", "            self._freeing.append(event)\n", "            pass\n"),
     Mutant("core/limiter", "marks waits that did not happen", "    if not event.query():  # without", "    if True:  # without"),
     Mutant("core/limiter", "does not wait", "            event.synchronize()", "            pass"),
-    Mutant("core/limiter", "counts units that stay", "u.is_limited and", "True and"),
+    Mutant("core/limiter", "counts units that stay", "u not in unit.ancestors and u.is_limited", "u not in unit.ancestors"),
     Mutant("wrapping/root_settings", "the device decides on False, too", "made.forward_where_it_helps = forward is None", "made.forward_where_it_helps = not forward"),
     Mutant("core/prefetch", "gathers ahead where the host runs ahead", "given = not host_runs_ahead", "given = host_runs_ahead"),
     Mutant("core/streams", "every host runs ahead", 'return self.device.type != "cpu"', "return True", noticed_by="core/prefetch"),

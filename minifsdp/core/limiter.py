@@ -95,7 +95,7 @@ class EventQueue:
             False for a prefetch if other units that the host has not freed take all the room. A
             unit that is needed is always admitted.
         """
-        others = [u for u in self._alive if u.is_limited and u not in unit.ancestors]
+        others = [u for u in self._alive if u not in unit.ancestors and u.is_limited]
         room = self.limit - len(others) - 1  # for units that the device has not freed yet
         if room < 0 and not needed:
             return False

@@ -135,10 +135,11 @@ class Prefetcher:
 
     def post_backward(self, unit: Unit) -> Unit | None:
         """The backward of ``unit`` has ended. Returns the target of BACKWARD_POST."""
+        if self.backward is not BackwardPrefetch.BACKWARD_POST:
+            return None
         # The unit after the one whose backward began last, which may be another one than ``unit``:
         # the backward of an outer unit ends after those of its inner units have begun.
-        target = self.pre_backward_order.upcoming()
-        return target if self.backward is BackwardPrefetch.BACKWARD_POST else None
+        return self.pre_backward_order.upcoming()
 
     def is_sound(self, target: Unit) -> bool:
         """Whether to gather ``target`` now: it is sharded, and its turn in this backward has not
