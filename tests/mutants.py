@@ -279,7 +279,7 @@ MUTANTS = [
     Mutant("comm/same_machine", "each thread makes a copy", "            if self.is_copy or self.is_read():", "            if self.is_read():"),
     Mutant("comm/same_machine", "each thread reads", "                if self in _unread:\n", "                if True:\n"),
     Mutant("comm/same_machine", "threads read at the same time", "if self._lock.acquire(blocking=False):", "if True:"),
-    Mutant("comm/same_machine", "what has just been lent is not looked for", "if (gone := self._gone()) and not condition():", "if gone := self._gone():", noticed_by="promises/leaving"),
+    Mutant("comm/same_machine", "what has just been lent is not looked for", "if (gone := self._gone()) and not condition():", "if gone := self._gone():"),
     Mutant("comm/boards", "only the first 2 GiB", "done += os.pwrite(self.file, memory[done:], at + done)", "os.pwrite(self.file, memory[done:], at)\n                done = len(memory)"),
     Mutant("comm/boards", "one place for all copies", "found, at = [], (line + 1) * _PLACE", "found, at = [], _PLACE"),
     Mutant("comm/boards", "copies lie in the lines", "found, at = [], (line + 1) * _PLACE", "found, at = [], line * _PLACE", noticed_by="comm/same_machine"),

@@ -1,6 +1,8 @@
 """same_machine.py: loans, and what becomes of them if a rank does not come."""
 
+import ctypes
 import gc
+import mmap
 import os
 import threading
 import time
@@ -312,24 +314,54 @@ def slowly(meanwhile):
 @on_ranks(2)
 def test_memory_that_changes_when_there_is_a_copy_is_read_from_the_copy(freed):
     """Rank 1 is reading when rank 0 leaves a copy, and goes on."""
-    tensor = mine(1 << 20)  # so large that the system takes it back when it is freed
-    expected = mine(1 << 20, of=1 - dist.get_rank())
+    numel = 1 << 20
+    tensor = torch.frombuffer(mmap.mmap(-1, 4 * numel), dtype=torch.float32).copy_(mine(numel))
+    expected = mine(numel, of=1 - dist.get_rank())
     loan, fetch, found = lend(tensor)
 
     def go_on() -> None:
-        nonlocal tensor
         loan.wait()
         assert loan.is_copy
         tensor.zero_()
-        if freed:
-            tensor.untyped_storage().resize_(0)
+        if freed:  # what the system has taken back nobody can read. An allocator may keep it.
+            allow(tensor, 0)
 
     with slowly(go_on):
         if dist.get_rank():
             fetch.wait()
             assert torch.equal(found, expected)
             assert os.fstat(loan.neighbor.theirs.file).st_blocks < 100  # the copy is freed
+    allow(tensor, mmap.PROT_READ | mmap.PROT_WRITE)
     assert loan.is_read() == (dist.get_rank() == 0)
+    same_machine.leave(loan.message.group)
+
+
+def allow(tensor: torch.Tensor, access: int) -> None:
+    """Who may do what with the memory of a tensor, which has whole pages of its own."""
+    libc, address = ctypes.CDLL(None), ctypes.c_void_p(tensor.data_ptr())
+    assert libc.mprotect(address, ctypes.c_size_t(tensor.nbytes), access) == 0
+
+
+@on_ranks(2)
+def test_what_is_given_up_is_not_read():
+    """Its place may be in use for something else by then."""
+    loan, fetch, found = lend(mine(4))
+    fetch.drop()
+    assert not fetch.read_if_lent() and not found.any()
+    dist.barrier()
+    same_machine.leave(loan.message.group)
+
+
+@on_ranks(2)
+def test_what_a_rank_has_lent_before_it_left_is_found():
+    """It may lend the last message, and leave, between two looks of this rank."""
+    loan, fetch, found = lend(mine(4))
+    looks = iter([False, False, True, True])
+    with patch.object(same_machine.Neighbor, "_gone", lambda neighbor: "it has left"):
+        loan.neighbor.wait_until(lambda: next(looks))
+        with pytest.raises(same_machine.RankLost, match="it has left"):
+            loan.neighbor.wait_until(lambda: False)
+    dist.barrier()
     same_machine.leave(loan.message.group)
 
 
