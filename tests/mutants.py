@@ -739,6 +739,7 @@ MUTANTS = [
     Mutant("checks/rank_agreement", "a unit without elements gets a gradient", "source(unit) if unit.numel else GradSource.NONE", "source(unit)"),
     Mutant("checks/rank_agreement", "a GPU is asked in every step", "self.checking or self._ever_diverged", "self.checking or True"),
     Mutant("between_steps/unit_params", "changes are lost", "        unit.padded_shard.copy_(", "        unit.padded_shard.clone().copy_("),
+    Mutant("between_steps/unit_params", "tensors on two devices are compared", ".to(unit.padded_shard.device)", ""),
     Mutant("between_steps/full_params", "changes are always kept", "if options.writeback:\n            for params in summoned:  # check", "if True:\n            for params in summoned:  # check"),
     Mutant("between_steps/unit_params", "a replaced tensor is lost", "    if replaced:\n", "    if False:\n"),
     Mutant("between_steps/unit_params", "a second name is not looked at", "            for module, attribute in info.owners:\n                param = module._parameters[attribute]\n                assert", "            for module, attribute in info.owners[:1]:\n                param = module._parameters[attribute]\n                assert"),
