@@ -19,12 +19,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from minifsdp.chunks.flat_parameter import FlatParameter
 from minifsdp.offload import host_copy
@@ -159,7 +154,6 @@ def _gradient(param: Any, local: Tensor) -> Any:
 def _watch_steps() -> None:
     """Look at each step of an optimizer, of all of them until the process ends."""
     register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: Optimizer, *_: object) -> None:
@@ -189,16 +183,6 @@ def _name_of(param: Any) -> str:
     names = zip(unit.optimized_params, unit.param_infos, strict=True) if unit is not None else ()
     found = [f"{info.name!r} of unit {unit.label}" for other, info in names if other is param]
     return found[0] if found else "a parameter"
-
-
-def _after_step(optimizer: Optimizer, *_: object) -> None:
-    """Count the step as a change of the units that it steps. The foreach and fused kernels count no
-    version of a DTensor, so without this a step between a forward and its backward would go
-    unnoticed."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    for unit in {unit_of_param(param) for param in params}:
-        if unit is not None and unit.mesh is not None:
-            increment_version(unit.sharded_flat_param)
 
 
 def mark(unit: Any, flat: DividedParameter) -> None:

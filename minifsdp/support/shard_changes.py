@@ -7,13 +7,19 @@ torch tells nobody of it. So at the start of each step the engine looks at every
     param.data = tensor                the same, with these values; refused in rows
     requires_grad_(False)              another unsharded flat parameter (FeaturedUnit.compute_in)
     zero_grad()                        in rows, the memory of the gradient is freed
+
+Of a step of an optimizer it finds only a higher version of the shard, which not every kernel of
+torch counts (:func:`watch_steps`).
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from minifsdp.core.engine import Engine
 from minifsdp.core.layers import Layer
@@ -28,6 +34,7 @@ from minifsdp.support.divided_param import (
     divide_again,
     forget_cleared_grad,
     mark,
+    unit_of_param,
     was_changed,
 )
 from minifsdp.support.param_views import replaced
@@ -148,3 +155,22 @@ def adopt(unit: FeaturedUnit) -> None:
     if type(found) is not nn.Parameter or not moved:
         raise replaced(unit, FLAT_PARAM, found)
     unit.module._parameters[FLAT_PARAM] = unit.replace_shard(found)
+
+
+@cache
+def watch_steps() -> None:
+    """Count each step as a change of the units that it steps; of all optimizers, until the process
+    ends.
+
+    torch's fused kernels count no version, and of a DTensor the foreach kernels do not either. So
+    without this a step between a forward and its backward would go unnoticed, and the backward
+    would compute with other parameters than the forward.
+    """
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: Optimizer, *_: object) -> None:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    stepped = (param for param in params if param.grad is not None)
+    for unit in {unit_of_param(param) for param in stepped} - {None}:
+        increment_version(unit.sharded_flat_param)

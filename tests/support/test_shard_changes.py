@@ -162,3 +162,21 @@ def test_units_on_several_devices_are_refused():
     model.engine.units[2].sharded_flat_param = nn.Parameter(torch.empty(21, device="meta"))
     with pytest.raises(ValueError, match=r"all units have to be on one device.*meta: '2'"):
         model(batch())
+
+
+KERNELS = [{"foreach": False}, {"foreach": True}, {"fused": True}]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: str(kernel))
+@pytest.mark.parametrize("rows", [False, True])
+@on_ranks(2)
+def test_a_step_is_noticed_whichever_kernel_makes_it(rows, kernel):
+    model = stack(use_orig_params=rows)
+    optimizer = torch.optim.AdamW(model.parameters(), **kernel)
+    loss = model(batch()).sum()
+    optimizer.step()  # without gradients, which changes nothing
+    loss.backward()
+    loss = model(batch()).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="unit <root> were changed in place"):
+        loss.backward()
