@@ -17,10 +17,12 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from minifsdp.comm.groups import carries
 from minifsdp.core.engine import Engine
 from minifsdp.core.layers import Layer
 from minifsdp.core.shard import unpadded_shard_numel
@@ -45,12 +47,15 @@ class ShardChanges(Layer):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._device: torch.device | None = None  # of the units, when they were last looked at
 
     def start(self, purpose: Purpose) -> None:
         """Raises ValueError or RuntimeError: see the functions that are called."""
         units = self._engine.units
         device = common_device(units)
-        if device is not None:
+        if device is not None and device != self._device:
+            check_carried(units, device)
+            self._device = device
             self.follow_to(device)
         for unit in units:
             follow_changes(unit)
@@ -139,6 +144,27 @@ def common_device(units: Sequence[FeaturedUnit]) -> torch.device | None:
                 unit.replace_shard(nn.Parameter(moved, requires_grad=False))
         return device
     return None
+
+
+def check_carried(units: Sequence[FeaturedUnit], device: torch.device) -> None:
+    """Refuse units on a device that their groups do not carry tensors of, before anything is sent:
+    torch would only say that there is no backend.
+
+    Raises:
+        RuntimeError: naming a parameter, its device, and what the group carries.
+    """
+    for unit in units if device.type != "meta" else ():  # on a virtual GPU (sim/) nothing is sent
+        for group in (unit.shard_group, unit.replicate_group):
+            if group is not None and unit.numel and not carries(group, device):
+                name = f"{unit.name}.{unit.param_infos[0].name}".removeprefix(".")
+                carried = dist.get_backend_config(group)
+                raise RuntimeError(
+                    f"parameter {name!r} of unit {unit.label} is on {device}, and the process "
+                    f"group of its ranks carries only {carried} (device:backend). Move the model "
+                    f"there: with device_id= FullyShardedDataParallel does it while it wraps, with "
+                    f"mesh= fully_shard does. Or use a group that carries what is on {device.type}"
+                    f": init_process_group('gloo') for CPUs, 'nccl' for CUDA."
+                )
 
 
 def adopt(unit: FeaturedUnit) -> None:
