@@ -50,7 +50,7 @@ class PretendedGpu:
 
         def run_backward_with_devices(*args: Any, **kwargs: Any) -> Any:
             # torch turns a function mode off while it asks it about Tensor.backward.
-            with devices, patch.object(self._kernels, "in_autograd", True):
+            with devices, patch.object(self._kernels, "asked", False):
                 return run_backward(*args, **kwargs)
 
         self._stack = ExitStack()
@@ -95,7 +95,7 @@ class _Kernels(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.in_autograd = False  # what runs is asked for by autograd itself, which is in C++
+        self.asked = False  # a program asks for what runs now; else torch does: autograd, or gloo
         self.waits: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -106,13 +106,13 @@ class _Kernels(TorchDispatchMode):
         on_gpu = any(map(is_on_gpu, tensors))
         if on_gpu and func.overloadpacket not in _CROSSING:
             self._check_same_device(func, tensors)
-        if on_gpu and _waits(func, *args):
+        if on_gpu and self.asked and _waits(func, *args):
             self.waits.append(str(func))
         result = func(*args, **kwargs)
         if on_gpu and func.overloadpacket not in _CROSSING:
             _put(result, True)
-        elif not tensors and self.in_autograd:
-            _put(result, None)  # zeros for a gradient that did not come
+        elif not tensors and not self.asked:
+            _put(result, None)  # zeros for a gradient that did not come, say
         return result
 
     def _check_same_device(self, func: Any, tensors: list[Tensor]) -> None:
@@ -161,7 +161,7 @@ class _Devices(TorchFunctionMode):
         device = kwargs.get("device")
         if func is Tensor.tolist and is_on_gpu(args[0]):
             self._kernels.waits.append("tolist")
-        with patch.object(self._kernels, "in_autograd", False):
+        with patch.object(self._kernels, "asked", True):
             if device is None or torch.device(device).type == "meta":
                 return func(*args, **kwargs)
             on_gpu = torch.device(device).type == "cuda"

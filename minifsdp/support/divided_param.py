@@ -13,12 +13,14 @@ The engine knows only the first, which is a :class:`DividedParameter`: its ``gra
 that it stores is found in each ``weight.grad``.
 """
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from minifsdp.chunks.flat_parameter import FlatParameter
@@ -142,6 +144,26 @@ def forget_cleared_grad(flat: Any) -> bool:
         return False
     _GRAD.__set__(flat, None)
     return True
+
+
+def count_cleared(units: Iterable[Any]) -> None:
+    """Count as a change that ``zero_grad(set_to_none=False)`` has cleared what no_sync has marked
+    (no_sync.py). Of DTensors torch's foreach kernels count no version, so the values are looked at.
+
+    The host waits for the GPU: once for all parameters of all units, and only if something waits.
+    """
+    marks: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}  # with offload there may be two
+    for unit in (u for u in units if u.mesh is not None and u.unreduced_grad is not None):
+        grad = unit.sharded_flat_param.grad
+        parts = () if grad is None else unit.layout.local_tensors(grad, unit.shard_rank)
+        for local in (part for part in parts if part is not None and part.numel()):
+            marks.setdefault(local.device, []).append((grad, local.view(-1)[:1]))
+    for on_device in marks.values():
+        firsts = torch.cat([first for _, first in on_device])
+        cleared = ((firsts == 0) & ~firsts.signbit()).tolist()  # a mark of zero is -0
+        for (grad, _), was_cleared in zip(on_device, cleared, strict=True):
+            if was_cleared:
+                increment_version(grad)
 
 
 def _gradient(param: Any, local: Tensor) -> Any:
