@@ -67,7 +67,8 @@ def fully_shard(
             the first of them that runs, and freed after the last; see support/listed_modules.py.
             Those that are below others of the list, or in it twice, are left out.
         mesh: of one dimension: the ranks to shard over, all of them if None; or of two, (replicate,
-            shard), for hybrid sharding.
+            shard), for hybrid sharding. Parameters and buffers are moved to its device, except
+            from the meta device.
         reshard_after_forward: whether to free the parameters between forward and backward. None is
             True. The root keeps them in any case, since its backward comes next. A number: that of
             the ranks to share them then; all is True, 1 is False, and others need more memory and

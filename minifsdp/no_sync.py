@@ -42,6 +42,7 @@ from minifsdp.core.streams import Finish
 from minifsdp.core.unit_state import STRATEGY, Purpose
 from minifsdp.featured_engine import FeaturedEngine
 from minifsdp.featured_unit import FeaturedUnit, UnreducedGrad
+from minifsdp.support.divided_param import count_cleared
 from minifsdp.support.shard_changes import was_moved
 
 NO_SYNC = "a backward in no_sync"  # a reason to stay, and one for a gradient to wait
@@ -75,6 +76,8 @@ class NoSync(Layer):
     def start(self, purpose: Purpose) -> None:
         """Units that were kept stay, if nobody has changed them since. Raises RuntimeError: see
         :func:`check_unreduced_grad`."""
+        if self._used and purpose is Purpose.LOOK:  # before a backward it is done when that starts
+            count_cleared(self.units)
         for unit in self.units if self._used else ():
             if NO_SYNC in unit.reasons and (purpose is Purpose.LOOK or self._was_changed(unit)):
                 unit.let_go(NO_SYNC)
@@ -98,6 +101,7 @@ class NoSync(Layer):
         self._used |= self.inside
         if not self._used:
             return
+        count_cleared(self.units)
         for unit in self.units:
             check_unreduced_grad(unit)
             _stages_of_next(unit)
@@ -195,7 +199,8 @@ def _cleared(unit: FeaturedUnit) -> Sequence[int]:
 
 
 def check_unreduced_grad(unit: FeaturedUnit) -> None:
-    """Drop the unit's unreduced gradient if ``zero_grad()`` was called since it was stored.
+    """Drop the unit's unreduced gradient if ``zero_grad()`` was called since it was stored. In rows
+    call :func:`count_cleared` before.
 
     Raises:
         RuntimeError: the parameters were stepped, or the gradient changed, while a part of the
@@ -205,9 +210,7 @@ def check_unreduced_grad(unit: FeaturedUnit) -> None:
     if unreduced is None:
         return
     grad = shard.grad
-    changed = grad is not unreduced.mark or _version(unit, grad) != unreduced.mark_version
-    # A foreach optimizer clears DTensors without counting a version, so look at their values.
-    if changed or (unit.mesh is not None and any(map(_was_cleared, _firsts(unit, grad)))):
+    if grad is not unreduced.mark or _version(unit, grad) != unreduced.mark_version:
         if grad is None or not (grad.any() or any(f.signbit().any() for f in _firsts(unit, grad))):
             unit.unreduced_grad = None  # zero_grad(), with set_to_none=True or False
             return
@@ -233,10 +236,6 @@ def _firsts(unit: FeaturedUnit, grad: Tensor | None) -> list[Tensor]:
     return [tensor.view(-1)[:1] for tensor in local if tensor is not None]
 
 
-def _was_cleared(first: Tensor) -> bool:
-    return bool(((first == 0) & ~first.signbit()).any())
-
-
 @cache
 def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_step)  # of all optimizers, until the process ends
@@ -245,14 +244,16 @@ def _watch_optimizers() -> None:
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """Refuse a step with a part of the gradient before it is made. After it ``zero_grad()`` would
     clear the mark, and the mistake could not be found."""
-    waiting = (unit for unit in _units if unit.unreduced_grad is not None)
-    units = {param: unit for unit in waiting for param in unit.optimized_params}
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param in units:
-                check_unreduced_grad(units[param])
-                if units[param].unreduced_grad is not None:
-                    raise _incomplete(units[param], "an optimizer is about to step")
+    waiting = [unit for unit in _units if unit.unreduced_grad is not None]
+    if not waiting:
+        return
+    count_cleared(waiting)
+    unit_of = {param: unit for unit in waiting for param in unit.optimized_params}
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    for unit in dict.fromkeys(unit_of[param] for param in params if param in unit_of):
+        check_unreduced_grad(unit)
+        if unit.unreduced_grad is not None:
+            raise _incomplete(unit, "an optimizer is about to step")
 
 
 def _incomplete(unit: FeaturedUnit, what: str) -> RuntimeError:

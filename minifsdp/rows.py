@@ -194,7 +194,9 @@ class Rows:
             places: of the parameters in ``with_grad``.
         """
         marks = flat[flat.numel() - self.marks * self.world_size :].view(self.world_size, -1)
-        marks[:, places] = -0.0
+        # One by one: as a list they would be copied to the GPU, and the host would wait for that.
+        for place in places:
+            marks[:, place] = -0.0
 
     def unused(self, reduced: Tensor) -> list[int]:
         """The numbers of the parameters that no rank has used.

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from minifsdp import CPUOffload, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
+from minifsdp import CPUOffload, MixedPrecision, ModuleWrapPolicy, ShardingStrategy, fully_shard
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.comm.groups import HYBRID
 from minifsdp.core.reduce import Reduction
-from minifsdp.no_sync import NO_SYNC, AddUnreduced, store_unreduced
+from minifsdp.no_sync import NO_SYNC, AddUnreduced, NoSync, store_unreduced
 from tests.lone_unit import lone_unit
 from tests.parity import check_at_rest, grid
+from tests.pretended_gpu import PretendedGpu
 from tests.ranks import device, on_ranks, run
 from tests.small import (
     Block,
@@ -509,3 +510,50 @@ def test_parameters_that_stay_follow_what_is_done_to_them_in_between():
                 model.eval()(batch())
                 model.train()
             assert torch.equal(model(batch()), plain(batch())), change
+
+
+# ------------------------------------------------------------------------- what the host waits for
+
+
+def by_hand_in_rows(module):
+    for unit in (*module[1:], module):
+        fully_shard(unit)
+    return module
+
+
+WRAPPED = {
+    "chunks": lambda module: FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Block})),
+    "rows": lambda module: FSDP(
+        module, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
+    ),
+    "fully_shard": by_hand_in_rows,
+}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+@on_ranks(2)
+def test_the_host_waits_for_a_gpu_at_most_once_in_a_step_for_all_parameters(wrapped):
+    with PretendedGpu() as gpu:
+        model = WRAPPED[wrapped](layers().to("cuda"))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+        def backward(at):
+            gpu.waits.clear()
+            model(batch(step=at).to("cuda", non_blocking=True)).sum().backward()
+            return len(gpu.waits)
+
+        for at in range(4):
+            waits = [backward(at)]
+            optimizer.step()
+            optimizer.zero_grad()
+            model._engine.moments.of(NoSync).inside = True
+            waits += [backward(at), backward(at)]
+            model._engine.moments.of(NoSync).inside = False
+            waits += [backward(at)]
+            gpu.waits.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert gpu.waits == []
+            if at > 1:  # in the first steps ranks compare what they do
+                in_rows = int(wrapped != "chunks")
+                assert waits == [0, 0, in_rows, in_rows]

@@ -5,6 +5,7 @@ import torch
 
 from minifsdp.comm.blocks import of_rank
 from minifsdp.rows import Rows, block_numel, check_divisible, local_shape
+from tests.pretended_gpu import PretendedGpu
 
 pytestmark = pytest.mark.direct
 
@@ -164,3 +165,12 @@ def test_a_unit_has_one_dtype_and_may_be_frozen_in_part():
         check_divisible({"weight": weight, "bias": torch.ones(2, dtype=torch.float64)})
     with pytest.raises(ValueError, match=r"same device. Found cpu: weight; meta: bias"):
         check_divisible({"weight": weight, "bias": torch.ones(2, device="meta")})
+
+
+def test_marks_of_parameters_are_set_without_a_wait():
+    layout = Rows([torch.Size([4]), torch.Size([3]), torch.Size([2])], [True, True, True], 2)
+    with PretendedGpu() as gpu:
+        grad = torch.zeros(layout.trained_numel, device="cuda")
+        layout.mark_unused(grad, [0, 2])
+        assert gpu.waits == []
+        assert layout.unused(grad) == [0, 2]

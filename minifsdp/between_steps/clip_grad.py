@@ -28,6 +28,7 @@ from minifsdp.comm.collectives import add_up
 from minifsdp.core.collectives import Group
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.no_sync import check_unreduced_grad
+from minifsdp.support.divided_param import count_cleared
 
 
 def clip_grad_norm(
@@ -58,6 +59,7 @@ def clip_grad_norm(
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type}: the p of a norm has to be positive, or math.inf")
+    count_cleared(units)
     for unit in units:
         check_unreduced_grad(unit)
         if unit.unreduced_grad is not None:

@@ -89,7 +89,8 @@ class SummonedParams:
                 if grad is not None:
                     zero = grad.new_zeros(())
                     _copy_if_replaced(zero if param.grad is None else param.grad, grad)
-        own = self._own_blocks(self.flat, unit.layout.blocks)
+        # With offload of either kind they are on two devices, and CUDA compares nothing across.
+        own = self._own_blocks(self.flat, unit.layout.blocks).to(unit.padded_shard.device)
         # Without this check the shard's version would change even if its values do not, and a
         # backward that is still to come would be refused.
         if not torch.equal(own, unit.padded_shard):

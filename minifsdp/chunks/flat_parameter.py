@@ -18,7 +18,8 @@ of.
 A shard gets its gradient from the reduction. If autograd itself accumulates one, then a loss was
 computed with the shard, which is warned of (:func:`watch_for_losses`).
 
-A flat parameter also sees each optimizer that is built with it; see chunks/optimizers.py.
+A flat parameter also sees each optimizer that is built with it; see chunks/optimizers.py. For the
+optimizer itself it is a parameter as any other: torch chooses the same kernels for it.
 """
 
 import sys
@@ -31,7 +32,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer, _foreach_supported_types
 
 _TOTAL_NORM = {"get_total_norm", "_get_total_norm"}
 _OUR_CODE = ("torch.", "minifsdp.")  # which knows what it asks
@@ -106,6 +107,12 @@ class FlatParameter(nn.Parameter):
             type(self).on_optimizer(frame.f_locals["self"], frame)
         leaf: bool = _IS_LEAF.__get__(self)
         return leaf
+
+
+# On GPUs an optimizer takes kernels for many tensors at a time (foreach), if the exact type of each
+# parameter is in this list. Without this line it would launch a dozen small kernels for each unit.
+# torch's own DTensor gets into the list in the same way.
+_foreach_supported_types.append(FlatParameter)
 
 
 def flat_parameter(

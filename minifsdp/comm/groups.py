@@ -22,6 +22,7 @@ import socket
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -216,6 +217,11 @@ def _mine(lines: list[list[int]]) -> Group:
     groups = [(line, dist.new_group(line)) for line in lines]
     mine: Group = next(group for line, group in groups if dist.get_rank() in line)
     return mine
+
+
+def carries(group: Group, device: torch.device) -> bool:
+    """Whether the collectives of a group take tensors that are on such a device."""
+    return f"{device.type}:" in dist.get_backend_config(group)  # "cuda:nccl", say
 
 
 def _all_ranks() -> Group:

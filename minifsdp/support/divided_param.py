@@ -13,6 +13,7 @@ The engine knows only the first, which is a :class:`DividedParameter`: its ``gra
 that it stores is found in each ``weight.grad``.
 """
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 from weakref import ref
@@ -20,11 +21,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from minifsdp.chunks.flat_parameter import FlatParameter
 from minifsdp.offload import host_copy
@@ -149,6 +146,26 @@ def forget_cleared_grad(flat: Any) -> bool:
     return True
 
 
+def count_cleared(units: Iterable[Any]) -> None:
+    """Count as a change that ``zero_grad(set_to_none=False)`` has cleared what no_sync has marked
+    (no_sync.py). Of DTensors torch's foreach kernels count no version, so the values are looked at.
+
+    The host waits for the GPU: once for all parameters of all units, and only if something waits.
+    """
+    marks: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}  # with offload there may be two
+    for unit in (u for u in units if u.mesh is not None and u.unreduced_grad is not None):
+        grad = unit.sharded_flat_param.grad
+        parts = () if grad is None else unit.layout.local_tensors(grad, unit.shard_rank)
+        for local in (part for part in parts if part is not None and part.numel()):
+            marks.setdefault(local.device, []).append((grad, local.view(-1)[:1]))
+    for on_device in marks.values():
+        firsts = torch.cat([first for _, first in on_device])
+        cleared = ((firsts == 0) & ~firsts.signbit()).tolist()  # a mark of zero is -0
+        for (grad, _), was_cleared in zip(on_device, cleared, strict=True):
+            if was_cleared:
+                increment_version(grad)
+
+
 def _gradient(param: Any, local: Tensor) -> Any:
     grad: Any = like(param, local)
     grad.minifsdp_storage = _storage(grad)  # see _before_step
@@ -159,7 +176,6 @@ def _gradient(param: Any, local: Tensor) -> Any:
 def _watch_steps() -> None:
     """Look at each step of an optimizer, of all of them until the process ends."""
     register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: Optimizer, *_: object) -> None:
@@ -189,16 +205,6 @@ def _name_of(param: Any) -> str:
     names = zip(unit.optimized_params, unit.param_infos, strict=True) if unit is not None else ()
     found = [f"{info.name!r} of unit {unit.label}" for other, info in names if other is param]
     return found[0] if found else "a parameter"
-
-
-def _after_step(optimizer: Optimizer, *_: object) -> None:
-    """Count the step as a change of the units that it steps. The foreach and fused kernels count no
-    version of a DTensor, so without this a step between a forward and its backward would go
-    unnoticed."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    for unit in {unit_of_param(param) for param in params}:
-        if unit is not None and unit.mesh is not None:
-            increment_version(unit.sharded_flat_param)
 
 
 def mark(unit: Any, flat: DividedParameter) -> None:

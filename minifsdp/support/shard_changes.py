@@ -7,14 +7,22 @@ torch tells nobody of it. So at the start of each step the engine looks at every
     param.data = tensor                the same, with these values; refused in rows
     requires_grad_(False)              another unsharded flat parameter (FeaturedUnit.compute_in)
     zero_grad()                        in rows, the memory of the gradient is freed
+
+Of a step of an optimizer it finds only a higher version of the shard, which not every kernel of
+torch counts (:func:`watch_steps`).
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from minifsdp.comm.groups import carries
 from minifsdp.core.layers import Layer
 from minifsdp.core.unit_state import Purpose
 from minifsdp.core.views import FLAT_PARAM
@@ -27,6 +35,7 @@ from minifsdp.support.divided_param import (
     divide_again,
     forget_cleared_grad,
     mark,
+    unit_of_param,
     was_changed,
 )
 from minifsdp.support.param_views import replaced
@@ -37,12 +46,15 @@ class ShardChanges(Layer):
 
     def __init__(self, engine: FeaturedEngine) -> None:
         self._engine = engine
+        self._device: torch.device | None = None  # of the units, when they were last looked at
 
     def start(self, purpose: Purpose) -> None:
         """Raises ValueError or RuntimeError: see the functions that are called."""
         units = self._engine.units
         device = common_device(units)
-        if device is not None:
+        if device is not None and device != self._device:
+            check_carried(units, device)
+            self._device = device
             self.follow_to(device)
         for unit in units:
             follow_changes(unit)
@@ -132,6 +144,27 @@ def common_device(units: Sequence[FeaturedUnit]) -> torch.device | None:
     return None
 
 
+def check_carried(units: Sequence[FeaturedUnit], device: torch.device) -> None:
+    """Refuse units on a device that their groups do not carry tensors of, before anything is sent:
+    torch would only say that there is no backend.
+
+    Raises:
+        RuntimeError: naming a parameter, its device, and what the group carries.
+    """
+    for unit in units if device.type != "meta" else ():  # on a virtual GPU (sim/) nothing is sent
+        for group in (unit.shard_group, unit.replicate_group):
+            if group is not None and unit.numel and not carries(group, device):
+                name = f"{unit.name}.{unit.param_infos[0].name}".removeprefix(".")
+                carried = dist.get_backend_config(group)
+                raise RuntimeError(
+                    f"parameter {name!r} of unit {unit.label} is on {device}, and the process "
+                    f"group of its ranks carries only {carried} (device:backend). Move the model "
+                    f"there: with device_id= FullyShardedDataParallel does it while it wraps, with "
+                    f"mesh= fully_shard does. Or use a group that carries what is on {device.type}"
+                    f": init_process_group('gloo') for CPUs, 'nccl' for CUDA."
+                )
+
+
 def adopt(unit: FeaturedUnit) -> None:
     """Take over the parameter that ``module.to(...)`` has put in place of the flat parameter, or
     the DTensors that it has changed."""
@@ -146,3 +179,22 @@ def adopt(unit: FeaturedUnit) -> None:
     if type(found) is not nn.Parameter or not moved:
         raise replaced(unit, FLAT_PARAM, found)
     unit.module._parameters[FLAT_PARAM] = unit.replace_shard(found)
+
+
+@cache
+def watch_steps() -> None:
+    """Count each step as a change of the units that it steps; of all optimizers, until the process
+    ends.
+
+    torch's fused kernels count no version, and of a DTensor the foreach kernels do not either. So
+    without this a step between a forward and its backward would go unnoticed, and the backward
+    would compute with other parameters than the forward.
+    """
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: Optimizer, *_: object) -> None:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    stepped = (param for param in params if param.grad is not None)
+    for unit in {unit_of_param(param) for param in stepped} - {None}:
+        increment_version(unit.sharded_flat_param)

@@ -36,6 +36,7 @@ from minifsdp.precision import FULL_PRECISION
 from minifsdp.strategies import set_strategies
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.fingerprint import fingerprint
+from minifsdp.support.shard_changes import watch_steps
 from minifsdp.wrapping.auto_wrap import (
     check_sharing,
     check_wrappable,
@@ -149,6 +150,7 @@ def build_unit(module: nn.Module, settings: Settings, stays_on_meta: bool = Fals
     join(unit, modules)
     unit.watched = watch_for_losses(unit.sharded_flat_param)
     watch_optimizers()
+    watch_steps()
     return unit
 
 

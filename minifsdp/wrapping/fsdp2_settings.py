@@ -8,6 +8,7 @@
     the same with (replicate, shard)             HYBRID_SHARD, _HYBRID_SHARD_ZERO2
     MixedPrecisionPolicy(bf16, fp32)             MixedPrecision(bf16, fp32)
     CPUOffloadPolicy()                           CPUOffload(True)
+    a mesh of "cuda"                             device_id="cuda", the current one
 
 A number for ``reshard_after_forward`` is that of the ranks to share the parameters between forward
 and backward. All ranks that share the unit are True, and one rank is False: it has all of them. Any
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from minifsdp.api import CPUOffload, MixedPrecision
 from minifsdp.core.api import ShardingStrategy
 from minifsdp.core.collectives import Group
+from minifsdp.wrapping.build import default_device
 from minifsdp.wrapping.settings import Settings
 
 _STRATEGIES = {  # by whether to reshard after forward, and by the dimensions of the mesh
@@ -56,9 +58,23 @@ def fsdp2_settings(
             mp_policy.param_dtype, mp_policy.reduce_dtype,
             cast_forward_inputs=casts, cast_root_forward_inputs=casts,
         ),
+        device_id=device_of(mesh),
         device_mesh=mesh,
         use_orig_params=True,
     )  # fmt: skip
+
+
+def device_of(mesh: DeviceMesh | None) -> torch.device | str | None:
+    """Where a unit is moved to, as by torch: to the device of its mesh.
+
+    Without a mesh, to the GPU if that is where collectives run; and nowhere if gloo runs them,
+    which takes tensors from everywhere.
+    """
+    if mesh is not None:
+        return mesh.device_type
+    group = dist.group.WORLD  # None: there is none, which is refused by name later
+    device = None if group is None else default_device(group)
+    return device if device is not None and device.type == "cuda" else None
 
 
 def reshards_after_forward(given: bool | int | None, mesh: DeviceMesh | None) -> bool:

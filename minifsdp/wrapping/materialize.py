@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from minifsdp.comm.collectives import broadcast
 from minifsdp.comm.consensus import consensus
+from minifsdp.comm.groups import carries
 from minifsdp.core.collectives import Group
 from minifsdp.support.tensor_attribute import TensorAttribute
 from minifsdp.wrapping.module_tree import (
@@ -162,9 +163,10 @@ def _hidden_units(modules: Modules) -> Iterator[None]:
 
 
 def move(modules: Modules, device: torch.device) -> None:
-    """Move the parameters and buffers of one unit. What is shared stays shared."""
+    """Move the parameters and buffers of one unit. What is shared stays shared, and what is still
+    on the meta device stays there: it has no values that could be moved."""
     tensors = own_params(modules, buffers=True).values()
-    elsewhere = [attribute for attribute in tensors if attribute.get().device != device]
+    elsewhere = [a for a in tensors if a.get().device != device and not a.get().is_meta]
     _replace(elsewhere, lambda tensor: tensor.to(device))
 
 
@@ -192,12 +194,12 @@ def synchronize(modules: Modules, groups: list[Group]) -> None:
 def _check_alike(states: dict[str, Tensor], groups: list[Group]) -> None:
     # Without this a broadcast of another size would end the process, or leave the others waiting.
     problem: str | None = None
-    sends = dist.get_backend_config(groups[0])  # "cuda:nccl", say
     for label, tensor in states.items():
-        if problem is None and f"{tensor.device.type}:" not in sends:
+        if problem is None and not carries(groups[0], tensor.device):
             problem = (
-                f"{label!r} is on {tensor.device}, and the process group sends from {sends} only. "
-                f"Move the model first, or pass device_id="
+                f"{label!r} is on {tensor.device}, and the process group sends from "
+                f"{dist.get_backend_config(groups[0])} only. Move the model first, or pass "
+                f"device_id="
             )
     found = {label: f"{list(tensor.shape)}, {tensor.dtype}" for label, tensor in states.items()}
     own = dist.get_rank(), found

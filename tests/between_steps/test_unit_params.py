@@ -9,6 +9,7 @@ from minifsdp.comm.groups import HYBRID
 from tests.between_steps.test_full_params import OFFLOAD, assert_parameters, every_strategy, make
 from tests.models import SharedTransformer
 from tests.parity import grid
+from tests.pretended_gpu import PretendedGpu
 from tests.ranks import device, on_ranks
 from tests.small import batch, gathered_gradients, layers, mean_gradients, stack, step
 
@@ -94,3 +95,36 @@ def test_gradients_come_along_if_asked_for(strategy, cpu_offload, offload):
     assert all(torch.equal(found[n].to(device()), grad * 3 * 2) for n, grad in expected.items())
     with FSDP.summon_full_params(model):
         assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("offload", [True, False])
+@pytest.mark.parametrize("cpu_offload", [None, OFFLOAD])
+@pytest.mark.parametrize("rows", [False, True])
+@on_ranks(2)
+def test_values_are_written_back_from_one_device_to_another(rows, cpu_offload, offload):
+    expected = {name: 2 * value for name, value in layers().state_dict().items()}
+    with PretendedGpu():
+        model = FSDP(layers().to("cuda"), cpu_offload=cpu_offload, use_orig_params=rows)
+        with FSDP.summon_full_params(model, offload_to_cpu=offload), torch.no_grad():
+            for param in model.parameters():
+                assert param.device.type == ("cpu" if offload else "cuda")
+                param.mul_(4)
+        model.apply(halve)
+        state = {name: value.cpu() for name, value in model.state_dict().items()}
+        if not rows:
+            assert_equal(state, expected)
+        model.load_state_dict(state)
+        with FSDP.summon_full_params(model, writeback=False):
+            assert_equal(dict(model.named_parameters()), expected)
+
+
+def halve(module):
+    with torch.no_grad():
+        for param in module.parameters(recurse=False):
+            param.div_(2)
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name].cpu(), value), name

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from torch.optim.optimizer import _default_to_fused_or_foreach
 
-from minifsdp import FlatParameter
+from minifsdp import FlatParameter, fully_shard
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.chunks.flat_parameter import flat_parameter as make
+from tests.pretended_gpu import PretendedGpu
 from tests.ranks import device, on_ranks
-from tests.small import stack, step
+from tests.small import layers, stack, step
 
 
 def flat_parameter(is_sharded: bool) -> FlatParameter:
@@ -177,3 +179,43 @@ def test_who_chooses_chunks_by_their_dimensions_is_warned_once():
         step(model)
         optimizer.step()
         model.state_dict()
+
+
+def chunks(module):
+    return FSDP(module)
+
+
+def rows(module):
+    return FSDP(module, use_orig_params=True)
+
+
+@pytest.mark.parametrize("wrap", [chunks, rows, fully_shard])
+@on_ranks(2)
+def test_on_gpus_torch_takes_the_kernels_that_it_takes_for_a_plain_model(wrap):
+    with PretendedGpu():
+        params = list(wrap(layers().to("cuda")).parameters())
+        assert {param.device.type for param in params} == {"cuda"}
+        assert _default_to_fused_or_foreach(params, False, use_fused=True) == (True, False)
+        assert _default_to_fused_or_foreach(params, False, use_fused=False) == (False, True)
+
+
+def trained(wrap, optimizer, **settings):
+    model = wrap(layers())
+    optimizer = optimizer(model.parameters(), lr=0.05, **settings)
+    for at in range(3):
+        step(model, at)
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize("wrap", [chunks, rows, fully_shard])
+@on_ranks(3)
+def test_these_kernels_compute_the_same(wrap, optimizer):
+    expected = trained(wrap, optimizer, foreach=False)
+    for found, param in zip(trained(wrap, optimizer, foreach=True), expected, strict=True):
+        assert torch.equal(found, param)
+    if optimizer is torch.optim.AdamW:  # others have no fused kernel, or none for DTensors
+        for found, param in zip(trained(wrap, optimizer, fused=True), expected, strict=True):
+            torch.testing.assert_close(found, param)

@@ -355,7 +355,7 @@ def test_what_is_given_up_is_not_read():
 @on_ranks(2)
 def test_what_a_rank_has_lent_before_it_left_is_found():
     """It may lend the last message, and leave, between two looks of this rank."""
-    loan, fetch, found = lend(mine(4))
+    loan, _, _ = lend(mine(4))
     looks = iter([False, False, True, True])
     with patch.object(same_machine.Neighbor, "_gone", lambda neighbor: "it has left"):
         loan.neighbor.wait_until(lambda: next(looks))

@@ -366,6 +366,27 @@ def test_a_part_that_an_optimizer_clears_in_no_sync_is_no_way_to_lose_the_rest(s
         backward(model)
 
 
+@pytest.mark.parametrize("when", ["before the forward", "before the backward", "before a look"])
+@on_ranks(2)
+def test_what_an_optimizer_clears_with_one_kernel_is_left_out(when):
+    """torch's foreach kernels count no version of DTensors."""
+    models = rows(), ddp()
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+        with model.no_sync():
+            backward(model, 0)
+        if when == "before the forward":
+            optimizer.zero_grad(set_to_none=False)
+        loss = model(batch(WIDTH, 1)).pow(2).sum()
+        if when != "before the forward":
+            optimizer.zero_grad(set_to_none=False)
+        if when == "before a look" and isinstance(model, FSDP):
+            assert model.clip_grad_norm_(1.0) == 0
+        loss.backward()
+        optimizer.step()
+    assert_same(*models)
+
+
 # ------------------------------------------------------------------------- what is saved and sent
 
 

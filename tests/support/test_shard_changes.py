@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
@@ -13,6 +14,7 @@ from minifsdp.core.streams import BACKENDS
 from minifsdp.core.unit_state import Purpose
 from minifsdp.support.shard_changes import common_device, follow_changes, was_moved
 from tests.lone_unit import lone_unit
+from tests.pretended_gpu import PretendedGpu
 from tests.ranks import device, on_ranks
 from tests.small import batch, layers, stack, step
 from tests.support.test_unsharded_storage import LOW
@@ -162,3 +164,45 @@ def test_units_on_several_devices_are_refused():
     model.engine.units[2].sharded_flat_param = nn.Parameter(torch.empty(21, device="meta"))
     with pytest.raises(ValueError, match=r"all units have to be on one device.*meta: '2'"):
         model(batch())
+
+
+KERNELS = [{"foreach": False}, {"foreach": True}, {"fused": True}]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: str(kernel))
+@pytest.mark.parametrize("rows", [False, True])
+@on_ranks(2)
+def test_a_step_is_noticed_whichever_kernel_makes_it(rows, kernel):
+    model = stack(use_orig_params=rows)
+    optimizer = torch.optim.AdamW(model.parameters(), **kernel)
+    loss = model(batch()).sum()
+    optimizer.step()  # without gradients, which changes nothing
+    loss.backward()
+    loss = model(batch()).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="unit <root> were changed in place"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@on_ranks(2)
+def test_a_device_that_the_group_does_not_carry_is_refused_by_name(rows):
+    only_cuda = dist.new_group(backend="cuda:gloo")  # as a group of NCCL's is
+    model = stack(process_group=only_cuda, use_orig_params=rows)
+    said = r"parameter '0.weight' of unit <root> is on cpu, .* carries only cuda:gloo .* device_id="
+    for use in (lambda: model(batch()), lambda: FSDP.summon_full_params(model).__enter__()):
+        with pytest.raises(RuntimeError, match=said):
+            use()
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@on_ranks(2)
+def test_so_it_is_if_a_model_is_moved_there_later(rows):
+    model = stack(use_orig_params=rows)
+    step(model)
+    with PretendedGpu(), patch.object(dist, "get_backend_config", lambda group: "cpu:gloo"):
+        model.to("cuda")
+        with pytest.raises(RuntimeError, match=r"is on cuda:0, .* carries only cpu:gloo"):
+            model(batch().to("cuda"))
+        model.to("cpu")
+        step(model)

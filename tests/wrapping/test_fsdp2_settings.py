@@ -1,13 +1,19 @@
 """fsdp2_settings.py: the arguments of fully_shard, in the words of FullyShardedDataParallel."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from minifsdp import MixedPrecision, ShardingStrategy
-from minifsdp.wrapping.fsdp2_settings import fsdp2_settings, reshards_after_forward
+from minifsdp import MixedPrecision, ShardingStrategy, fully_shard
+from minifsdp.wrapping.fsdp2_settings import device_of, fsdp2_settings, reshards_after_forward
+from tests.pretended_gpu import GPU, PretendedGpu
 from tests.ranks import device, on_ranks
+from tests.small import batch, layers
 
 NO_POLICY = MixedPrecisionPolicy(), OffloadPolicy()
 
@@ -59,3 +65,50 @@ def test_policies():
     assert not fsdp2_settings(None, None, low, OffloadPolicy()).precision.cast_root_forward_inputs
     plain = fsdp2_settings(None, None, *NO_POLICY)
     assert not plain.offload and not plain.precision.cast_root_forward_inputs
+
+
+@pytest.mark.parametrize("shape", [(2,), (1, 2)])
+@pytest.mark.parametrize("offload", [OffloadPolicy(), CPUOffloadPolicy()])
+@on_ranks(2)
+def test_a_model_is_moved_to_the_device_of_its_mesh(offload, shape):
+    plain = nn.Sequential(layers(2), nn.BatchNorm1d(6))
+    expected = plain(batch())
+    with PretendedGpu():
+        model = nn.Sequential(layers(2), nn.BatchNorm1d(6))
+        ignored = model[0][1][0].bias
+        early = torch.optim.SGD(model[1].parameters(), lr=0.1)
+        mesh = init_device_mesh("cuda", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        fully_shard(model, mesh=mesh, offload_policy=offload, ignored_params={ignored})
+        unit = model._unit
+        stored = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else GPU
+        assert unit.device == model[1].running_mean.device == GPU
+        assert {param.device for param in unit.optimized_params} == {stored}
+        assert ignored.device.type == "cpu", "as by torch"
+        assert early.param_groups[0]["params"] == list(model[1].parameters())
+        ignored.data = ignored.data.to("cuda")
+        found = model(batch().to("cuda"))
+        assert torch.allclose(found.cpu(), expected)
+        found.sum().backward()
+
+
+@on_ranks(2)
+def test_what_is_on_meta_stays_there_whatever_the_mesh():
+    with PretendedGpu():
+        model = fully_shard(layers(1).to("meta"), mesh=init_device_mesh("cuda", (2,)))
+        assert all(param.is_meta for param in model.parameters())
+        model.to_empty(device="cuda")
+        assert {param.device for param in model.parameters()} == {GPU}
+
+
+@on_ranks(1)
+def test_without_a_mesh_a_model_is_moved_where_its_group_sends_from():
+    for backends, found in (
+        ("cpu:gloo,cuda:gloo", None),
+        ("cuda:nccl", torch.device("cuda", 3)),
+        ("cpu:gloo,cuda:nccl", torch.device("cuda", 3)),
+    ):
+        with (
+            patch.object(dist, "get_backend_config", lambda group, backends=backends: backends),
+            patch.object(torch.cuda, "current_device", lambda: 3),
+        ):
+            assert device_of(None) == found

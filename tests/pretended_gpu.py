@@ -1,0 +1,214 @@
+"""A GPU that is not there: real values in the host's memory, of which torch says that they are on
+"cuda". For tests of what goes wrong only where there are two kinds of memory.
+
+::
+
+    with PretendedGpu():
+        x = torch.ones(3, device="cuda")       memory of the host, with a mark on its storage
+        y = x + x                              computed by the CPU; the result has the mark, too
+        x.device                               cuda:0
+        x + torch.ones(3)                      RuntimeError, as with CUDA: two devices
+        x.to("cpu"), torch.ones(3).copy_(x)    cross from one to the other, as with CUDA
+
+The engine then does what it does with CUDA: torch's own collectives (which are gloo's here), copies
+from host to device and back. What this GPU does not have is time: a stream does its work at once,
+so a wait that is missing is not noticed. (On the virtual GPU of minifsdp/sim it is, and there is
+nothing to be seen of values.) What a function of torch that is written in Python asks and makes
+inside, as ``multi_head_attention_forward`` does, it asks and makes as on a CPU.
+"""
+
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from minifsdp.core.streams import BACKENDS, PASSED, CpuStream, Event, Launch, Streams
+
+GPU = torch.device("cuda", 0)
+
+
+class PretendedGpu:
+    """Inside of a ``with`` block this process has one GPU.
+
+    Attributes:
+        waits: what has let the host wait for the GPU: that it asks for a value, or copies from one
+            to the other without ``non_blocking``.
+    """
+
+    def __init__(self) -> None:
+        self._kernels = _Kernels()
+        self.waits = self._kernels.waits
+
+    def __enter__(self) -> "PretendedGpu":
+        devices, run_backward = _Devices(self._kernels), torch.autograd._engine_run_backward
+
+        def run_backward_with_devices(*args: Any, **kwargs: Any) -> Any:
+            # torch turns a function mode off while it asks it about Tensor.backward.
+            with devices, patch.object(self._kernels, "asked", False):
+                return run_backward(*args, **kwargs)
+
+        self._stack = ExitStack()
+        for context in (
+            patch.dict(BACKENDS, cuda=_streams),
+            patch("torch.cuda.current_device", lambda: GPU.index),
+            patch("torch.cuda.device_count", lambda: 1),
+            patch("torch.cuda.set_device", lambda device: None),
+            patch("torch.cuda.get_rng_state", lambda *device: torch.get_rng_state()),
+            patch("torch.cuda.set_rng_state", lambda *state_and_device: None),  # it is the CPU's
+            patch("torch.autograd._engine_run_backward", run_backward_with_devices),
+            self._kernels,
+            devices,
+        ):
+            self._stack.enter_context(context)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+
+def is_on_gpu(tensor: Tensor) -> bool:
+    """Whether a tensor is in the GPU's memory; a DTensor, whether its local tensor is."""
+    tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return getattr(tensor.untyped_storage(), "on_gpu", False) is True
+
+
+def _put(tensors: object, on_gpu: bool | None) -> None:
+    """Write to the storages of new tensors whether they are on the GPU. None: wherever they are
+    used."""
+    for tensor in tree_leaves(tensors):
+        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        if isinstance(tensor, Tensor) and not tensor.is_meta:
+            tensor.untyped_storage().on_gpu = on_gpu
+
+
+class _Kernels(TorchDispatchMode):
+    """Below autograd: what is computed from tensors on the GPU is on the GPU, and nothing can be
+    computed from tensors on both."""
+
+    sees_engine = True  # see dispatch_modes.py
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = False  # a program asks for what runs now; else torch does: autograd, or gloo
+        self.waits: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if any(isinstance(tensor, DTensor) for tensor in tensors):
+            return NotImplemented  # then it comes again, for the local tensors
+        on_gpu = any(map(is_on_gpu, tensors))
+        if on_gpu and func.overloadpacket not in _CROSSING:
+            self._check_same_device(func, tensors)
+        if on_gpu and self.asked and _waits(func, *args):
+            self.waits.append(str(func))
+        result = func(*args, **kwargs)
+        if on_gpu and func.overloadpacket not in _CROSSING:
+            _put(result, True)
+        elif not tensors and not self.asked:
+            _put(result, None)  # zeros for a gradient that did not come, say
+        return result
+
+    def _check_same_device(self, func: Any, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            on_host = getattr(tensor.untyped_storage(), "on_gpu", False) is False
+            if on_host and func.overloadpacket in _INDEXING and tensor is not tensors[0]:
+                self.waits.append(f"{func} of indices on the host")
+                continue
+            # CUDA takes a number on the host for an operand, but not to compare it with `equal`.
+            if on_host and (tensor.dim() or func is torch.ops.aten.equal.default):
+                raise RuntimeError(
+                    f"Expected all tensors to be on the same device, but found at least two "
+                    f"devices, {GPU} and cpu! ({func})"
+                )
+
+
+def _waits(func: Any, *args: Any) -> bool:
+    if func is torch.ops.aten.copy_.default:
+        to, source, *non_blocking = args
+        return is_on_gpu(to) != is_on_gpu(source) and not any(non_blocking)
+    return func.overloadpacket in _WAITING
+
+
+_CROSSING = {torch.ops.aten.copy_}
+_INDEXING = {torch.ops.aten.index, torch.ops.aten.index_put_}
+_WAITING = {torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.nonzero}
+
+
+class _Devices(TorchFunctionMode):
+    """Above autograd: what a program asks and says of devices.
+
+    Args:
+        kernels: of the same GPU.
+    """
+
+    def __init__(self, kernels: _Kernels) -> None:
+        super().__init__()
+        self._kernels = kernels
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _ANSWERS and is_on_gpu(args[0]):
+            return _ANSWERS[func]
+        kwargs.pop("pin_memory", None)  # all of this memory is the host's
+        func, args, kwargs = _as_to(func, args, kwargs)
+        device = kwargs.get("device")
+        if func is Tensor.tolist and is_on_gpu(args[0]):
+            self._kernels.waits.append("tolist")
+        with patch.object(self._kernels, "asked", True):
+            if device is None or torch.device(device).type == "meta":
+                return func(*args, **kwargs)
+            on_gpu = torch.device(device).type == "cuda"
+            kwargs["device"] = "cpu"
+            if func is Tensor.to and is_on_gpu(args[0]) != on_gpu:
+                kwargs["copy"] = True  # torch would see that it is on the CPU already
+                if not kwargs.get("non_blocking"):
+                    self._kernels.waits.append("to")
+            if on_gpu and func in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
+                self._kernels.waits.append("a tensor of values of the host")
+            result = func(*args, **kwargs)
+            _put(result, on_gpu)
+            return result
+
+
+def _as_to(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple, dict[str, Any]]:
+    """The ways to say "copy it to this device" as one: ``tensor.to(..., device=device)``."""
+    if func is Tensor.type_as:
+        func, args, kwargs = Tensor.to, (args[0], kwargs.get("other", args[-1])), {}
+    if func in (Tensor.cuda, Tensor.cpu):
+        return Tensor.to, args[:1], {"device": GPU if func is Tensor.cuda else "cpu"}
+    if func is not Tensor.to or len(args) < 2 or isinstance(args[1], torch.dtype):
+        return func, args, kwargs
+    tensor, to, *rest = args
+    if isinstance(to, Tensor):
+        kwargs, rest = {**kwargs, "dtype": to.dtype}, [None, *rest]
+        to = GPU if is_on_gpu(to) else "cpu"
+    names = ("dtype", "non_blocking", "copy", "memory_format")
+    given = dict(zip(names, rest, strict=False))
+    return func, (tensor,), {**given, **kwargs, "device": to}
+
+
+_ANSWERS = {
+    Tensor.device.__get__: GPU,
+    Tensor.is_cuda.__get__: True,
+    Tensor.is_cpu.__get__: False,
+    Tensor.get_device: GPU.index,
+}
+
+
+class _Stream(CpuStream):
+    """Work on the GPU, which is over as soon as it is asked for."""
+
+    def submit(self, launch: Launch, label: str = "") -> Event:
+        launch()()
+        return PASSED
+
+
+def _streams(device: torch.device) -> Streams:
+    return Streams(device, *(_Stream() for _ in range(6)))
