@@ -161,7 +161,9 @@ class _Devices(TorchFunctionMode):
         device = kwargs.get("device")
         if func is Tensor.tolist and is_on_gpu(args[0]):
             self._kernels.waits.append("tolist")
-        with patch.object(self._kernels, "asked", True):
+        # What gloo copies while it stands in for NCCL is nobody's wait.
+        is_collective = (getattr(func, "__module__", "") or "").startswith("torch.distributed.")
+        with patch.object(self._kernels, "asked", not is_collective):
             if device is None or torch.device(device).type == "meta":
                 return func(*args, **kwargs)
             on_gpu = torch.device(device).type == "cuda"

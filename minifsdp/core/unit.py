@@ -89,7 +89,6 @@ class Unit:
 
         params = [info.parameter for info in param_infos]
         self.numel = sum(param.numel() for param in params)
-        self.padded_numel: int = layout.padded_numel  # elements of the unsharded flat parameter
         # The shard's memory, and padding in it.
         self.padded_shard: Tensor = layout.shard(layout.flatten(params), self.shard_rank)
         self.sharded_flat_param: Any = nn.Parameter(
@@ -129,6 +128,12 @@ class Unit:
         """The unit in a few words, for ``print(model)``."""
         ranks = f"{self.shard_world_size} rank{'s' * (self.shard_world_size > 1)}"
         return f"unit of {self.numel:,} parameters, sharded over {ranks}"
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the unsharded flat parameter."""
+        numel: int = self.layout.padded_numel  # in rows it changes, if parameters are frozen later
+        return numel
 
     @property
     def device(self) -> torch.device:
