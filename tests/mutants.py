@@ -83,6 +83,7 @@ MUTANTS = [
     Mutant("support/divided_param", "the host waits for each parameter", "cleared = ((firsts == 0) & ~firsts.signbit()).tolist()", "cleared = [bool(f == 0) and not bool(f.signbit()) for f in firsts]", noticed_by="no_sync"),
     Mutant("support/divided_param", "what is marked counts as cleared", " & ~firsts.signbit()", ""),
     Mutant("rows", "the host waits for marks", "        for place in places:\n            marks[:, place] = -0.0", "        marks[:, places] = -0.0"),
+    Mutant("chunks/optimizers", "DTensors and others are stepped together", "    _choose_kernels(groups)\n", "", noticed_by="chunks/flat_parameter"),
     Mutant("chunks/flat_parameter", "a loss with a chunk is not seen", "accumulator.register_prehook(warn)", "pass", noticed_by="promises/step"),
     Mutant("chunks/flat_parameter", "a loss with what is whole is warned of", "if not (param.is_sharded and param.requires_grad):", "if not param.requires_grad:", noticed_by="promises/step"),
     Mutant("chunks/flat_parameter", "says it in each step", "param.was_warned = True", "pass", noticed_by="promises/step"),

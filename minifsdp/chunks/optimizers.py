@@ -32,6 +32,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from minifsdp.chunks import optim_state
@@ -116,9 +117,20 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             wrong = wrong or optim_state.check_state(optimizer, group)
     optim_state.agree(wrong, groups)
     _warn_of_groups(optimizer, groups)
+    _choose_kernels(groups)
     optim_state.mark_groups(groups)
     optim_state.refuse_distributed_checkpoints(optimizer, groups)
     optimizer.__dict__["_minifsdp_seen"] = [(group, group["params"]) for group in groups]
+
+
+def _choose_kernels(groups: Groups) -> None:
+    """Let torch take a kernel for each parameter (``foreach=False``) where a group has DTensors and
+    others: of units in rows and in chunks, or ignored ones. On GPUs it would take kernels for many
+    tensors at a time by itself, which then refuse the mixture."""
+    for group in groups:
+        kinds = {isinstance(param, DTensor) for param in group["params"]}
+        if len(kinds) > 1 and group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = False
 
 
 def _has_no_gradient(groups: Groups) -> bool:

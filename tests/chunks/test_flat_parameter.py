@@ -15,7 +15,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.chunks.flat_parameter import flat_parameter as make
 from tests.pretended_gpu import PretendedGpu
 from tests.ranks import device, on_ranks
-from tests.small import layers, stack, step
+from tests.small import batch, layers, stack, step
 
 
 def flat_parameter(is_sharded: bool) -> FlatParameter:
@@ -219,3 +219,18 @@ def test_these_kernels_compute_the_same(wrap, optimizer):
     if optimizer is torch.optim.AdamW:  # others have no fused kernel, or none for DTensors
         for found, param in zip(trained(wrap, optimizer, fused=True), expected, strict=True):
             torch.testing.assert_close(found, param)
+
+
+@on_ranks(2)
+def test_on_gpus_an_optimizer_may_have_units_in_rows_and_in_chunks():
+    with PretendedGpu():
+        module = layers(2).to("cuda")
+        ignored = module[2][0].bias
+        fully_shard(module[1])
+        model = FSDP(module, ignored_states=[ignored])
+        optimizer = torch.optim.AdamW(model.parameters())
+        before = [param.detach().clone() for param in model.parameters()]
+        model(batch().to("cuda")).pow(2).sum().backward()
+        optimizer.step()  # of DTensors and other tensors
+        for param, was in zip(model.parameters(), before, strict=True):
+            assert not torch.equal(param, was)
