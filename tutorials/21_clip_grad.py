@@ -21,8 +21,8 @@
 # enough. `model.clip_grad_norm_()` does that:
 #
 # {{ minifsdp/between_steps/clip_grad.py clip_grad_norm -Scale all -if not norm_type > 0
-# -count_cleared -for unit in units: -largest = -A unit without -units_with_params = -dtypes = -dtype = -groups =
-# -ranks = -grads = -for grad in grads -if largest: }}
+# -count_cleared -for unit in units: -largest = -A unit without -units_with_params = -dtypes =
+# -dtype = -groups = -ranks = -grads = -for grad in grads -if largest: }}
 #
 # (`norm_type` is 2 and `largest` is False, unless the user wants another norm. `add_up` is the
 # all-reduce. `counts` is about replicas: of ranks that have the same shard one counts.)
