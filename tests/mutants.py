@@ -682,7 +682,7 @@ MUTANTS = [
     Mutant("support/grad_hooks", "a hook gets the padding", "parts, unused = [grad[: unit.numel]], []", "parts, unused = [grad], []"),
     Mutant("support/grad_hooks", "what it returns is dropped", "part.copy_(_changed(unit, param, part))", "_changed(unit, param, part)"),
     Mutant("support/grad_hooks", "the second one gets what the first one got", "    for hook in list(hooks.values()):  # a copy: a hook may remove itself\n        try:\n            with torch.no_grad():\n                returned = hook(grad)", "    given = grad\n    for hook in list(hooks.values()):\n        try:\n            with torch.no_grad():\n                returned = hook(given)"),
-    Mutant("support/grad_hooks", "hooks are part of a graph", "        with torch.no_grad():\n            for hook", "        with torch.enable_grad():\n            for hook"),
+    Mutant("support/grad_hooks", "hooks are part of a graph", "            with torch.no_grad():\n                for hook", "            with torch.enable_grad():\n                for hook"),
     Mutant("support/grad_hooks", "hooks of what is frozen are called", "if param.requires_grad and param.grad is not None:", "if True:"),
     Mutant("support/grad_hooks", "torch's optimizers in the backward do not step", "            optimizer.step()\n", ""),
     Mutant("core/gradients", "hooks run before all gradients are there", "            store_gradient(reduction)\n", "            store_gradient(reduction)\n            after_gradient(reduction.unit)\n", noticed_by="support/grad_hooks"),

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from minifsdp.comm.pieces import Pieces, whole
 from minifsdp.core.layers import Layer
@@ -67,12 +66,7 @@ class GradientHooks(Layer):
         """At the end of the backward."""
         complete, self._complete = self._complete, ()
         for unit in complete:
-            for param in unit.optimized_params:
-                # torch.distributed.optim._apply_optimizer_in_backward puts its optimizers there.
-                # Its own hook is on a node of a graph that this parameter is not in.
-                optimizers = getattr(param, "_in_backward_optimizers", ())
-                if optimizers or param._post_accumulate_grad_hooks:
-                    after_gradient(param, optimizers)
+            after_gradient(unit)
 
 
 def change_gradient(unit: FeaturedUnit, grad: Tensor | Pieces) -> Tensor:
@@ -120,13 +114,19 @@ def _changed(unit: FeaturedUnit, param: nn.Parameter, grad: Tensor) -> Tensor:
     return grad
 
 
-def after_gradient(param: nn.Parameter, optimizers: Sequence[Optimizer]) -> None:
-    """Call the hooks that wait for the complete gradient of a parameter, and these optimizers."""
-    hooks: Any = param._post_accumulate_grad_hooks
-    if param.requires_grad and param.grad is not None:  # in rows some may be frozen
-        with torch.no_grad():
-            for hook in list((hooks or {}).values()):
-                hook(param)
-            for optimizer in optimizers:
-                optimizer.step()
-                param.grad = None
+def after_gradient(unit: FeaturedUnit) -> None:
+    """Call the hooks that wait for the complete gradient of a unit's parameters."""
+    for param in unit.optimized_params:
+        # torch.distributed.optim._apply_optimizer_in_backward puts its optimizers there. Its own
+        # hook is on a node of a graph that this parameter is not in.
+        hooks: Any = param._post_accumulate_grad_hooks
+        optimizers = getattr(param, "_in_backward_optimizers", ())
+        if not hooks and not optimizers:
+            continue  # as a rule
+        if param.requires_grad and param.grad is not None:  # in rows some may be frozen
+            with torch.no_grad():
+                for hook in list((hooks or {}).values()):
+                    hook(param)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    param.grad = None

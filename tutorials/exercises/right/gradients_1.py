@@ -2,7 +2,7 @@
 
 
 class Gradients(Gradients):
-    def take(self, unit: Unit, grad: Tensor) -> None:
+    def take(self, unit: Unit, grad: Any) -> None:
         """With other names."""
         going = []
         for older in self._under_way:
