@@ -401,7 +401,7 @@ MUTANTS = [
     Mutant("support/stats", "the peak is what is there at the end", "            self.peak_unsharded_units = self.unsharded_units\n", "            pass\n"),
     Mutant("support/stats", "what was freed is there all the same", "        self.unsharded_units -= 1\n", ""),
     Mutant("support/held_gradients", "nothing waits", "        if unit.waits:\n", "        if False:\n"),
-    Mutant("support/held_gradients", "a gradient waits while its unit is held", "        if unit.waits:\n", "        if unit.waits or unit.reasons:\n", noticed_by="no_sync"),
+    Mutant("support/held_gradients", "a gradient waits while its unit is held", "        if unit.waits:\n", "        if unit.waits or unit.reasons:\n"),
     Mutant("support/held_gradients", "of what waits the last part is kept", "part if before is None else before.add_(part)", "part"),
     Mutant("support/held_gradients", "a failed backward leaves what waits", "        self.held.clear()\n", ""),
     Mutant("support/held_gradients", "no gradient is a gradient of zeros", "        mark_unused(unit, zeros, [*unit.layout.marked])\n", "        pass\n"),

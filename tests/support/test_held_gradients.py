@@ -28,6 +28,7 @@ def test_what_waits_is_held_and_summed_and_reduced_when_asked_for(rows):
     engine, (unit, without, other) = model.engine, model.engine.units[1:4]
     engine.start(Purpose.TRAIN)
     unit.waits.add(WAITS)
+    other.hold(WAITS)  # a reason to stay gathered, which is another matter
     with reductions() as started:
         engine.gradients.take(unit, gradient(unit, 1 + dist.get_rank()))
         part = gradient(unit, 10)
