@@ -25,9 +25,9 @@ from minifsdp.core.unit import Unit
 class Gradients(Default):
     """Those of the backward that is under way, in ``self._reductions``."""
 
-    def _reduce(self, unit: Unit, grad: Tensor) -> None:
+    def take(self, unit: Unit, grad: Tensor) -> None:
         """Start to reduce ``grad``; by then the reduction before it is complete."""
-        super()._reduce(unit, grad)
+        super().take(unit, grad)
 
     def finish(self) -> list[Reduction]:
         """Wait for all reductions, then hand everything over.

@@ -12,9 +12,9 @@ class Gradients(Default):
     """One gradient is being reduced, and none waits for the end of the backward. The price: after a
     backward that fails, some units have been stepped, and some have not."""
 
-    def _reduce(self, unit: Unit, grad: Tensor) -> None:
+    def take(self, unit: Unit, grad: Tensor) -> None:
         """Start a reduction. It waits for the one before, which is complete then."""
-        super()._reduce(unit, grad)
+        super().take(unit, grad)
         self._hand_over([one for one in self._reductions if one not in self._under_way])
 
     def finish(self) -> list[Reduction]:
