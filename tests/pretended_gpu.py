@@ -41,6 +41,8 @@ class PretendedGpu:
             to the other without ``non_blocking``.
     """
 
+    is_there = False  # whether this process is inside of such a block
+
     def __init__(self) -> None:
         self._kernels = _Kernels()
         self.waits = self._kernels.waits
@@ -55,6 +57,7 @@ class PretendedGpu:
 
         self._stack = ExitStack()
         for context in (
+            patch.object(PretendedGpu, "is_there", True),
             patch.dict(BACKENDS, cuda=_streams),
             patch("torch.cuda.current_device", lambda: GPU.index),
             patch("torch.cuda.device_count", lambda: 1),
