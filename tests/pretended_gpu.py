@@ -11,12 +11,15 @@
         x.to("cpu"), torch.ones(3).copy_(x)    cross from one to the other, as with CUDA
 
 The engine then does what it does with CUDA: torch's own collectives (which are gloo's here), copies
-from host to device and back. What this GPU does not have is time: a stream does its work at once,
-so a wait that is missing is not noticed. (With the streams of ``lagging.deferring_device`` it is;
-and on the virtual GPU of minifsdp/sim, where there is nothing to be seen of values.) gloo's threads
-let go of a tensor only a moment after it has arrived, so that now and then a unit that is freed
-soon after it was gathered is said to be still referred to, which NCCL has no part in. What a function of torch that is written in Python asks and makes
-inside, as ``multi_head_attention_forward`` does, it asks and makes as on a CPU.
+from host to device and back. In these things it is not like one:
+
+- It has no time. A stream does its work at once, so a wait that is missing is not noticed. (With
+  the streams of ``lagging.deferring_device`` it is; and on the virtual GPU of minifsdp/sim, where
+  there is nothing to be seen of values.)
+- What a function of torch that is written in Python asks and makes inside, as
+  ``multi_head_attention_forward`` does, it asks and makes as on a CPU.
+- gloo's threads let go of a tensor a moment after it has arrived. A unit that is freed so soon is
+  now and then said to be still referred to.
 """
 
 from contextlib import ExitStack
