@@ -155,7 +155,9 @@ def test_gradients_are_clipped(strategy, offload, rows):
         dist.all_reduce(param.grad.div_(2))
     expected = mean_gradients(plain, plain(batch()).pow(2).sum())
     norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-    torch.testing.assert_close(model.clip_grad_norm_(0.5).cpu(), norm.cpu())
+    found_norm = model.clip_grad_norm_(0.5)
+    assert found_norm.is_cuda
+    torch.testing.assert_close(found_norm, norm)
     with FSDP.summon_full_params(model, writeback=False, with_grads=True):
         found = {name: param.grad.clone() for name, param in model.named_parameters()}
     assert_same_gradients(found, expected)
