@@ -64,7 +64,7 @@ lint: $(INSTALLED)  ## ruff, and mypy --strict on the package
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 
-matrix: $(INSTALLED)  ## how far all combinations are from DDP; tests/models.py takes more models
+matrix: $(INSTALLED)  ## how far all combinations are from DDP; ARGS="--pretended-gpu": as on GPUs
 	@$(PY) -m tests.matrix $(ARGS)
 
 mutants: $(INSTALLED)  ## break each concept on purpose; its tests have to notice

@@ -132,7 +132,7 @@ def deferring_device() -> Iterator[None]:
         unit.unsharded.data.fill_(torch.nan)
 
     with (
-        patch.dict(streams.BACKENDS, cpu=make),
+        patch.dict(streams.BACKENDS, cpu=make, cuda=make),
         replaced(unshard, unshard_into_nan),
     ):
         yield

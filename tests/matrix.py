@@ -2,6 +2,7 @@
 
     make matrix                              # the table
     python -m tests.matrix transformer odd   # some models
+    python -m tests.matrix --pretended-gpu   # as on GPUs, without having any: pretended_gpu.py
 
 In CELLS, models x strategies x offload x precision x 1 to 4 ranks x chunks and rows, and with two
 ranks and chunks x ways to initialize; what is not crossed takes turns, so that each meets all of
@@ -9,6 +10,7 @@ the others. In SCHEDULES, two ranks and plain parameters, in both layouts, with 
 every limit. The core alone is in both, with what it has.
 """
 
+import argparse
 import itertools
 import os
 import sys
@@ -160,9 +162,9 @@ def check_all(cells: list[Cell]) -> list[float | None]:
     return results
 
 
-def main(models: list[str]) -> None:
-    """Run the cells of ``models``, or all, and print a row for each model and way to initialize."""
-    cells = [cell for cell in CELLS + SCHEDULES if not models or cell.model in models]
+def main(args: argparse.Namespace) -> None:
+    """Run the cells of some models, or all; print a row for each model and way to initialize."""
+    cells = [cell for cell in CELLS + SCHEDULES if cell.model in (args.models or CASES)]
     found: dict[Cell, float | None] = {}
     failed = 0
     for world_size in WORLDS:
@@ -171,7 +173,7 @@ def main(models: list[str]) -> None:
             some = mine[start : start + 50]
             show(f"{world_size} ranks: {start} of {len(mine)} cells")
             try:
-                ranks = run(check_all, world_size, some)
+                ranks = run(check_all, world_size, some, pretended_gpu=args.pretended_gpu)
             except RankFailure as failure:
                 failed += 1
                 show(f"{failure}\n\n", stays=True)
@@ -215,4 +217,7 @@ def show(line: str, stays: bool = False) -> None:
 if __name__ == "__main__":
     # nn.TransformerEncoder's, about a path that is not taken. Ranks are processes of their own.
     os.environ["PYTHONWARNINGS"] = "ignore:enable_nested_tensor:UserWarning"
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(prog="python -m tests.matrix")
+    parser.add_argument("models", nargs="*", help=f"of {', '.join(CASES)}; all if none is named")
+    parser.add_argument("--pretended-gpu", action="store_true", help="as on GPUs, without any")
+    main(parser.parse_args())

@@ -890,6 +890,7 @@ MUTANTS = [
     Mutant("core/prefetch", "True is no prefetch", "ForwardPrefetch.FORWARD_PRE if given is True else given or None", "None if given is True else given or None"),
     Mutant("support/shard_changes", "padding is lost", "shard.data.new_zeros(unit.padded_shard.numel())", "shard.data.new_zeros(shard.numel())"),
     Mutant("support/shard_changes", "a gather sends old values", "            shard.data = unit.padded_shard[: unit.shard_numel]\n", ""),
+    Mutant("support/shard_changes", "with offload they compute where the group is", "if not unit.numel and unit.offload_from is not None:", "if False:"),
     Mutant("support/shard_changes", "units without parameters decide", "for device, unit in places if unit.numel}", "for device, unit in places}"),
     Mutant("checks/misplaced_calls", "any unit will do", "if unit is not root:", "if False:"),
     Mutant("checks/misplaced_calls", "at any time", "if not idle:", "if False:"),

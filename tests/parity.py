@@ -207,6 +207,8 @@ def sharded(case: Case, init: str = "before", **settings: Any) -> FSDP:
         settings.setdefault("device_mesh", grid(settings["sharding_strategy"]))
     settings["auto_wrap_policy"] = policy(case)
     model = build(case)
+    if init == "after":
+        model.cpu()
     if init == "device_id":
         return FSDP(model.cpu(), device_id=device(), **settings)
     if init == "meta":

@@ -11,10 +11,15 @@
         x.to("cpu"), torch.ones(3).copy_(x)    cross from one to the other, as with CUDA
 
 The engine then does what it does with CUDA: torch's own collectives (which are gloo's here), copies
-from host to device and back. What this GPU does not have is time: a stream does its work at once,
-so a wait that is missing is not noticed. (On the virtual GPU of minifsdp/sim it is, and there is
-nothing to be seen of values.) What a function of torch that is written in Python asks and makes
-inside, as ``multi_head_attention_forward`` does, it asks and makes as on a CPU.
+from host to device and back. In these things it is not like one:
+
+- It has no time. A stream does its work at once, so a wait that is missing is not noticed. (With
+  the streams of ``lagging.deferring_device`` it is; and on the virtual GPU of minifsdp/sim, where
+  there is nothing to be seen of values.)
+- What a function of torch that is written in Python asks and makes inside, as
+  ``multi_head_attention_forward`` does, it asks and makes as on a CPU.
+- gloo's threads let go of a tensor a moment after it has arrived. A unit that is freed so soon is
+  now and then said to be still referred to.
 """
 
 from contextlib import ExitStack
@@ -41,6 +46,8 @@ class PretendedGpu:
             to the other without ``non_blocking``.
     """
 
+    is_there = False  # whether this process is inside of such a block
+
     def __init__(self) -> None:
         self._kernels = _Kernels()
         self.waits = self._kernels.waits
@@ -55,6 +62,7 @@ class PretendedGpu:
 
         self._stack = ExitStack()
         for context in (
+            patch.object(PretendedGpu, "is_there", True),
             patch.dict(BACKENDS, cuda=_streams),
             patch("torch.cuda.current_device", lambda: GPU.index),
             patch("torch.cuda.device_count", lambda: 1),

@@ -46,6 +46,7 @@ import torch
 import torch.distributed as dist
 
 from tests.patience import Patience
+from tests.pretended_gpu import PretendedGpu
 
 TIMEOUT = float(os.environ.get("RANKS_TIMEOUT", 60))  # seconds for one test's function
 START = 120.0  # seconds for the processes of a world to find each other
@@ -57,7 +58,9 @@ PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "tests", "minifsdp",
 checkpoint import torch._dynamo, which takes each rank a second. `tests` comes before minifsdp, of
 which it may replace files (see replace.py)."""
 
-_worlds: dict[int, "World"] = {}
+PRETENDED_GPU = "PRETENDED_GPU" in os.environ  # then all worlds have one, unless a test says else
+
+_worlds: dict[tuple[int, bool], "World"] = {}
 
 
 @dataclass(frozen=True)
@@ -81,13 +84,15 @@ class RankFailure(AssertionError):  # noqa: N818
     all_ended = False  # no rank hangs, and none has died
 
 
-def on_ranks(world_size: int, timeout: float = TIMEOUT) -> Callable[[Callable], Callable]:
+def on_ranks(
+    world_size: int, timeout: float = TIMEOUT, pretended_gpu: bool = PRETENDED_GPU
+) -> Callable[[Callable], Callable]:
     """Run the decorated function of a test module on every rank of a world."""
 
     def decorate(body: Callable) -> Callable:
         @functools.wraps(body)
         def test(*args: Any, **kwargs: Any) -> None:
-            run(test, world_size, *args, timeout=timeout, **kwargs)
+            run(test, world_size, *args, timeout=timeout, pretended_gpu=pretended_gpu, **kwargs)
 
         test.body = body  # what a rank runs, found under the test's own name
         return test
@@ -96,27 +101,34 @@ def on_ranks(world_size: int, timeout: float = TIMEOUT) -> Callable[[Callable], 
 
 
 def run(
-    function: Callable, world_size: int, *args: Any, timeout: float = TIMEOUT, **kwargs: Any
+    function: Callable,
+    world_size: int,
+    *args: Any,
+    timeout: float = TIMEOUT,
+    pretended_gpu: bool = PRETENDED_GPU,
+    **kwargs: Any,
 ) -> list[Any]:
     """Call `function(*args, **kwargs)` on each rank; the results, by rank.
 
-    `function` has to be importable by its name. Raises RankFailure.
+    `function` has to be importable by its name. With `pretended_gpu` the ranks have such a GPU
+    (pretended_gpu.py) for as long as they live. Raises RankFailure.
     """
-    world = _worlds.get(world_size)
+    kind = world_size, pretended_gpu
+    world = _worlds.get(kind)
     if world is None:
-        world = _worlds[world_size] = World(world_size)
+        world = _worlds[kind] = World(*kind)
     try:
         results = world.call(function, args, kwargs, timeout)
         if world.groups > MANY:
             world.kill()
-            del _worlds[world_size]
+            del _worlds[kind]
         return results
     except pytest.skip.Exception:
         raise
     except BaseException as error:
         if not (isinstance(error, RankFailure) and error.all_ended and world.renew()):
             world.kill()
-            del _worlds[world_size]
+            del _worlds[kind]
         raise
 
 
@@ -131,7 +143,8 @@ _cached: list[Any] = []
 
 def device() -> torch.device:
     """In a rank: where its tensors belong."""
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    on_gpu = dist.get_backend() == "nccl" or PretendedGpu.is_there
+    return torch.device("cuda" if on_gpu else "cpu")
 
 
 def first_gpu(world_size: int) -> int | None:
@@ -143,20 +156,21 @@ def first_gpu(world_size: int) -> int | None:
 
 
 class World:
-    """The ranks of one world size."""
+    """The ranks of one world size; each has a pretended GPU, or none has."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, pretended_gpu: bool = PRETENDED_GPU) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.folder = tempfile.TemporaryDirectory(prefix="minifsdp-")
         self.processes, self.connections = [], []
         self.ready = False  # all ranks have found each other
         self.groups = 0  # of gloo's whose threads there are, the most that a rank has
+        gpu = None if pretended_gpu else first_gpu(world_size)
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(theirs, rank, world_size, first_gpu(world_size), self.folder.name),
+                args=(theirs, rank, world_size, gpu, pretended_gpu, self.folder.name),
                 daemon=True,
             )
             process.start()
@@ -251,7 +265,12 @@ def _is_written(stack: Path) -> bool:
 
 
 def _serve(
-    connection: Connection, rank: int, world_size: int, gpu: int | None, folder: str
+    connection: Connection,
+    rank: int,
+    world_size: int,
+    gpu: int | None,
+    pretended_gpu: bool,
+    folder: str,
 ) -> None:
     """What a rank does all its life."""
     stack = open(f"{folder}/stack{rank}", "w")  # noqa: SIM115  # for as long as the rank lives
@@ -262,6 +281,8 @@ def _serve(
     if gpu is not None:
         torch.cuda.set_device(gpu + rank)
     _join("gloo" if gpu is None else "nccl", rank, world_size, folder)
+    if pretended_gpu:
+        PretendedGpu().__enter__()  # for as long as the rank lives
     warnings.simplefilter("error", FutureWarning)  # of functions that torch renames
     connection.send(Report(True, None))
     for calls in range(10**9):

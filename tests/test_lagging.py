@@ -3,12 +3,13 @@
 from itertools import product
 
 import pytest
+import torch.distributed as dist
 
 from minifsdp import BackwardPrefetch, CPUOffload, ForwardPrefetch, ShardingStrategy
 from minifsdp.comm.groups import HYBRID
 from tests.lagging import DeferringStream, deferring_device
 from tests.parity import BF16, BF16_SUMMED_IN_FP32, FULL, check_parity
-from tests.ranks import device, run
+from tests.ranks import run
 
 OFFLOADS = {"": None, "offload": CPUOffload(True)}
 SAMPLE = list(
@@ -50,10 +51,10 @@ def test_a_stream_does_nothing_until_it_is_waited_for_and_then_everything_in_ord
     assert log[4:] == ["start c", "end c"]
 
 
-def check(strategy, offload):
-    if device().type == "cuda":
+def check(strategy, offload, sample=SAMPLE):
+    if dist.get_backend() == "nccl":
         pytest.skip("the streams are placeholders")
-    for name, precision, backward, forward, limit in SAMPLE:
+    for name, precision, backward, forward, limit in sample:
         with deferring_device():
             check_parity(
                 name,
@@ -70,3 +71,9 @@ def check(strategy, offload):
 @pytest.mark.parametrize("world_size, strategy", WORLDS)
 def test_nothing_is_used_before_it_is_there(world_size, strategy, offload):
     run(check, world_size, ShardingStrategy[strategy], OFFLOADS[offload])
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"])
+def test_neither_is_what_comes_from_another_device(strategy):
+    strategy, offload = ShardingStrategy[strategy], OFFLOADS["offload"]
+    run(check, 2, strategy, offload, SAMPLE[::2], pretended_gpu=True)

@@ -1,16 +1,36 @@
 """The claim that matters: the losses and parameters of DistributedDataParallel."""
 
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from minifsdp import ShardingStrategy
-from tests.matrix import CELLS, SCHEDULES, STRATEGIES, WORLDS, check_all
+from tests.matrix import CELLS, SCHEDULES, STRATEGIES, WORLDS, Cell, check_all
 from tests.models import CASES
 from tests.parity import check_parity, delays, reference
 from tests.ranks import on_ranks, run
 
 SOME_SCHEDULES = SCHEDULES[::5]  # `make matrix` has them all
+
+
+def where_every_two_meet(cells: list[Cell]) -> Iterator[Cell]:
+    """Some cells, among which are any two settings together that are together in one of all."""
+    met = set[tuple[Any, ...]]()
+    for cell in random.Random(0).sample(cells, len(cells)):  # in order there would be twice as many
+        pairs = set(itertools.combinations(zip(Cell._fields, cell, strict=True), 2))
+        if not pairs <= met:
+            met |= pairs
+            yield cell
+
+
+ON_PRETENDED_GPU = list(
+    where_every_two_meet([cell for cell in CELLS + SCHEDULES if cell.world_size == 2])
+)  # `make matrix ARGS=--pretended-gpu` has them all, and other numbers of ranks
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -28,6 +48,14 @@ def test_equal_to_ddp_whenever_gathered(model, strategy):
     """With prefetches and limits."""
     row = model, strategy
     run(check_all, 2, [cell for cell in SOME_SCHEDULES if (cell.model, cell.strategy) == row])
+
+
+@pytest.mark.parametrize("model", CASES)
+def test_equal_to_ddp_on_a_pretended_gpu(model):
+    """By what the engine does on a GPU: with torch's collectives, and two kinds of memory."""
+    run(
+        check_all, 2, [cell for cell in ON_PRETENDED_GPU if cell.model == model], pretended_gpu=True
+    )
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -137,7 +137,9 @@ def common_device(units: Sequence[FeaturedUnit]) -> torch.device | None:
         raise ValueError(f"all units have to be on one device. Found {found}.")
     for device in by_device:
         for unit in units:
-            if not unit.numel and unit.device != device:
+            if not unit.numel and unit.offload_from is not None:
+                unit.offload_from = device  # its shard, which is empty, stays on the host
+            elif not unit.numel and unit.device != device:
                 moved = unit.sharded_flat_param.to(device)
                 unit.replace_shard(nn.Parameter(moved, requires_grad=False))
         return device

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minifsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from minifsdp import CPUOffload, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.core.streams import BACKENDS
 from minifsdp.core.unit_state import Purpose
 from minifsdp.support.shard_changes import common_device, follow_changes, was_moved
 from tests.lone_unit import lone_unit
-from tests.pretended_gpu import PretendedGpu
+from tests.pretended_gpu import GPU, PretendedGpu
 from tests.ranks import device, on_ranks
 from tests.small import batch, layers, stack, step
 from tests.support.test_unsharded_storage import LOW
@@ -128,6 +128,19 @@ def test_a_unit_without_parameters_has_a_dtype_and_a_place_all_the_same(dtype):
             model.to("meta")
             model.engine.start(Purpose.TRAIN)
         assert model._unit.device == model._unit.unsharded.flat_param.device == torch.device("meta")
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@on_ranks(2, pretended_gpu=True)
+def test_with_offload_it_computes_where_the_others_do(rows):
+    """Its group, which is gloo's, says that this is the CPU; its shard is there in any case."""
+    inside = nn.Sequential(nn.BatchNorm1d(6, affine=False), layers()).to(device())
+    settings = {"cpu_offload": CPUOffload(True), "use_orig_params": rows}
+    model = FSDP(inside, auto_wrap_policy=ModuleWrapPolicy([nn.Linear]), **settings)
+    assert not model._unit.numel
+    assert model(batch()).device == inside[0].running_mean.device == GPU
+    assert model._unit.device == GPU and model._unit.sharded_flat_param.is_cpu
+    assert model.cpu_offload.offload_params
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
