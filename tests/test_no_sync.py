@@ -538,8 +538,9 @@ def test_the_host_waits_for_a_gpu_at_most_once_in_a_step_for_all_parameters(wrap
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
         def backward(at):
+            x = batch(step=at)
             gpu.waits.clear()
-            model(batch(step=at).to("cuda", non_blocking=True)).sum().backward()
+            model(x).sum().backward()
             return len(gpu.waits)
 
         for at in range(4):

@@ -286,11 +286,11 @@ def main(args: argparse.Namespace) -> None:
         f"text: {len(text) / 1e6:.1f} MB"
     )
     losses = train(model, text, args)
-    peak = model.engine.stats.peak_unsharded_bytes
-    say(
-        f"parameters per rank: {held:,} bytes held sharded, at most {peak:,} bytes unsharded at a "
-        f"time (DDP: {total:,} always)\n"
-    )
+    at_most = ""
+    if not args.core:  # which does not count
+        peak = model.engine.stats.peak_unsharded_bytes
+        at_most = f", at most {peak:,} bytes unsharded at a time"
+    say(f"parameters per rank: {held:,} bytes held sharded{at_most} (DDP: {total:,} always)\n")
 
     torch.manual_seed(0)
     reference = Reference(args)

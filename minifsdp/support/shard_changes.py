@@ -23,6 +23,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from minifsdp.comm.groups import carries
+from minifsdp.comm.message_tags import exists
 from minifsdp.core.layers import Layer
 from minifsdp.core.unit_state import Purpose
 from minifsdp.core.views import FLAT_PARAM
@@ -155,7 +156,9 @@ def check_carried(units: Sequence[FeaturedUnit], device: torch.device) -> None:
     """
     for unit in units if device.type != "meta" else ():  # on a virtual GPU (sim/) nothing is sent
         for group in (unit.shard_group, unit.replicate_group):
-            if group is not None and unit.numel and not carries(group, device):
+            if group is None or not unit.numel or not exists(group):  # who sends refuses the last
+                continue
+            if not carries(group, device):
                 name = f"{unit.name}.{unit.param_infos[0].name}".removeprefix(".")
                 carried = dist.get_backend_config(group)
                 raise RuntimeError(

@@ -72,9 +72,9 @@ def test_policies():
 @on_ranks(2)
 def test_a_model_is_moved_to_the_device_of_its_mesh(offload, shape):
     plain = nn.Sequential(layers(2), nn.BatchNorm1d(6))
-    expected = plain(batch())
+    expected, x = plain(batch()), batch()
+    model = nn.Sequential(layers(2), nn.BatchNorm1d(6))
     with PretendedGpu():
-        model = nn.Sequential(layers(2), nn.BatchNorm1d(6))
         ignored = model[0][1][0].bias
         early = torch.optim.SGD(model[1].parameters(), lr=0.1)
         mesh = init_device_mesh("cuda", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
@@ -86,7 +86,7 @@ def test_a_model_is_moved_to_the_device_of_its_mesh(offload, shape):
         assert ignored.device.type == "cpu", "as by torch"
         assert early.param_groups[0]["params"] == list(model[1].parameters())
         ignored.data = ignored.data.to("cuda")
-        found = model(batch().to("cuda"))
+        found = model(x.to("cuda"))
         assert torch.allclose(found.cpu(), expected)
         found.sum().backward()
 
