@@ -376,6 +376,7 @@ MUTANTS = [
     Mutant("core/limiter", "admits every prefetch", "if room < 0 and not needed:", "if False:"),
     Mutant("core/limiter", "one too many", "self.limit - len(others) - 1", "self.limit - len(others)"),
     Mutant("core/limiter", "counts the units around", "u not in unit.ancestors", "True"),
+    Mutant("core/limiter", "what is free takes room", "        if not event.query():  # else", "        if True:  # else"),
     Mutant("core/limiter", "nothing is waited for", "            self._freeing.append(event)\n", "            pass\n"),
     Mutant("core/limiter", "marks waits that did not happen", "    if not event.query():  # without", "    if True:  # without"),
     Mutant("core/limiter", "does not wait", "            event.synchronize()", "            pass"),

@@ -107,7 +107,7 @@ class EventQueue:
     def freed(self, unit: Unit, event: Event) -> None:
         """Remember the event, and do not wait: the host stays ahead of the device."""
         self._alive.remove(unit)
-        if not event.query():
+        if not event.query():  # else the host would wait for one before it that is not passed
             self._freeing.append(event)
 
 

@@ -49,6 +49,16 @@ class TestEventQueue:
         limiter.admit(f, needed=False)
         assert log == ["a", "b", "c"], "d, e and f are the three now"
 
+    def test_what_the_device_has_freed_already_takes_no_room(self):
+        """A unit may be freed early, and its event be passed before one that was heard of first."""
+        log, limiter, (a, b, c) = [], EventQueue(2), units("abc")
+        limiter.admit(a, needed=True)
+        limiter.admit(b, needed=True)
+        limiter.freed(a, Noted(log, "a"))
+        limiter.freed(b, CpuEvent())
+        limiter.admit(c, needed=True)
+        assert log == [], "only a and c may have memory"
+
     def test_a_unit_that_was_freed_by_the_host_holds_its_memory_until_its_event(self):
         log, limiter, (a, b) = [], EventQueue(1), units("ab")
         limiter.admit(a, needed=True)
