@@ -28,4 +28,5 @@ class EventQueue:
 
     def freed(self, unit: Unit, event: Event) -> None:
         self.held.remove((unit, None))
-        self.held.append((unit, event))
+        if not event.query():
+            self.held.append((unit, event))
