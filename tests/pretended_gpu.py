@@ -10,8 +10,9 @@
         x + torch.ones(3)                      RuntimeError, as with CUDA: two devices
         x.to("cpu"), torch.ones(3).copy_(x)    cross from one to the other, as with CUDA
 
-The engine then does what it does with CUDA: torch's own collectives (which are gloo's here), copies
-from host to device and back. In these things it is not like one:
+The engine then does what it does with CUDA: torch's own collectives, copies from host to device and
+back. A process group of the backend ``NCCL`` carries what is on the GPU alone, as one of NCCL's
+does, though it is gloo that carries it. In these things it is not like a GPU:
 
 - It has no time. A stream does its work at once, so a wait that is missing is not noticed. (With
   the streams of ``lagging.deferring_device`` it is; and on the virtual GPU of minifsdp/sim, where
@@ -27,6 +28,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -36,6 +38,7 @@ from torch.utils._pytree import tree_leaves
 from minifsdp.core.streams import BACKENDS, PASSED, CpuStream, Event, Launch, Streams
 
 GPU = torch.device("cuda", 0)
+NCCL = "cuda:gloo,cpu:gloo"  # no program writes it in this order: it is how such a group is known
 
 
 class PretendedGpu:
@@ -70,6 +73,8 @@ class PretendedGpu:
             patch("torch.cuda.get_rng_state", lambda *device: torch.get_rng_state()),
             patch("torch.cuda.set_rng_state", lambda *state_and_device: None),  # it is the CPU's
             patch("torch.autograd._engine_run_backward", run_backward_with_devices),
+            patch(f"{_C10D}._get_object_coll_device", _device_of_objects),
+            patch(f"{_C10D}._get_pg_default_device", _device_of_objects),
             self._kernels,
             devices,
         ):
@@ -84,6 +89,11 @@ def is_on_gpu(tensor: Tensor) -> bool:
     """Whether a tensor is in the GPU's memory; a DTensor, whether its local tensor is."""
     tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return getattr(tensor.untyped_storage(), "on_gpu", False) is True
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    """False as well for what torch has made itself, which may be on either."""
+    return getattr(tensor.untyped_storage(), "on_gpu", False) is False
 
 
 def _put(tensors: object, on_gpu: bool | None) -> None:
@@ -112,6 +122,8 @@ class _Kernels(TorchDispatchMode):
         if any(isinstance(tensor, DTensor) for tensor in tensors):
             return NotImplemented  # then it comes again, for the local tensors
         on_gpu = any(map(is_on_gpu, tensors))
+        if func.namespace == "c10d" and func is not torch.ops.c10d.barrier.default:
+            _check_carried(func, args, tensors)
         if on_gpu and func.overloadpacket not in _CROSSING:
             self._check_same_device(func, tensors)
         if on_gpu and self.asked and _waits(func, *args):
@@ -119,13 +131,13 @@ class _Kernels(TorchDispatchMode):
         result = func(*args, **kwargs)
         if on_gpu and func.overloadpacket not in _CROSSING:
             _put(result, True)
-        elif not tensors and not self.asked:
+        elif not (on_gpu or self.asked or any(map(_is_on_host, tensors))):
             _put(result, None)  # zeros for a gradient that did not come, say
         return result
 
     def _check_same_device(self, func: Any, tensors: list[Tensor]) -> None:
         for tensor in tensors:
-            on_host = getattr(tensor.untyped_storage(), "on_gpu", False) is False
+            on_host = _is_on_host(tensor)
             if on_host and func.overloadpacket in _INDEXING and tensor is not tensors[0]:
                 self.waits.append(f"{func} of indices on the host")
                 continue
@@ -137,6 +149,22 @@ class _Kernels(TorchDispatchMode):
                 )
 
 
+def _check_carried(func: Any, args: tuple, tensors: list[Tensor]) -> None:
+    (group,) = (arg for arg in args if str(getattr(arg, "_type", str)()).endswith("ProcessGroup"))
+    if _is_nccl(dist.ProcessGroup.unbox(group)) and any(map(_is_on_host, tensors)):
+        raise RuntimeError(f"No backend type associated with device type cpu ({func})")
+
+
+def _is_nccl(group: dist.ProcessGroup | None) -> bool:
+    destroyed = group is not None and group not in dist.distributed_c10d._world.pg_map
+    return not destroyed and str(dist.get_backend_config(group)) == NCCL
+
+
+def _device_of_objects(group: dist.ProcessGroup | None = None) -> torch.device | str:
+    """Where torch puts objects that a group is to carry."""
+    return GPU if _is_nccl(group) else "cpu"
+
+
 def _waits(func: Any, *args: Any) -> bool:
     if func is torch.ops.aten.copy_.default:
         to, source, *non_blocking = args
@@ -144,6 +172,7 @@ def _waits(func: Any, *args: Any) -> bool:
     return func.overloadpacket in _WAITING
 
 
+_C10D = "torch.distributed.distributed_c10d"
 _CROSSING = {torch.ops.aten.copy_}
 _INDEXING = {torch.ops.aten.index, torch.ops.aten.index_put_}
 _WAITING = {torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.nonzero}

@@ -46,7 +46,7 @@ import torch
 import torch.distributed as dist
 
 from tests.patience import Patience
-from tests.pretended_gpu import PretendedGpu
+from tests.pretended_gpu import NCCL, PretendedGpu
 
 TIMEOUT = float(os.environ.get("RANKS_TIMEOUT", 60))  # seconds for one test's function
 START = 120.0  # seconds for the processes of a world to find each other
@@ -280,7 +280,8 @@ def _serve(
     gc.freeze()  # or each rank would copy all memory of the server when it looks for garbage
     if gpu is not None:
         torch.cuda.set_device(gpu + rank)
-    _join("gloo" if gpu is None else "nccl", rank, world_size, folder)
+    backend = NCCL if pretended_gpu else "gloo" if gpu is None else "nccl"
+    _join(backend, rank, world_size, folder)
     if pretended_gpu:
         PretendedGpu().__enter__()  # for as long as the rank lives
     warnings.simplefilter("error", FutureWarning)  # of functions that torch renames

@@ -64,8 +64,9 @@ def mean_gradients(model: nn.Module, *losses: Tensor) -> dict[str, Tensor]:
     sum(losses).backward()
     for param in model.parameters():
         if param.grad is not None:
-            param.grad.div_(dist.get_world_size())
-            dist.all_reduce(param.grad)
+            mean = param.grad.to(device()) / dist.get_world_size()
+            dist.all_reduce(mean)
+            param.grad.copy_(mean)
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -79,13 +80,13 @@ def gathered_gradients(model: FSDP) -> dict[str, Tensor]:
         grad = unit.sharded_flat_param.grad
         if grad is None or not unit.numel:
             continue
-        padded = grad.new_zeros(unit.padded_shard.numel())
-        padded[: grad.numel()] = grad
+        padded = torch.zeros(unit.padded_shard.numel(), dtype=grad.dtype, device=device())
+        padded[: grad.numel()] = grad  # with offload it comes from the host
         chunks = [padded]
         if unit.shard_group is not None:
             chunks = [torch.empty_like(padded) for _ in range(unit.shard_world_size)]
             dist.all_gather(chunks, padded, group=unit.shard_group)
-        flat, start = torch.cat(chunks), 0
+        flat, start = torch.cat(chunks).to(grad.device), 0
         for info in unit.param_infos:
             name = f"{unit.name}.{info.name}" if unit.name else info.name
             found[name] = flat[start : start + info.shape.numel()].view(info.shape)

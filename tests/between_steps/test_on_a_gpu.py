@@ -193,7 +193,9 @@ def test_a_checkpoint_is_written_and_read(strategy, offload, rows, tmp_path):
 @on_ranks(2, pretended_gpu=True)
 def test_a_model_is_moved_after_wrapping(rows):
     """To the GPU and back, with its gradients. With offload that is refused: test_shard_changes."""
-    model, plain = FSDP(layers(2).cpu(), use_orig_params=rows), layers(2)
+    on_both = dist.new_group(backend="gloo")  # NCCL carries nothing that is on the CPU
+    model = FSDP(layers(2).cpu(), on_both, use_orig_params=rows)
+    plain = layers(2)
     for place in ("cuda", "cpu", "cuda"):
         model.to(place), plain.to(place)
         assert {param.device.type for param in model.parameters()} == {place}

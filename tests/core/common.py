@@ -121,7 +121,7 @@ def _full(model: FullyShardedDataParallel) -> dict[str, tuple[Tensor, Tensor | N
 
 
 def _gathered(unit, shard: Tensor) -> Tensor:
-    if unit.shard_group is None:
+    if unit.shard_group is None or not unit.param_infos:
         return shard
     padded = torch.zeros_like(unit.padded_shard)
     padded[: shard.numel()] = shard
