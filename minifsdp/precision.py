@@ -82,9 +82,7 @@ class Precision(Layer):
         call.notes["purpose"] = self.purpose
         # Also where a checkpoint around the root runs it again, which is then not the outermost.
         is_root = unit is engine.root or call.outermost
-        if is_root or unit.precision.cast_forward_inputs:  # others compute with what they get
-            args, kwargs = prepare_inputs(unit, is_root, args, kwargs)
-        return args, kwargs
+        return prepare_inputs(unit, is_root, args, kwargs)
 
 
 class CastBack(Layer):

@@ -33,7 +33,7 @@ from tests.bench.host import (
 )
 from tests.bench.models import WORKLOADS
 from tests.bench.report import picture, table
-from tests.bench.steps import measured
+from tests.bench.steps import measured, on_gpus
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,7 +58,7 @@ def names_of(options: argparse.Namespace) -> list[str]:
         return names
     print(f"without {', '.join(PLAIN)}, which have no such setting")
     names = [name for name in names if name not in PLAIN]
-    if options.offload and not torch.cuda.is_available():
+    if options.offload and not on_gpus(options.world):
         print("without FSDP1, whose offload pins memory, which takes an accelerator")
         names = [name for name in names if not name.startswith("FSDP1")]
     return names
@@ -94,6 +94,9 @@ def main(argv: list[str]) -> int:
             return 0
         names, workload = names_of(options), WORKLOADS[options.model]
         link = f"links of {options.net:g} Mbit/s" if options.net else "no limit to the link"
+        gpus = torch.cuda.device_count()
+        if gpus and not on_gpus(options.world):
+            print(f"on the CPU: {gpus} GPUs are too few for {options.world} ranks (see --world)")
         title = f"{options.model}: {workload.about}; {options.world} ranks, {link}"
         print(f"{title}; medians of {options.rounds} rounds", flush=True)
         given = (options.world, options.rounds, options.net, options.bf16, options.offload)

@@ -57,13 +57,19 @@ class Job:
         return found
 
 
+def on_gpus(ranks: int) -> bool:
+    """Whether there is a GPU for each rank. NCCL refuses two ranks on one, so else all of them run
+    on the CPU."""
+    return torch.cuda.device_count() >= ranks
+
+
 def _rank(rank: int, function: Callable[..., Any], job: Job, *args: Any) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if job.slow_link:
         net.enter(rank, job.parent)
     same_machine.WANTED = not job.slow_link  # that is as between machines
-    cuda = torch.cuda.is_available()
+    cuda = on_gpus(job.ranks)
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -138,7 +144,7 @@ def counted(rank: int, job: Job, setting: Setting, name: str) -> dict[str, int]:
 def memory(job: Job) -> dict[str, dict[str, int]]:
     """Of each contender; empty where it cannot be counted."""
     library = build_counter(Path(job.folder))
-    if library is None or torch.cuda.is_available():
+    if library is None or on_gpus(job.ranks):
         print("memory: not counted; it takes a C compiler, and models on the CPU")
         return {}
     with _environment(LD_PRELOAD=str(library)):

@@ -1,8 +1,15 @@
 """tutorials/exercises/evidence.py: what is counted as hidden communication."""
 
+import json
+import os
+import sys
+
 import pytest
 
+from tests.patience import run_command
+from tutorials.exercises.catalog import ROOT
 from tutorials.exercises.evidence import hidden_part
+from tutorials.exercises.student import make
 
 
 def kernel(name, start, end):
@@ -23,3 +30,17 @@ def kernel(name, start, end):
 )
 def test_the_hidden_part(hidden, events):
     assert hidden_part(events) == hidden
+
+
+def test_the_profile_is_of_the_sharded_model_alone(tmp_path):
+    """With DDP's kernels in it, hidden communication would be DDP's as well."""
+    make(tmp_path / "student")
+    command = [sys.executable, "-m", "tutorials.exercises.evidence", str(tmp_path / "student")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    options = ["--layers", "1", "--width", "32"]
+    result = run_command([*command, *options], cwd=tmp_path, env=environment)
+    assert result.returncode == 0, result.stderr
+    found = json.loads((tmp_path / "evidence.json").read_text())
+    assert found["ranks"] == 2 and "bit-equal" in found["compared with DDP"][0]
+    trace = (tmp_path / "evidence-trace.json").read_text()
+    assert "aten::cross_entropy_loss" in trace and "DistributedDataParallel." not in trace

@@ -1,7 +1,8 @@
 """`make evidence DIR=~/my-fsdp`: that the student's functions hold on the GPUs of this machine.
 
-Each rank runs tutorials/train_gpt.py for some steps, under a profiler, with the student's functions
-laid over the reference. Rank 0 writes evidence.json, and evidence-trace.json for ui.perfetto.dev.
+Each rank runs tutorials/train_gpt.py for some steps, with the student's functions laid over the
+reference, and a profiler while the sharded model trains. Rank 0 writes evidence.json, and
+evidence-trace.json for ui.perfetto.dev.
 Without GPUs the ranks use gloo, and evidence.json says so.
 """
 
@@ -46,15 +47,26 @@ def hidden_part(events: list[dict[str, Any]]) -> float | None:
 
 
 def train(arguments: tuple[str, ...]) -> tuple[list[str], Path]:
-    """Train on this rank, under a profiler. What was printed, and the profile."""
-    program, printed = runpy.run_path(str(TRAIN)), io.StringIO()
-    gpus = torch.cuda.is_available()
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * gpus
-    with profile(activities=activities) as profiled, contextlib.redirect_stdout(printed):
-        program["main"](program["parse"](["--steps", "5", *arguments]))
-    trace = Path("evidence-trace.json")
-    if os.environ["RANK"] == "0":
-        profiled.export_chrome_trace(str(trace))
+    """Train on this rank. What was printed, and a profile of the sharded model's steps."""
+    main = runpy.run_path(str(TRAIN))["main"]
+    program, trace, printed = main.__globals__, Path("evidence-trace.json"), io.StringIO()
+    train_one = program["train"]
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+
+    def train_profiled(model: Any, text: Any, args: Any, *reference: Any) -> Any:
+        if reference:  # DDP's communication and its computation are no evidence
+            return train_one(model, text, args, *reference)
+        with profile(activities=activities) as profiled:
+            losses = train_one(model, text, args)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        if os.environ["RANK"] == "0":
+            profiled.export_chrome_trace(str(trace))
+        return losses
+
+    program["train"] = train_profiled
+    with contextlib.redirect_stdout(printed):
+        main(program["parse"](["--steps", "5", *arguments]))
     return printed.getvalue().splitlines(), trace
 
 
