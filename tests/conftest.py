@@ -8,6 +8,8 @@ from collections import Counter, defaultdict
 import pytest
 import torch
 
+from tests import ranks
+from tests.gpus import why_on_cpu, workers_that_fit
 from tests.replace import replacements
 
 WORKER = 1 << 30  # bytes that a worker and its ranks take
@@ -21,14 +23,13 @@ def pytest_report_header():
 def pytest_xdist_auto_num_workers(config):
     """For `-n auto`: one worker for each core, and one more, since some tests wait most of the
     time, for a deadlock to be found or for a new Python. But no more than eight, and no more than
-    there is memory for: each of them keeps the ranks of four worlds, in about a gigabyte. Where
-    there are GPUs, each worker gets the four that its largest world needs, if there are so many; a
-    world that gets too few runs on the CPU."""
+    there is memory for: each of them keeps the ranks of four worlds, in about a gigabyte."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    gpus = torch.cuda.device_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     fitting = max(1, memory // WORKER - 1)  # the rest is for the system
-    return min((cores or 1) + 1, fitting, 8, max(1, gpus // 4) if gpus else 8)
+    if torch.cuda.device_count():
+        fitting = min(fitting, workers_that_fit(torch.cuda.get_device_properties(0).total_memory))
+    return min((cores or 1) + 1, fitting, 8)
 
 
 def pytest_collection_finish():
@@ -65,6 +66,7 @@ def representative(family: list[pytest.Function]) -> list[pytest.Function]:
 
 
 def pytest_runtest_setup(item):
+    ranks.on_cpu = why_on_cpu(item.nodeid) is not None
     for marker in item.iter_markers("gpus"):
         needed, found = marker.args[0], torch.cuda.device_count()
         if found < needed:

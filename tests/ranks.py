@@ -17,8 +17,7 @@ refers to it, such as torch's caches for DTensors.)
 A rank that hangs is given up after a while. Limits are in seconds of an idle machine (patience.py),
 and count from when all ranks are there.
 
-On a machine with GPUs a world runs on NCCL if there are enough of them for it; pytest-xdist's
-workers take disjoint ones.
+What a world computes on, and what carries its messages, is said in gpus.py.
 """
 
 import atexit
@@ -45,6 +44,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.gpus import Place, compute_on, gpus_of
 from tests.patience import Patience
 from tests.pretended_gpu import NCCL, PretendedGpu
 
@@ -58,9 +58,10 @@ PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "tests", "minifsdp",
 checkpoint import torch._dynamo, which takes each rank a second. `tests` comes before minifsdp, of
 which it may replace files (see replace.py)."""
 
-PRETENDED_GPU = "PRETENDED_GPU" in os.environ  # then all worlds have one, unless a test says else
+PRETENDED_GPU = "PRETENDED_GPU" in os.environ  # then there are as many of them as anybody wants
+on_cpu = False  # whether the test that runs now has no GPU (conftest.py)
 
-_worlds: dict[tuple[int, bool], "World"] = {}
+_worlds: dict[tuple[int, Place], "World"] = {}
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class RankFailure(AssertionError):  # noqa: N818
 
 
 def on_ranks(
-    world_size: int, timeout: float = TIMEOUT, pretended_gpu: bool = PRETENDED_GPU
+    world_size: int, timeout: float = TIMEOUT, pretended_gpu: bool = False
 ) -> Callable[[Callable], Callable]:
     """Run the decorated function of a test module on every rank of a world."""
 
@@ -105,7 +106,7 @@ def run(
     world_size: int,
     *args: Any,
     timeout: float = TIMEOUT,
-    pretended_gpu: bool = PRETENDED_GPU,
+    pretended_gpu: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
     """Call `function(*args, **kwargs)` on each rank; the results, by rank.
@@ -113,7 +114,7 @@ def run(
     `function` has to be importable by its name. With `pretended_gpu` the ranks have such a GPU
     (pretended_gpu.py) for as long as they live. Raises RankFailure.
     """
-    kind = world_size, pretended_gpu
+    kind = world_size, Place.PRETENDED_GPU if pretended_gpu else place_of(world_size)
     world = _worlds.get(kind)
     if world is None:
         world = _worlds[kind] = World(*kind)
@@ -147,30 +148,31 @@ def device() -> torch.device:
     return torch.device("cuda" if on_gpu else "cpu")
 
 
-def first_gpu(world_size: int) -> int | None:
-    """The first of the GPUs that this pytest worker's world takes, or None: it runs on the CPU."""
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
-    share = torch.cuda.device_count() // workers
-    return worker * share if share >= world_size else None
+def place_of(world_size: int) -> Place:
+    """Where the ranks of a world run, if a test does not say it."""
+    if on_cpu:
+        return Place.CPU
+    if PRETENDED_GPU:
+        return Place.PRETENDED_GPU
+    return Place.GPU if torch.cuda.device_count() >= world_size else Place.CPU
 
 
 class World:
-    """The ranks of one world size; each has a pretended GPU, or none has."""
+    """The ranks of one world size, all in the same place."""
 
-    def __init__(self, world_size: int, pretended_gpu: bool = PRETENDED_GPU) -> None:
+    def __init__(self, world_size: int, place: Place = Place.CPU) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.folder = tempfile.TemporaryDirectory(prefix="minifsdp-")
         self.processes, self.connections = [], []
         self.ready = False  # all ranks have found each other
         self.groups = 0  # of gloo's whose threads there are, the most that a rank has
-        gpu = None if pretended_gpu else first_gpu(world_size)
-        for rank in range(world_size):
+        gpus = gpus_of(world_size) if place is Place.GPU else [None] * world_size
+        for rank, gpu in enumerate(gpus):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(theirs, rank, world_size, gpu, pretended_gpu, self.folder.name),
+                args=(theirs, rank, world_size, place, gpu, self.folder.name),
                 daemon=True,
             )
             process.start()
@@ -268,8 +270,8 @@ def _serve(
     connection: Connection,
     rank: int,
     world_size: int,
+    place: Place,
     gpu: int | None,
-    pretended_gpu: bool,
     folder: str,
 ) -> None:
     """What a rank does all its life."""
@@ -279,10 +281,10 @@ def _serve(
     torch.set_num_threads(1)
     gc.freeze()  # or each rank would copy all memory of the server when it looks for garbage
     if gpu is not None:
-        torch.cuda.set_device(gpu + rank)
-    backend = NCCL if pretended_gpu else "gloo" if gpu is None else "nccl"
-    _join(backend, rank, world_size, folder)
-    if pretended_gpu:
+        compute_on(gpu)
+    backends = {Place.CPU: "gloo", Place.GPU: "nccl", Place.PRETENDED_GPU: NCCL}
+    _join(backends[place], rank, world_size, folder)
+    if place is Place.PRETENDED_GPU:
         PretendedGpu().__enter__()  # for as long as the rank lives
     warnings.simplefilter("error", FutureWarning)  # of functions that torch renames
     connection.send(Report(True, None))

@@ -50,12 +50,14 @@ def test_what_is_not_combined_freely_is_covered_too():
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="counts cores as Linux does")
 @pytest.mark.parametrize(
-    "cores, gib, gpus, workers",
-    [(2, 24, 0, 3), (2, 3, 0, 2), (1, 1, 0, 1), (64, 512, 0, 8), (16, 128, 1, 1), (64, 512, 8, 2)],
+    "cores, gib, on_gpu, workers",
+    [(2, 24, 0, 3), (2, 3, 0, 2), (1, 1, 0, 1), (64, 512, 0, 8), (16, 128, 80, 8), (64, 512, 8, 2)],
 )
-def test_workers_are_as_many_as_cores_memory_and_gpus_allow(monkeypatch, cores, gib, gpus, workers):
+def test_workers_are_as_many_as_cores_and_memory_allow(monkeypatch, cores, gib, on_gpu, workers):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
     pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": gib << 18}
     monkeypatch.setattr(os, "sysconf", pages.__getitem__)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: bool(on_gpu))
+    gpu = SimpleNamespace(total_memory=on_gpu << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     assert pytest_xdist_auto_num_workers(None) == workers

@@ -140,7 +140,7 @@ def test_the_start_of_its_processes_is_not_part_of_a_tests_time(monkeypatch):
         return patience.Patience(seconds)
 
     monkeypatch.setattr(ranks, "Patience", patience_of)
-    world = _worlds.pop((1, ranks.PRETENDED_GPU), None)
+    world = _worlds.pop((1, ranks.place_of(1)), None)
     if world is not None:
         world.kill()
     run(succeed, 1, timeout=50, value="at once")
