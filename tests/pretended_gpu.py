@@ -49,7 +49,7 @@ class PretendedGpu:
             to the other without ``non_blocking``.
     """
 
-    is_there = False  # whether this process is inside of such a block
+    current: "PretendedGpu | None" = None  # that of the block that this process is inside of
 
     def __init__(self) -> None:
         self._kernels = _Kernels()
@@ -65,7 +65,7 @@ class PretendedGpu:
 
         self._stack = ExitStack()
         for context in (
-            patch.object(PretendedGpu, "is_there", True),
+            patch.object(PretendedGpu, "current", self),
             patch.dict(BACKENDS, cuda=_streams),
             patch("torch.cuda.current_device", lambda: GPU.index),
             patch("torch.cuda.device_count", lambda: 1),

@@ -144,7 +144,7 @@ _cached: list[Any] = []
 
 def device() -> torch.device:
     """In a rank: where its tensors belong."""
-    on_gpu = dist.get_backend() == "nccl" or PretendedGpu.is_there
+    on_gpu = dist.get_backend() == "nccl" or PretendedGpu.current is not None
     return torch.device("cuda" if on_gpu else "cpu")
 
 

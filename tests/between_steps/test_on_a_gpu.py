@@ -1,5 +1,5 @@
-"""Everything between steps once, where parameters are on a GPU, which is a pretended one, and with
-offload on the host. What comes out is what it is for the plain model."""
+"""Everything between steps once, where parameters are on a GPU, and with offload on the host. What
+comes out is what it is for the plain model. Where there are no two GPUs, they are pretended ones."""
 
 import pytest
 import torch
@@ -20,12 +20,13 @@ from tests.small import (
     step,
 )
 
+NO_GPUS = torch.cuda.device_count() < 2
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 
 
 def everywhere(test):
     """In chunks and in rows, on the GPU and offloaded from it; and on both if it is not sharded."""
-    test = on_ranks(2, pretended_gpu=True)(test)
+    test = on_ranks(2, pretended_gpu=NO_GPUS)(test)
     test = pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])(test)
     test = pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])(test)
     return pytest.mark.parametrize("rows", [False, True], ids=["chunks", "rows"])(test)
@@ -190,7 +191,7 @@ def test_a_checkpoint_is_written_and_read(strategy, offload, rows, tmp_path):
 
 
 @pytest.mark.parametrize("rows", [False, True], ids=["chunks", "rows"])
-@on_ranks(2, pretended_gpu=True)
+@on_ranks(2, pretended_gpu=NO_GPUS)
 def test_a_model_is_moved_after_wrapping(rows):
     """To the GPU and back, with its gradients. With offload that is refused: test_shard_changes."""
     on_both = dist.new_group(backend="gloo")  # NCCL carries nothing that is on the CPU
