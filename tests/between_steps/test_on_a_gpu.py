@@ -1,5 +1,5 @@
 """Everything between steps once, where parameters are on a GPU, and with offload on the host. What
-comes out is what it is for the plain model. Where there are no two GPUs, they are pretended ones."""
+comes out is what it is for the plain model. Where there are no two GPUs, they are pretended."""
 
 import pytest
 import torch
