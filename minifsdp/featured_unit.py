@@ -6,6 +6,7 @@ sees a DTensor for each parameter (support/divided_param.py), and what else belo
 to one feature.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from minifsdp.api import MixedPrecision
 from minifsdp.chunks.flat_parameter import FlatParameter, flat_parameter
 from minifsdp.chunks.param_attributes import common_attributes
 from minifsdp.comm.groups import Placement
+from minifsdp.comm.message_tags import Launches
 from minifsdp.core.flatten import check_flattenable
 from minifsdp.core.shard import Chunks
 from minifsdp.core.unit import Unit, gradient_hook
@@ -88,6 +90,7 @@ class FeaturedUnit(Unit):
         self.buffers, self.precision, self.offload_from = buffers, precision, offload_from
         self.exact = False  # it is computed in the dtype in which it is kept, whatever `precision`
         self.tag = tag
+        self.launches = defaultdict[str, Launches](Launches)  # by name of a group
         self.waits = set[str]()  # reasons not to reduce its gradient yet; see held_gradients.py
         self.on_demand: Callable[[FeaturedUnit], bool] = lambda unit: False  # see Placeholder
         self.is_list = False  # of several modules; see listed_modules.py

@@ -14,6 +14,7 @@ from minifsdp.checks.members import Leaks
 from minifsdp.checks.misplaced_calls import OneThread, RefusedOperations, Summoned
 from minifsdp.checks.param_changes import Unchanged, Unreplaced, Untouched
 from minifsdp.checks.rank_agreement import RankAgreement
+from minifsdp.checks.same_launches import SameLaunches
 from minifsdp.core.layers import Layer
 from minifsdp.dispatch_modes import HooksWithoutModes
 from minifsdp.no_sync import NoSync
@@ -52,6 +53,7 @@ def layers_of(hooks: HooksWithoutModes) -> Iterator[Layer]:
     # A parameter that was replaced is this rank's own affair: it raises before others are asked.
     yield Unreplaced()
     yield agreement
+    yield SameLaunches(engine)
     if any(unit.mesh is not None for unit in units):
         yield UnusedParams(units)  # also of what ranks that differ have reduced at the end
     if any(unit.is_list for unit in units):

@@ -7,6 +7,7 @@ forward (param_changes.py). The rest runs when a model is wrapped or changed, be
 step, or when an optimizer is built or loaded.
 
 rank_agreement.py     all ranks run the same units in the same order; what happens if they do not
+same_launches.py      and start the same collectives, where these have no tags
 agreement_groups.py   which ranks have to agree on which units
 same_model.py         all ranks have wrapped the same model, with the same values
 held_values.py        values of parameters that a model has in a second place, where they would part

@@ -27,7 +27,8 @@ What this does not see is left to deadlock_watch.py: ranks whose losses use diff
 this decides on a frozen unit or on when an activation checkpoint runs units again.
 
 After the first steps one message for each backward is left. On a GPU the host would have to wait
-for its answer, so there even this message stops, unless ranks have ever diverged.
+for its answer, so there even this message stops, unless ranks have ever diverged. What is left
+there is same_launches.py.
 """
 
 from collections.abc import Callable, Sequence

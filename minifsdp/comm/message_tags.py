@@ -12,11 +12,13 @@ A message that does not match is never received. The receiver waits for its own 
 deadlock_watch.py finds out that it will not come.
 
 torch's own collectives (broadcast, and on a GPU all of them) have no tags. They are counted here
-all the same, because deadlock_watch.py has to know which rank has started which.
+all the same, because deadlock_watch.py has to know which rank has started which; and their order is
+kept, which checks/same_launches.py compares.
 """
 
 import threading
 import weakref
+from collections import Counter
 from enum import IntEnum
 
 import torch.distributed as dist
@@ -118,6 +120,24 @@ class Message:
 
     def __str__(self) -> str:
         return _WORDS.get(self.kind, "{}").format(self.label, self.key[-1])
+
+
+class Launches:
+    """The collectives without tags that this rank has started for the units of one root, in one
+    process group.
+
+    Attributes:
+        order: a hash of which they were, in their order.
+        counts: how many of each kind, for each unit's label.
+    """
+
+    def __init__(self) -> None:
+        self.order, self.counts = 0, Counter[tuple[Kind, str]]()
+
+    def add(self, message: Message) -> None:
+        """This one comes next."""
+        self.order = hash((self.order, *message.key[1:]))  # of numbers: the same on all ranks
+        self.counts[message.kind, message.label] += 1
 
 
 def exists(group: dist.ProcessGroup) -> bool:

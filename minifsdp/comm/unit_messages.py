@@ -48,7 +48,8 @@ class DirectMessages:
 
 
 class Watched:
-    """Collectives that deadlock_watch.py knows of, so that it can say where each rank is.
+    """Collectives that deadlock_watch.py knows of, so that it can say where each rank is, and of
+    which checks/same_launches.py compares the order.
 
     Args:
         inner: whose ``finish`` is the ``wait`` of a ``dist.Work``, if it has to wait.
@@ -60,6 +61,7 @@ class Watched:
     def all_gather(self, unit: FeaturedUnit, full: Tensor, shard: Tensor, group: Group) -> Finish:
         """See :class:`~minifsdp.core.collectives.Comm`."""
         message = Message(group, unit.tag, Kind.PARAMETERS, full.itemsize, unit.label)
+        unit.launches[message.key[0]].add(message)
         return watched(self.inner.all_gather(unit, full, shard, group), message)
 
     def reduce_scatter(
@@ -68,12 +70,14 @@ class Watched:
         """See :class:`~minifsdp.core.collectives.Comm`."""
         assert unit.shard_group is not None
         message = Message(unit.shard_group, unit.tag, Kind.REDUCTION, flat.itemsize, unit.label)
+        unit.launches[message.key[0]].add(message)
         total, finish = self.inner.reduce_scatter(unit, flat, scale)
         return total, watched(finish, message)
 
     def all_reduce(self, unit: FeaturedUnit, flat: Tensor, scale: float, group: Group) -> Finish:
         """See :class:`~minifsdp.core.collectives.Comm`."""
         message = Message(group, unit.tag, Kind.ALL_REDUCTION, flat.itemsize, unit.label)
+        unit.launches[message.key[0]].add(message)
         return watched(self.inner.all_reduce(unit, flat, scale, group), message)
 
 
