@@ -8,7 +8,7 @@ PY ?= .venv/bin/python
 INSTALLED := $(if $(filter .venv/%,$(PY)),.venv/installed)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-core test-hf student grade hint mistake lab evidence \
+.PHONY: help demo test test-all where test-core test-hf student grade hint mistake lab evidence \
         kit-check autograder lint matrix fuzz mutants \
         claims predictions scale tutorials bench bench-check bench-checkpoints validate versions \
         wheel clean
@@ -25,6 +25,9 @@ test: $(INSTALLED)  ## what every commit needs; one test: ARGS="tests/test_limit
 
 test-all: $(INSTALLED)  ## every test that this machine can run; takes ARGS as well
 	@$(PY) -m pytest $(WORKERS) $(ARGS)
+
+where: $(INSTALLED)  ## GPUS=8: which tests such a machine would run on them; takes ARGS as well
+	@$(PY) -m tests.where $(or $(GPUS),8) $(ARGS)
 
 test-core: $(INSTALLED)  ## the core's own tests: tests/core/, for minifsdp/core/ alone
 	@$(PY) -m pytest $(WORKERS) tests/core $(ARGS)
