@@ -68,5 +68,5 @@ def layers_of(hooks: HooksWithoutModes) -> Iterator[Layer]:
     yield Leaks()
     # Control returns to the program. The user's hooks are last: one may be an optimizer, which
     # must not write to what other ranks still read.
-    yield Readers()
+    yield Readers(engine)
     yield GradientHooks()

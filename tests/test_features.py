@@ -76,7 +76,7 @@ def test_an_engine_with_what_it_computes_in_alone_trains_as_a_plain_model():
     torch.manual_seed(0)
     model = stack()
     engine = model.engine
-    engine.use([ShardChanges(engine), Precision(engine), Readers()])
+    engine.use([ShardChanges(engine), Precision(engine), Readers(engine)])
     for at in range(3):
         model.zero_grad()
         model(batch(step=at)).pow(2).sum().backward()

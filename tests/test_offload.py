@@ -166,6 +166,34 @@ def test_only_uploads_and_downloads_touch_both_memories_and_each_on_its_own_stre
     assert streams == {"host", "upload", "download"}
 
 
+def evaluation(model):
+    with torch.no_grad():
+        model(batch())
+
+
+def forward_without_backward(model):
+    model(batch())
+
+
+def look(model):
+    with FSDP.summon_full_params(model, writeback=False):
+        pass
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["chunks", "rows"])
+@pytest.mark.parametrize("before", [evaluation, forward_without_backward, look, FSDP.state_dict])
+def test_a_program_may_write_to_shards_that_the_device_has_just_copied(before, rows):
+    """The device copies them while the host goes on: they must have been read when it writes."""
+    with cluster(nodes=2, gpus_per_node=2, kind="cpu") as gpu:
+        model = stack(cpu_offload=OFFLOAD, use_orig_params=rows)
+        step(model)
+        before(model)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1)
+    assert not gpu.races()
+
+
 def touches(op: Op, owner: str) -> bool:
     return any(buffer.owner == owner for buffer in (*op.reads, *op.writes))
 

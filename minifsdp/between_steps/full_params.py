@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minifsdp.between_steps.idle import show_divided_params
+from minifsdp.between_steps.idle import Readers, show_divided_params
 from minifsdp.between_steps.state_dict_calls import StateDictCalls
 from minifsdp.between_steps.unit_params import SummonedParams
 from minifsdp.checks.rank_agreement import Moment, RankAgreement
@@ -26,7 +26,6 @@ from minifsdp.checks.same_model import remember_values
 from minifsdp.chunks.unit_dtensors import Form, UnitDTensors
 from minifsdp.comm.collectives import gather
 from minifsdp.comm.message_tags import Kind
-from minifsdp.comm.transport import wait_for_readers
 from minifsdp.core.hooks import Hooks
 from minifsdp.core.unit_state import Purpose
 from minifsdp.core.unshard import wait_for_unshard
@@ -118,7 +117,7 @@ def full_params(hooks: Hooks, units: list[FeaturedUnit], options: Options) -> It
             if shown:
                 params.register()
                 summoned.append(params)
-        wait_for_readers()  # the block may change parameters, and this writes them back
+        engine.moments.of(Readers).wait()  # the block may change parameters: they are written back
         yield
         if options.writeback:
             for params in summoned:  # check all before any is written

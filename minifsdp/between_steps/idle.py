@@ -2,8 +2,9 @@
 
 It may look at parameters now, or change them:
 
-- Other ranks of this machine may still be reading this rank's shards (comm/transport.py). An
-  optimizer must not write to them before that.
+- Other ranks of this machine may still be reading this rank's shards (comm/transport.py); with
+  offload the device may, which copies them from the host. An optimizer must not write to them
+  before that.
 - The modules of units in rows have their DTensors, as an optimizer sees them. From a forward to the
   end of its backward they have placeholders (param_access.py) while their unit is sharded, as
   modules of units in chunks always have.
@@ -15,6 +16,7 @@ import torch
 
 from minifsdp.checks.param_changes import check_unreplaced
 from minifsdp.comm.transport import wait_for_readers
+from minifsdp.core.engine import Engine
 from minifsdp.core.layers import Call, Layer
 from minifsdp.core.unit_state import Purpose
 from minifsdp.featured_unit import FeaturedUnit
@@ -23,9 +25,19 @@ from minifsdp.featured_unit import FeaturedUnit
 class Readers(Layer):
     """Waits for them before control returns to the program, whose optimizer writes to shards."""
 
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._offload = any(unit.offload_from is not None for unit in engine.units)
+
     def idle(self, graph: bool) -> None:
         """The program may change parameters now."""
+        self.wait()
+
+    def wait(self) -> None:
+        """Block the host until nobody reads this rank's shards any more."""
         wait_for_readers()
+        if self._offload:
+            self._engine.streams.upload.record_event().synchronize()
 
 
 class ShownParams(Layer):
