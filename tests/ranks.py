@@ -144,8 +144,9 @@ _cached: list[Any] = []
 
 def device() -> torch.device:
     """In a rank: where its tensors belong."""
-    on_gpu = dist.get_backend() == "nccl" or PretendedGpu.current is not None
-    return torch.device("cuda" if on_gpu else "cpu")
+    if dist.get_backend() == "nccl" or PretendedGpu.current is not None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def place_of(world_size: int) -> Place:

@@ -92,13 +92,12 @@ def check_inside(module: nn.Module) -> None:
 
 
 def _has_own_operations(param: Tensor) -> bool:
-    """Whether the class of a parameter is not nn.Parameter, nor one that only adds attributes: a
+    """Whether the class of a parameter does more than to add attributes to nn.Parameter: that of a
     quantized tensor, for example, in which one number is made of several."""
-    cls = type(param)
-    return not issubclass(cls, nn.Parameter) or (
-        (cls.__torch_function__, cls.__torch_dispatch__)
-        != (nn.Parameter.__torch_function__, nn.Parameter.__torch_dispatch__)
-    )
+    cls, plain = type(param), nn.Parameter
+    return (cls.__torch_function__, cls.__torch_dispatch__) != (
+        plain.__torch_function__, plain.__torch_dispatch__,
+    )  # fmt: skip
 
 
 def refuse_around(other: str, module: nn.Module) -> None:
