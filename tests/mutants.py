@@ -585,7 +585,6 @@ MUTANTS = [
     Mutant("checks/members", "nobody sees that a module is in a unit", "        module.__dict__.update(MARKS)\n", ""),
     Mutant("wrapping/attributes", "a mark that was set by hand is refused", 'setter.startswith("torch.distributed.fsdp.")', "name == FSDP_MARK", noticed_by="checks/other_wrappers"),
     Mutant("checks/other_wrappers", "tensors of other classes go unnoticed", "    return (cls.__torch_function__, cls.__torch_dispatch__) != (", "    return () == ("),
-    Mutant("checks/other_wrappers", "parameters with functions of their own go unnoticed", "return not issubclass(cls, nn.Parameter) or (", "return not issubclass(cls, nn.Parameter) and ("),
     Mutant("checks/other_wrappers", "parameters without a shape go unnoticed", "if isinstance(param, UninitializedParameter):", "if False:"),
     Mutant("support/divided_param", "as many marks as before", "given[0].new_zeros(sum(unit.layout.blocks))", "given[0].new_zeros(unit.padded_shard.numel())"),
     Mutant("support/divided_param", "an assignment to a gradient's data is lost", "            lost.append(_name_of(param))\n", "            pass\n"),
