@@ -17,7 +17,34 @@ import torch
 
 WORLDS_OF_A_WORKER = 4 << 30  # bytes on each GPU: a context, for a rank of each of four worlds
 
-ON_CPU: dict[str, str] = {}
+MESSAGES = "messages between CPUs: tags, gloo's order of sums, the memory of one machine"
+PARTING = "ranks that part ways wait for each other, with NCCL until its timeout"
+STAND_INS = "streams that stand in for those of the CPU (lagging.py)"
+ON_CPU = {
+    "tests/checks/test_rank_agreement.py": PARTING,
+    "tests/comm/test_blocks.py": MESSAGES,
+    "tests/comm/test_boards.py": MESSAGES,
+    "tests/comm/test_collectives.py": MESSAGES,
+    "tests/comm/test_deadlock_watch.py": PARTING,
+    "tests/comm/test_exchange.py": MESSAGES,
+    "tests/comm/test_message_tags.py": MESSAGES,
+    "tests/comm/test_neighbors.py": MESSAGES,
+    "tests/comm/test_process_memory.py": MESSAGES,
+    "tests/comm/test_same_machine.py": MESSAGES,
+    "tests/comm/test_transport.py": MESSAGES,
+    "tests/comm/test_unit_messages.py": PARTING,
+    "tests/comm/test_wait_reports.py": PARTING,
+    "tests/promises/test_threads.py": "collectives of two threads, with which NCCL may deadlock",
+    "tests/test_lagging.py": STAND_INS,
+    "tests/test_limiter.py": STAND_INS,
+    "tests/test_post_forward.py::test_only_the_forward_sends": "counts what gloo sends",
+    "tests/test_random_models.py": PARTING,
+    "tests/test_reduce.py::test_however_late": STAND_INS,
+    "tests/test_reduce.py::test_so_do_its_later_stages": STAND_INS,
+    "tests/test_reshard.py": STAND_INS,
+    "tests/test_strategies.py::test_in_any_order": STAND_INS,
+    "tests/test_unshard.py": STAND_INS,
+}
 """Why the ranks of these tests have no GPU, by the beginning of their node id."""
 
 

@@ -153,7 +153,6 @@ class Sent:
         self.patch.__exit__(*error)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL does not say what it sends")
 @on_ranks(4)
 def test_only_the_forward_sends_between_the_groups():
     rank = dist.get_rank()

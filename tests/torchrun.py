@@ -43,6 +43,8 @@ def torchrun(
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_RUN_ID": name,
                 "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0,
             }  # fmt: skip
+            if torch.cuda.device_count() < ranks:  # then NCCL could not be used, and gloo is
+                environment["CUDA_VISIBLE_DEVICES"] = ""
             task = script, arguments, environment, path, folder
             processes.append(context.Process(target=_rank, args=task, daemon=True))
             processes[-1].start()
