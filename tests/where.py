@@ -62,10 +62,10 @@ NO_RANKS = "without ranks"
 
 def _where(started: Started, why: str | None) -> str:
     many = f"{started.world_size} rank{'s' * (started.world_size > 1)} on {started.place.value}"
-    if started.place is Place.CPU and why is None:
-        too_few = torch.cuda.device_count() < started.world_size
-        why = "there are too few GPUs" if too_few else "the test says so"
-    return many if why is None else f"{many}: {why}"
+    if started.place is not Place.CPU:
+        return many
+    too_few = torch.cuda.device_count() < started.world_size
+    return f"{many}: {why or ('there are too few GPUs' if too_few else 'the test says so')}"
 
 
 def starts_ranks(function: Any, depth: int = 3) -> bool:
