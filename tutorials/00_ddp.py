@@ -180,6 +180,11 @@ def compare() -> None:
 # does not fit on one does not fit on 64 either. All 64 hold the same 27 GB, and do the same
 # optimizer step with them. FSDP begins with the question why there are 64 copies.
 #
+# (Which FSDP? PyTorch has two. FSDP1 wraps modules and makes one flat parameter of each unit. FSDP2
+# is the function `fully_shard`, which keeps each parameter apart, and which PyTorch's documentation
+# recommends to newcomers. In a step both do the same. These pages explain it with flat parameters,
+# which are simpler to send, and come to `fully_shard` on page [25](25_fsdp2.md).)
+#
 # ## Predict, then run
 #
 # 1. With plain SGD instead of AdamW, how many bytes are there for each parameter?

@@ -304,8 +304,8 @@ def answers() -> None:
 # ## What is missing, line by line
 #
 # It works, and it is slow: while it gathers, nothing is computed. It also trusts you. (What if
-# ranks start with different values? If one runs out of data? If an exception ends a backward?) The
-# rest of this path begins at one of these lines each time and makes it better:
+# ranks start with different values? If one runs out of data? If an exception ends a backward?)
+# Here is what each line is too simple for, and the page that makes it better:
 #
 # {{ one_file table }}
 

@@ -121,8 +121,9 @@ def gpt_of(preset: str) -> nn.Module:
 # - **Each block.** While the GPU computes with one block, the next one is gathered. Most of the
 #   communication is hidden behind computation.
 # - **Each half of a block.** The same bytes travel in three times as many messages. Each has the
-#   latency of page [02](02_flatten.md), which is 0.53 ms among 128 GPUs, and computing with half a
-#   block does not take long enough to hide it. The memory is hardly less than with blocks, because
+#   latency of page [02](02_flatten.md), which is 0.53 ms for a ring of 128 GPUs, and computing with
+#   half a block does not take long enough to hide it. (Libraries have ways with fewer steps for
+#   short messages; page [22](22_hybrid.md).) The memory is hardly less than with blocks, because
 #   a block is small beside everything else already.
 #
 # So a unit should take longer to compute with than to gather, and it should be small beside the

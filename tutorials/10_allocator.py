@@ -47,8 +47,9 @@ def asked_and_taken() -> None:
 
 # %% [markdown]
 # The driver is asked for *segments*, and tensors get *blocks* of them, in multiples of 512 bytes.
-# Blocks of up to 1 MiB come from segments of 2 MiB, larger ones from 20 MiB, and from 10 MiB on a
-# segment of the block's size is asked for. A block is one piece: if ten tensors of 2 MiB fill a
+# Blocks of up to 1 MiB come from segments of 2 MiB, larger ones from 20 MiB. From 10 MiB on a
+# segment for the block alone is asked for, in multiples of 2 MiB. What is left of it is not split
+# off if it is less than 1 MiB: so the last tensor has 16,777,216 bytes. A block is one piece: if ten tensors of 2 MiB fill a
 # segment and every second one is dropped, 10 MiB are free, but not for a tensor of 4 MiB. That is
 # *fragmentation*.
 #
@@ -108,7 +109,7 @@ def freed_and_not_free() -> None:
     with cluster() as gpu:
         streams, busy = Streams.on(torch.device("meta")), torch.empty(8192, 8192)
         x = copy_of(streams, "x")
-        torch.matmul(busy, busy)  # 94 ms of work for the compute stream
+        torch.matmul(busy, busy)  # 87 ms of work for the compute stream
         x.add_(1)
         levels(gpu, "x is in use:")
         streams.compute.record_stream(x)  # x.record_stream(compute)

@@ -5,9 +5,10 @@
 #
 # In April 2022 a model of 175 billion parameters was trained with fairscale's FSDP on 1,024 A100.
 # Its log said that tensors never took more than 13.4 GB of a GPU, and that PyTorch held 75.4 GB of
-# it. After a small change PyTorch held 22.1 GB, and training was 2 % faster
-# ([fairscale#972](https://github.com/facebookresearch/fairscale/pull/972)). The change gathered
-# parameters earlier, and it had the host wait for the GPU whenever a layer was freed.
+# it. After a small change PyTorch held 22.1 GB, and training was 2 % faster, which its author
+# thought might be chance ([fairscale#972](https://github.com/facebookresearch/fairscale/pull/972)).
+# The change gathered parameters earlier, and it had the host wait for the GPU whenever a layer was
+# freed.
 #
 # In July a comment there reported which of the two had helped. In PyTorch's own FSDP, with a T5 of
 # 8 billion parameters, the wait alone took the reserved memory from 95 % of the GPU to 47 %. A line

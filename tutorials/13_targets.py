@@ -6,18 +6,18 @@
 # To gather ahead one has to know what comes next, and nobody has told the engine. It sees modules
 # being called, one at a time, and in the backward it sees gradients arrive. Models mostly do the
 # same in every step, so it writes down the units of one pass and guesses that the next pass has the
-# same sequence. **But which sequence? In which moment of a unit does one write it down?** Four
+# same order. **But which order? In which moment of a unit does one write it down?** Four
 # teams have given four answers.
 #
 # A wrong guess changes no result: what is gathered early would have been gathered anyway, or is
-# freed at the end of the backward. But it costs time or memory. There are three ways to be wrong.
-# The target may be
+# freed at the end of the backward. But it costs time or memory. There are three ways to be wrong
+# ([pytorch#83666](https://github.com/pytorch/pytorch/pull/83666) lists them). The target may be
 #
 # - *already unsharded*: it is in use, so that nothing is gathered ahead;
 # - *not needed yet*: what is needed first has to queue behind it;
 # - *already resharded*: its turn is over.
 #
-# This is how the engine writes down and looks up; `last` is the sequence of the pass before:
+# This is how the engine writes down and looks up; `last` is the order of the pass before:
 #
 # {{ minifsdp/core/prefetch.py Order.visit }}
 #
@@ -25,7 +25,7 @@
 #
 # If units stood side by side, all answers would be the same. So here is a model in which `S` and
 # `T` are units that have two units inside, and `probe` is one whose result nobody uses. In which
-# sequence will the backward come to them?
+# order will the backward come to them?
 
 # %% [hidden]
 from __future__ import annotations
@@ -79,13 +79,19 @@ def guesses(name: str, steps: int = 3) -> tuple[list[str], ...]:
             gpu.synchronize()
             gpu.step()
     wrong = [f"{e.unit} {e.how}" for e in last_step(gpu.tape)[0] if isinstance(e, Mistarget)]
-    print(f"{name:14}{'; '.join(wrong) or 'all right'}")
     orders = model.engine.prefetcher
     guess = [unit.name for unit in orders.pre_backward_order.last]
     came = [
         [u.name for u in o.current] for o in (orders.pre_forward_order, orders.pre_backward_order)
     ]
     return guess, *came, wrong
+
+
+def all_guesses() -> dict[str, tuple[list[str], ...]]:
+    found = {name: guesses(name) for name in WAYS}
+    for name, (*_, wrong) in found.items():
+        print(f"{name:14}{'; '.join(wrong) or 'all right'}")
+    return found
 
 
 # %% [markdown]
@@ -207,7 +213,7 @@ def layer_drop() -> None:
 # %% [hidden]
 def main() -> None:
     colours = dict(zip(("S", "S.1", "S.2", "probe", "T", "T.1", "T.2"), PALETTE, strict=True))
-    found = {name: guesses(name) for name in WAYS}
+    found = all_guesses()
     _, forward, backward, _ = found["minifsdp"]
     named = {"forward, begins": forward, "backward, begins": backward}
     named |= {f"guess of {name}": guess for name, (guess, *_) in found.items()}

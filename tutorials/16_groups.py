@@ -17,7 +17,7 @@
 #   the backward is done with it. So there is one gather fewer, and the whole model is in memory in
 #   the middle of the step.
 # - **`NO_SHARD`** does what DDP does. Every rank has the whole model all the time, and the
-#   gradients are all-reduced.
+#   gradients are all-reduced. (PyTorch 2.13 calls it deprecated, and refers to DDP.)
 #
 # Which of them is the fastest? Here the GPT is trained on four virtual machines with two GPUs each.
 # Between the machines the network moves 100 Gbit/s.

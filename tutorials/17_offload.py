@@ -233,8 +233,10 @@ def moved_by_hand() -> None:
 #
 # 1. An eighth: its own shard. The rest comes from the other GPUs, over the faster links between
 #    them, and each GPU has a PCIe link of its own.
-# 2. 4.8 times as much. It is the whole model and not an eighth, but a block is uploaded once in a
-#    step and not twice.
+# 2. With a GPT of 125 million parameters 4.8 times as much. It is the whole model and not an
+#    eighth, but a block is uploaded once in a step and not twice. (That would be 4 times. But the
+#    root's unit, the embedding, is uploaded once with either strategy, and it is a third of this
+#    small model.)
 #
 # </details>
 

@@ -134,8 +134,9 @@ def leaves_a_machine(gpu: VirtualGpu) -> float:
 #
 # `HYBRID_SHARD` sends less over the network, but not little. With `FULL_SHARD` the model leaves
 # each machine three times in a step: gathered for the forward, gathered for the backward, reduced.
-# With `HYBRID_SHARD` each of the 8 GPUs all-reduces one eighth of the model, and an all-reduce is
-# two rounds, so it is twice. The rest of the gain is latency: a gather has 7 steps and not 1,023.
+# With `HYBRID_SHARD` each of the 8 GPUs all-reduces the gradient of one eighth of the model. An
+# all-reduce is a reduce-scatter and a gather (page [01](01_collectives.md)), so the eight together
+# send the model twice. The rest of the gain is latency: a gather has 7 steps and not 1,023.
 #
 # The fast network moves 400 GB/s, more than NVLink, and there `HYBRID_SHARD` gains little for this
 # model: with 64 GPUs it even loses. With a smaller model latency weighs more. A GPT of 1.3 billion

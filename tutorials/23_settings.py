@@ -182,7 +182,8 @@ def bar(tokens: int, found: dict[str, Any]) -> Any:
 # tokens (recomputation, page [15](15_recompute.md), makes room for them), fewer bytes, or another
 # road. `SHARD_GRAD_OP` keeps what it has gathered until the backward, so it sends two thirds.
 # `HYBRID_SHARD` shards inside of a node and replicates between nodes (page [22](22_hybrid.md)), so
-# gathers use NVLink, and only gradients cross the network, once:
+# gathers use NVLink, and only gradients cross the network: an all-reduce, which sends them twice.
+# That is as much as `SHARD_GRAD_OP` sends, but of each message it is an eighth, in fewer steps.
 
 
 # %%
@@ -200,8 +201,9 @@ def slow_network() -> None:
 #
 # With Adam a parameter takes 16 bytes in fp32: 4 each for the value, the gradient and two averages.
 #
-# 1. Do 16 bytes for each parameter, and the activations, fit on one GPU with room to spare? Then do
-#    not shard: `NO_SHARD`, or DDP.
+# 1. Do 16 bytes for each parameter, and the activations, fit on one GPU with room to spare? Then
+#    nothing has to be sharded. DDP is the simplest. `SHARD_GRAD_OP` sends as much, half of it in
+#    the forward, so that on a slow network it may be faster (page [16](16_groups.md)).
 # 2. Are there $T^*$ tokens or more on each GPU, with the network between nodes as $B$? Then
 #    `FULL_SHARD` over all GPUs: it hides, and it needs the least memory.
 # 3. If not, do the 16 bytes fit when they are shared by the GPUs of one node, together with the
