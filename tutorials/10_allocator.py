@@ -49,9 +49,9 @@ def asked_and_taken() -> None:
 # The driver is asked for *segments*, and tensors get *blocks* of them, in multiples of 512 bytes.
 # Blocks of up to 1 MiB come from segments of 2 MiB, larger ones from 20 MiB. From 10 MiB on a
 # segment for the block alone is asked for, in multiples of 2 MiB. What is left of it is not split
-# off if it is less than 1 MiB: so the last tensor has 16,777,216 bytes. A block is one piece: if ten tensors of 2 MiB fill a
-# segment and every second one is dropped, 10 MiB are free, but not for a tensor of 4 MiB. That is
-# *fragmentation*.
+# off if it is less than 1 MiB: so the last tensor has 16,777,216 bytes. A block is one piece: if
+# ten tensors of 2 MiB fill a segment and every second one is dropped, 10 MiB are free, but not for
+# a tensor of 4 MiB. That is *fragmentation*.
 #
 # PyTorch has a remedy that is off by default: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
 # Then there is one segment for each stream. It gets more memory at its end, page by page, wherever
