@@ -15,7 +15,7 @@ from enum import Enum
 
 import torch
 
-WORLDS_OF_A_WORKER = 4 << 30  # bytes on each GPU: a context, for a rank of each of four worlds
+BYTES_OF_A_WORKER = 4 << 30  # bytes on each GPU: a context, for a rank of each of four worlds
 
 MESSAGES = "messages between CPUs: tags, gloo's order of sums, the memory of one machine"
 PARTING = "ranks that part ways wait for each other, with NCCL until its timeout"
@@ -67,7 +67,7 @@ def why_on_cpu(test: str) -> str | None:
 
 def workers_that_fit(memory: int) -> int:
     """How many workers of pytest-xdist a GPU with so many bytes of memory has room for."""
-    return max(1, memory // WORLDS_OF_A_WORKER)
+    return max(1, memory // BYTES_OF_A_WORKER)
 
 
 def gpus_of(world_size: int) -> list[int]:

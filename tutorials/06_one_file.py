@@ -151,7 +151,7 @@ def against_ddp() -> None:
 # %% [markdown]
 # Bit-equal means equal in all 32 bits of each number. There is no tolerance that could hide a small
 # mistake. It holds for two ranks, where a mean has two terms and `a + b` is `b + a`. With three,
-# `(a + b) + c` and `a + (b + c)` round differently, and the two methods add in different sequences.
+# `(a + b) + c` and `a + (b + c)` round differently, and the two methods add in different orders.
 #
 # ## What it is good for
 #

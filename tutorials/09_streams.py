@@ -147,7 +147,7 @@ def timeline() -> None:
 # - **memory**: as the host takes and frees it, ahead of the GPU (page [10](10_allocator.md)).
 #   Gathers and reductions are never beside each other. They are in two streams of FSDP's, but NCCL,
 #   the library that communicates, carries out the collectives of a group of GPUs one by one, in the
-#   sequence of the host's calls. Page [12](12_prefetch.md) is about what follows from that.
+#   order of the host's calls. Page [12](12_prefetch.md) is about what follows from that.
 #
 # ## What breaks without it
 #

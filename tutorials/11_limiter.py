@@ -67,7 +67,7 @@ def twenty_tensors(made_on: str, host_waits: bool) -> int:
 
 # %% [markdown]
 # **On one stream** the second tensor gets the memory of the first. Work on a stream runs in the
-# sequence in which it was launched, so the GPU is done with the first tensor before it touches the
+# order in which it was launched, so the GPU is done with the first tensor before it touches the
 # second.
 #
 # **On two streams** that is not so. The host has dropped the first tensor, but the compute stream
@@ -175,7 +175,7 @@ def five_ways(name: str) -> tuple[list[int], float]:
 #
 # FSDP2 is in the table, too. Its host never waits, and it needs no limiter: it does not use
 # `record_stream`. The *streams* wait for each other, so each block of memory is used in the
-# sequence of one stream, and the allocator may give it out at once. Page [25](25_fsdp2.md) shows
+# order of one stream, and the allocator may give it out at once. Page [25](25_fsdp2.md) shows
 # how.
 #
 # ## The whole story
@@ -186,7 +186,7 @@ def five_ways(name: str) -> tuple[list[int], float]:
 # and taken up by FSDP2 in November.](11_limiter_history.svg)
 #
 # 1. **[fairscale#865](https://github.com/facebookresearch/fairscale/pull/865)** gathered ahead in
-#    the backward, by the reversed sequence of the forward (page [12](12_prefetch.md)). Gathers and
+#    the backward, by the reversed order of the forward (page [12](12_prefetch.md)). Gathers and
 #    reductions no longer took turns. Of its first form
 #    ([#858](https://github.com/facebookresearch/fairscale/pull/858)) a gain of about 20 % was
 #    reported. It was closed in 2022, because fairscale had taken two process groups instead.
@@ -199,7 +199,7 @@ def five_ways(name: str) -> tuple[list[int], float]:
 #    cluster, 1,700 words per second were reported to become 3,200. The wait is longer than it has
 #    to be. Not merged.
 # 4. **[fairscale#1052](https://github.com/facebookresearch/fairscale/pull/1052)** recorded a second
-#    sequence and prefetched *after* the free: one unit alive where #972 has two (above). It had
+#    order and prefetched *after* the free: one unit alive where #972 has two (above). It had
 #    trouble with recomputation. Its thread ends with the advice to use CUDA events. Not merged.
 # 5. **[pytorch#83666](https://github.com/pytorch/pytorch/pull/83666)** did that: an event for each
 #    free, and an argument `all_gather_issue_limit`. A T5 on 16 GPUs is reported to have taken 5,846

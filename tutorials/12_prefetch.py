@@ -80,7 +80,7 @@ def nine_ways() -> None:
 
 
 # %% [markdown]
-# The last column is what the network does first, in the sequence of the launches.
+# The last column is what the network does first, in the order of the launches.
 #
 # ![Nine small timelines of a backward in three rows, for room for 1, 2 and any number of units, and
 # three columns: without prefetch, POST and PRE. In the first column gather, computation and
@@ -97,7 +97,7 @@ def nine_ways() -> None:
 #
 # It is not that gather 2 is *launched* late. With any room the host has launched everything in the
 # first milliseconds: follow the threads. But NCCL, the library that communicates between GPUs,
-# carries out the collectives of a group of GPUs one by one, **in the sequence in which the host
+# carries out the collectives of a group of GPUs one by one, **in the order in which the host
 # launches them**. Without prefetch the host launches gather 2 when block 2 needs it. By then it has
 # launched reduction 3, and gather 2 has to queue behind it. A host that is ahead cannot help. In a
 # forward there are no reductions, so there it can.

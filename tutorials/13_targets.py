@@ -101,14 +101,14 @@ def all_guesses() -> dict[str, tuple[list[str], ...]]:
 # guess what comes.](13_targets.svg)
 #
 # - **fairscale 1** ([#972](https://github.com/facebookresearch/fairscale/pull/972)) took the
-#   sequence in which units *begin* in the forward, and reversed it for the backward. But an outer
+#   order in which units *begin* in the forward, and reversed it for the backward. But an outer
 #   unit begins before the units inside it in both passes. So `T.2` is gathered when `T` has to come
 #   first.
 # - **fairscale 2** ([#1052](https://github.com/facebookresearch/fairscale/pull/1052)) wrote down
 #   the backward itself, and that was right. For its prefetch in the *forward* it went by the ends,
 #   because it gathers when a unit is freed. Behind the end of `S.2` comes that of `S`, which is in
 #   use.
-# - **PyTorch** takes the sequence in which units *end* in the forward, reversed. An outer unit ends
+# - **PyTorch** takes the order in which units *end* in the forward, reversed. An outer unit ends
 #   after those inside it, so in reverse it comes before them, as in the backward. That needs no
 #   step before this one, and it follows each forward. But no forward can know that the loss will
 #   not depend on `probe`. FSDP2 does the same
@@ -117,9 +117,9 @@ def all_guesses() -> dict[str, tuple[list[str], ...]]:
 #
 # ## Why POST aims at the wrong unit
 #
-# The last row is PyTorch with `BACKWARD_POST`. Its sequence is right but for `probe`, and its
+# The last row is PyTorch with `BACKWARD_POST`. Its order is right but for `probe`, and its
 # targets are not. POST asks "what comes after *this* unit?" when a unit's backward has **ended**,
-# and answers with a sequence of **beginnings**. The backward of `T` ends after those of `T.2` and
+# and answers with an order of **beginnings**. The backward of `T` ends after those of `T.2` and
 # `T.1`, which are inside. When it asks what comes after `T`, it finds `T.2`, whose turn is over.
 # The same happens to every model whose root has layers of its own: it ends last and asks for what
 # came first ([#108190](https://github.com/pytorch/pytorch/issues/108190), open). And a gather that

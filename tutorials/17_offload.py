@@ -177,7 +177,7 @@ def adam_on_the_host() -> None:
 # {{ minifsdp/core/reduce.py Reduction.wait_for_result }}
 #
 # Leave out the first case, train the GPT of `make demo`, and ask the virtual GPU for *races*:
-# uses of the same memory, one of them a write, without a fixed sequence (page [09](09_streams.md)).
+# uses of the same memory, one of them a write, without a fixed order (page [09](09_streams.md)).
 
 
 # %%

@@ -108,9 +108,9 @@ def against_ddp() -> None:
 
 
 # %% [markdown]
-# With `no_sync()` the numbers are added in the same sequence as in DDP, and the parameters are
+# With `no_sync()` the numbers are added in the same order as in DDP, and the parameters are
 # equal in every bit. If each micro-batch is reduced at once, the same numbers are added in another
-# sequence, and the last bits are rounded differently.
+# order, and the last bits are rounded differently.
 #
 # ## What it saves, and what it costs
 #

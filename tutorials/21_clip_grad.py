@@ -95,7 +95,7 @@ def against_ddp() -> None:
 
 
 # %% [markdown]
-# The norms are the same but for rounding, since the squares are added in another sequence. (What
+# The norms are the same but for rounding, since the squares are added in another order. (What
 # `clip_grad_norm_` returns is the norm before clipping, which is worth logging.)
 #
 # ## What breaks: each rank clips by its own norm

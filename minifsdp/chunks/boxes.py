@@ -40,7 +40,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """Divide elements ``start`` to ``stop`` of a tensor that lies in memory row after row.
 
     Yields:
-        Boxes in the sequence of memory; at most two for each dimension, less one. Together they
+        Boxes in the order of memory; at most two for each dimension, less one. Together they
         have each element once.
     """
     if start >= stop:
