@@ -1,5 +1,6 @@
 """The collectives of a unit, as strategies.py chooses them, without the unit."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minifsdp.comm import collectives
+from minifsdp.comm.message_tags import Launches
 from minifsdp.core.streams import Finish
 from minifsdp.strategies import comm_of
 
@@ -22,8 +24,9 @@ def unit(
     """
     layout = SimpleNamespace(blocks=blocks, trained_blocks=blocks, sizes=None)
     return SimpleNamespace(
-        shard_group=group, shard_world_size=group.size(), layout=layout, tag=tag, label=label
-    )
+        shard_group=group, shard_world_size=group.size(), layout=layout, tag=tag, label=label,
+        launches=defaultdict(Launches),
+    )  # fmt: skip
 
 
 def all_gather(

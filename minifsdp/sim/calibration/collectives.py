@@ -3,6 +3,7 @@
 All ranks of the group call these functions together.
 """
 
+from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from minifsdp.comm.collectives import all_reduce, direct
+from minifsdp.comm.message_tags import Launches
 from minifsdp.comm.neighbors import find_neighbors
 from minifsdp.core.shard import Chunks
 from minifsdp.core.streams import Finish
@@ -30,7 +32,8 @@ def chunks(numel: int, group: dist.ProcessGroup, tag: int = 0) -> Any:
         tag: units whose collectives are under way at the same time need different ones.
     """
     layout = Chunks([torch.Size([numel])], group.size())
-    return SimpleNamespace(shard_group=group, layout=layout, tag=tag, label="")
+    launches = defaultdict[str, Launches](Launches)
+    return SimpleNamespace(shard_group=group, layout=layout, tag=tag, label="", launches=launches)
 
 
 def alone(here: torch.device, group: dist.ProcessGroup) -> list[Sample]:

@@ -6,14 +6,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from minifsdp import comm
 from minifsdp.sim.calibration import collectives
 from tests.ranks import device, on_ranks
 
 
+@pytest.mark.parametrize("native", [False, True], ids=["direct messages", "torch's own"])
 @on_ranks(2)
-def test_each_collective_is_sampled_by_steps_and_bytes_that_a_rank_sends():
+def test_each_collective_is_sampled_by_steps_and_bytes_that_a_rank_sends(native):
     sizes = [2**10, 2**12]
-    with patch.object(collectives, "_sizes", lambda here: sizes):
+    with (
+        patch.object(comm.collectives, "NATIVE", native),
+        patch.object(collectives, "_sizes", lambda here: sizes),
+    ):
         samples = collectives.alone(device(), dist.group.WORLD)
     halves = [size * 4 / 2 for size in sizes]
     expected = [(n, n * half) for half in halves for n in (1, 1, 2)]
