@@ -108,7 +108,7 @@ class Unit:
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         self.gather()
-        # New views in each forward: autograd visits operations in the reverse of the order in
+        # New views in each forward: autograd visits operations in the reverse of the sequence in
         # which they were made, so a unit's gradient is complete just after its own backward.
         for view, owners in zip(self.views(), self.owners, strict=True):
             for owner, name in owners:
