@@ -983,7 +983,7 @@ MUTANTS = [
     Mutant("checks/members", "what a traceback refers to is a leak", " and sys.exc_info()[0] is None:", ":", noticed_by="promises/when_freed"),
     Mutant("checks/members", "a warning of a leak in every step", "if leaked and unit.leaks == 1 and", "if leaked and", noticed_by="core/hooks"),
     Mutant("support/held_gradients", "what was kept is reduced once more", "grad = self.held.pop(unit, None)", "grad = self.held.get(unit)", noticed_by="checks/rank_agreement"),
-    Mutant("on_demand", "a saved parameter is read between steps", "if torch._C._current_graph_task_id() < 0:", "if False:", noticed_by="core/hooks"),
+    Mutant("on_demand", "a saved parameter is read between steps", "if torch._C._current_graph_task_id() < 0:", "if False:"),
     Mutant("core/engine", "a gradient in a forward frees what that computes with", "unit.let_go(BACKWARD, STRATEGY, PREFETCH)", "unit.let_go(FORWARD, BACKWARD, STRATEGY, PREFETCH)", noticed_by="core/backward"),
     Mutant("on_demand", "a gradient in a forward frees the units around it", "if not unit.reasons <= {BACKWARD, STRATEGY} or unit in self._needed_again:", "if unit in self._needed_again:"),
     Mutant("on_demand", "the root stays to the end", "            self._free_early(outer)\n", "            pass\n"),

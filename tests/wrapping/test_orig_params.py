@@ -1,6 +1,7 @@
 """orig_params.py: nothing should refer to what wrapping has replaced."""
 
 import gc
+import warnings
 import weakref
 from functools import partial
 from unittest.mock import patch
@@ -30,6 +31,28 @@ def test_an_optimizer_built_before_is_refused_and_one_built_after_trains():
     step(wrapped)
     optimizer.step()
     assert not torch.equal(before, wrapped.engine.root.sharded_flat_param)
+
+
+class Lazy:
+    """As a module that is loaded when somebody asks for its class."""
+
+    def __init__(self):
+        self.asked = 0
+
+    @property
+    def __class__(self):
+        self.asked += 1
+        return Lazy
+
+
+@on_ranks(1)
+def test_whoever_looks_for_optimizers_does_not_load_what_is_lazy():
+    lazy, model = Lazy(), nn.Sequential(nn.Linear(6, 6)).to(device())
+    held = model[0].weight  # else nobody looks
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        FSDP(model)
+    assert not lazy.asked and held is not None
 
 
 def by_fully_shard(model: nn.Module, **_) -> nn.Module:
