@@ -60,8 +60,8 @@ def test_what_is_not_there_is_not_in_the_legend():
     assert (
         "units: a colour for each, in turn" in words and "host waits for the limiter" not in words
     )
-    words = [element.text for element in shapes(svg({"": STEP[:4], "b": STEP}))["legend"]]
-    assert "host waits for the limiter" in words  # in the second one
+    words = [element.text for element in shapes(svg({"": STEP, "b": STEP[:4]}))["legend"]]
+    assert "host waits for the limiter" in words  # in the first one
 
 
 def test_a_table_has_a_small_picture_for_each_cell_all_on_one_scale():
