@@ -179,6 +179,8 @@ def test_who_chooses_chunks_by_their_dimensions_is_warned_once():
         step(model)
         optimizer.step()
         model.state_dict()
+        with pytest.raises(ValueError, match="fewer than 2 dimensions"):  # and not a warning
+            torch.nn.init.xavier_uniform_(next(model.parameters()))
 
 
 def chunks(module):
