@@ -8,7 +8,7 @@ PY ?= .venv/bin/python
 INSTALLED := $(if $(filter .venv/%,$(PY)),.venv/installed)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all where test-core test-hf student grade hint mistake lab evidence \
+.PHONY: help demo test test-all where test-core test-hf steps student grade hint mistake lab evidence \
         kit-check autograder lint matrix fuzz mutants \
         claims predictions scale tutorials bench bench-check bench-checkpoints validate versions \
         wheel clean
@@ -19,6 +19,7 @@ help:  ## this list
 demo: $(INSTALLED)  ## train a small GPT, sharded; compare it with DDP (see ARGS="--help")
 	@$(PY) $(if $(STUDENT),-m tutorials.exercises.demo "$(STUDENT)",tutorials/train_gpt.py) $(ARGS)
 
+QUIETLY := -W ignore  # torch warns of NumPy, which is not needed here
 WORKERS := -n auto --dist loadgroup  # processes that tests are shared out among: tests/conftest.py
 test: $(INSTALLED)  ## what every commit needs; one test: ARGS="tests/test_limiter.py -k name"
 	@$(PY) -m pytest $(WORKERS) -m "not slow" $(ARGS)
@@ -29,6 +30,10 @@ test-all: $(INSTALLED)  ## every test that this machine can run; takes ARGS as w
 where: $(INSTALLED)  ## GPUS=8: which tests such a machine would run on them; takes ARGS as well
 	@$(PY) -m tests.where $(or $(GPUS),8) $(ARGS)
 
+steps: $(INSTALLED)  ## the program that grows: all its steps in build/steps/, and their tests
+	@$(PY) $(QUIETLY) -m tutorials.grow build build/steps
+	@$(PY) -m pytest $(WORKERS) tests/test_steps.py $(ARGS)
+
 test-core: $(INSTALLED)  ## the core's own tests: tests/core/, for minifsdp/core/ alone
 	@$(PY) -m pytest $(WORKERS) tests/core $(ARGS)
 
@@ -36,7 +41,6 @@ test-hf: $(INSTALLED)  ## models of transformers and peft against DDP; installs 
 	@$(if $(INSTALLED),$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[hf]")
 	@$(PY) -m pytest $(WORKERS) tests/hf $(ARGS)
 
-QUIETLY := -W ignore  # torch warns of NumPy, which is not needed here
 student: $(INSTALLED)  ## OUT=~/my-fsdp: the concept files with functions to write yourself
 	@$(PY) $(QUIETLY) -m tutorials.exercises.student "$(or $(OUT),$(HOME)/my-fsdp)"
 

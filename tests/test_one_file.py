@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.ranks import device, on_ranks
 from tutorials import build, fsdp_in_one_file, one_file
-from tutorials.fsdp_in_one_file import fsdp, full_params
+from tutorials.fsdp_in_one_file import fsdp
 from tutorials.train_gpt import GPT, Block
 
 ROOT = Path(__file__).parent.parent
@@ -41,7 +41,7 @@ def test_it_is_as_short_as_is_said_and_needs_nothing_but_torch():
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
     }
-    assert {name.split(".")[0] for name in names} == {"torch", "collections", "typing"}
+    assert {name.split(".")[0] for name in names} == {"torch", "collections", "functools", "typing"}
 
 
 def gpt(tied: bool = False, width: int = 64) -> GPT:
@@ -75,9 +75,9 @@ def train(model: nn.Module, optimizer: str, steps: int = 4) -> list[float]:
 @on_ranks(2)
 def test_it_trains_bit_for_bit_as_ddp(optimizer, tied):
     model, reference = gpt(tied), gpt(tied)
-    units = fsdp(model, Block)
+    engine = fsdp(model, Block)
     assert train(model, optimizer) == train(DDP(reference), optimizer)
-    found = full_params(model, units)
+    found = engine.full_params()
     expected = dict(reference.named_parameters(remove_duplicate=False))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -89,43 +89,47 @@ def test_sizes_that_are_not_divisible_by_the_ranks():
     model, plain = (nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     model, plain = model.to(device()), plain.to(device())
-    units = fsdp(model, nn.Linear)  # 9 and 4 numbers
-    assert [unit.shard.numel() for unit in units] == [3, 2]
+    engine = fsdp(model, nn.Linear)  # 9 and 4 numbers
+    assert [unit.sharded_flat_param.numel() for unit in engine.units] == [3, 2]
     x = torch.randn(5, 2, generator=torch.Generator().manual_seed(dist.get_rank())).to(device())
     for each in (model, DDP(plain)):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
         each(x).pow(2).sum().backward()
         optimizer.step()
-    found = full_params(model, units)
+    found = engine.full_params()
     for name, param in plain.named_parameters():
-        torch.testing.assert_close(found[name], param.detach())  # the sum of three, in any sequence
+        torch.testing.assert_close(found[name], param.detach())  # the sum of three, in any order
 
 
 @on_ranks(2)
 def test_memory_comes_and_goes():
     model = gpt()
-    units = fsdp(model, Block)
+    units = fsdp(model, Block).units
     sizes = {path: param.numel() for path, param in model.named_parameters()}
-    assert list(sizes) == ["shard", *(f"blocks.{i}.shard" for i in range(3))]
+    assert list(sizes) == [
+        "sharded_flat_param",
+        *(f"blocks.{i}.sharded_flat_param" for i in range(3)),
+    ]
     for unit in units:  # a copy, not a view of everything
-        assert unit.shard.untyped_storage().nbytes() == unit.shard.nbytes == unit.full.nbytes // 2
+        shard = unit.sharded_flat_param
+        assert shard.untyped_storage().nbytes() == shard.nbytes == unit.flat_param.nbytes // 2
     root, *blocks = units
     seen = []
 
     def look(*_):
-        seen.append([unit.full.untyped_storage().nbytes() for unit in units])
+        seen.append([unit.flat_param.untyped_storage().nbytes() for unit in units])
 
     for block in blocks:
-        block.full.register_hook(look)
+        block.flat_param.register_hook(look)
     loss = loss_of(model, 0)
     look()
     loss.backward()
     look()
     at_loss, *backward, at_end = seen
-    one = blocks[0].full.nbytes
+    one = blocks[0].flat_param.nbytes
     assert at_loss == at_end == [0, 0, 0, 0]
     assert backward == [
-        [root.full.nbytes, *(one * (i == at) for i in range(3))] for at in (2, 1, 0)
+        [root.flat_param.nbytes, *(one * (i == at) for i in range(3))] for at in (2, 1, 0)
     ]
     with torch.no_grad():
         loss_of(model, 0)
@@ -137,7 +141,7 @@ def test_memory_comes_and_goes():
 @on_ranks(2)
 def test_two_backwards_add_up():
     model = gpt()
-    shards = [unit.shard for unit in fsdp(model, Block)]
+    shards = [unit.sharded_flat_param for unit in fsdp(model, Block).units]
     alone = []
     for step in range(2):
         loss_of(model, step).backward()
@@ -166,7 +170,7 @@ def test_every_later_page_improves_a_line_that_is_there():
 
 
 def test_a_page_says_which_line(monkeypatch, tmp_path):
-    number = one_file.number("def gather(self)")
+    number = one_file.number("def unshard(self)")
     said = one_file.insert("11_limiter")
     assert f"[line {number}](fsdp_in_one_file.py#L{number})" in said and "limit" not in said
     assert build.prose("# before\n# {{ one_file 11_limiter }}\n# after") == f"before\n{said}\nafter"

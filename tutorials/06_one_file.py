@@ -8,13 +8,13 @@
 # ([05](05_hooks.md)). How much code is it to put them together, so that a GPT trains on two ranks
 # and gets the very numbers that DistributedDataParallel gets?
 #
-# It is [fsdp_in_one_file.py](fsdp_in_one_file.py): 92 lines, comments included, of plain
+# It is [fsdp_in_one_file.py](fsdp_in_one_file.py): 107 lines, comments included, of plain
 # PyTorch. Open it beside this page. It is no part of minifsdp and imports nothing from it. To use
 # it you write one line, and then an ordinary training loop:
 #
 # ```python
 # model = GPT(layers=4, width=128)
-# units = fsdp(model, Block)  # the new line
+# engine = fsdp(model, Block)  # the new line
 # optimizer = torch.optim.AdamW(model.parameters())  # gets what this rank keeps
 # ```
 #
@@ -32,34 +32,45 @@
 #
 # {{ tutorials/fsdp_in_one_file.py Unit.__init__ }}
 #
-# ## Gather and free
+# ## Unshard and reshard
 #
-# `full` is the tensor from page 04: its shape stays, and its storage is resized.
+# `flat_param` is the tensor from page 04: its shape stays, and its storage is resized. To fill it
+# with what all ranks have is to *unshard* the unit; to free it is to *reshard* it.
 #
-# {{ tutorials/fsdp_in_one_file.py Unit.gather }}
+# {{ tutorials/fsdp_in_one_file.py Unit.unshard }}
 #
-# {{ tutorials/fsdp_in_one_file.py Unit.free }}
+# {{ tutorials/fsdp_in_one_file.py Unit.reshard }}
 #
-# The layers compute with views of it, in the shapes of the parameters, as on page 02:
+# The layers compute with views of it, in the shapes of the parameters, as on page 02. They are put
+# where the modules look for their parameters, and taken away again:
 #
-# {{ tutorials/fsdp_in_one_file.py Unit.views }}
+# {{ tutorials/fsdp_in_one_file.py Unit.unflatten }}
+#
+# {{ tutorials/fsdp_in_one_file.py Unit.show_views }}
+#
+# {{ tutorials/fsdp_in_one_file.py Unit.hide_views }}
 #
 # ## The four moments
 #
 # Page 05 has five moments. The fifth, the end of the backward, is when FSDP waits for reductions
 # that are still under way. Here every reduction is waited for where it is made, so nothing is left
-# to do at the end. Before and after the forward, modules get the views and lose them again:
+# to do at the end. What happens to a unit at each of the other four is a method of `Engine`, which
+# hands them to PyTorch as hooks:
 #
-# {{ tutorials/fsdp_in_one_file.py Unit.before_forward }}
+# {{ tutorials/fsdp_in_one_file.py Engine.__init__ }}
 #
-# {{ tutorials/fsdp_in_one_file.py Unit.after_forward }}
+# Before and after the forward, modules get the views and lose them again:
+#
+# {{ tutorials/fsdp_in_one_file.py Engine.before_forward }}
+#
+# {{ tutorials/fsdp_in_one_file.py Engine.after_forward }}
 #
 # In the backward, the parameters come back when the first gradient arrives at the unit's output.
-# They are freed, and the gradient is reduced, when `full.grad` is complete:
+# They are freed, and the gradient is reduced, when `flat_param.grad` is complete:
 #
-# {{ tutorials/fsdp_in_one_file.py Unit.before_backward }}
+# {{ tutorials/fsdp_in_one_file.py Engine.before_backward }}
 #
-# {{ tutorials/fsdp_in_one_file.py Unit.after_gradient }}
+# {{ tutorials/fsdp_in_one_file.py Engine.after_gradient }}
 #
 # That is all. Does it train? Here is the GPT of `make demo`, on two ranks with different data, with
 # AdamW, first sharded and then under DDP. (`train` is an ordinary loop; it and the helpers are in
@@ -123,13 +134,13 @@ def train(model: nn.Module, steps: int = 4) -> tuple[list[float], dict[str, int]
 
 def watch(file: ModuleType, units: list[Any]) -> list[int]:
     """Note at each gather how many bytes of whole parameters have memory."""
-    noted, gather = [], file.Unit.gather
+    noted, unshard = [], file.Unit.unshard
 
     def noting(unit: Any) -> None:
-        gather(unit)
-        noted.append(sum(other.full.untyped_storage().nbytes() for other in units))
+        unshard(unit)
+        noted.append(sum(other.flat_param.untyped_storage().nbytes() for other in units))
 
-    file.Unit.gather = noting
+    file.Unit.unshard = noting
     return noted
 
 
@@ -137,10 +148,10 @@ def watch(file: ModuleType, units: list[Any]) -> list[int]:
 @on_ranks(2)
 def against_ddp() -> None:
     model, reference = gpt(), gpt()
-    units = fsdp_in_one_file.fsdp(model, Block)
+    engine = fsdp_in_one_file.fsdp(model, Block)
     losses, _ = train(model, steps=20)
     expected, _ = train(DDP(reference), steps=20)
-    found = fsdp_in_one_file.full_params(model, units)
+    found = engine.full_params()
     same = [torch.equal(found[name], param) for name, param in reference.named_parameters()]
     equal = sum(a == b for a, b in zip(losses, expected, strict=True))
     print(f"loss {losses[0]:.1f} to {losses[-1]:.1f}; {equal} of 20 losses are bit-equal to DDP's,")
@@ -165,8 +176,8 @@ def memory(sharded: bool) -> dict[str, int]:
     model = gpt()
     if not sharded:
         return train(DDP(model))[1]
-    units = fsdp_in_one_file.fsdp(model, Block)
-    noted = watch(fsdp_in_one_file, units)
+    engine = fsdp_in_one_file.fsdp(model, Block)
+    noted = watch(fsdp_in_one_file, engine.units)
     return train(model)[1] | {"gathered at most": max(noted)}
 
 
@@ -214,14 +225,16 @@ def draw(rows: dict[str, dict[str, int]]) -> None:
 # GPT is trained again. Before you read on: which of these changes does the loss show?
 
 # %% [hidden]
-ONCE = "zip(self.__dict__.setdefault('made', [*self.views()]),"
+ONCE = "zip(self.__dict__.setdefault('made', [*self.unflatten(self.flat_param)]),"
 CHANGES: dict[str, dict[str, str]] = {
     "nothing is changed": {},
-    "free() does nothing": {"untyped_storage().resize_(0)": "untyped_storage()"},
+    "reshard() does nothing": {"untyped_storage().resize_(0)": "untyped_storage()"},
     "the shard is a view, not a copy": {"[rank].clone()": "[rank]"},
-    "views are made once": {"zip(self.views(),": ONCE},
-    "gradients are added, not averaged": {"full.grad / self.world": "full.grad"},
-    "gather writes to full, not full.data": {"all_gather(self.full.data": "all_gather(self.full"},
+    "views are made once": {"zip(self.unflatten(self.flat_param),": ONCE},
+    "gradients are added, not averaged": {"grad / unit.world": "grad"},
+    "gather writes to flat_param, not its .data": {
+        "all_gather(self.flat_param.data": "all_gather(self.flat_param"
+    },
 }
 
 
@@ -232,8 +245,7 @@ def one_line_changed() -> dict[str, str]:
     for change, lines in CHANGES.items():
         file = changed(lines) if lines else fsdp_in_one_file
         model = gpt()
-        units = file.fsdp(model, Block)
-        gathered = watch(file, units)
+        gathered = watch(file, file.fsdp(model, Block).units)
         try:
             losses, kept = train(model)
         except RuntimeError as error:
@@ -249,7 +261,7 @@ def one_line_changed() -> dict[str, str]:
 
 def what_breaks() -> None:
     for change, outcome in one_line_changed()[0].items():
-        print(f"{change:40}  {outcome}")
+        print(f"{change:42}  {outcome}")
 
 
 # %% [hidden]
@@ -257,8 +269,8 @@ def what_breaks() -> None:
 def tied(kinds: str) -> tuple[bool, int, int]:
     """Does a GPT whose head is its embedding train as DDP? Gathers in a step; minifsdp's."""
     expected, model = train(DDP(gpt(tied=True)))[0], gpt(tied=True)
-    units = fsdp_in_one_file.fsdp(model, Block, *([nn.Embedding] if kinds else []))
-    noted = watch(fsdp_in_one_file, units)
+    sharded = fsdp_in_one_file.fsdp(model, Block, *([nn.Embedding] if kinds else []))
+    noted = watch(fsdp_in_one_file, sharded.units)
     losses, _ = train(model)
     engine = FSDP(gpt(), auto_wrap_policy=ModuleWrapPolicy({Block}))
     train(engine, steps=1)
@@ -313,7 +325,7 @@ def answers() -> None:
 # %% [hidden]
 def main() -> None:
     code = FILE.read_text().split('"""', 2)[2]  # below what it says of itself
-    assert len([line for line in code.splitlines() if line.strip()]) == 92
+    assert len([line for line in code.splitlines() if line.strip()]) == 107
     assert torch.finfo(torch.float32).bits == 32
     against_ddp()
     bytes_of_a_rank()

@@ -129,12 +129,12 @@ def three_formats() -> None:
 
 # %%
 CHANGES = {
-    "self.full = torch.empty_like(flat, requires_grad=True)":
-        "self.full = torch.empty_like(flat, dtype=torch.bfloat16, requires_grad=True)",
-    "all_gather(self.full.data, self.shard.data)":
-        "all_gather(self.full.data, self.shard.data.bfloat16())",
-    "reduce_scatter(mean, full.grad / self.world)":
-        "reduce_scatter(mean, full.grad.float() / self.world)",
+    "self.flat_param = torch.empty_like(flat, requires_grad=True)":
+        "self.flat_param = torch.empty_like(flat, dtype=torch.bfloat16, requires_grad=True)",
+    "all_gather(self.flat_param.data, self.sharded_flat_param.data)":
+        "all_gather(self.flat_param.data, self.sharded_flat_param.data.bfloat16())",
+    "reduce_scatter(mean, grad / unit.world)":
+        "reduce_scatter(mean, grad.float() / unit.world)",
 }  # fmt: skip
 
 

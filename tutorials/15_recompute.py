@@ -149,7 +149,7 @@ def one_file_with(where: str, whole: bool = False) -> str:
     model, noted = gpt(), []
     if where == "inside":
         recompute(list(model.blocks), "full")  # each block's forward, in a checkpoint
-    units = fsdp_in_one_file.fsdp(model, Block)
+    engine = fsdp_in_one_file.fsdp(model, Block)
     note_gathers(noted)
     if where == "around":  # a checkpoint around the call of each block, hooks and all
         model.blocks = nn.Sequential(*map(Around, model.blocks))
@@ -158,7 +158,7 @@ def one_file_with(where: str, whole: bool = False) -> str:
             model(tokens(1)).sum().backward()
     except (AttributeError, RuntimeError) as error:
         return f"{type(error).__name__}: {str(error)[:60]}"
-    return f"{len(noted)} gathers of {len(units)} units"
+    return f"{len(noted)} gathers of {len(engine.units)} units"
 
 
 def in_one_file() -> None:
@@ -179,13 +179,13 @@ class Around(nn.Module):
 
 
 def note_gathers(noted: list[Any]) -> None:
-    gather = fsdp_in_one_file.Unit.gather
+    unshard = fsdp_in_one_file.Unit.unshard
 
     def noting(unit: Any) -> None:
         noted.append(unit)
-        gather(unit)
+        unshard(unit)
 
-    fsdp_in_one_file.Unit.gather = noting
+    fsdp_in_one_file.Unit.unshard = noting
 
 
 # %% [markdown]

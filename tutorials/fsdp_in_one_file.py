@@ -2,9 +2,9 @@
 
     torch.manual_seed(0)  # the same parameters on every rank
     model = GPT(layers=4, width=128)
-    units = fsdp(model, Block)  # each Block is a unit, and so is what is left of the model
+    engine = fsdp(model, Block)  # each Block is a unit, and so is what is left of the model
     optimizer = torch.optim.AdamW(model.parameters())  # of what this rank keeps
-    ...  # an ordinary training loop, with other data on every rank
+    ...  # an ordinary training loop, with different data on every rank
 
 Each rank keeps a *shard* of every unit, one part of its parameters in one flat tensor. A unit's
 parameters are gathered from all ranks just before they are used and freed right after, in the
@@ -17,6 +17,7 @@ is at its end.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +26,13 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 # torch 2.13 has renamed these two, and warns of the old names.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+torch_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+torch_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Owners = set[tuple[nn.Module, str]]  # modules that have a parameter, and its name there
 
 
-def fsdp(model: nn.Module, *kinds: type[nn.Module]) -> list["Unit"]:
+def fsdp(model: nn.Module, *kinds: type[nn.Module]) -> "Engine":
     """Shard a model in place. A parameter belongs to the innermost module around it that is of one
     of these kinds; what is in none of them is a unit too, the model's own."""
     units: dict[nn.Module, dict[nn.Parameter, Owners]] = {}
@@ -45,90 +46,107 @@ def fsdp(model: nn.Module, *kinds: type[nn.Module]) -> list["Unit"]:
             assign(child, unit)
 
     assign(model, model)
-    return [Unit(module, params) for module, params in units.items()]
-
-
-@torch.no_grad()
-def full_params(model: nn.Module, units: list["Unit"]) -> dict[str, Tensor]:
-    """Copies of the whole parameters by their names, to save or to compare. All ranks call it."""
-    paths = {module: name for name, module in model.named_modules()}
-    found = {}
-    for unit in units:
-        unit.gather()
-        for view, owners in zip(unit.views(), unit.owners, strict=True):
-            for owner, name in owners:
-                found[f"{paths[owner]}.{name}".lstrip(".")] = view.clone()
-        unit.free()
-    return found
+    return Engine(model, [Unit(module, params) for module, params in units.items()])
 
 
 class Unit:
     """Parameters that are gathered, used and freed together."""
 
     def __init__(self, module: nn.Module, params: dict[nn.Parameter, Owners]) -> None:
+        self.module, self.owners = module, [*params.values()]
+        self.shapes = [param.shape for param in params]
+        assert all(param.requires_grad for param in params), "one flat tensor is trained as a whole"
         self.world, rank = dist.get_world_size(), dist.get_rank()
-        self.shapes, self.owners = [param.shape for param in params], [*params.values()]
 
         # Flatten: one tensor, so that one message carries all. Zeros make it divisible by ranks.
         flat = torch.cat([param.detach().flatten() for param in params])
         flat = pad(flat, (0, -flat.numel() % self.world))
 
         # Shard. A copy, because a view would keep all of `flat` in memory.
-        self.shard = nn.Parameter(flat.chunk(self.world)[rank].clone())
+        self.sharded_flat_param = nn.Parameter(flat.chunk(self.world)[rank].clone())
 
         # Whole parameters will be views of this tensor. It stays; its memory comes and goes.
-        self.full = torch.empty_like(flat, requires_grad=True)
-        self.free()
+        self.flat_param = torch.empty_like(flat, requires_grad=True)
+        self.reshard()
 
         # From now on module.parameters(), and so the optimizer, finds nothing but the shard.
-        for owner, name in set().union(*self.owners):
-            delattr(owner, name)
-        module.register_parameter("shard", self.shard)
+        self.hide_views()
+        module.register_parameter("sharded_flat_param", self.sharded_flat_param)
 
-        module.register_forward_pre_hook(self.before_forward)
-        module.register_forward_hook(self.after_forward)
-        self.full.register_post_accumulate_grad_hook(self.after_gradient)
-
-    def gather(self) -> None:
+    def unshard(self) -> None:
         """Give the whole parameters memory, and fill it with the shards of all ranks."""
-        self.full.untyped_storage().resize_(self.full.nbytes)
+        self.flat_param.untyped_storage().resize_(self.flat_param.nbytes)
         # `.data`: to autograd this is no change. They are the values that the forward has used.
-        all_gather(self.full.data, self.shard.data)
+        torch_all_gather(self.flat_param.data, self.sharded_flat_param.data)
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         """Take the memory away. Autograd, too, holds views of it, so `del` would free nothing."""
-        self.full.untyped_storage().resize_(0)
+        self.flat_param.untyped_storage().resize_(0)
 
-    def views(self) -> Iterator[Tensor]:
-        """The whole parameters, in their shapes. Their gradients flow together in `full.grad`."""
+    def unflatten(self, flat: Tensor) -> Iterator[Tensor]:
+        """Views of a flat tensor, in the shapes of the parameters."""
         sizes = [shape.numel() for shape in self.shapes]
-        pieces = self.full.split([*sizes, self.full.numel() - sum(sizes)])
+        pieces = flat.split([*sizes, flat.numel() - sum(sizes)])
         # strict=False, because the last piece, the zeros, has no shape to get.
         return (piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=False))
 
-    def before_forward(self, module: nn.Module, args: Any) -> None:
-        self.gather()
-        # New views in each forward: autograd visits operations in the reverse of the sequence in
+    def show_views(self) -> None:
+        """Let the modules compute with views of `flat_param`, whose gradients flow together in
+        `flat_param.grad`."""
+        # New views in each forward: autograd visits operations in the reverse of the order in
         # which they were made, so a unit's gradient is complete just after its own backward.
-        for view, owners in zip(self.views(), self.owners, strict=True):
+        for view, owners in zip(self.unflatten(self.flat_param), self.owners, strict=True):
             for owner, name in owners:
                 setattr(owner, name, view)
 
-    def after_forward(self, module: nn.Module, args: Any, output: Tensor) -> None:
+    def hide_views(self) -> None:
+        """Take from the modules what they compute with: somebody might read freed memory."""
         for owner, name in set().union(*self.owners):
-            delattr(owner, name)  # else somebody might read freed memory
-        self.free()
+            delattr(owner, name)
+
+
+class Engine:
+    """What happens to each unit at four moments of a training step."""
+
+    def __init__(self, model: nn.Module, units: list[Unit]) -> None:
+        self.model, self.units = model, units
+        for unit in units:
+            unit.module.register_forward_pre_hook(partial(self.before_forward, unit))
+            unit.module.register_forward_hook(partial(self.after_forward, unit))
+            unit.flat_param.register_post_accumulate_grad_hook(partial(self.after_gradient, unit))
+
+    def before_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        unit.unshard()
+        unit.show_views()
+
+    def after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Tensor) -> None:
+        unit.hide_views()
+        unit.reshard()
         if output.requires_grad:
-            output.register_hook(self.before_backward)
+            output.register_hook(partial(self.before_backward, unit))
 
-    def before_backward(self, grad: Tensor) -> None:
+    def before_backward(self, unit: Unit, grad: Tensor) -> None:
         """The first gradient has reached the unit, at its output."""
-        self.gather()
+        unit.unshard()
 
-    def after_gradient(self, full: Tensor) -> None:
-        """`full.grad` is complete. Average it over the ranks and keep the part of this one."""
-        self.free()
-        mean = torch.empty_like(self.shard)
-        reduce_scatter(mean, full.grad / self.world)  # the same division as DDP's, before the sum
-        full.grad = None
-        self.shard.grad = mean if self.shard.grad is None else self.shard.grad + mean
+    def after_gradient(self, unit: Unit, flat_param: Tensor) -> None:
+        """`flat_param.grad` is complete. Average it over the ranks; keep the part of this one."""
+        unit.reshard()
+        grad, flat_param.grad = flat_param.grad, None
+        shard = unit.sharded_flat_param
+        mean = torch.empty_like(shard)
+        torch_reduce_scatter(mean, grad / unit.world)  # the same division as DDP's, before the sum
+        shard.grad = mean if shard.grad is None else shard.grad + mean
+
+    @torch.no_grad()
+    def full_params(self) -> dict[str, Tensor]:
+        """The whole parameters by their names, to save or to compare. All ranks call it."""
+        paths = {module: name for name, module in self.model.named_modules()}
+        found = {}
+        for unit in self.units:
+            shard = unit.sharded_flat_param.data
+            flat = shard.new_empty(unit.flat_param.shape)
+            torch_all_gather(flat, shard)
+            for view, owners in zip(unit.unflatten(flat), unit.owners, strict=True):
+                found |= {f"{paths[owner]}.{name}".lstrip("."): view for owner, name in owners}
+        return found

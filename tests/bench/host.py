@@ -64,7 +64,7 @@ def _model(name: str) -> nn.Module:
 
 
 def _one_file() -> nn.Module:
-    """The same layers, sharded by the 92 lines of tutorials/fsdp_in_one_file.py. They do what no
+    """The same layers, sharded by tutorials/fsdp_in_one_file.py. They do what no
     FSDP can do without: views, memory that comes and goes, hooks. They check nothing, wait for each
     message, and know one kind of model."""
     model = _nested(lambda module: module)
@@ -101,8 +101,8 @@ def _nothing_sent() -> Iterator[None]:
         patch("minifsdp.comm.unit_messages.reduce_scatter", half),
         patch.object(TorchCollectives, "all_gather", nothing),
         patch.object(TorchCollectives, "reduce_scatter", half_of_unit),
-        patch.object(fsdp_in_one_file, "all_gather", nothing),
-        patch.object(fsdp_in_one_file, "reduce_scatter", nothing),
+        patch.object(fsdp_in_one_file, "torch_all_gather", nothing),
+        patch.object(fsdp_in_one_file, "torch_reduce_scatter", nothing),
     ):
         yield
 
