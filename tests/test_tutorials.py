@@ -79,7 +79,7 @@ def test_a_page_links_to_its_neighbours_and_its_program(path):
     place, page = every.index(path), path.with_suffix(".md").read_text()
     head, _, foot = page.partition(frame.OPEN)[0], *page.partition(frame.CLOSE)[1:]
     assert f"({path.name}) · {frame.minutes(frame.body(path))} minutes" in head
-    links = re.findall(r"\]\((\d.*?)\.md\)", foot)
+    links = re.findall(r"\]\((\d.*?)\.md\)", foot.rpartition("\n---\n")[2])
     assert links == [other.stem for other in every[max(place - 1, 0) : place + 2] if other != path]
     assert "(README.md)" in foot and "(glossary.md)" in foot
     assert frame.framed(path, frame.body(path)) == page

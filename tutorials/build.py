@@ -10,6 +10,7 @@ A tutorial is an ordinary program in percent format::
     # Text of the page. Code of the engine comes in by name, from where it is:
     # {{ minifsdp/core/limiter.py EventQueue.admit }}
     # {{ one_file 11_limiter }}       # which line of fsdp_in_one_file.py this page improves
+    # {{ steps }}                     # a table of the steps of the program that grows
     #
     # <details><summary>Answers</summary>
     #
@@ -42,6 +43,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # as for a page that is run by itself: launch.py, draw.py
+import grow
 import one_file
 from frame import body, framed, tutorials, with_minutes
 from quotes import quoted
@@ -80,7 +82,7 @@ def prose(body: str) -> str:
     text = re.sub(r"^# ?", "", body, flags=re.MULTILINE)
     lines = r"^\{\{ one_file (\S+) \}\}$"
     text = re.sub(lines, lambda m: one_file.insert(m[1]), text, flags=re.MULTILINE)
-    return quoted(text)
+    return quoted(text.replace("{{ steps }}", grow.table()))
 
 
 def narrow(text: str) -> str:

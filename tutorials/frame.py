@@ -21,6 +21,7 @@ except ImportError:  # Python 3.10, where pytest brings this one along
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # as in build.py
+import grow
 import one_file
 
 WORDS_PER_MINUTE, SECONDS_PER_LINE, SECONDS_PER_EXPERIMENT = 200, 9, 60
@@ -71,6 +72,7 @@ def framed(path: Path, body: str) -> str:
         OPEN,
         body,
         CLOSE,
+        *grow.on_page(path.stem),
         "---",
         *exercises(path.stem),
         " · ".join(way),

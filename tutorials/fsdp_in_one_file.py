@@ -36,16 +36,13 @@ def fsdp(model: nn.Module, *kinds: type[nn.Module]) -> "Engine":
     """Shard a model in place. A parameter belongs to the innermost module around it that is of one
     of these kinds; what is in none of them is a unit too, the model's own."""
     units: dict[nn.Module, dict[nn.Parameter, Owners]] = {}
-
-    def assign(module: nn.Module, unit: nn.Module) -> None:
-        unit = module if isinstance(module, kinds) else unit
-        for name, param in module.named_parameters(recurse=False):
+    around = {model: model}  # the module whose unit a module is in
+    for module in model.modules():  # outer ones first
+        unit = module if isinstance(module, kinds) else around[module]
+        around |= {child: unit for child in module.children() if child not in around}
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             # A weight may have several owners: a head that is the embedding, for example.
             units.setdefault(unit, {}).setdefault(param, set()).add((module, name))
-        for child in module.children():
-            assign(child, unit)
-
-    assign(model, model)
     return Engine(model, [Unit(module, params) for module, params in units.items()])
 
 

@@ -68,6 +68,29 @@ def size(name: str) -> int:
     return sum(line.startswith("+") and line != "+" for line in diff(name).splitlines())
 
 
+def table() -> str:
+    """All steps, for a page."""
+    rows = ["| step | | lines more | page |", "| --- | --- | ---: | --- |"]
+    for name in NAMES[1:]:
+        number = page(name)[:2]
+        link = f"[{number}]({page(name)}.md#the-program-that-grows)"
+        rows.append(f"| [{name}](steps/{name}.diff) | {title(name)} | {size(name)} | {link} |")
+    return "\n".join(rows)
+
+
+def on_page(stem: str) -> list[str]:
+    """What stands below a page that has steps: each of them, to be opened."""
+    steps = [name for name in NAMES[1:] if page(name) == stem]
+    if not steps:
+        return []
+    parts = ["## The program that grows"]
+    for name in steps:
+        what = f"**Step [{name}](steps/{name}.diff)** of [one program that grows](29_steps.md). "
+        parts += [what + title(name), f"<details><summary>{size(name)} lines more</summary>"]
+        parts += [f"```diff\n{diff(name).rstrip()}\n```", "</details>"]
+    return parts
+
+
 def applied(source: str, changes: str) -> str:
     """A program with the changes of a diff.
 
