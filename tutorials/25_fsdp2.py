@@ -315,7 +315,7 @@ def two_dimensions() -> int:
 #
 # 1. Rank 0 updates all 1,000, and rank 1 none. A row is never cut.
 # 2. Nothing, and no error says so. It has the tensors from before, which are not in the model any
-#    more and get no gradients.
+#    more and get no gradients. (minifsdp puts the DTensors into it, if it has not stepped yet.)
 # 3. Half of it, and not a quarter. The four ranks are two copies, and each is cut in two.
 #
 # </details>
