@@ -335,7 +335,9 @@ def asked() -> tuple[int, bool]:
 
 
 def answers() -> None:
-    assert asked() == [(1000, True), (0, True)]  # 1. rank 0 all rows, rank 1 none; 2. nothing
+    # 1. Rank 0 has all elements, rank 1 none.
+    # 2. The weight is what it was, on both ranks.
+    assert asked() == [(1000, True), (0, True)]
     assert len(gpt().state_dict()) == 29  # tensors that each line of the program compares
 
 
