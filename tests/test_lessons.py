@@ -1,15 +1,18 @@
-"""What torch's FSDP1 gets wrong, most of it without a word, works here or is refused by name.
+"""What torch's FSDP gets wrong, most of it without a word, works here or is refused by name.
 
 Each of these was seen with torch 2.13. In the order of the damage: training goes on and is wrong;
 the process dies; the message says nothing.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
-from minifsdp import CPUOffload, ModuleWrapPolicy, ShardingStrategy
+from minifsdp import CPUOffload, ModuleWrapPolicy, ShardingStrategy, fully_shard
 from minifsdp import FullyShardedDataParallel as FSDP
 from tests.parity import check_at_rest, mesh
 from tests.ranks import device, on_ranks
@@ -225,3 +228,18 @@ def test_offload_accumulates():
     expected = mean_gradients(plain, *(loss_of(plain, at) for at in range(3)))
     found = {name: grad.cpu() for name, grad in gathered_gradients(model).items()}
     assert_same_gradients(found, {name: grad.cpu() for name, grad in expected.items()})
+
+
+@on_ranks(2)
+def test_a_step_of_fully_shard_while_gradients_wait():
+    """torch's fully_shard: there are no gradients, and the step changes nothing, without a word."""
+    for way, refusal in ((torchs_fully_shard, ()), (fully_shard, RuntimeError)):
+        layer = way(nn.Linear(4, 4).to(device()), mesh=mesh(replicas=1))
+        before = layer.weight.full_tensor().clone()
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+        layer.set_requires_gradient_sync(False)
+        layer(torch.ones(1, 4, device=device())).sum().backward()
+        assert nn.utils.clip_grad_norm_(layer.parameters(), 1.0) == 0
+        with pytest.raises(refusal, match="wait to be reduced") if refusal else nullcontext():
+            optimizer.step()
+        assert torch.equal(layer.weight.full_tensor(), before)

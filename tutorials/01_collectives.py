@@ -130,8 +130,8 @@ def traffic() -> None:
 
 # %% [markdown]
 # It is a little less than one and a half, because the embeddings and the head are gathered only
-# once: their backward comes right after the forward has ended, so they are kept. In fp32, which
-# page [16](16_groups.md) uses, the same model sends twice the bytes.
+# once: their backward comes right after the forward has ended, so they are kept. In fp32 the same
+# model sends twice the bytes.
 #
 # ## What breaks without it
 #

@@ -175,7 +175,7 @@ def five_ways(name: str) -> tuple[list[int], float]:
 #
 # FSDP2 is in the table, too. Its host never waits, and it needs no limiter: it does not use
 # `record_stream`. The *streams* wait for each other, so each block of memory is used in the
-# order of one stream, and the allocator may give it out at once. Page [25](25_fsdp2.md) shows
+# order of one stream, and the allocator may give it out at once. Page [26](26_rows.md) shows
 # how.
 #
 # ## The whole story
@@ -222,7 +222,7 @@ def five_ways(name: str) -> tuple[list[int], float]:
 #     and the gather. The FSDP1 of torch 2.13 still has the host wait.
 # 11. **[FSDP2](https://github.com/pytorch/pytorch/issues/114299)** has streams wait for each other,
 #     and no `record_stream`. Its memory does not depend on how far ahead the host is. The price is
-#     a copy of each unit (page [25](25_fsdp2.md)).
+#     a copy of each unit (page [26](26_rows.md)).
 #
 # ## What breaks without it
 #

@@ -3,11 +3,12 @@
 # %% [markdown]
 # # Offload: parameters that live on the host
 #
-# You have a GPT of 7 billion parameters and one GPU, so there are no other ranks to shard with. In
-# fp32 the parameters and their gradients take 54 GB, and the two averages of Adam as much again.
-# The GPU has 40. But the *host*, the computer around the GPU, has a memory of its own, which is
-# usually larger. The two are connected by a *PCIe* link. It moves 25 GB/s in each direction, while
-# the GPU's own memory moves 1,555 GB/s. Can one train like that?
+# You have a GPT of 7 billion parameters and one GPU, so there are no other ranks to shard with. It
+# is to compute in bf16, but the parameters that the optimizer changes are in fp32 (page
+# [14](14_precision.md)). They and their gradients take 54 GB, and the two averages of Adam as much
+# again. The GPU has 40. But the *host*, the computer around the GPU, has a memory of its own, which
+# is usually larger. The two are connected by a *PCIe* link. It moves 25 GB/s in each direction,
+# while the GPU's own memory moves 1,555 GB/s. Can one train like that?
 #
 # With `CPUOffload` a unit has its place in the host's memory, and only visits the GPU:
 #
@@ -33,7 +34,7 @@ from torch import nn
 from train_gpt import GPT
 from train_gpt import Block as DemoBlock
 
-from minifsdp import CPUOffload, ModuleWrapPolicy, ShardingStrategy
+from minifsdp import CPUOffload, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.core.reduce import Reduction
 from minifsdp.sim import VirtualGpu, cluster
@@ -47,13 +48,17 @@ OFFLOAD = CPUOffload(offload_params=True)
 
 
 # %%
-def train(name: str, offload: Any, batch: int = 1, gpus: int = 1, **settings: Any) -> VirtualGpu:
+BF16 = MixedPrecision(param_dtype=torch.bfloat16)
+
+
+def train(name: str, offload: Any, tokens: int, gpus: int = 1, **settings: Any) -> VirtualGpu:
     with torch.device("meta"):  # tensors without memory: page 18
         module, policy = MODELS[name].build(), ModuleWrapPolicy({Block})
+    settings = {"auto_wrap_policy": policy, "mixed_precision": BF16, **settings}
     with cluster("a100-40", gpus_per_node=gpus) as gpu:
-        model = FSDP(module, auto_wrap_policy=policy, cpu_offload=offload, **settings)
+        model = FSDP(module, cpu_offload=offload, **settings)
         gpu.step()
-        next_token(model, batch, length=512).backward()
+        next_token(model, max(tokens // 2048, 1), length=min(tokens, 2048)).backward()
         gpu.step()
     return gpu
 
@@ -65,20 +70,21 @@ def gigabytes(gpu: VirtualGpu, what: str) -> float:
 
 def seven_billion() -> None:
     try:
-        train("gpt-7b", offload=None)
+        train("gpt-7b", offload=None, tokens=512)
     except torch.OutOfMemoryError:
         print("without offload: out of memory")
-    gpu = train("gpt-7b", OFFLOAD)
-    peak, seconds = gpu.report()["peak allocated"] / 1e9, gpu.report()["step"]
-    up, down = gigabytes(gpu, "upload"), gigabytes(gpu, "download")
-    print(f"with offload: at most {peak:.1f} GB; {up:.0f} GB up, {down:.0f} GB down, "
-          f"{seconds:.2f} s")  # fmt: skip
+    for tokens in (512, 2048, 8192):
+        gpu = train("gpt-7b", OFFLOAD, tokens)
+        report, up, down = gpu.report(), gigabytes(gpu, "upload"), gigabytes(gpu, "download")
+        print(f"{tokens:4} tokens: {report['step']:.2f} s, of which it computes "
+              f"{report['compute']:.2f}; {up:.0f} GB up, {down:.0f} GB down; "
+              f"at most {report['peak allocated'] / 1e9:.1f} GB")  # fmt: skip
     draw(gpu)
 
 
 # %% [hidden]
 def draw(gpu: VirtualGpu) -> None:
-    title = "7 billion parameters on one GPU of 40 GB: forward and backward of 512 tokens"
+    title = "7 billion parameters on one GPU of 40 GB: forward and backward of 8,192 tokens"
     gpu.timeline(PICTURE, title)
     ops = [op for op in gpu.tape if isinstance(op, Op)]
     (upload, _) = (op for op in ops if op.label == "upload 'blocks.14'")
@@ -89,10 +95,20 @@ def draw(gpu: VirtualGpu) -> None:
 
     of_gpu = GPUS["a100-40"]
     assert upload.reads[0].nbytes // 10**6 == 805 and round((upload.end - upload.start) * 1e3) == 32
-    assert round(forward * 1e3) == 23 and round(of_gpu.pcie * 0.8 / 1e9) == 25
+    assert round(forward * 1e3) == 18 and round(of_gpu.pcie * 0.8 / 1e9) == 25
     assert round(2 * 4 * 6.7) == 54 and of_gpu.bandwidth == 1555e9
     down = [op for op in ops if op.label.startswith("download 'blocks")]
-    assert round((down[9].end - down[8].end) * 1e3) == 47  # the backward of a block
+    assert round((down[9].end - down[8].end) * 1e3) == 38  # the backward of a block
+    assert upload.reads[0].nbytes == 2 * down[9].reads[0].nbytes  # fp32 up, bf16 down
+    assert round(gpu.report()["step"] / 2.27 - 1, 2) == 0.13 and gpu.report()["retries"]
+    few = train("gpt-7b", OFFLOAD, 2048).tape
+    down = [op for op in few if isinstance(op, Op) and op.label.startswith("download 'blocks")]
+    assert round((down[9].end - down[8].end) * 1e3) == 32  # an upload, not the computation
+    halves = [round(t * 2048 / 8192 * 1e3) for t in (forward, 0.038)]
+    assert halves == [5, 10], halves
+    speeds = [round(16384 / train("gpt-1.3b", OFFLOAD, 16384).report()["step"], -2)]
+    speeds += [round(8192 / train("gpt-1.3b", None, 8192).report()["step"], -2)]
+    assert speeds == [18_000, 18_600], speeds
 
 
 def reads(op: Op, unit: str) -> bool:
@@ -100,14 +116,28 @@ def reads(op: Op, unit: str) -> bool:
 
 
 # %% [markdown]
+# An upload takes the same time for any number of tokens, and the computation does not. With 512
+# tokens the GPU computes for 0.17 s and waits for the rest of 2.27. Four times as many tokens take
+# not a moment longer, and sixteen times as many take 13 % longer. This is the step of 8,192 tokens:
+#
 # ![A timeline with lanes for computation, upload and download. In the forward the upload lane is
-# full and the compute lane has a gap after each block. In the backward the compute lane is full,
-# and uploads and downloads have gaps between them.](17_offload.svg)
+# full, and the compute lane has a gap after each block that is almost as wide as the block. In the
+# backward the compute lane is full, and uploads and downloads have gaps between
+# them.](17_offload.svg)
 #
 # Compare the upload lane with the compute lane. A block has 805 MB, and its upload takes 32 ms. The
-# forward, the left half, computes with a block for 23 ms, so then it waits for the next one. The
-# backward computes for 47 ms, twice as long, and both copies keep up. Nothing waits for a download
-# except at the end, when nothing is left to compute.
+# forward, the left half, computes with a block for 18 ms, so then it waits for the next one. The
+# backward computes for 38 ms, twice as long, and both copies keep up. Nothing waits for a download
+# except at the end, when nothing is left to compute. With 2,048 tokens a block computes for 5 ms in
+# the forward and for about 10 in the backward, and both wait for uploads. (The gap in the middle is
+# the allocator's: 8,192 tokens fill the GPU, so it has to give memory back, page
+# [10](10_allocator.md).)
+#
+# Does bf16 not halve the copies? It halves the download. The gradient leaves the GPU in bf16, and
+# the host casts it, which is what it does at the very end of the picture. It does not halve the
+# upload: the shard in fp32 is copied, and the GPU casts it, because a host casts slowly. PyTorch
+# does the same. (One could cast once in each step, after the optimizer, and keep a copy in bf16 for
+# the uploads. It would take 13 GB more of the host's memory, and neither library does it.)
 #
 # This is an upload in the engine:
 #
@@ -126,22 +156,28 @@ def reads(op: Op, unit: str) -> bool:
 #
 # ## When it is worth it
 #
-# It is worth it if nothing else fits, and if a step has many tokens. An upload takes the same time
-# for any number of tokens, and the computation does not. Here is a GPT of 1.3 billion parameters,
-# which fits with and without offload:
+# It is worth it if nothing else fits, and if a step has many tokens. Here is a GPT of 1.3 billion
+# parameters, which fits with and without offload:
 
 
 # %%
 def batches() -> None:
-    for batch in (1, 4):
-        for offload in (None, OFFLOAD):
-            report = train("gpt-1.3b", offload, batch).report()
+    for tokens in (2048, 8192, 16384):
+        for name, offload in {"without": None, "offload": OFFLOAD}.items():
+            try:
+                report = train("gpt-1.3b", offload, tokens).report()
+            except torch.OutOfMemoryError:
+                print(f"{tokens:6,} tokens, {name}: out of memory")
+                continue
             seconds, peak = report["step"], report["peak allocated"] / 1e9
-            name = "offload" if offload else "without"
-            print(f"{512 * batch:4} tokens, {name}: {seconds:.2f} s, at most {peak:4.1f} GB")
+            print(f"{tokens:6,} tokens, {name}: {seconds:.2f} s, at most {peak:4.1f} GB")
 
 
 # %% [markdown]
+# With 2,048 tokens offload takes more than three times as long. It leaves room for 16,384 tokens,
+# though, which do not fit without it, and then it handles 18,000 tokens in a second. Without it the
+# GPU does not do much better: 18,600, with half as many tokens.
+#
 # That was the forward and the backward. The optimizer's step is slower on the host, because Adam
 # reads and writes four numbers for each parameter, and does hardly anything with them. So what
 # counts is how fast memory moves. Suppose that the host's moves 300 GB/s, shared by the processes
@@ -243,9 +279,9 @@ def moved_by_hand() -> None:
 
 # %% [hidden]
 def answers() -> None:
-    one, eight = (train("gpt-125m", OFFLOAD, gpus=gpus) for gpus in (1, 8))
+    one, eight = (train("gpt-125m", OFFLOAD, 512, gpus) for gpus in (1, 8))
     assert gigabytes(eight, "upload") == gigabytes(one, "upload") / 8  # 1. an eighth
-    whole = train("gpt-125m", OFFLOAD, gpus=8, sharding_strategy=ShardingStrategy.NO_SHARD)
+    whole = train("gpt-125m", OFFLOAD, 512, 8, sharding_strategy=ShardingStrategy.NO_SHARD)
     times = gigabytes(whole, "upload") / gigabytes(eight, "upload")
     assert round(times, 1) == 4.8  # 2. that many
 

@@ -3,8 +3,8 @@
 # %% [markdown]
 # # Accumulating gradients: to reduce now or later
 #
-# You want an optimizer step after 2,048 tokens on each GPU, and only 512 fit into its memory. So
-# you run four *micro-batches* of 512 tokens and step once. PyTorch makes that easy, because a
+# You want an optimizer step after 8,192 tokens on each GPU, and only 2,048 fit into its memory. So
+# you run four *micro-batches* of 2,048 tokens and step once. PyTorch makes that easy, because a
 # backward *adds* to `.grad`. Divide each loss by four, call `backward()` four times, and then step.
 # This is *gradient accumulation*.
 #
@@ -57,7 +57,7 @@ from train_gpt import CONTEXT, GPT
 from train_gpt import Block as DemoBlock
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ModuleWrapPolicy, ShardingStrategy
+from minifsdp import MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from minifsdp.comm.collectives import reduce_scatter
 from minifsdp.sim import VirtualGpu, cluster
 from minifsdp.sim.training.models import Block, next_token
@@ -114,24 +114,27 @@ def against_ddp() -> None:
 #
 # ## What it saves, and what it costs
 #
-# The GPT of 1.3 billion parameters of page [16](16_groups.md), on the same eight virtual GPUs with
-# 100 Gbit/s between machines, and four micro-batches of 512 tokens:
+# The GPT of 1.3 billion parameters of page [16](16_groups.md), in bf16 and on the same eight
+# virtual GPUs with 100 Gbit/s between machines, and four micro-batches of 2,048 tokens:
 
 
 # %%
 MACHINES = {"gpu": "a100-40", "nodes": 4, "gpus_per_node": 2, "network": 100e9 / 8}
+SETTINGS = {
+    "auto_wrap_policy": ModuleWrapPolicy({Block}),
+    "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16),
+}
 
 
 @functools.cache
 def virtual(strategy: ShardingStrategy, waits: bool, batches: int = 4) -> VirtualGpu:
     with cluster(**MACHINES) as gpu:
-        module, policy = MODELS["gpt-1.3b"].build(), ModuleWrapPolicy({Block})
-        model = FSDP(module, sharding_strategy=strategy, auto_wrap_policy=policy)
+        model = FSDP(MODELS["gpt-1.3b"].build(), sharding_strategy=strategy, **SETTINGS)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):  # the second step is measured
             for number in range(1, batches + 1):
                 with model.no_sync() if waits and number < batches else nullcontext():
-                    (next_token(model, batch=1, length=512) / batches).backward()
+                    (next_token(model, batch=1, length=2048) / batches).backward()
             optimizer.step()
             optimizer.zero_grad()
             gpu.step()
@@ -153,17 +156,14 @@ def draw() -> None:
     PICTURE.write_text(svg({name: virtual(FULL_SHARD, w).tape for name, w in names.items()}))
     sent = {(s, w): virtual(s, w).report()["bytes sent"]
             for s in (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD) for w in (False, True)}  # fmt: skip
-    size = sum(p.numel() * 4 for p in virtual_params())
-    assert (round(size / 1e9, 1), round(size / 2**30, 1)) == (5.3, 4.9) and round(
-        size * 7 / 8 / 1e9, 1
-    ) == 4.6
+    size = sum(p.numel() * 2 for p in virtual_params())
+    assert (round(size / 1e9, 1), round(size / 2**30, 1)) == (2.7, 2.5)
+    assert round(size * 7 / 8 / 1e9, 1) == 2.3
     assert round(sent[FULL_SHARD, True] / sent[FULL_SHARD, False], 2) == 0.74
     steps = [virtual(FULL_SHARD, waits).report()["step"] for waits in (True, False)]
     peaks = [virtual(FULL_SHARD, w).report()["peak allocated"] / 2**30 for w in names.values()]
-    assert round(steps[0] / steps[1], 2) == 0.76 and (round(peaks[0], 1), round(peaks[1])) == (
-        4.0,
-        12,
-    )
+    assert round(steps[0] / steps[1], 2) == 0.75 and [round(p, 1) for p in peaks] == [5.7, 8.2]
+    assert abs(peaks[1] - peaks[0] - size / 2**30) < 0.01  # one set of whole gradients
     assert sent[NO_SHARD, True] * 4 == sent[NO_SHARD, False] == sent[SHARD_GRAD_OP, False]
     assert sent[SHARD_GRAD_OP, True] == sent[NO_SHARD, True]
 
@@ -174,10 +174,10 @@ def virtual_params() -> list[nn.Parameter]:
 
 
 # %% [markdown]
-# To gather the whole model, 5.3 GB, a rank sends seven eighths of it, 4.6 GB, and to reduce its
-# gradient as much. Count how often it does that in a step:
+# To gather the whole model, 2.7 GB in bf16, a rank sends seven eighths of it, 2.3 GB, and to reduce
+# its gradient as much. Count how often it does that in a step:
 #
-# - `NO_SHARD`, like DDP, all-reduces once for each micro-batch, which is two times 4.6 GB.
+# - `NO_SHARD`, like DDP, all-reduces once for each micro-batch, which is two times 2.3 GB.
 #   `no_sync` leaves one of four.
 # - `SHARD_GRAD_OP` gathers and reduces once for each micro-batch. In `no_sync` it keeps what it has
 #   gathered until the last, so one gather and one reduction are left.
@@ -186,23 +186,30 @@ def virtual_params() -> list[nn.Parameter]:
 #   network, a quarter of the time.
 #
 # And the memory grows, because a gradient that is not reduced is not cut either. Each rank has to
-# keep its own gradient of *all* parameters, 5.3 GB.
+# keep its own gradient of *all* parameters, 2.7 GB.
 #
 # ![Two timelines of four forwards and backwards with the memory below. Above, the reduce lane is
-# busy in each backward, and at most 4.0 GiB are allocated. Below, it is empty until the fourth
-# backward. Memory climbs in the first backward and stays high, with a peak of 12 GiB at the end of
-# the second and of the third.](20_no_sync.svg)
+# busy in each backward, and memory climbs in each forward and falls in each backward, with peaks of
+# 5.7 GiB. Below, the reduce lane is empty until the fourth backward. Memory hardly falls in the
+# first three backwards, and from the second micro-batch on its peaks are 8.2 GiB
+# high.](20_no_sync.svg)
 #
-# Follow the dark green area of the lower timeline. In the first backward it climbs by 5.3 GB (4.9
-# GiB), the gradients that wait. In the second and the third it climbs once more and falls at the
-# end. This second set is minifsdp's own: a backward that fails must not change anything, so its
-# gradients are added to the waiting ones only when it has ended. (PyTorch's first FSDP adds at once
-# and has one set.)
+# Follow the dark green area of the lower timeline. In the first backward it hardly falls, because
+# gradients take the place of the activations that are freed. 2.7 GB of them (2.5 GiB) are left at
+# the end and wait. In the second backward and the third a second set takes the place of the
+# activations, and at the end the area falls by that much. This second set is minifsdp's own: a
+# backward that fails must not change anything, so its gradients are added to the waiting ones only
+# when it has ended. (PyTorch's first FSDP adds at once and has one set.) The peaks are between a
+# forward and its backward, when only one set is there.
+#
+# There is another price in bf16: the waiting gradients are added up in bf16, in which a small
+# number that is added to a large one is lost (page [14](14_precision.md)). A reduction at once adds
+# to the shard's gradient, which is in fp32.
 #
 # ## What breaks: a model that fitted
 #
 # Take a model that needs sharding. With 7 billion parameters on 4 GPUs of 40 GB, and two
-# micro-batches of 512 tokens, it trains with `FULL_SHARD` and Adam. Somebody adds `no_sync()`, as
+# micro-batches of 2,048 tokens, it trains with `FULL_SHARD` and Adam. Somebody adds `no_sync()`, as
 # it was in the DDP script:
 
 
@@ -211,13 +218,13 @@ def seven_billion(waits: bool) -> str:
     with torch.device("meta"):
         module = MODELS["gpt-7b"].build()
     with cluster("a100-40", gpus_per_node=4) as gpu:
-        model = FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        model = FSDP(module, **SETTINGS)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         for step in (1, 2):
             try:
                 with model.no_sync() if waits else nullcontext():
-                    (next_token(model, batch=1, length=512) / 2).backward()
-                (next_token(model, batch=1, length=512) / 2).backward()
+                    (next_token(model, batch=1, length=2048) / 2).backward()
+                (next_token(model, batch=1, length=2048) / 2).backward()
             except torch.OutOfMemoryError:
                 return f"out of memory in step {step}"
             with torch.device("cpu"):  # where Adam counts its steps
@@ -232,11 +239,11 @@ def a_model_that_fitted() -> None:
 
 
 # %% [markdown]
-# Whole gradients, 27 GB, are what FSDP was to avoid. Here they do not even fit in the first step,
-# when Adam has no averages yet. Libraries have learned this: one has `no_sync` as a setting [that
-# is off, since it can increase the peak memory](https://github.com/verl-project/verl/pull/7095). So
-# with `FULL_SHARD` reduce each micro-batch at once, unless the GPU waits for reductions and there
-# is memory to spare.
+# Whole gradients, 13 GB in bf16, are what FSDP was to avoid. Here they fit in the first step, when
+# Adam has no averages yet, and in the second step they do not. Libraries have learned this: one has
+# `no_sync` as a setting [that is off, since it can increase the peak
+# memory](https://github.com/verl-project/verl/pull/7095). So with `FULL_SHARD` reduce each
+# micro-batch at once, unless the GPU waits for reductions and there is memory to spare.
 #
 # The other mistake is to forget the backward outside, so that a step is made while gradients still
 # wait. In DDP each rank then steps with its own gradients, and the models drift apart, without an
@@ -271,8 +278,8 @@ def all_in_no_sync() -> None:
 #
 # 1. Infinite: the sum does not fit into fp16, and half of infinity is infinity. Divided before, it
 #    is 40,000.
-# 2. It falls from 12.8 GB to 9.6. There is no second backward inside of `no_sync()`, so there is
-#    only one set of whole gradients.
+# 2. It stays at 8.8 GB. The peak is between a forward and its backward. All activations are there
+#    then, and one set of whole gradients, which the first micro-batch has left.
 #
 # </details>
 
@@ -287,12 +294,12 @@ def mean_of_two(before: float, after: float) -> float:
 
 
 def answers() -> None:
-    assert 4 * 512 == 2_048 and round(4 * 6.7) == 27  # tokens of a step; GB of 6.7 billion
+    assert 4 * 2_048 == 8_192 and round(2 * 6.7) == 13  # tokens of a step; GB of 6.7 billion
     assert torch.finfo(torch.float16).max == 65_504
     assert mean_of_two(1.0, 0.5)[0] == float("inf") and mean_of_two(0.5, 1.0)[0] == 40_000  # 1.
     peaks = [virtual(FULL_SHARD, True, n).report()["peak allocated"] for n in (4, 2)]
     peaks = [round(peak / 1e9, 1) for peak in peaks]
-    assert peaks == [12.8, 9.6], peaks  # 2. it falls
+    assert peaks == [8.8, 8.8], peaks  # 2. it stays
 
 
 # %% [hidden]

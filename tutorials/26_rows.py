@@ -34,7 +34,9 @@ from minifsdp import ModuleWrapPolicy
 from minifsdp.comm import unit_messages
 from minifsdp.comm.blocks import by_rank
 from minifsdp.comm.collectives import reduce_scatter
+from minifsdp.core.streams import Streams
 from minifsdp.rows import Rows, check_divisible
+from minifsdp.sim import VirtualGpu, cluster
 
 POLICY = ModuleWrapPolicy({Block})
 
@@ -219,18 +221,67 @@ def padding() -> None:
 # them is a DTensor, for which PyTorch runs Python code before each operation. So a step takes the
 # host longer. This is why minifsdp has both, and chunks are the default.
 #
+# ## What the copy buys
+#
+# FSDP2 gathers into a buffer and copies each parameter out of it. That copy is good for something.
+# Remember why FSDP needs a limiter (page [11](11_limiter.md)): memory that is made on one stream
+# and read on another cannot be given out again before the read *has happened*, on a GPU that is far
+# behind the host. In FSDP2 the layer does not read what was gathered. It reads the copy, which is
+# made on its own stream. Only the copying itself reads the buffer, and it is soon over, so the next
+# gather can simply wait for it, as one stream waits for another. FSDP2 has no limiter and does not
+# call `record_stream`. Here is the experiment of page 11 again, twenty tensors of 16 MB, both ways:
+
+
+# %%
+def twenty_layers(copied: bool, record: bool = False) -> VirtualGpu:
+    with cluster() as gpu:
+        streams = Streams.on(torch.device("meta"))
+        for _ in range(20):
+            with gpu.on("unshard"):
+                gathered = torch.ones(4_000_000)
+            streams.unshard.record_event().wait()  # the compute stream waits for the gather
+            full = gathered.clone() if copied else gathered
+            streams.unshard.wait_event(streams.compute.record_event())  # the next gather, for this
+            if record:
+                streams.compute.record_stream(gathered)
+            del gathered
+            gpu.clock.launch("compute", 0.01)
+            full.add_(1)
+            del full
+    return gpu
+
+
+def with_and_without_a_copy() -> None:
+    for words, gpu in {
+        "read in place, record_stream": twenty_layers(copied=False, record=True),
+        "copied, without record_stream": twenty_layers(copied=True),
+    }.items():
+        mib, host, device = gpu.allocator.reserved.peak / 2**20, gpu.clock.now, gpu.clock.idle_at()
+        print(f"{words:30} {mib:3.0f} MiB reserved, {len(gpu.races())} races; "
+              f"the host is done at {host:.3f} s, the GPU at {device:.3f} s")  # fmt: skip
+
+
+# %% [markdown]
+# With the copy 32 MiB are enough, for one buffer and one layer, and the host never has to wait. In
+# the forward FSDP2 keeps a second buffer, so that the next gather can begin while this copy is
+# being made.
+#
 # ## Predict, then run
 #
 # 1. You make an optimizer, train a while, and then freeze a matrix. Do you have to make the
 #    optimizer again, so that it leaves the matrix alone?
 # 2. A temperature is a parameter of one number, of shape `[]`. Which rank has it?
 # 3. A thin matrix is `[4, 4096]`. How much of what 8 ranks keep of it is padding?
+# 4. Leave out the copy and `record_stream`, and keep every wait where it is. What does the virtual
+#    GPU say?
 #
 # <details><summary>Answers</summary>
 #
 # 1. No. It has no gradient any more, and an optimizer skips what has none, weight decay included.
 # 2. None: it has no rows. minifsdp refuses it by name, and says that a shape of `[1]` would do.
 # 3. Half. Each rank has room for one row, and 4 of the 8 ranks have a row of zeros.
+# 4. It reports races. The allocator gives the same memory to the next gather, which does not wait
+#    for the layer that still reads it: it writes while that computes.
 #
 # </details>
 
@@ -253,6 +304,9 @@ def answers() -> None:
 def main() -> None:
     for experiment in (weight_decay, draw, clip, only_vectors, padding, answers):
         experiment()
+    with_and_without_a_copy()
+    assert 4 * 4_000_000 == 16e6  # bytes of each of the twenty tensors
+    assert twenty_layers(copied=False).races()  # 4. gathers write over what is still being read
 
 
 if __name__ == "__main__":
