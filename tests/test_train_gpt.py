@@ -153,3 +153,25 @@ def running(text):
         except OSError:
             continue  # it has ended meanwhile
     return found
+
+
+WRONG = """
+import sys
+sys.path.insert(0, {root!r})
+from minifsdp.core import reduce
+reduce.ReduceScatter.launch = lambda self, unit, value: unit.comm.reduce_scatter(unit, value, 1.0)
+import runpy
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_it_fails_if_a_bit_differs_and_says_from_which_step_on(tmp_path):
+    """Two steps of Adam, for which a gradient that is twice too large is the same but for rounding:
+    nobody would see it in the loss as it is printed."""
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(WRONG.format(root=str(SCRIPT.parents[1]), script=str(SCRIPT)))
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = run_command([sys.executable, *ranks, wrong, *TINY])
+    assert result.returncode != 0
+    assert "the first loss that differs is that of step 2)" in result.stdout, result.stdout

@@ -205,13 +205,17 @@ def sample(model: nn.Module, args: argparse.Namespace, start: str, length: int) 
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
-def compare(fsdp: Any, plain: GPT, losses: Tensor, reference: Tensor) -> None:
-    """Print how equal the two runs are: losses of all ranks, and every parameter."""
+def compare(fsdp: Any, plain: GPT, losses: Tensor, reference: Tensor) -> bool:
+    """Print how equal the two runs are: losses of all ranks, and every parameter. Returns whether
+    they are equal in every bit."""
     worst = (losses - reference).abs().max()
     same = int((losses == reference).sum())
     counts = torch.tensor([same, len(losses)], device=worst.device)
+    differ = [*(losses != reference).tolist(), True]
+    first = torch.tensor(differ.index(True), device=worst.device)
     dist.all_reduce(counts)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
+    dist.all_reduce(first, dist.ReduceOp.MIN)
     if isinstance(fsdp, FSDP):
         gap, what = compare_parameters(fsdp, dict(plain.named_parameters()))
     else:
@@ -219,8 +223,13 @@ def compare(fsdp: Any, plain: GPT, losses: Tensor, reference: Tensor) -> None:
     say("minifsdp against DistributedDataParallel, from the same seed and on the same data:")
     say(f"  losses      {counts[0]} of {counts[1]} bit-equal   largest difference {worst:.3g}")
     say(f"  {what} bit-equal   largest difference {gap:.3g}")
+    if first < len(losses):
+        say(f"  (the first loss that differs is that of step {int(first) + 1})")
     if dist.get_world_size() > 2:
         say("  (the last bits of a sum of three or more depend on its order, and orders differ)")
+    gaps = torch.tensor(gap, device=worst.device)
+    dist.all_reduce(gaps, dist.ReduceOp.MAX)
+    return float(worst) == float(gaps) == 0
 
 
 def compare_parameters(fsdp: FSDP, expected: dict[str, Tensor]) -> tuple[float, str]:
@@ -296,11 +305,14 @@ def main(args: argparse.Namespace) -> None:
     reference = Reference(args)
     expected = train(reference.model, text, args, reference)
     say()
-    compare(model, reference.exact, losses, expected)
+    equal = compare(model, reference.exact, losses, expected)
     written = sample(model, args, "def ", 240)
     say("\nWritten by the sharded model:\n\n    " + written.replace("\n", "\n    "))
     dist.barrier()
+    ranks = dist.get_world_size()
     dist.destroy_process_group()
+    if args.torch_device.type == "cpu" and args.precision is None and ranks <= 2 and not equal:
+        sys.exit(1)  # where every bit has to be equal
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -44,18 +44,6 @@ def _table(what: str, want: Any, got: Any) -> str | None:
     return None
 
 
-@check("groups.1", because=_table)
-def without_a_process_group() -> Iterator[Any]:
-    from minifsdp import ShardingStrategy
-    from minifsdp.comm.groups import place
-
-    for strategy in ShardingStrategy:
-        yield (
-            f"refused, {strategy.name} without a process group",
-            refused(lambda s=strategy: place(s, None, None)),
-        )
-
-
 @check("groups.1", ranks=4, because=_table)
 def two_groups_and_a_bit() -> Iterator[Any]:
     import torch.distributed as dist
@@ -98,6 +86,18 @@ def every_strategy_trains() -> Iterator[Any]:
         model = wrapped(sharding_strategy=strategy, device_mesh=mesh)
         yield f"losses with {strategy.name}", train(model)
         yield f"parameters with {strategy.name}", model.state_dict()
+
+
+@check("groups.1", because=_table)
+def without_a_process_group() -> Iterator[Any]:
+    from minifsdp import ShardingStrategy
+    from minifsdp.comm.groups import place
+
+    for strategy in ShardingStrategy:
+        yield (
+            f"refused, {strategy.name} without a process group",
+            refused(lambda s=strategy: place(s, None, None)),
+        )
 
 
 def _grid(what: str, want: Any, got: Any) -> str | None:

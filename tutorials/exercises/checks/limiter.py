@@ -20,6 +20,9 @@ class Event:
         self.waited.append(self.name)
         self.passed = True
 
+    def wait(self) -> None:
+        self.waited.append(f"{self.name}, by the compute stream alone")
+
 
 class Unit:
     """What a limiter knows of a unit."""
@@ -29,6 +32,8 @@ class Unit:
 
 
 def _fairscale(what: str, want: Any, got: Any) -> str | None:
+    if "compute stream" in str(got):
+        return "event.wait() lets the compute stream wait and the host go on: it is the host's turn"
     if "admit" in what:
         return "it only ever waits after a free, so every unit is admitted at once"
     if "waited for" in what:

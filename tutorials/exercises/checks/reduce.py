@@ -152,6 +152,8 @@ def gradients_add_up() -> Iterator[Any]:
 
 
 def _parts(what: str, want: Any, got: Any) -> str | None:
+    if "passed" in what and want is True:
+        return "the computation has to wait for the first stage, before the next reduction starts"
     if "passed" in what:
         return "the next stage has to be started, and not waited for: the computation hides it"
     if "collectives" in what or "gradient" in what or "advance()" in what:
