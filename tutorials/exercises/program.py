@@ -106,7 +106,8 @@ class Inside(Model):
     def __init__(self) -> None:
         super().__init__()
         for block in (module for module in self.modules() if isinstance(module, Block)):
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            layer = block.linear
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 class Around(Model):
@@ -245,7 +246,7 @@ def virtual_gpu(name: str, **hardware: Any) -> Iterator[tuple[Any, Any]]:
 def on_gpu(
     name: str,
     make: Callable[[], nn.Module] = stack,
-    rows: int = 1024,
+    rows: int = 2048,
     mesh: tuple[int, ...] = (),
     watch: Callable[[nn.Module, Any], None] = lambda model, gpu: None,
     hardware: dict[str, Any] | None = None,
