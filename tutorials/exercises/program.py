@@ -80,13 +80,13 @@ class Model(nn.Module):
         super().__init__()
         self.token, self.first, self.stage = nn.Embedding(5, WIDTH), Block(), Stage()
         self.twice, self.beside, self.unused = Block(), Block(), Block()
-        self.head = nn.Linear(WIDTH, 5, bias=False)
+        self.head, self.shift = nn.Linear(WIDTH, 5, bias=False), nn.Parameter(torch.rand(5))
         self.head.weight = self.token.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.stage(self.first(self.token(tokens)))
         self.beside(x)
-        result: Tensor = self.head(self.twice(self.twice(x)))
+        result: Tensor = self.head(self.twice(self.twice(x))) + self.shift
         return result
 
 
@@ -96,7 +96,8 @@ class Checkpointed(Model):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = checkpoint(self.stage, self.first(self.token(tokens)), use_reentrant=False)
-        result: Tensor = self.head(checkpoint(self.twice, x, use_reentrant=False))
+        x = checkpoint(self.twice, x, use_reentrant=False)
+        result: Tensor = self.head(x) + self.shift
         return result
 
 
@@ -133,18 +134,18 @@ def batch(number: int) -> Tensor:
     return torch.randint(5, (4, 3), generator=torch.Generator().manual_seed(seed))
 
 
-def one_backward(model: nn.Module, step: int) -> Tensor:
+def one_backward(model: nn.Module, step: int) -> float:
     """Forward and backward of a batch, which is another one on each rank and in each step."""
-    loss: Tensor = model(batch(step)).pow(2).mean()
+    loss = model(batch(step)).pow(2).mean()
     loss.backward()
-    return loss.detach()
+    return float(loss)
 
 
 def train(
     name: str,
     about: str = "",
     steps: int = 3,
-    backward: Callable[[nn.Module, int], Tensor] = one_backward,
+    backward: Callable[[nn.Module, int], float] = one_backward,
     make: Callable[[], nn.Module] = Model,
     with_ddp: bool = True,
     kinds: tuple[type[nn.Module], ...] = KINDS,

@@ -1,6 +1,7 @@
 """Checks of fsdp.py as it begins: one function or two of it at a time, and then all."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from tutorials.exercises.catalog import check
@@ -167,6 +168,10 @@ def memory_comes_and_goes() -> Iterator[Any]:
 
 
 def _views(what: str, want: Any, got: Any) -> str | None:
+    if isinstance(got, dict) and "does not require grad" in got.get("message", ""):
+        return "views have to be made of flat_param itself, with autograd: without .data or detach()"
+    if isinstance(got, dict) and "cannot assign" in got.get("message", ""):
+        return "hide_views() takes the attribute away from all owners of a parameter"
     if isinstance(got, dict) and "raised" in got:
         return (
             "hide_views() takes away what show_views() has set, in each owner; the last piece of "
@@ -230,8 +235,13 @@ def modules_compute_with_views() -> Iterator[Any]:
 
 def _forward(what: str, want: Any, got: Any) -> str | None:
     if isinstance(got, dict) and "raised" in got:
-        if "does not require grad" in got["message"]:
+        if "require grad" in got["message"]:
             return "an output may need no gradient, as under no_grad(): then it gets no hook"
+        if "before_backward" in what:
+            return (
+                "the output of a unit's forward gets a hook, which calls before_backward: without "
+                "it nothing is gathered again"
+            )
         return "before its forward a unit is unsharded, and its modules get the views"
     if "while" in what:
         return "each unit is gathered before its own forward, and freed after it"
@@ -297,10 +307,10 @@ def _backward(what: str, want: Any, got: Any) -> str | None:
         )
     if "flat_param.grad" in what:
         return "take flat_param.grad away when it is reduced: it is as large as all parameters"
+    if "units that have memory" in what:
+        return "a unit is freed as soon as its own gradient is complete"
     if "gradient" in what:
         return "reduce the gradient over all ranks, and keep the part of this one"
-    if "while" in what or "after" in what:
-        return "a unit is freed as soon as its own gradient is complete"
     return None
 
 
@@ -375,8 +385,9 @@ def _gpu(what: str, want: Any, got: Any) -> str | None:
 
 @check("build.8", because=_gpu)
 def the_files_memory() -> Iterator[Any]:
-    from tutorials.exercises.program import on_gpu
+    from tutorials.exercises.program import on_gpu, stack
 
-    report = on_gpu(STEP).report()
-    yield at_most("bytes of memory that are in use at most", report["peak active"], slack=0.1)
+    report = on_gpu(STEP, partial(stack, (512,) * 16), rows=64).report()
+    # It may be twice as much: a program that gathers the next unit has two of them.
+    yield at_most("bytes of memory that are in use at most", report["peak active"], slack=1)
     yield at_most("bytes sent in a step", report["bytes sent"])

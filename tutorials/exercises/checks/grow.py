@@ -174,10 +174,13 @@ def _after_failures(model: Any, step: int) -> Any:
     from tutorials.exercises import observe
     from tutorials.exercises.program import one_backward
 
-    if not observe.reference:  # DDP, which says what is expected, has not to live through them
-        for moment, at in FAILURES:
-            _fail(model, 50 + step, moment, at)
-    return one_backward(model, step)
+    if observe.reference:  # DDP, which says what is expected, need not live through them
+        return one_backward(model, step)
+    for moment, at in FAILURES:
+        _fail(model, 50 + step, moment, at)
+    loss = one_backward(model, step)
+    _fail(model, 50 + step, *FAILURES[step % len(FAILURES)])  # before the optimizer's step
+    return loss
 
 
 @check("grow.4", ranks=2, seconds=20, because=_all_or_none)
