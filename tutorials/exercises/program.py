@@ -101,8 +101,8 @@ class Checkpointed(Model):
         return result
 
 
-class Inside(Model):
-    """Its units run a part of themselves again."""
+class Inside(Checkpointed):
+    """Besides, its units run a part of themselves again."""
 
     def __init__(self) -> None:
         super().__init__()
