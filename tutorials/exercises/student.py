@@ -64,8 +64,8 @@ CONTRACT = """# Track one: this file is yours, and it grows. At first the bodies
 # - `fsdp` shards a model in place and returns an engine. The engine has `full_params()`.
 # - `module.parameters()` gives the optimizer what this rank keeps, and nothing else.
 # - From grow.2 on: `fsdp` makes its streams once, by calling `Streams(device)`, the name that is
-#   global here. It uses `.compute`, `.unshard` and, from grow.3 on, `.reduce` of it (which you add).
-#   Each has `submit(launch)`, which starts work and gives an event, `record_event()`,
+#   global here. It uses `.compute`, `.unshard` and, from grow.3 on, `.reduce`, which you add. Each
+#   has `submit(launch)`, which starts work and gives an event, `record_event()`,
 #   `wait_event(event)` and `record_stream(tensor)`. An event has `wait()`, for the computation to
 #   wait, and `synchronize()` and `query()`, for the host. The grader puts the streams of a virtual
 #   GPU in the place of this class, and looks at what waits for what.
