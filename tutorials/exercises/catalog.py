@@ -110,8 +110,9 @@ def exercises() -> dict[str, Exercise]:
     """All exercises by key, in the order in which they are best done, with their checks."""
     data = tomllib.loads((HERE / "exercises.toml").read_text())
     found: dict[str, Exercise] = {}
+    lists = ("takes", "hides", "hints", "needs")
     for entry in data["exercise"]:
-        entry |= {name: tuple(entry[name]) for name in ("takes", "hides", "hints", "needs") if name in entry}
+        entry |= {name: tuple(entry[name]) for name in lists if name in entry}
         found[entry["key"]] = Exercise(**entry)
     for path in sorted((HERE / "checks").glob("[a-z]*.py")):
         importlib.import_module(f"tutorials.exercises.checks.{path.stem}")

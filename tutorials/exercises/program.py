@@ -90,7 +90,6 @@ class Model(nn.Module):
         return result
 
 
-
 class Checkpointed(Model):
     """It runs a unit that has units in it, and one without, again in the backward."""
 

@@ -24,13 +24,13 @@ like; the grader does not mind. The page that belongs to a function is named in 
 
 ## Track one: build it
 
-You write an FSDP of your own, all of it in `fsdp.py`. The first exercises fill in its functions, one
-or two at a time: each is graded with the reference's version of the others. From build.8 on nothing
-is the reference's. Then the file goes on growing, a step with each exercise grow.2, grow.3 and so
-on, to an FSDP with streams, a limiter, prefetching, strategies, low precision and two groups of
-ranks. What such a program does is graded, and not how: classes and helpers are up to you. An
-exercise is begun when the file uses the name that `make grade` asks for. What was right stays to be
-graded: when the file has grown, its first functions are graded together, as build.8 is.
+You write an FSDP of your own, all of it in `fsdp.py`. The first exercises fill in its functions,
+one or two at a time: each is graded with the reference's version of the others. From build.8 on
+nothing is the reference's. Then the file goes on growing, a step with each exercise grow.2, grow.3
+and so on, to an FSDP with streams, a limiter, prefetching, strategies, low precision and two groups
+of ranks. What such a program does is graded, and not how: classes and helpers are up to you. An
+exercise is begun when the file uses the name that `make grade` asks for. What was right is graded
+again when the file has grown: its first functions together then, as build.8 is.
 
 {one}
 
@@ -59,7 +59,8 @@ are; `make lab` says which figure yours reaches, and which one is to beat.
 {labs}
 """
 
-CONTRACT = """# Track one: this file is yours, and it grows. At first the bodies of functions are missing.
+CONTRACT = """\
+# Track one: this file is yours, and it grows. At first the bodies of functions are missing.
 #
 # - `fsdp` shards a model in place and returns an engine. The engine has `full_params()`.
 # - `module.parameters()` gives the optimizer what this rank keeps, and nothing else.
@@ -71,8 +72,8 @@ CONTRACT = """# Track one: this file is yours, and it grows. At first the bodies
 #   GPU in the place of this class, and looks at what waits for what.
 # - What `fsdp` gets beside the model and the kinds of units: from grow.5 on limit=2, from grow.6 on
 #   forward_prefetch=True and backward_prefetch="pre", from grow.7 on reshard_after_forward=True,
-#   from grow.8 on param_dtype=None and reduce_dtype=None, from grow.9 on mesh=None. Their meaning is
-#   in the hints and on the pages. From grow.10 on parameters are DTensors.
+#   from grow.8 on param_dtype=None and reduce_dtype=None, from grow.9 on mesh=None. Their meaning
+#   is in the hints and on the pages. From grow.10 on parameters are DTensors.
 #
 # Everything else may be changed, renamed and added as you like, once build.8 is right.
 
@@ -142,9 +143,7 @@ def main(out: str) -> None:
     folder = Path(out).expanduser().resolve()
     make(folder)
     first = next(iter(exercises().values()))
-    print(
-        f"{folder}: two tracks, 100 points to earn in each. Read README.md."
-    )
+    print(f"{folder}: two tracks, 100 points to earn in each. Read README.md.")
     print(f"Begin with {first.key}: tutorials/{first.page}.md, then {folder / first.file}.")
 
 

@@ -36,11 +36,16 @@ def _sharded(hooks: bool = True) -> tuple[Any, Any, dict[str, Any]]:
 
 def _units(what: str, want: Any, got: Any) -> str | None:
     if isinstance(got, dict) and "raised" in got:
-        return "a module may have no parameters of its own, and no children"
+        return (
+            "a module's own parameters are those of named_parameters(recurse=False); there may be "
+            "none, and no children either"
+        )
+    if "type of" in what:
+        return "fsdp returns what Engine(model, units) gives"
     if "modules" in what and set(got) < set(want):
         return "what is in no unit of these kinds belongs to the model, and units may be in units"
     if "modules" in what:
-        return "only modules of these kinds are units, and the model itself, if they have parameters"
+        return "only modules of these kinds, and the model, are units, if they have parameters"
     if len(got) > len(want) or sum(map(len, got)) > sum(map(len, want)):
         return "parameters of a unit inside of this one are not its own: only the innermost unit's"
     return "one parameter may have several owners, and each of them has to get the view"
@@ -105,8 +110,9 @@ def a_unit_is_flattened_and_sharded() -> Iterator[Any]:
             kind = [type(shard).__name__, shard.requires_grad, shard.is_leaf]
             yield f"what an optimizer would get{about}", kind
             flat = unit.flat_param
-            yield f"whether flat_param is a leaf that gets a gradient{about}", (
-                flat.is_leaf and flat.requires_grad
+            yield (
+                f"whether flat_param is a leaf that gets a gradient{about}",
+                (flat.is_leaf and flat.requires_grad),
             )
             yield f"bytes of flat_param's memory{about}", _memory(unit)
             names = [name for name, _ in module.named_parameters()]
@@ -129,7 +135,7 @@ def _gathered(what: str, want: Any, got: Any) -> str | None:
     if "after unshard" in what:
         return "the storage gets as many bytes as the whole tensor has (nbytes)"
     if "the same tensor" in what:
-        return "modules have views of flat_param: it has to stay, and only its memory comes and goes"
+        return "modules have views of flat_param: it stays, and only its memory comes and goes"
     if "changed" in what:
         return "what was gathered before is not valid any more: send the shard as it is now"
     return None
@@ -164,12 +170,12 @@ def memory_comes_and_goes() -> Iterator[Any]:
     yield "bytes of memory after reshard(), with views that autograd holds", _memory(unit)
     unit.unshard()
     loss.backward()
-    yield "flat_param.grad of a loss, when unshard() was called again before the backward", flat.grad
+    yield "flat_param.grad, when unshard() was called again before the backward", flat.grad
 
 
 def _views(what: str, want: Any, got: Any) -> str | None:
     if isinstance(got, dict) and "does not require grad" in got.get("message", ""):
-        return "views have to be made of flat_param itself, with autograd: without .data or detach()"
+        return "views are made of flat_param itself, with autograd: without .data or detach()"
     if isinstance(got, dict) and "cannot assign" in got.get("message", ""):
         return "hide_views() takes the attribute away from all owners of a parameter"
     if isinstance(got, dict) and "raised" in got:
@@ -180,7 +186,7 @@ def _views(what: str, want: Any, got: Any) -> str | None:
     if "share" in what:
         return "a copy is no view: a layer would not see what is gathered later"
     if "gradient" in what:
-        return "views have to be made of flat_param itself, with autograd: without .data or detach()"
+        return "views are made of flat_param itself, with autograd: without .data or detach()"
     if "second forward" in what:
         return (
             "make new views in each forward: autograd visits old ones last, so that no unit would "
@@ -207,9 +213,10 @@ def modules_compute_with_views() -> Iterator[Any]:
         yield "shapes of unflatten(flat)", [list(view.shape) for view in views]
         yield "values of unflatten(flat)", views
         same = numbers.untyped_storage().data_ptr()
-        yield "whether they share flat's memory", [
-            view.untyped_storage().data_ptr() == same for view in views
-        ]
+        yield (
+            "whether they share flat's memory",
+            [view.untyped_storage().data_ptr() == same for view in views],
+        )
         for one in (unit, root):
             one.flat_param.untyped_storage().resize_(one.flat_param.nbytes)
             one.flat_param.data.copy_(torch.rand(one.flat_param.shape))
@@ -228,8 +235,9 @@ def modules_compute_with_views() -> Iterator[Any]:
         yield "names of parameters() after hide_views()", [n for n, _ in model.named_parameters()]
         unit.show_views()
         again = unit.module.linear.weight
-        yield "whether the views of a second forward are other ones", (
-            again is not weight and again.grad_fn is not weight.grad_fn
+        yield (
+            "whether the views of a second forward are new",
+            (again is not weight and again.grad_fn is not weight.grad_fn),
         )
 
 
@@ -290,8 +298,9 @@ def a_forward() -> Iterator[Any]:
     yield "output", output
     output.pow(2).mean().backward()
     yield "units for which before_backward was called, in order", called
-    yield "units of which the shard has a gradient", sorted(
-        name for name, unit in units.items() if unit.sharded_flat_param.grad is not None
+    yield (
+        "units of which the shard has a gradient",
+        sorted(name for name, unit in units.items() if unit.sharded_flat_param.grad is not None),
     )
 
 
@@ -299,7 +308,7 @@ def _backward(what: str, want: Any, got: Any) -> str | None:
     if isinstance(got, dict) and "raised" in got:
         return "the backward needs the whole parameters: before_backward gathers them again"
     if "second backward" in what:
-        return "a second backward adds up, in the shard's gradient; and flat_param.grad is empty then"
+        return "a second backward adds up in the shard's gradient, and not in flat_param.grad"
     if "gradient of" in what and (factor := ratio(want, got)) is not None:
         return (
             f"the gradient is exactly {factor:g} x too large: DDP averages over the ranks, and a "
@@ -340,7 +349,7 @@ def a_backward() -> Iterator[Any]:
 
 def _names(what: str, want: Any, got: Any) -> str | None:
     if "names" in what:
-        return "a name is the path of the owner in the model, a dot, and its name there; of each owner"
+        return "a name is the path of the owner, a dot, and its name there: one of each owner"
     if "memory" in what:
         return "gather into a tensor of its own: units stay freed"
     if "gradient" in what:
