@@ -56,17 +56,26 @@ def cases() -> Iterator[Case]:
         yield Case(f"{exercise.key} does nothing", exercise, _doing_nothing(exercise), False)
     for wrong in wrong_solutions():
         exercise = exercises()[wrong.exercise]
-        text = exercise.reference
-        if text.count(wrong.original) != 1:
-            raise ValueError(
-                f"wrong/: {wrong.mistake!r}: what is replaced occurs {text.count(wrong.original)} "
-                f"times in {exercise.program or exercise.module}.py: {wrong.original!r}"
-            )
-        text = text.replace(wrong.original, wrong.replacement)
+        text = _changed(exercise, wrong.original, wrong.replacement)
         yield Case(f"{wrong.exercise}, wrong: {wrong.mistake}", exercise, text, False, wrong.says)
+    for right in tomllib.loads((HERE / "right" / "grow.toml").read_text())["right"]:
+        exercise = exercises()[right["exercise"]]
+        text = _changed(exercise, right["original"], right["replacement"])
+        yield Case(f"{exercise.key}, right: {right['solution']}", exercise, text, True)
     for path in sorted((HERE / "right").glob("*.py")):
         key = ".".join(path.stem.rsplit("_", 1))
         yield Case(f"{key}, right but different", exercises()[key], path.read_text(), True)
+
+
+def _changed(exercise: Exercise, original: str, replacement: str) -> str:
+    """The reference with a change."""
+    text = exercise.reference
+    if (number := text.count(original)) != 1:
+        raise ValueError(
+            f"{exercise.key}: what is replaced occurs {number} times in "
+            f"{exercise.program or exercise.module}.py: {original!r}"
+        )
+    return text.replace(original, replacement)
 
 
 def _doing_nothing(exercise: Exercise) -> str:
