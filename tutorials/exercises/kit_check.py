@@ -1,8 +1,8 @@
 """Whether the course itself is right: `make kit-check`.
 
 - A new student's folder can be imported, and every exercise in it says that it is to be written.
-- With the reference as the solution everything is right, and gives 100 points for each track. So
-  it is with the last of the programs that grow, of which the earlier exercises are right as well.
+- With the reference as the solution everything is right, and gives 100 points for each track. Of a
+  program that has grown the earlier exercises are right as well.
 - Each exercise fails if its functions do nothing.
 - Each wrong solution in wrong/ is found, with a message that points the right way.
 - Each right but different solution in right/ passes.
@@ -102,8 +102,9 @@ def check_reference(folder: Path) -> list[str]:
     """Of a folder with the reference in it: everything is right."""
     cases = []
     for exercise in exercises().values():
-        # The program of each step by itself, and then the last one for all.
-        for program in dict.fromkeys((exercise.program, exercise.program and grow.NAMES[-1])):
+        # The program of its step, and those of all later ones.
+        later = grow.NAMES[grow.NAMES.index(exercise.program) :] if exercise.program else [""]
+        for program in later:
             (folder / program).mkdir(exist_ok=True)
             if exercise.file:
                 text = grow.text(program) if program else exercise.reference
