@@ -125,6 +125,9 @@ def test_right_wrong_and_to_do(tmp_path):
     states = [state for _, state, _ in found]
     assert states == ["wrong", "right", "wrong", "to do", "right", "right", "right"]
     assert "exactly 2 x too large" in found[0][2]
+    grown = LAST.replace("self.sent.div_(unit.world)", "pass")
+    ((_, state, message),) = graded([(folder_with(tmp_path / "grown", grown), "build.6")])
+    assert state == "wrong" and message.startswith("graded with the whole file, which has grown")
 
 
 @pytest.mark.slow

@@ -84,7 +84,15 @@ def grade_all(
         changed = "the files of the grader were changed while the exercises ran"
         return [Result(exercise, "wrong", changed) for exercise, _ in asked]
     of_case = dict(zip(cases, results, strict=True))
-    return [of_case[case]._replace(exercise=exercise) for exercise, case in asked]
+    return [_told_of(exercise, of_case[case]) for exercise, case in asked]
+
+
+def _told_of(exercise: Exercise, result: Result) -> Result:
+    """The result of what an exercise is graded as, for this exercise."""
+    whole, state, message = result
+    if message and whole is not exercise:
+        message = f"graded with the whole file, which has grown, as {whole.key}: {message}"
+    return Result(exercise, state, message)
 
 
 def _graded_as(exercise: Exercise, folder: Path) -> Exercise:
