@@ -41,11 +41,11 @@ test-hf: $(INSTALLED)  ## models of transformers and peft against DDP; installs 
 	@$(if $(INSTALLED),$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[hf]")
 	@$(PY) -m pytest $(WORKERS) tests/hf $(ARGS)
 
-student: $(INSTALLED)  ## OUT=~/my-fsdp: the concept files with functions to write yourself
+student: $(INSTALLED)  ## OUT=~/my-fsdp: an FSDP to write from nothing, and the concept files
 	@$(PY) $(QUIETLY) -m tutorials.exercises.student "$(or $(OUT),$(HOME)/my-fsdp)"
 
-grade: $(INSTALLED)  ## DIR=~/my-fsdp: what of it is right, and why not; EX=limiter.1: one exercise
-	@$(PY) $(QUIETLY) -m tutorials.exercises.grade "$(or $(DIR),$(HOME)/my-fsdp)" --exercise "$(EX)" $(ARGS) || [ $$? = 1 ]
+grade: $(INSTALLED)  ## DIR=~/my-fsdp: what of it is right, and why not; EX=limiter.1 or TRACK=1: a part
+	@$(PY) $(QUIETLY) -m tutorials.exercises.grade "$(or $(DIR),$(HOME)/my-fsdp)" --exercise "$(EX)" --track "$(TRACK)" $(ARGS) || [ $$? = 1 ]
 
 hint: N = 1
 hint: $(INSTALLED)  ## EX=limiter.1: a hint; N=2 and N=3 say more

@@ -13,10 +13,11 @@ from tutorials.exercises.student import make
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_there_are_100_points_and_enough_wrong_solutions():
-    assert sum(exercise.points for exercise in exercises().values()) == 100
-    assert len(wrong_solutions()) >= 80
-    assert len(list((ROOT / "tutorials/exercises/right").glob("*.py"))) >= 15
+def test_there_are_100_points_in_each_track_and_enough_wrong_solutions():
+    for track in (1, 2):
+        assert sum(e.points for e in exercises().values() if e.track == track) == 100
+    assert len(wrong_solutions()) >= 160
+    assert len(list((ROOT / "tutorials/exercises/right").glob("*.py"))) >= 20
 
 
 def test_the_readme_counts_them():
@@ -41,7 +42,7 @@ def test_a_students_folder_has_docstrings_and_no_solutions(tmp_path):
         assert exercise.todo in text or exercise.key == "limiter.3", exercise.key
         for name in exercise.hides:
             assert f"def {name.rpartition('.')[2]}(" not in text, name
-    with pytest.raises(SystemExit, match=r"has flatten\.py"):
+    with pytest.raises(SystemExit, match=r"has fsdp\.py, flatten\.py"):
         make(tmp_path / "mine")  # what is there may be work
 
 

@@ -36,11 +36,14 @@ FILES = (
     "tests/*.py",
     "tests/core/*.py",
     "tutorials/*.md",
+    "tutorials/steps/*.diff",
     "tutorials/exercises/**/*.py",
 )
 DATA = (
     "constraints.txt",
     "LICENSE",
+    "tutorials/fsdp_in_one_file.py",
+    "tutorials/grow.py",
     "tutorials/exercises/exercises.toml",
     "tutorials/exercises/labs.toml",
 )

@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tutorials import grow
+
 try:
     import tomllib
 except ImportError:  # Python 3.10, where pytest brings this one along
@@ -15,6 +17,8 @@ except ImportError:  # Python 3.10, where pytest brings this one along
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PACKAGE = ROOT / "minifsdp"
+PROGRAM = "fsdp"
+"""The module of track one: the student's fsdp.py, a program of its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,13 +46,16 @@ class Exercise:
     Attributes:
         key: file and number, such as "limiter.2".
         title: what is to be written, in a few words.
-        module: the file, as a path below minifsdp/ without its ending.
+        module: the file, as a path below minifsdp/ without its ending; or PROGRAM.
         takes: the functions, classes and methods to write, in the order of the file. None: all
-            exercises at once.
+            of the track at once, or the whole program.
         hides: helpers of the reference that would give the solution away.
         points, minutes: what it is worth, and about how long it takes.
         page: the tutorial's name.
         hints: three, from a nudge to nearly the answer.
+        program: with PROGRAM, the one that is the reference; a name of grow.py.
+        needs: names that a program of the student's uses as soon as the exercise is begun.
+        calls: of some functions what they need, for the student's file.
     """
 
     key: str
@@ -60,7 +67,15 @@ class Exercise:
     page: str
     hints: tuple[str, ...]
     hides: tuple[str, ...] = ()
+    program: str = ""
+    needs: tuple[str, ...] = ()
+    calls: dict[str, str] = field(default_factory=dict, compare=False)
     checks: list[Check] = field(default_factory=list, compare=False)
+
+    @property
+    def track(self) -> int:
+        """One: the program that grows. Two: the concepts of minifsdp."""
+        return 1 if self.program else 2
 
     @property
     def file(self) -> str:
@@ -68,14 +83,21 @@ class Exercise:
         return self.module.rpartition("/")[2] + ".py" if self.module else ""
 
     @property
+    def where(self) -> str:
+        """What to write in which file."""
+        return f"{', '.join(self.takes)} in {self.file}" if self.takes else self.file
+
+    @property
     def takes_all(self) -> bool:
-        """Whether it is graded with all that the student has written, at the end."""
+        """Whether it is graded with all that the student has written, and nothing else."""
         return not self.takes
 
     @property
-    def reference(self) -> Path:
-        """The file that has the solution."""
-        return PACKAGE / f"{self.module}.py"
+    def reference(self) -> str:
+        """The text of the file that has the solution."""
+        if self.program:
+            return grow.text(self.program)
+        return (PACKAGE / f"{self.module}.py").read_text()
 
     @property
     def todo(self) -> str:
@@ -88,8 +110,9 @@ def exercises() -> dict[str, Exercise]:
     """All exercises by key, in the order in which they are best done, with their checks."""
     data = tomllib.loads((HERE / "exercises.toml").read_text())
     found: dict[str, Exercise] = {}
+    lists = ("takes", "hides", "hints", "needs")
     for entry in data["exercise"]:
-        entry |= {name: tuple(entry[name]) for name in ("takes", "hides", "hints") if name in entry}
+        entry |= {name: tuple(entry[name]) for name in lists if name in entry}
         found[entry["key"]] = Exercise(**entry)
     for path in sorted((HERE / "checks").glob("[a-z]*.py")):
         importlib.import_module(f"tutorials.exercises.checks.{path.stem}")
@@ -102,9 +125,10 @@ def exercises() -> dict[str, Exercise]:
     return found
 
 
-def exercises_alone() -> list[Exercise]:
-    """Those that are graded each by itself: all but the one that takes everything."""
-    return [exercise for exercise in exercises().values() if not exercise.takes_all]
+def exercises_alone(*tracks: int) -> list[Exercise]:
+    """Those of some tracks, or of all, that are graded each by itself, over the reference."""
+    every = [exercise for exercise in exercises().values() if not exercise.takes_all]
+    return [exercise for exercise in every if exercise.track in (tracks or (1, 2))]
 
 
 _registered: list[tuple[str, Check]] = []

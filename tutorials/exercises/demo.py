@@ -25,7 +25,7 @@ def written(folder: Path) -> list[Exercise]:
         SystemExit: a file cannot be read, or a function has other arguments.
     """
     try:
-        return [e for e in exercises_alone() if source.is_done(e, folder / e.file)]
+        return [e for e in exercises_alone(2) if source.is_done(e, folder / e.file)]
     except source.Complaint as complaint:
         raise SystemExit(str(complaint)) from None
 
@@ -41,7 +41,7 @@ def start_ranks(program: str, folder: Path, arguments: tuple[str, ...]) -> None:
     """Say what is the student's, and run this module on one rank for each GPU, or on two."""
     done = written(folder)
     print(f"yours: {', '.join(exercise.key for exercise in done) or 'nothing yet'}")
-    if left := [exercise.key for exercise in exercises_alone() if exercise not in done]:
+    if left := [exercise.key for exercise in exercises_alone(2) if exercise not in done]:
         print(f"from the reference: {', '.join(left)}")
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from tutorials import grow
 from tutorials.exercises.catalog import HERE, PACKAGE, ROOT, Check
 from tutorials.exercises.inside import Job
 from tutorials.exercises.sandbox import Report, read_report, run_all
@@ -62,6 +63,7 @@ def _keep(report: Report, path: Path) -> None:
 def fingerprint(also: str = "") -> str:
     """Of the programs that say what is right: the reference, and the checks with their helpers."""
     files = [*PACKAGE.rglob("*.py"), *HERE.rglob("*.py"), *(ROOT / "tests").glob("*.py")]
+    files += [Path(grow.__file__), grow.FIRST, *grow.DIFFS]
     digest = hashlib.sha256(also.encode())
     for file in sorted(files):
         digest.update(f"{file.relative_to(ROOT)} {file.stat().st_size} ".encode())

@@ -1,4 +1,5 @@
 """Grade a student's folder: `make grade DIR=~/my-fsdp`, or with EX=limiter.1 one exercise.
+TRACK=1 grades the program that the student writes, TRACK=2 the functions of minifsdp.
 
 Exit code: 0 if everything that is done is right, 1 if something is wrong or inconclusive, 2 if
 there is nothing to grade.
@@ -30,7 +31,7 @@ def grade(
     workers: int | None = None,
     keep: bool = True,
 ) -> list[Result]:
-    """Grade some exercises, each by itself on top of the reference.
+    """Grade some exercises, each by itself: functions on top of the reference, programs alone.
 
     Args:
         folder: the student's.
@@ -51,6 +52,8 @@ def grade_all(
     keep: bool = True,
 ) -> list[Result]:
     """Grade exercises of several folders; the arguments are those of :func:`grade`."""
+    asked = [(exercise, (folder, _graded_as(exercise, folder))) for folder, exercise in cases]
+    cases = list(dict.fromkeys(case for _, case in asked))
     results = [_before_running(exercise, folder) for folder, exercise in cases]
     to_run = [i for i, result in enumerate(results) if result.state == "right"]
     workers = workers or os.cpu_count() or 1
@@ -79,13 +82,39 @@ def grade_all(
                 results[i] = Result(cases[i][1], *found)
     if fingerprint() != before:
         changed = "the files of the grader were changed while the exercises ran"
-        return [Result(exercise, "wrong", changed) for _, exercise in cases]
-    return results
+        return [Result(exercise, "wrong", changed) for exercise, _ in asked]
+    of_case = dict(zip(cases, results, strict=True))
+    return [_told_of(exercise, of_case[case]) for exercise, case in asked]
+
+
+def _told_of(exercise: Exercise, result: Result) -> Result:
+    """The result of what an exercise is graded as, for this exercise."""
+    whole, state, message = result
+    if message and whole is not exercise:
+        message = f"graded with the whole file, which has grown, as {whole.key}: {message}"
+    return Result(exercise, state, message)
+
+
+def _graded_as(exercise: Exercise, folder: Path) -> Exercise:
+    """What an exercise is graded as: itself, or the whole program. For when that has grown, its
+    functions do not fit to those of the first program any more, and are graded together."""
+    if not exercise.program or exercise.takes_all:
+        return exercise
+    steps = [e for e in exercises().values() if e.needs]
+    path = folder / exercise.file
+    try:
+        if all(source.lacks(step, path) for step in steps):
+            return exercise
+    except source.Complaint:  # which is told of any exercise
+        return exercise
+    same = [e for e in exercises().values() if e.program == exercise.program]
+    return next(e for e in same if e.takes_all)
 
 
 def _jobs(folder: Path, exercise: Exercise, seed: int) -> list[Job]:
     """What to run for an exercise: its checks, with the student's version of it alone."""
-    layers = layers_for(exercises_alone() if exercise.takes_all else [exercise], folder)
+    together = exercise.takes_all and not exercise.program
+    layers = layers_for(exercises_alone(2) if together else [exercise], folder)
     return [Job(check, layers, folder, seed) for check in exercise.checks]
 
 
@@ -95,7 +124,11 @@ def _before_running(exercise: Exercise, folder: Path) -> Result:
         if not exercise.takes_all:
             done = source.is_done(exercise, folder / exercise.file)
             return Result(exercise, "right") if done else Result(exercise, "to do", exercise.todo)
-        left = [e.key for e in exercises_alone() if _before_running(e, folder).state != "right"]
+        if exercise.program:
+            left = source.lacks(exercise, folder / exercise.file)
+            says = f"{exercise.file} does not have yet: {', '.join(left)}. {exercise.todo}"
+            return Result(exercise, "to do", says) if left else Result(exercise, "right")
+        left = [e.key for e in exercises_alone(2) if _before_running(e, folder).state != "right"]
     except source.Complaint as complaint:
         return Result(exercise, "wrong", str(complaint))
     if left:
@@ -103,12 +136,22 @@ def _before_running(exercise: Exercise, folder: Path) -> Result:
     return Result(exercise, "right")
 
 
-def choose(key: str) -> list[Exercise]:
-    """The exercises that ``key`` names: all if it is empty, all of a file ("limiter"), or one."""
+def choose(key: str, track: int | None = None) -> list[Exercise]:
+    """The exercises that ``key`` names: all if it is empty, all of a file ("limiter"), or one. And
+    of these the ones of a track, if there is one."""
     found = [e for e in exercises().values() if not key or key in (e.key, e.key.partition(".")[0])]
+    found = [exercise for exercise in found if track in (None, exercise.track)]
     if not found:
-        raise SystemExit(f"there is no exercise {key!r}; there are: {', '.join(exercises())}")
+        there = ", ".join(e.key for e in exercises().values() if track in (None, e.track))
+        raise SystemExit(f"there is no exercise {key!r}; there are: {there}")
     return found
+
+
+def begun(chosen: Sequence[Exercise], folder: Path) -> list[Exercise]:
+    """Of some exercises those of the tracks that are begun; if none is, of the first."""
+    states = [(e.track, _before_running(_graded_as(e, folder), folder).state) for e in chosen]
+    tracks = {track for track, state in states if state == "right"} or {chosen[0].track}
+    return [exercise for exercise in chosen if exercise.track in tracks]
 
 
 def main() -> int:
@@ -117,6 +160,7 @@ def main() -> int:
     parser.add_argument(
         "--exercise", default="", help="such as limiter.1, or limiter for all of a file"
     )
+    parser.add_argument("--track", choices=("", "1", "2"), default="", help="1 or 2")
     parser.add_argument(
         "--results", type=Path, help="also write Gradescope's results.json to this file"
     )
@@ -132,12 +176,15 @@ def main() -> int:
     )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    chosen, folder = choose(options.exercise), options.folder.expanduser().resolve()
+    folder = options.folder.expanduser().resolve()
+    chosen = choose(options.exercise, int(options.track) if options.track else None)
     if not any(
         (folder / exercise.file).is_file() for exercise in exercises().values() if exercise.file
     ):
         print(f"{folder} has no file of the exercises; make student OUT={folder} makes them.")
         return 2
+    if not (options.exercise or options.track or options.results):
+        chosen = begun(chosen, folder)
     how = {"patience": options.patience, "workers": options.workers, "keep": not options.results}
     results = grade(folder, chosen, options.seed, **how)
     print(table(results))

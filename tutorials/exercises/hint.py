@@ -13,7 +13,7 @@ def main(key: str, number: str = "1") -> None:
     exercise = found[key]
     if number not in ("1", "2", "3"):
         raise SystemExit(f"N={number}: there are three hints, N=1, N=2 and N=3")
-    print(f"{key}, {exercise.title}: {', '.join(exercise.takes)} in {exercise.file}")
+    print(f"{key}, {exercise.title}: {exercise.where}")
     print(f"The page to read is tutorials/{exercise.page}.md.")
     print(f"\n{number}. {exercise.hints[int(number) - 1]}")
     if number != "3":

@@ -73,7 +73,8 @@ def _raised(check: Check, want: Seen | None, error: dict[str, str]) -> str:
     said = " ".join(error["message"].split())
     said = said if len(said) <= 400 else said[:400] + " ..."
     message = f"{at}{error['raised']}: {said}" if said else f"{at}{error['raised']}"
-    because = _because(check, want, error) if want else None
+    tells_all = "unexpected keyword argument" in said
+    because = _because(check, want, error) if want and not tells_all else None
     doing = f" (while looking at: {want.what})" if want and want.what else ""
     return message + doing + (f". Likely: {because}." if because else "")
 

@@ -1,7 +1,8 @@
 """Whether the course itself is right: `make kit-check`.
 
 - A new student's folder can be imported, and every exercise in it says that it is to be written.
-- With the reference as the solution everything is right, and gives 100 points.
+- With the reference as the solution everything is right, and gives 100 points for each track. Of a
+  program that has grown the earlier exercises are right as well.
 - Each exercise fails if its functions do nothing.
 - Each wrong solution in wrong/ is found, with a message that points the right way.
 - Each right but different solution in right/ passes.
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+from tutorials import grow
 from tutorials.exercises import lab, picture, source
 from tutorials.exercises.catalog import (
     HERE,
@@ -54,22 +56,31 @@ def cases() -> Iterator[Case]:
         yield Case(f"{exercise.key} does nothing", exercise, _doing_nothing(exercise), False)
     for wrong in wrong_solutions():
         exercise = exercises()[wrong.exercise]
-        text = exercise.reference.read_text()
-        if text.count(wrong.original) != 1:
-            raise ValueError(
-                f"wrong/: {wrong.mistake!r}: what is replaced occurs {text.count(wrong.original)} "
-                f"times in {exercise.module}.py: {wrong.original!r}"
-            )
-        text = text.replace(wrong.original, wrong.replacement)
+        text = _changed(exercise, wrong.original, wrong.replacement)
         yield Case(f"{wrong.exercise}, wrong: {wrong.mistake}", exercise, text, False, wrong.says)
+    for right in tomllib.loads((HERE / "right" / "grow.toml").read_text())["right"]:
+        exercise = exercises()[right["exercise"]]
+        text = _changed(exercise, right["original"], right["replacement"])
+        yield Case(f"{exercise.key}, right: {right['solution']}", exercise, text, True)
     for path in sorted((HERE / "right").glob("*.py")):
         key = ".".join(path.stem.rsplit("_", 1))
         yield Case(f"{key}, right but different", exercises()[key], path.read_text(), True)
 
 
+def _changed(exercise: Exercise, original: str, replacement: str) -> str:
+    """The reference with a change."""
+    text = exercise.reference
+    if (number := text.count(original)) != 1:
+        raise ValueError(
+            f"{exercise.key}: what is replaced occurs {number} times in "
+            f"{exercise.program or exercise.module}.py: {original!r}"
+        )
+    return text.replace(original, replacement)
+
+
 def _doing_nothing(exercise: Exercise) -> str:
     """The reference, with functions that do nothing in place of those of the exercise."""
-    tree = ast.parse(exercise.reference.read_text())
+    tree = ast.parse(exercise.reference)
     for node in source.functions(exercise, source.definitions(tree)).values():
         node.body = [ast.Pass()]  # type: ignore[union-attr]
     return ast.unparse(ast.fix_missing_locations(tree))
@@ -82,19 +93,33 @@ def check_student_folder(folder: Path) -> list[str]:
     for path in folder.glob("*.py"):
         compile(path.read_text(), path, "exec")
     for exercise, state, message in grade(folder, list(exercises().values())):
-        if state != "to do" or not (exercise.takes_all or exercise.key in message):
+        if state != "to do" or not (exercise.key in message or exercise.key == "together.1"):
             problems.append(f"{exercise.key} in a new folder: {state}, {message}")
     return problems
 
 
 def check_reference(folder: Path) -> list[str]:
     """Of a folder with the reference in it: everything is right."""
-    for exercise in exercises_alone():
-        (folder / exercise.file).write_text(exercise.reference.read_text())
-    results = grade(folder, list(exercises().values()))
-    problems = [f"{r.exercise.key} by the reference: {r.message}" for r in results if r.message]
-    if (points := sum(result.points for result in results)) != 100:
-        problems.append(f"the reference gets {points} points, and should get 100")
+    cases = []
+    for exercise in exercises().values():
+        # The program of its step, and those of all later ones.
+        later = grow.NAMES[grow.NAMES.index(exercise.program) :] if exercise.program else [""]
+        for program in later:
+            (folder / program).mkdir(exist_ok=True)
+            if exercise.file:
+                text = grow.text(program) if program else exercise.reference
+                (folder / program / exercise.file).write_text(text)
+            cases.append((folder / program, exercise))
+    results = grade_all(cases)
+    problems = [
+        f"{r.exercise.key} by the reference, {case[0].name}: {r.message}"
+        for case, r in zip(cases, results, strict=True)
+        if r.message
+    ]
+    for track in (1, 2):
+        points = sum(e.points for e in exercises().values() if e.track == track)
+        if points != 100:
+            problems.append(f"track {track} has {points} points, and should have 100")
     return problems
 
 
@@ -108,10 +133,12 @@ def check_data() -> list[str]:
             problems.append(f"{exercise.key} has {len(exercise.hints)} hints, and should have 3")
         if not (HERE.parent / f"{exercise.page}.md").exists():
             problems.append(f"{exercise.key}: there is no page {exercise.page}")
-    for exercise in exercises_alone():
-        there = source.definitions(source.read(exercise.reference))
+    for exercise in exercises().values():
+        if exercise.key == "together.1":
+            continue
+        there = source.definitions(ast.parse(exercise.reference))
         gone = {*exercise.takes, *exercise.hides} - there.keys()
-        problems += [f"{exercise.key}: {exercise.module}.py has no {name}" for name in gone]
+        problems += [f"{exercise.key}: {exercise.file} has no {name}" for name in gone]
         number = sum(wrong.exercise == exercise.key for wrong in wrong_solutions())
         if number < 2:
             problems.append(f"{exercise.key} has {number} wrong solutions, and should have 2")

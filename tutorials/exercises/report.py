@@ -23,6 +23,27 @@ class Result(NamedTuple):
 def table(results: Sequence[Result]) -> str:
     """The results for a terminal: a line for each exercise, what is wrong, and what to do next."""
     signs = {"right": "✓", "wrong": "✗", "to do": "·", "inconclusive": "?"}
+    lines = []
+    for track in sorted({result.exercise.track for result in results}):
+        lines += _lines([result for result in results if result.exercise.track == track], signs)
+    following = next((r for r in results if r.state != "right"), None)
+    if keys := inconclusive(results):
+        lines.append(f"\n{_run_again(keys)}")
+    elif following is not None:
+        exercise = following.exercise
+        do = "mend" if following.state == "wrong" else "write"
+        what = f"{exercise.where}, " if exercise.file else ""
+        lines.append(f"\nNext: {do} {exercise.key} ({what}about {exercise.minutes} minutes).")
+        lines.append(f"Read tutorials/{exercise.page}.md; make hint EX={exercise.key} helps.")
+    elif any(result.exercise.key == "together.1" for result in results):
+        lines.append("\nEverything is right. make demo STUDENT=... trains a GPT with it.")
+    else:
+        lines.append("\nThat is right. make grade without EX tells what to do next.")
+    return "\n".join(lines)
+
+
+def _lines(results: Sequence[Result], signs: dict[str, str]) -> list[str]:
+    """Of the exercises of one track, and their sum."""
     lines, width = [], max(len(result.exercise.key) for result in results)
     for exercise, state, message in results:
         points = f"{exercise.points if state == 'right' else 0:>2}/{exercise.points:<2}"
@@ -30,21 +51,8 @@ def table(results: Sequence[Result]) -> str:
         if state in ("wrong", "inconclusive"):
             lines += _folded(_words(state, message))
     got, of = sum(r.points for r in results), sum(r.exercise.points for r in results)
-    lines.append(f"  {'':<{width}} {got:>2}/{of:<3} points")
-    following = next((r for r in results if r.state != "right"), None)
-    if keys := inconclusive(results):
-        lines.append(f"\n{_run_again(keys)}")
-    elif following is not None:
-        exercise = following.exercise
-        do = "mend" if following.state == "wrong" else "write"
-        what = f"{', '.join(exercise.takes)} in {exercise.file}, " if exercise.file else ""
-        lines.append(f"\nNext: {do} {exercise.key} ({what}about {exercise.minutes} minutes).")
-        lines.append(f"Read tutorials/{exercise.page}.md; make hint EX={exercise.key} helps.")
-    elif any(result.exercise.takes_all for result in results):
-        lines.append("\nEverything is right. make demo STUDENT=... trains a GPT with it.")
-    else:
-        lines.append("\nThat is right. make grade without EX tells what to do next.")
-    return "\n".join(lines)
+    lines.append(f"  {'':<{width}} {got:>2}/{of:<3} points, track {results[0].exercise.track}")
+    return lines
 
 
 def _words(state: str, message: str) -> str:

@@ -5,6 +5,7 @@ A definition is named as Python does it: ``flatten``, ``EventQueue``, ``Prefetch
 
 import ast
 import re
+import textwrap
 from pathlib import Path
 
 from tutorials.exercises.catalog import Exercise
@@ -66,7 +67,7 @@ def is_done(exercise: Exercise, path: Path) -> bool:
         Complaint: a function is missing, or has other arguments than it should have.
     """
     given = definitions(read(path))
-    wanted = functions(exercise, definitions(read(exercise.reference)))
+    wanted = functions(exercise, definitions(ast.parse(exercise.reference)))
     for name, node in wanted.items():
         public = not node.name.startswith("_") or node.name == "__init__" or name in exercise.takes
         if name not in given and public and not _optional(node):
@@ -76,6 +77,27 @@ def is_done(exercise: Exercise, path: Path) -> bool:
         if name in given and public:
             _compare_arguments(name, node, given[name], path)
     return not any(_says_todo(node) for node in functions(exercise, given).values())
+
+
+def lacks(exercise: Exercise, path: Path) -> list[str]:
+    """What a program of the student's has not yet that an exercise is about: functions that still
+    say that they are to be written, and names that it does not use.
+
+    Raises:
+        Complaint: the file is missing, or is not Python.
+    """
+    tree = read(path)
+    unwritten = [
+        name
+        for name, node in definitions(tree).items()
+        if not isinstance(node, ast.ClassDef) and _says_todo(node)
+    ]
+    used = {
+        name
+        for node in ast.walk(tree)
+        for name in (getattr(node, "id", ""), getattr(node, "attr", ""), getattr(node, "arg", ""))
+    }
+    return unwritten + [name for name in exercise.needs if name not in used]
 
 
 def _optional(node: Definition) -> bool:
@@ -114,11 +136,11 @@ def _says_todo(node: Definition) -> bool:
     return isinstance(first, ast.Raise) and "NotImplementedError" in ast.unparse(first)
 
 
-def without_solutions(path: Path, exercises: list[Exercise]) -> str:
+def without_solutions(exercises: list[Exercise]) -> str:
     """The text of a reference file with the bodies of its exercises taken out. Docstrings,
     signatures, comments outside of them, and everything else stay."""
-    lines = path.read_text().splitlines()
-    found = definitions(ast.parse(path.read_text()))
+    lines = exercises[0].reference.splitlines()
+    found = definitions(ast.parse(exercises[0].reference))
     hidden = {name for exercise in exercises for name in exercise.hides}
     edits = [(*_range(found[name]), list[str]()) for name in hidden]  # from, to, instead
     written = set()
@@ -134,8 +156,11 @@ def without_solutions(path: Path, exercises: list[Exercise]) -> str:
             has_docstring = ast.get_docstring(node) is not None
             first = node.body[0].end_lineno if has_docstring else node.body[0].lineno - 1
             indent = " " * (node.col_offset + 4)
+            says = f"You need: {exercise.calls[name]}" if name in exercise.calls else ""
+            folded = textwrap.wrap(says, 98 - len(indent))
             todo = f'{indent}raise NotImplementedError("{exercise.todo}")'
-            edits.append((first or 0, node.end_lineno or 0, [todo]))
+            instead = [*(f"{indent}# {line}" for line in folded), todo]
+            edits.append((first or 0, node.end_lineno or 0, instead))
     for start, end, instead in sorted(edits, reverse=True):
         lines[start:end] = instead
     text = "\n".join(lines).rstrip() + "\n"

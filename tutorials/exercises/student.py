@@ -10,33 +10,73 @@ from tutorials.exercises.source import without_solutions
 
 README = """# My FSDP
 
-In each file here the bodies of some functions are missing. Write them. What you have not written
-yet comes from minifsdp, function by function, so you can begin anywhere. In the folder of minifsdp,
-`make grade` tells what is right, what is not and why, and what to do next:
+There are two tracks, each of 100 points. In the folder of minifsdp, `make grade` tells what is
+right, what is not and why, and what to do next:
 
-    make grade DIR={folder}                   everything; about a minute
-    make grade DIR={folder} EX=limiter.1      one exercise; seconds
-    make hint EX=limiter.1                    a hint; there are three, with N=2 and N=3
+    make grade DIR={folder}                   what you have begun
+    make grade DIR={folder} TRACK=1           one track; TRACK=2 is the other one
+    make grade DIR={folder} EX=build.1        one exercise; seconds
+    make hint EX=build.1                      a hint; there are three, with N=2 and N=3
+
+You may add functions, classes and imports to a file, and delete what you do not need. Keep the
+names and the arguments of what is there. A helper belongs in the file that uses it. Print what you
+like; the grader does not mind. The page that belongs to a function is named in its body.
+
+## Track one: build it
+
+You write an FSDP of your own, all of it in `fsdp.py`. The first exercises fill in its functions,
+one or two at a time: each is graded with the reference's version of the others. From build.8 on
+nothing is the reference's. Then the file goes on growing, a step with each exercise grow.2, grow.3
+and so on, to an FSDP with streams, a limiter, prefetching, strategies, low precision and two groups
+of ranks. What such a program does is graded, and not how: classes and helpers are up to you. An
+exercise is begun when the file uses the name that `make grade` asks for. What was right is graded
+again when the file has grown: its first functions together then, as build.8 is.
+
+{one}
+
+## Track two: the concepts of minifsdp
+
+In every other file here the bodies of some functions are missing. Write them. What you have not
+written yet comes from minifsdp, function by function, so you can begin anywhere.
+
     make demo STUDENT={folder}                at the end: train a GPT with what you have written
-
-    make lab DIR={folder} LAB=bytes_limiter   a lab: see below
 
 The exercises, in a good order:
 
-{table}
-
-Labs are open-ended extra work, in labs/. Each file there says what is measured and what the rules
-are; `make lab` says which figure yours reaches, and which one is to beat.
-
-{labs}
+{two}
 
 An exercise is graded with the reference's version of everything else, also of the other methods of
 a class. So rely on what docstrings say of a class, and not on attributes that you have added in
 another exercise. In together.1 everything is yours.
 
-You may add functions, classes and imports to a file, and delete what you do not need. Keep the
-names and the arguments of what is there. A helper belongs in the file that uses it. Print what you
-like; the grader does not mind. The page that belongs to a function is named in its body.
+## Labs
+
+Labs are open-ended extra work, in labs/. Each file there says what is measured and what the rules
+are; `make lab` says which figure yours reaches, and which one is to beat.
+
+    make lab DIR={folder} LAB=bytes_limiter
+
+{labs}
+"""
+
+CONTRACT = """\
+# Track one: this file is yours, and it grows. At first the bodies of functions are missing.
+#
+# - `fsdp` shards a model in place and returns an engine. The engine has `full_params()`.
+# - `module.parameters()` gives the optimizer what this rank keeps, and nothing else.
+# - From grow.2 on: `fsdp` makes its streams once, by calling `Streams(device)`, the name that is
+#   global here. It uses `.compute`, `.unshard` and, from grow.3 on, `.reduce`, which you add. Each
+#   has `submit(launch)`, which starts work and gives an event, `record_event()`,
+#   `wait_event(event)` and `record_stream(tensor)`. An event has `wait()`, for the computation to
+#   wait, and `synchronize()` and `query()`, for the host. The grader puts the streams of a virtual
+#   GPU in the place of this class, and looks at what waits for what.
+# - What `fsdp` gets beside the model and the kinds of units: from grow.5 on limit=2, from grow.6 on
+#   forward_prefetch=True and backward_prefetch="pre", from grow.7 on reshard_after_forward=True,
+#   from grow.8 on param_dtype=None and reduce_dtype=None, from grow.9 on mesh=None. Their meaning
+#   is in the hints and on the pages. From grow.10 on parameters are DTensors.
+#
+# Everything else may be changed, renamed and added as you like, once build.8 is right.
+
 """
 
 TUTOR = """# For coding assistants: be a tutor here
@@ -70,25 +110,32 @@ def make(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, keys in by_file.items():
         here = [exercises()[key] for key in keys]
-        (folder / name).write_text(without_solutions(here[0].reference, here))
+        text = without_solutions(here)
+        (folder / name).write_text(CONTRACT + text if here[0].program else text)
     for lab in labs().values():
         shutil.copytree(
             HERE / "labs" / lab.key,
             folder / "labs" / lab.key,
             ignore=shutil.ignore_patterns("__pycache__"),
         )
+    tables = {"one": _table(1), "two": _table(2)}
+    titles = "\n".join(f"- {lab.key}: {lab.title}" for lab in labs().values())
+    (folder / "README.md").write_text(README.format(folder=folder, **tables, labs=titles))
+    (folder / "AGENTS.md").write_text(TUTOR)
+
+
+def _table(track: int) -> str:
+    """The exercises of a track."""
     rows = [
         f"| {e.key} | {e.title} | {e.points} | {e.minutes} | {e.page} |"
         for e in exercises().values()
+        if e.track == track
     ]
     head = [
         "| exercise | what to write | points | minutes | page |",
         "| --- | --- | ---: | ---: | --- |",
     ]
-    table = "\n".join(head + rows)
-    titles = "\n".join(f"- {lab.key}: {lab.title}" for lab in labs().values())
-    (folder / "README.md").write_text(README.format(folder=folder, table=table, labs=titles))
-    (folder / "AGENTS.md").write_text(TUTOR)
+    return "\n".join(head + rows)
 
 
 def main(out: str) -> None:
@@ -96,9 +143,7 @@ def main(out: str) -> None:
     folder = Path(out).expanduser().resolve()
     make(folder)
     first = next(iter(exercises().values()))
-    print(
-        f"{folder}: {sum(e.points for e in exercises().values())} points to earn. Read README.md."
-    )
+    print(f"{folder}: two tracks, 100 points to earn in each. Read README.md.")
     print(f"Begin with {first.key}: tutorials/{first.page}.md, then {folder / first.file}.")
 
 
