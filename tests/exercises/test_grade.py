@@ -79,6 +79,21 @@ class Evil:
 torch.save([Evil()], own / "seen.0")
 os._exit(0)
 """,
+    "replays what is expected, from memory": OWN_FOLDER
+    + """
+import gc, sys
+frame, found = sys._getframe(), []
+while frame:
+    found += frame.f_locals.values()
+    frame = frame.f_back
+gc.unfreeze()
+found += gc.get_objects()
+values = [value for one in found if type(one) is dict for value in list(one.values())]
+for report in values:
+    if type(report).__name__ == "Report" and report.ranks[0]:
+        torch.save([tuple(seen) for seen in report.ranks[0]], own / "seen.0")
+        os._exit(0)
+""",
     "a report for all that comes": OWN_FOLDER
     + """
 for name in ("seen.0", "seen.0.partly", "half.0"):

@@ -15,9 +15,10 @@ import torch
 
 from tutorials.exercises import source
 from tutorials.exercises.catalog import Check, Exercise, exercises, exercises_alone
-from tutorials.exercises.expected import expected_reports, fingerprint
+from tutorials.exercises.court import Court
+from tutorials.exercises.expected import fingerprint
 from tutorials.exercises.inside import Job
-from tutorials.exercises.judge import Verdict, verdict
+from tutorials.exercises.judge import Verdict
 from tutorials.exercises.overlay import layers_for
 from tutorials.exercises.report import Result, gradescope, inconclusive, table, write
 from tutorials.exercises.sandbox import run_all
@@ -58,7 +59,7 @@ def grade_all(
     to_run = [i for i, result in enumerate(results) if result.state == "right"]
     workers = workers or os.cpu_count() or 1
     checks = {check: None for i in to_run for check in cases[i][1].checks}  # each once, in order
-    expected = expected_reports(checks, seed, patience, workers, keep)
+    court = Court(checks, seed, patience, workers, keep)
     before = fingerprint()
     case_of: dict[Job, int] = {}
     verdicts: dict[int, dict[Check, Verdict]] = {i: {} for i in to_run}
@@ -74,7 +75,7 @@ def grade_all(
                     yield all_jobs[i][number]
 
     for job, report in run_all(jobs(), workers, patience):
-        verdicts[case_of[job]][job.check] = verdict(job.check, expected[job.check], report)
+        verdicts[case_of[job]][job.check] = court.verdict(job.check, report)
     for i in to_run:
         in_order = [verdicts[i][check] for check in cases[i][1].checks if check in verdicts[i]]
         for state in ("inconclusive", "wrong"):  # the second counts for more

@@ -82,7 +82,7 @@ def run_all(jobs: Iterable[Job], workers: int, patience: float = 1) -> Iterator[
             reports of those before.
         patience: by how much slower this machine is than a laptop, if it has nothing else to do.
     """
-    _import_what_it_imports()
+    prepare()
     _adopt_orphans()
     waiting, more = iter(jobs), True
     running: list[_Running] = []
@@ -111,7 +111,7 @@ def run_all(jobs: Iterable[Job], workers: int, patience: float = 1) -> Iterator[
 
 
 @cache
-def _import_what_it_imports() -> None:
+def prepare() -> None:
     """Import minifsdp, for what it imports of torch, which takes seconds; and forget minifsdp."""
     for name in ("minifsdp.sim", "torch._dynamo"):
         importlib.import_module(name)
@@ -129,8 +129,21 @@ def _start(job: Job, patience: float, again: bool = False) -> _Running:
     sys.stderr.flush()
     process = os.fork()
     if not process:
+        _close_files()
         lead(job, Path(out.name))
     return _Running(job, process, out, seconds, Patience(seconds), again)
+
+
+def _close_files() -> None:
+    """Those of the grader: by one of them the judge could be asked (court.py)."""
+    try:
+        opened = [int(number) for number in os.listdir("/proc/self/fd")]
+    except OSError:
+        opened = list(range(256))
+    for number in opened:
+        if number > 2:
+            with suppress(OSError):
+                os.close(number)
 
 
 def _finish(run: _Running, status: int | None) -> Report:
