@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.patience import run_command
+from tutorials.exercises.catalog import exercises_alone
 
 ROOT = Path(__file__).parent.parent.parent
 SHARD = (ROOT / "minifsdp/core/shard.py").read_text()
@@ -47,6 +48,7 @@ judge.equal = lambda want, got: True
 """,
     "patches the checks": """
 from tests.patience import run_command
+from tutorials.exercises.catalog import exercises_alone
 from tutorials.exercises import catalog
 for _, check in catalog._registered:
     object.__setattr__(check, "function", lambda: iter(()))
@@ -254,3 +256,20 @@ def test_what_the_reference_gives_is_kept_until_anything_changes(root, tmp_path)
     with (root / "minifsdp/core/shard.py").open("a") as reference:
         reference.write("# another reference\n")
     assert state() == "right" and len(kept()) == 2
+
+
+@pytest.mark.slow
+def test_where_all_together_is_wrong_the_file_is_named(root, tmp_path):
+    """Here it is wrong alone, too; the same is said where two right functions do not fit."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for exercise in exercises_alone(2):
+        (folder / exercise.file).write_text(exercise.reference)
+    reduce = folder / "reduce.py"
+    mean = "unit, value, 1 / unit.shard_world_size"
+    assert mean in reduce.read_text()
+    reduce.write_text(reduce.read_text().replace(mean, "unit, value, 1.0"))
+    [[(state, message)]] = graded(root, [folder], ["together.1"])
+    assert state == "wrong" and message.endswith(
+        "With the reference's reduce.py in the place of yours it is right: look there."
+    )

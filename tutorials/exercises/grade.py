@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from tutorials.exercises import source
+from tutorials.exercises.at_fault import file_at_fault
 from tutorials.exercises.catalog import Check, Exercise, exercises, exercises_alone
 from tutorials.exercises.court import Court
 from tutorials.exercises.expected import fingerprint
@@ -81,6 +82,11 @@ def grade_all(
         for state in ("inconclusive", "wrong"):  # the second counts for more
             if found := next((v for v in in_order if v.state == state), None):
                 results[i] = Result(cases[i][1], *found)
+        if results[i].state == "wrong" and _is_together(cases[i][1]):
+            check = next(c for c, v in verdicts[i].items() if v.state == "wrong")
+            layers = layers_for(exercises_alone(2), cases[i][0])
+            where = file_at_fault(check, layers, cases[i][0], seed, patience, workers, keep)
+            results[i] = results[i]._replace(message=f"{results[i].message} {where}")
     if fingerprint() != before:
         changed = "the files of the grader were changed while the exercises ran"
         return [Result(exercise, "wrong", changed) for exercise, _ in asked]
@@ -114,9 +120,13 @@ def _graded_as(exercise: Exercise, folder: Path) -> Exercise:
 
 def _jobs(folder: Path, exercise: Exercise, seed: int) -> list[Job]:
     """What to run for an exercise: its checks, with the student's version of it alone."""
-    together = exercise.takes_all and not exercise.program
-    layers = layers_for(exercises_alone(2) if together else [exercise], folder)
+    layers = layers_for(exercises_alone(2) if _is_together(exercise) else [exercise], folder)
     return [Job(check, layers, folder, seed) for check in exercise.checks]
+
+
+def _is_together(exercise: Exercise) -> bool:
+    """Whether all that the student has written of minifsdp's files is graded at once."""
+    return exercise.takes_all and not exercise.program
 
 
 def _before_running(exercise: Exercise, folder: Path) -> Result:
