@@ -192,19 +192,33 @@ def test_units_that_stay_till_their_backward(name):
         assert_as_ddp(name, kind, reshard_after_forward=False)
 
 
-@pytest.mark.parametrize("where", ["around a unit", "inside of units", "around the model"])
+@pytest.mark.parametrize(
+    "where", ["around", "inside", "in a part", "around and in a part", "model"]
+)
 @pytest.mark.parametrize("name", since("7_strategies"))
 @on_ranks(2)
 def test_checkpoints(name, where):
     model, reference = build("GPT"), build("GPT")
-    around = {"inside of units": "mlp", "around a unit": ""}.get(where)
     grow.load(name).fsdp(model, Block)
     for each in (model, reference):
-        for module in [each] if around is None else each.blocks:
-            part = module.get_submodule(around or "")
-            part.forward = partial(checkpoint, part.forward, use_reentrant=False)
-        if around == "":  # hooks run in it as well, because it is around the call
+        inside = {"inside": each.blocks, "model": [each]}.get(where, [])
+        inside = [block.mlp for block in each.blocks] if "in a part" in where else inside
+        for module in inside:
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+        if "around" in where:  # the call: hooks run in it as well
             each.blocks = nn.Sequential(*map(Around, each.blocks))
+    assert train(model) == train(DDP(reference))
+
+
+@pytest.mark.parametrize("name", since("7_strategies"))
+@on_ranks(2)
+def test_a_checkpoint_of_what_a_units_own_parameter_is_used_in(name):
+    """Views that were made without gradients would save other tensors the second time."""
+    model, reference = build("nested"), build("nested")
+    grow.load(name).fsdp(model, Inner)
+    for each in (model, reference):
+        for inner in each[1:]:
+            inner.forward = partial(checkpoint, inner.forward, use_reentrant=False)
     assert train(model) == train(DDP(reference))
 
 
