@@ -101,13 +101,12 @@ class Checkpointed(Model):
 
 
 class Inside(Checkpointed):
-    """Besides, its units run a part of themselves again."""
+    """Besides, its units run their forward again, without their hooks."""
 
     def __init__(self) -> None:
         super().__init__()
         for block in (module for module in self.modules() if isinstance(module, Block)):
-            layer = block.linear
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 class Around(Model):

@@ -337,7 +337,7 @@ def _strategies(what: str, want: Any, got: Any) -> str | None:
     if "checkpoint" in what:
         return (
             "a checkpoint runs a forward again in the backward: it may not free what the backward "
-            "needs, nor hide views, nor begin a new step"
+            "needs, nor hide views, nor begin a new step; and autograd has to know the views"
         )
     if "memory" in what:
         return "a unit that stays till its backward is freed when its gradient is complete"
