@@ -29,6 +29,7 @@ def slow(*values):
     slow(["--strategy", "shard_grad_op", "--prefetch", "post", "--limit", "none"]),
     slow(["--strategy", "no_shard", "--prefetch", "none", "--limit", "1"]),
     slow(["--core"]),
+    slow(["--program", "tutorials/fsdp_in_one_file.py"]),
 ])  # fmt: skip
 def test_it_trains_compares_and_writes(arguments, tmp_path):
     text = tmp_path / "text"
@@ -54,6 +55,7 @@ def test_it_trains_compares_and_writes(arguments, tmp_path):
     (["--device", "tpu"], "--device tpu: choose from cpu, cuda"),
     (["--layers", "0"], "--layers 0: has to be at least 1"),
     (["--width", "100"], "--width 100: has to be a multiple of 32"),
+    (["--program", "/nowhere"], "--program /nowhere: there is no such file"),
     (["--text", "/nowhere"], "--text /nowhere: No such file or directory"),
     (["--text", os.devnull], f"--text {os.devnull}: 0 bytes are too few"),
     (["--core", "--precision", "bf16"], "--core: the core has no --offload, --precision"),

@@ -2,6 +2,7 @@
 
     python tutorials/train_gpt.py                          # 2 ranks on the CPU, or all GPUs
     python tutorials/train_gpt.py --ranks 4 --layers 8     # see --help
+    python tutorials/train_gpt.py --program tutorials/fsdp_in_one_file.py
     torchrun --nproc-per-node 2 tutorials/train_gpt.py     # or launch it yourself
 
 The text is Python's own standard library, which every machine that runs this has. Tokens are bytes.
@@ -13,6 +14,7 @@ import copy
 import importlib.util
 import logging
 import os
+import runpy
 import signal
 import sys
 import sysconfig
@@ -90,6 +92,10 @@ class GPT(nn.Module):
 
 def shard(model: GPT, args: argparse.Namespace) -> Any:
     """All it takes: each block becomes a unit, what is left (embeddings, head) the root's."""
+    if args.program is not None:
+        program = runpy.run_path(args.program)
+        model.engine = program["fsdp"](model.to(args.torch_device), Block)
+        return model
     if args.core:
         return core.FullyShardedDataParallel(
             model.to(args.torch_device),
@@ -217,7 +223,10 @@ def compare(fsdp: Any, plain: GPT, losses: Tensor, reference: Tensor) -> bool:
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     dist.all_reduce(first, dist.ReduceOp.MIN)
     if isinstance(fsdp, FSDP):
-        gap, what = compare_parameters(fsdp, dict(plain.named_parameters()))
+        with FSDP.summon_full_params(fsdp, writeback=False):
+            gap, what = compare_parameters(dict(fsdp.named_parameters()), plain)
+    elif isinstance(fsdp, GPT):
+        gap, what = compare_parameters(fsdp.engine.full_params(), plain)
     else:
         gap, what = compare_shards(fsdp, dict(plain.named_parameters()))
     say("minifsdp against DistributedDataParallel, from the same seed and on the same data:")
@@ -232,12 +241,11 @@ def compare(fsdp: Any, plain: GPT, losses: Tensor, reference: Tensor) -> bool:
     return float(worst) == float(gaps) == 0
 
 
-def compare_parameters(fsdp: FSDP, expected: dict[str, Tensor]) -> tuple[float, str]:
+def compare_parameters(found: dict[str, Tensor], plain: GPT) -> tuple[float, str]:
     """The largest difference of a parameter; and how many are equal, in words."""
-    with FSDP.summon_full_params(fsdp, writeback=False):
-        found = dict(fsdp.named_parameters())
-        assert found.keys() == expected.keys()
-        gaps = [(found[n] - expected[n].to(found[n].device)).abs().max().item() for n in expected]
+    expected = dict(plain.named_parameters())
+    assert found.keys() == expected.keys()
+    gaps = [(found[n] - expected[n].to(found[n].device)).abs().max().item() for n in expected]
     return max(gaps), f"parameters  {sum(gap == 0 for gap in gaps)} of {len(gaps)}"
 
 
@@ -285,18 +293,19 @@ def main(args: argparse.Namespace) -> None:
     text = torch.frombuffer(bytearray(args.data), dtype=torch.uint8)
 
     torch.manual_seed(0)
-    model = shard(GPT(args.layers, args.width), args)
-    units = model.engine.units
-    total = sum(unit.numel * 4 for unit in units)
-    held = sum(unit.sharded_flat_param.numel() * 4 for unit in units)
+    plain = GPT(args.layers, args.width)
+    total = sum(param.nbytes for param in plain.parameters())
+    model = shard(plain, args)
+    held = sum(getattr(p, "_local_tensor", p).nbytes for p in model.parameters())  # of a DTensor
+    units = getattr(model.engine, "units", [])  # a program of one's own may keep them elsewhere
     say(
         f"GPT: {args.layers} layers, width {args.width}, {total / 4e6:.2f} M parameters "
-        f"({total / 1e6:.2f} MB) in {len(units)} units over {dist.get_world_size()} ranks; "
+        f"({total / 1e6:.2f} MB) in {len(units) or 'its'} units over {dist.get_world_size()} ranks; "
         f"text: {len(text) / 1e6:.1f} MB"
     )
     losses = train(model, text, args)
     at_most = ""
-    if not args.core:  # which does not count
+    if isinstance(model, FSDP):  # the others do not count
         peak = model.engine.stats.peak_unsharded_bytes
         at_most = f", at most {peak:,} bytes unsharded at a time"
     say(f"parameters per rank: {held:,} bytes held sharded{at_most} (DDP: {total:,} always)\n")
@@ -335,6 +344,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--core", action="store_true", help="with minifsdp/core/ alone: fp32, and no checkpoints"
+    )
+    parser.add_argument(
+        "--program", metavar="FILE", help="with fsdp(model, *kinds) of a file, by its defaults"
     )
     parser.add_argument("--offload", action="store_true", help="parameters live on the host")
     parser.add_argument("--precision", default="fp32", help="to compute with: fp32, bf16")
@@ -394,6 +406,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         )
     if args.checkpoint is not None and importlib.util.find_spec("numpy") is None:
         parser.error("--checkpoint: torch.distributed.checkpoint needs NumPy; pip install numpy")
+    if args.program is not None and not Path(args.program).is_file():
+        parser.error(f"--program {args.program}: there is no such file")
     try:
         args.data = read(args.text)
     except OSError as error:

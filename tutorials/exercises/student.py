@@ -39,7 +39,8 @@ again when the file has grown: its first functions together then, as build.8 is.
 In every other file here the bodies of some functions are missing. Write them. What you have not
 written yet comes from minifsdp, function by function, so you can begin anywhere.
 
-    make demo STUDENT={folder}                at the end: train a GPT with what you have written
+    make demo ARGS="--program {folder}/fsdp.py"    from build.8 on: your FSDP trains a GPT
+    make demo STUDENT={folder}                minifsdp does, with your functions of track two
 
 The exercises, in a good order:
 
