@@ -1,4 +1,5 @@
-"""Code of the engine on a page: by name, from where it is, and with what comes later left out.
+"""Code of the engine on a page: by name, from where it is, and with what comes later left out. What
+is an exercise's to write is folded, for readers who write it themselves.
 
     {{ minifsdp/core/limiter.py EventQueue.admit }}
     {{ minifsdp/core/unshard.py unshard -stats -wait_event }}
@@ -11,20 +12,49 @@ rest for the whole, and below it says so, with a link to the file.
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10, where pytest brings this one along
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
 
 
 def quoted(text: str) -> str:
     """``text`` with the code in it that ``{{ }}`` name."""
-    return re.sub(
-        r"^\{\{ (\S+) (\S+)\s(.*?)\}\}$",
-        lambda m: quote(m[1], m[2], re.findall(r"(?<!\S)-(\S.*?)(?=\s-\S|\s*$)", m[3], re.DOTALL)),
-        text,
-        flags=re.MULTILINE | re.DOTALL,
-    )
+
+    def code(m: re.Match[str]) -> str:
+        without = re.findall(r"(?<!\S)-(\S.*?)(?=\s-\S|\s*$)", m[3], re.DOTALL)
+        return folded(quote(m[1], m[2], without), exercises_on(m[1], m[2]))
+
+    pattern = r"^\{\{ (\S+) (\S+)\s(.*?)\}\}$"
+    return re.sub(pattern, code, text, flags=re.MULTILINE | re.DOTALL)
+
+
+def folded(code: str, keys: list[str]) -> str:
+    """Code that is the answer of exercises; as it is, if there are none."""
+    if not keys:
+        return code
+    summary = f"<summary>The code. To write it yourself first: {', '.join(keys)}</summary>"
+    return f"<details>{summary}\n\n{code}\n\n</details>"
+
+
+@cache
+def exercises_on(file: str, name: str) -> list[str]:
+    """The exercises in which something that is, or is in, ``name`` is to be written."""
+    every = tomllib.loads((ROOT / "tutorials/exercises/exercises.toml").read_text())["exercise"]
+    keys = []
+    for exercise in every:
+        of_package = f"minifsdp/{exercise.get('module', '')}.py"
+        there = "tutorials/fsdp_in_one_file.py" if exercise.get("program") else of_package
+        for taken in exercise.get("takes", []) if there == file else []:
+            if f"{name}.".startswith(f"{taken}.") or taken.startswith(f"{name}."):
+                keys.append(exercise["key"])
+    return sorted({*keys})
 
 
 def quote(file: str, name: str, without: list[str] | None = None) -> str:

@@ -297,10 +297,11 @@ def main(args: argparse.Namespace) -> None:
     total = sum(param.nbytes for param in plain.parameters())
     model = shard(plain, args)
     held = sum(getattr(p, "_local_tensor", p).nbytes for p in model.parameters())  # of a DTensor
-    units = getattr(model.engine, "units", [])  # a program of one's own may keep them elsewhere
+    # A program of one's own may keep its units elsewhere.
+    units = f"{len(model.engine.units)} units" if hasattr(model.engine, "units") else "units"
     say(
         f"GPT: {args.layers} layers, width {args.width}, {total / 4e6:.2f} M parameters "
-        f"({total / 1e6:.2f} MB) in {len(units) or 'its'} units over {dist.get_world_size()} ranks; "
+        f"({total / 1e6:.2f} MB) in {units} over {dist.get_world_size()} ranks; "
         f"text: {len(text) / 1e6:.1f} MB"
     )
     losses = train(model, text, args)

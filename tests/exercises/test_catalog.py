@@ -8,6 +8,7 @@ import pytest
 
 from tests.patience import run_command
 from tutorials.exercises.catalog import exercises, exercises_alone, wrong_solutions
+from tutorials.exercises.context import context
 from tutorials.exercises.student import make
 
 ROOT = Path(__file__).parent.parent.parent
@@ -56,3 +57,14 @@ def test_hints_come_one_after_the_other():
     for number in (1, 2, 3):
         assert first[number - 1] in hint("limiter.1", str(number)).stdout
     assert "there is no exercise 'limiter.9'" in hint("limiter.9").stderr
+
+
+def test_the_context_has_what_solutions_call_and_not_the_solutions():
+    parts = dict(re.findall(r"^## (\S+): .*?\n\n(.*?)(?=\n## |\Z)", context(), re.M | re.S))
+    assert parts.keys() == {exercise.key for exercise in exercises_alone(2)}
+    assert "`Stream.submit(launch, label)`, core/streams.py: Run" in parts["unshard.1"]
+    assert "`place(" not in parts["collectives.2"]  # a name of its own there
+    assert "`reshard(" not in parts["reshard.1"] and "Nothing but torch." in parts["flatten.1"]
+    for key, part in parts.items():
+        for name in exercises()[key].takes:
+            assert f"`{name}(" not in part, (key, name)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from tutorials.exercises.catalog import HERE, exercises, exercises_alone
+from tutorials.exercises.context import context
 from tutorials.exercises.lab import labs
 from tutorials.exercises.source import without_solutions
 
@@ -30,17 +31,20 @@ nothing is the reference's. Then the file goes on growing, a step with each exer
 and so on, to an FSDP with streams, a limiter, prefetching, strategies, low precision and two groups
 of ranks. What such a program does is graded, and not how: classes and helpers are up to you. An
 exercise is begun when the file uses the name that `make grade` asks for. What was right is graded
-again when the file has grown: its first functions together then, as build.8 is.
+again when the file has grown: its first functions together then, as build.8 is. After build.8 your
+file trains a GPT beside DDP, and prints how equal the two are:
+
+    make demo ARGS="--program {folder}/fsdp.py"
 
 {one}
 
 ## Track two: the concepts of minifsdp
 
 In every other file here the bodies of some functions are missing. Write them. What you have not
-written yet comes from minifsdp, function by function, so you can begin anywhere.
+written yet comes from minifsdp, function by function, so you can begin anywhere. CONTEXT.md says what each
+of them may call.
 
-    make demo ARGS="--program {folder}/fsdp.py"    from build.8 on: your FSDP trains a GPT
-    make demo STUDENT={folder}                minifsdp does, with your functions of track two
+    make demo STUDENT={folder}                at the end: train a GPT with what you have written
 
 The exercises, in a good order:
 
@@ -102,7 +106,7 @@ def make(folder: Path) -> None:
     by_file: dict[str, list[str]] = {}
     for exercise in exercises_alone():
         by_file.setdefault(exercise.file, []).append(exercise.key)
-    names = [*by_file, "README.md", "AGENTS.md", "labs"]
+    names = [*by_file, "README.md", "CONTEXT.md", "AGENTS.md", "labs"]
     if there := [name for name in names if (folder / name).exists()]:
         raise SystemExit(
             f"{folder} has {', '.join(there)} in it already, which may be your work. Nothing was "
@@ -122,6 +126,7 @@ def make(folder: Path) -> None:
     tables = {"one": _table(1), "two": _table(2)}
     titles = "\n".join(f"- {lab.key}: {lab.title}" for lab in labs().values())
     (folder / "README.md").write_text(README.format(folder=folder, **tables, labs=titles))
+    (folder / "CONTEXT.md").write_text(context())
     (folder / "AGENTS.md").write_text(TUTOR)
 
 
