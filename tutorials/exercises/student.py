@@ -41,8 +41,8 @@ file trains a GPT beside DDP, and prints how equal the two are:
 ## Track two: the concepts of minifsdp
 
 In every other file here the bodies of some functions are missing. Write them. What you have not
-written yet comes from minifsdp, function by function, so you can begin anywhere. CONTEXT.md says what each
-of them may call.
+written yet comes from minifsdp, function by function, so you can begin anywhere. What each of them
+may call is in CONTEXT.md.
 
     make demo STUDENT={folder}                at the end: train a GPT with what you have written
 
