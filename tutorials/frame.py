@@ -16,6 +16,7 @@ hours and 20 minutes. The three figures here are those, slowed down by that.
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 try:
     import tomllib
@@ -71,6 +72,7 @@ def framed(path: Path, body: str) -> str:
     parts = [
         made,
         head,
+        at_a_glance(path),
         improves,
         OPEN,
         body,
@@ -94,13 +96,33 @@ def title(path: Path) -> str:
     return str(found)
 
 
+def at_a_glance(path: Path) -> str:
+    """What a page runs, which words are new on it, and what its reader can do afterwards."""
+    source = path.read_text()
+    ranks = sorted({*re.findall(r"@on_ranks\((\d)\)", source)})
+    counts = " and ".join(filter(None, [", ".join(ranks[:-1]), *ranks[-1:]]))
+    runs = [f"{counts} processes"] * bool(ranks)
+    runs += ["a virtual GPU"] * ("minifsdp.sim" in source)
+    glossary = (HERE / "glossary.md").read_text()
+    new = re.findall(rf"^- \*\*(.+?)\*\*: .*\({path.stem}\.md\)$", glossary, re.MULTILINE)
+    keys = [f"`{e['key']}`" for e in _exercises() if e["page"] == path.stem]
+    says = {"Runs on": runs or ["one process"], "New": new, "Then you can write": keys}
+    return " · ".join(f"{what}: {', '.join(it)}" for what, it in says.items() if it)
+
+
 def exercises(stem: str) -> list[str]:
     """What the reader of a page can write now, if there is something."""
-    every = tomllib.loads((HERE / "exercises" / "exercises.toml").read_text())["exercise"]
-    here = [f"`{e['key']}` ({e['title']})" for e in every if e["page"] == stem]
+    here = [f"`{e['key']}` ({e['title']})" for e in _exercises() if e["page"] == stem]
     if not here:
         return []
     return [f"**[Now write it yourself](exercises/README.md)**: {', '.join(here)}."]
+
+
+def _exercises() -> list[dict[str, Any]]:
+    every: list[dict[str, Any]] = tomllib.loads(
+        (HERE / "exercises" / "exercises.toml").read_text()
+    )["exercise"]
+    return every
 
 
 def body(path: Path) -> str:
