@@ -217,6 +217,19 @@ def test_what_is_left_out_of_a_quote_is_seen_and_the_rest_is_there(engine):
     assert "shortened" not in quotes.quoted("{{ thing.py Thing.work }}")
 
 
+def test_what_is_to_be_written_is_folded():
+    for file, name, key in (
+        ("minifsdp/core/flatten.py", "flatten", "flatten.1"),
+        ("minifsdp/core/limiter.py", "EventQueue", "limiter.2, limiter.3"),
+        ("minifsdp/core/limiter.py", "EventQueue.freed", "limiter.2, limiter.3"),
+        ("tutorials/fsdp_in_one_file.py", "Unit.unshard", "build.3"),
+    ):
+        text = quotes.quoted(f"{{{{ {file} {name} }}}}")
+        assert text.startswith("<details><summary>The code.") and f"first: {key}<" in text
+    whole = "{{ minifsdp/core/limiter.py NoLimit }}"  # nobody's to write
+    assert quotes.quoted(whole).startswith("```python")
+
+
 def test_nothing_can_be_left_out_that_is_not_there(engine):
     with pytest.raises(KeyError, match=r"no statement or comment with 'stats\.gone'"):
         quotes.quoted("{{ thing.py Thing.work -stats.gone }}")

@@ -22,6 +22,7 @@ except ImportError:  # Python 3.10, where pytest brings this one along
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
+EXERCISES = Path(__file__).parent / "exercises" / "exercises.toml"
 
 
 def quoted(text: str) -> str:
@@ -46,9 +47,8 @@ def folded(code: str, keys: list[str]) -> str:
 @cache
 def exercises_on(file: str, name: str) -> list[str]:
     """The exercises in which something that is, or is in, ``name`` is to be written."""
-    every = tomllib.loads((ROOT / "tutorials/exercises/exercises.toml").read_text())["exercise"]
     keys = []
-    for exercise in every:
+    for exercise in tomllib.loads(EXERCISES.read_text())["exercise"]:
         of_package = f"minifsdp/{exercise.get('module', '')}.py"
         there = "tutorials/fsdp_in_one_file.py" if exercise.get("program") else of_package
         for taken in exercise.get("takes", []) if there == file else []:
