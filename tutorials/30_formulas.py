@@ -35,7 +35,7 @@ from typing import Any
 
 import formulas as sheet
 from draw import strips
-from virtual_run import most, operators, run, sizes
+from virtual_run import in_forward, most, operators, run, sizes
 
 from minifsdp.sim.hardware.costs import Cluster
 from minifsdp.sim.hardware.gpus import GPUS
@@ -191,19 +191,6 @@ def operations() -> None:
 TOKENS = (1024, 2048, 3072, 4096, 6144, 8192)
 
 
-def a_block(tokens: int) -> tuple[float, float]:
-    """Seconds that block 12 is computed with in the forward, and gathered for."""
-    ops = operators(train(f"--batch {tokens // 1024}")[1])
-    begin, end = (
-        next(o.start for o in ops if o.stream == "compute" and f"{unit}'" in str(o.reads))
-        for unit in ("'blocks.12", "'blocks.13")
-    )
-    computed = sum(o.end - o.start for o in ops
-                   if o.stream == "compute" and begin <= o.start < end)  # fmt: skip
-    gathers = [o for o in ops if o.sent and o.label == "all-gather 'blocks.12'"]
-    return computed, gathers[0].end - gathers[0].start
-
-
 def draw(measured: dict[int, tuple[float, float]], formula: float) -> None:
     gathers = measured[TOKENS[0]][1]
     rows: list[Any] = [("the gather", [(gathers, "purple", f"{gathers * 1e3:.1f} ms")])]
@@ -216,7 +203,7 @@ def draw(measured: dict[int, tuple[float, float]], formula: float) -> None:
 # %%
 def when_it_hides() -> None:
     formula = sheet.enough_tokens(REACHED, NETWORK, W)
-    measured = {tokens: a_block(tokens) for tokens in TOKENS}
+    measured = {n: in_forward(train(f"--batch {n // 1024}")[1], 12) for n in TOKENS}
     for (few, (before, gathers)), (many, (after, _)) in pairwise(measured.items()):
         if before < gathers <= after:
             found = few + (many - few) * (gathers - before) / (after - before)
@@ -284,9 +271,9 @@ def small_units() -> None:
         found, _ = train(f"--model {name} --gpu h100 --nodes 8 --network 3200 --batch 2")
         waits, unit = found["exposed communication"] / found["step"], sizes(name)[1]
         gathers, alpha = sheet.gather(2 * unit, network, 64, 8), sheet.latency(64, 8)
-        print(f"{name:8}  gather of a block: {gathers * 1e3:.2f} ms, of which latency "
-              f"{alpha * 1e3:.2f}; waits for {waits:3.0%} of the step; with latency T* would be "
-              f"{gathers * reached / (2 * unit):6,.0f}")  # fmt: skip
+        print(f"{name:8}  a gather takes {gathers * 1e3:.2f} ms, {alpha * 1e3:.2f} of it latency; "
+              f"waits for {waits:3.0%} of the step; "
+              f"T* with latency {gathers * reached / (2 * unit):6,.0f}")  # fmt: skip
         FOUND[name] = waits
 
 

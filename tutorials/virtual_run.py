@@ -14,7 +14,7 @@ from minifsdp.sim.cli.run import measure
 from minifsdp.sim.device import VirtualGpu
 from minifsdp.sim.figures.memory_report import KINDS, lives
 from minifsdp.sim.figures.report import last_step
-from minifsdp.sim.tape import Op
+from minifsdp.sim.tape import COMPUTE, Op
 from minifsdp.sim.training.presets import MODELS
 
 
@@ -51,3 +51,19 @@ def most(gpu: VirtualGpu) -> dict[str, float]:
         changes += [(life.places.stop, -life.nbytes) for life in mine]
         found[kind] = max(accumulate(change for _, change in sorted(changes)), default=0)
     return found
+
+
+def in_forward(gpu: VirtualGpu, block: int) -> tuple[float, float]:
+    """Seconds that a block is computed with in the forward, and those in which it is gathered."""
+    ops = operators(gpu)
+    computing = [op for op in ops if op.stream == COMPUTE]
+    begin, end = (
+        next(op.start for op in computing if any(b.label == _gather(at) for b in op.reads))
+        for at in (block, block + 1)
+    )
+    computed = sum(op.end - op.start for op in computing if begin <= op.start < end)
+    return computed, next(op.end - op.start for op in ops if op.sent and op.label == _gather(block))
+
+
+def _gather(block: int) -> str:
+    return f"all-gather 'blocks.{block}'"
