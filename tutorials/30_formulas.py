@@ -352,7 +352,7 @@ def constants() -> None:
 # Now you: [fifteen problems](problems.md) with worked answers, from bytes of a rank to what hybrid
 # sharding saves.
 #
-## Predict, then run
+# ## Predict, then run
 #
 # 1. A model has 70 billion parameters, and a GPU has 83 GB for PyTorch. How many GPUs does AdamW
 #    need at least, if there is nothing else in memory?

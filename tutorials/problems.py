@@ -6,6 +6,7 @@ cannot be stale.
 """
 
 import sys
+import textwrap
 from collections.abc import Callable
 from math import ceil
 from pathlib import Path
@@ -14,14 +15,15 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # as in build.py
 import formulas as sheet
-import torch
 from torch import nn
 from virtual_run import most, operators, run, sizes
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.sim import cluster
+from minifsdp.sim.figures.report import last_step
 from minifsdp.sim.hardware.costs import Cluster
 from minifsdp.sim.hardware.gpus import GPUS
+from minifsdp.sim.tape import Phase
 
 PAGE = HERE / "problems.md"
 REACHED = 0.8  # of a link
@@ -50,7 +52,11 @@ def off(formula: float, found: float, within: float) -> str:
     farthest.append(abs(ratio))
     if abs(ratio) < 0.005:
         return "as computed"
-    return f"{abs(ratio):.0%} {'more' if ratio > 0 else 'less'}"
+    return f"{percent(abs(ratio))} {'more' if ratio > 0 else 'less'}"
+
+
+def percent(share: float, digits: int = 0) -> str:
+    return f"{share * 100:.{digits}f} %"
 
 
 def gb(nbytes: float, digits: int = 1) -> str:
@@ -184,10 +190,11 @@ def checkpoints() -> Problem:
     whole, disk = 12 * n, 2e9
     return Problem(
         "The size of a checkpoint",
-        f"A model of {billion(n)} parameters is trained with AdamW on 16 GPUs, and a checkpoint has "
-        "everything that is needed to go on: values and both averages, in fp32. How large is it, "
-        "how large is the part of one GPU, and how long is it written if each of the two nodes "
-        f"writes {gb(disk, 0)} per second? How large is a file with the values alone, in bf16?",
+        f"A model of {billion(n)} parameters is trained with AdamW on 16 GPUs. A checkpoint "
+        "has all that is needed to go on: values and both averages, in fp32. How large is it, how "
+        "large is the part of one GPU, and how long does it take to write it if each of the two "
+        f"nodes writes {gb(disk, 0)} per second? How large is a file with the values "
+        "alone, in bf16?",
         [
             f"(4 + 8) bytes × {billion(n)} = {gb(whole)}; gradients are not saved",
             f"One GPU: {gb(whole)} / 16 = {gb(whole / 16)}",
@@ -210,7 +217,7 @@ def padding() -> Problem:
         assert found == shard, (found, shard)
         lines.append(f"{name.capitalize()}: {params:,} / 1,024, rounded up, are {shard:,} numbers "
                      f"on each; 1,024 × {shard:,} − {params:,} = {zeros:,} zeros, "
-                     f"{zeros / (zeros + params):.2%}")  # fmt: skip
+                     f"{percent(zeros / (zeros + params), 1)}")  # fmt: skip
         says.append(f"{found:,} numbers in the shard of {name}")
     return Problem(
         "Padding",
@@ -236,15 +243,15 @@ def time_of_a_gather() -> Problem:
                  if op.sent and op.label == "all-gather 'blocks.12'")  # fmt: skip
     return Problem(
         "The time of a gather",
-        f"A block of {unit / 1e6:.0f} million parameters is gathered in bf16 by 64 GPUs on 8 nodes. "
-        "The network moves 1,600 Gbit/s for each node, of which 80 % are reached. A step of the "
-        "ring takes 3 µs inside a node and 12 µs from one node to the next. How long does the "
+        f"A block of {unit / 1e6:.0f} million parameters is gathered in bf16 by 64 GPUs on 8 "
+        "nodes. The network moves 1,600 Gbit/s for each node, of which 80 % are reached. A step of "
+        "the ring takes 3 µs inside a node and 12 µs from one node to the next. How long does the "
         "gather take, and how much of it is latency?",
         [
             f"Latency: 55 × 3 µs + 8 × 12 µs = {alpha * 1e3:.2f} ms",
             f"Bytes: 2 × {unit / 1e6:.0f} million × 63/64 = {gb(2 * unit * 63 / 64, 3)}, at "
             f"0.8 × 200 = {bandwidth / 1e9:.0f} GB/s in {(formula - alpha) * 1e3:.2f} ms",
-            f"Together {formula * 1e3:.2f} ms, and {alpha / formula:.0%} of it is latency",
+            f"Together {formula * 1e3:.2f} ms, and {percent(alpha / formula)} of it is latency",
         ],
         f"{found * 1e3:.2f} ms ({off(formula, found, 0.01)}).",
     )
@@ -266,12 +273,12 @@ def mfu_of_a_log_line() -> Problem:
         [
             f"Tokens per second of a GPU: 64 × 1,024 / 16 / {step:.3f} = {speed:,.0f}",
             f"6 × {billion(n)} × {speed:,.0f} = {6 * n * speed / 1e12:.0f} Tflops, of "
-            f"{peak / 1e12:.0f}: {plain:.1%}",
+            f"{peak / 1e12:.0f}: {percent(plain, 1)}",
             f"Attention: 12 × 24 × 2,048 × 1,024 = {more / 1e9:.2f} Gflops for a token, beside "
-            f"{6 * n / 1e9:.2f}; with them {formula:.1%}",
+            f"{6 * n / 1e9:.2f}; with them {percent(formula, 1)}",
         ],
-        f"{found['MFU']:.1%}, with attention ({off(formula, found['MFU'], 0.02)}: the table of "
-        "positions has parameters, and nothing is multiplied with it).",
+        f"{percent(found['MFU'], 1)}, with attention ({off(formula, found['MFU'], 0.02)}: the "
+        "table of positions has parameters, and nothing is multiplied with it).",
     )
 
 
@@ -289,12 +296,12 @@ def tokens_and_days() -> Problem:
     days, measured = (total / 16 / s / 86400 for s in (speed, found["tokens/s per GPU"]))
     return Problem(
         "How long will it take?",
-        f"With 8,192 tokens on each GPU the same training has an MFU of {share:.0%}, attention "
-        f"included. You want to train on 20 tokens for each parameter, on the same 16 GPUs. How "
-        "many tokens per second is that, and how many days?",
+        f"With 8,192 tokens on each GPU the same training has an MFU of {percent(share)}, "
+        "attention included. You want to train on 20 tokens for each parameter, on the same 16 "
+        "GPUs. How many tokens per second is that, and how many days?",
         [
             f"A token: 6 × {billion(n)} and attention, {each / 1e9:.2f} Gflops",
-            f"{share:.0%} of {peak / 1e12:.0f} Tflops / {each / 1e9:.2f} Gflops = "
+            f"{percent(share)} of {peak / 1e12:.0f} Tflops / {each / 1e9:.2f} Gflops = "
             f"{speed:,.0f} tokens per second of a GPU",
             f"20 × {billion(n)} tokens / (16 × {speed:,.0f}) = {total / 16 / speed:,.0f} s = "
             f"{days:.2f} days",
@@ -315,17 +322,17 @@ def when_gathers_hide() -> Problem:
         "When do gathers hide?",
         "A model is sharded over 4 nodes of 8 H100. Large products reach "
         f"{reached('h100') / 1e12:.0f} Tflops, and the network 80 % of 400 Gbit/s for each node. "
-        "Each GPU has 4,096 tokens in a step. Are the gathers hidden? From how many tokens on are "
+        "Each GPU has 4,096 tokens in a step. Are the gathers hidden, from how many tokens on are "
         "they, and does the size of the model matter?",
         [
             f"B = 0.8 × 400 / 8 = {bandwidth / 1e9:.0f} GB/s",
             f"T\\* = 2/2 × {reached('h100') / 1e12:.0f}e12 / {bandwidth / 1e9:.0f}e9 × 31/32 = "
             f"{formula:,.0f} tokens",
-            f"4,096 are {4096 / formula:.0%} of that, so they are not hidden. The model's size has "
-            "cancelled out",
+            f"4,096 are {percent(4096 / formula)} of that, so they are not hidden. The model's "
+            "size has cancelled out",
         ],
-        f"a GPT of 1.3 billion waits for the network for {waits[0]:.0%} of the step with 4,096 "
-        f"tokens, and for {waits[1]:.0%} with 16,384.",
+        f"a GPT of 1.3 billion waits for the network for {percent(waits[0])} of the step with "
+        f"4,096 tokens, and for {percent(waits[1])} with 16,384.",
     )
 
 
@@ -395,8 +402,8 @@ def accumulation() -> Problem:
             f"One gather or reduction: 2 × {billion(n)} × 15/16 = {gb(once, 2)}",
             f"`FULL_SHARD`: 4 × 3 = 12 of them, {gb(12 * once)}; with `no_sync()` 4 × 2 + 1 = 9, "
             f"{gb(9 * once)}",
-            f"`SHARD_GRAD_OP`: 4 × 2 = 8, {gb(8 * once)}; in `no_sync()` it keeps what is gathered, "
-            f"so 2, {gb(2 * once)}",
+            f"`SHARD_GRAD_OP`: 4 × 2 = 8, {gb(8 * once)}; in `no_sync()` it keeps what is "
+            f"gathered, so 2, {gb(2 * once)}",
             f"Gradients of all parameters that wait: 2 × {billion(n)} = {gb(2 * n)}",
         ],
         ", ".join(gb(figures["bytes sent"]) for figures in found.values())
@@ -417,15 +424,16 @@ def offload() -> Problem:
     formula, block = 4 * (2 * n - root) / bandwidth, 4 * unit / bandwidth
     tokens = block / (2 * unit / reached("a100-40"))
     assert 16_000 < tokens < 17_000
-    figures = run("--model gpt-7b --gpu a100-40 --gpus 1 --batch 1 --seq 1024 --offload yes")[0]
+    (begun,) = (e for e in last_step(gpu.tape)[0] if isinstance(e, Phase) and e.name == "optimizer")
+    steps = last_step(gpu.tape)[2] - begun.launched
     return Problem(
         "The bandwidth of offload",
         f"{billion(n)} parameters in fp32 live on the host of one A100 with 40 GB, and each block "
         f"of {unit / 1e6:.0f} million is uploaded for the forward and again for the backward. Only "
         f"the root, {root / 1e6:.0f} million, is uploaded once. PCIe reaches "
         f"{bandwidth / 1e9:.1f} GB/s, and products {reached('a100-40') / 1e12:.0f} Tflops. How "
-        "long is a block's upload, how long are all of a step, and from how many tokens on does "
-        "the forward of a block take longer than the upload of the next one?",
+        "long is a block's upload, how long do all uploads of a step take, and from how many "
+        "tokens on does the forward of a block take longer than the upload of the next one?",
         [
             f"A block: 4 × {unit / 1e6:.0f} million = {gb(4 * unit, 2)}, / {bandwidth / 1e9:.1f} "
             f"GB/s = {block * 1e3:.0f} ms",
@@ -435,8 +443,8 @@ def offload() -> Problem:
             f"{reached('a100-40') / 1e12:.0f} Tflops; {block * 1e3:.0f} ms at T = {tokens:,.0f}",
         ],
         f"an upload takes {once * 1e3:.0f} ms ({off(block, once, 0.01)}), all of them "
-        f"{busy:.2f} s ({off(formula, busy, 0.01)}). The step takes {figures['step']:.2f} s, "
-        "since the host's AdamW comes after it.",
+        f"{busy:.2f} s ({off(formula, busy, 0.01)}). After that the host "
+        f"still needs {steps:.2f} s for AdamW.",
     )
 
 
@@ -461,8 +469,8 @@ def hybrid_on_a_slow_network() -> Problem:
         "gradients are all-reduced between the nodes?",
         [
             f"`FULL_SHARD`: 2 × (3 × {n / 1e9:.2f} − {root / 1e9:.2f}) billion × 31/32 at "
-            f"{bandwidth / 1e9:.0f} GB/s = {whole:.2f} s, and 74 × {alpha * 1e3:.2f} ms of latency, "
-            f"{formula:.2f} s: the network is busy all the time",
+            f"{bandwidth / 1e9:.0f} GB/s = {whole:.2f} s, and with 74 × {alpha * 1e3:.2f} ms of "
+            f"latency {formula:.2f} s, in which the network is always busy",
             "`HYBRID_SHARD`: each GPU all-reduces an eighth, and the eight GPUs of a node share "
             f"its network. So 2 × 2 × {billion(n)} × 3/4 cross it, {reduced:.2f} s",
             f"No gradient is there before the forward is done: {compute / 3:.2f} + {reduced:.2f} = "
@@ -480,7 +488,8 @@ def limit_and_reserved() -> Problem:
     every = 2 * (2 * n - root)
     formula = every - 2 * (root + unit)
     found = free["peak reserved"] - two["peak reserved"]
-    assert free["peak allocated"] == two["peak allocated"]
+    alive = free["peak unsharded units"]
+    assert free["peak allocated"] == two["peak allocated"] and 32 < alive < 65
     return Problem(
         "The limit, and reserved memory",
         f"A GPT of {billion(n)} parameters has 32 blocks of {unit / 1e6:.0f} million and a root of "
@@ -497,8 +506,8 @@ def limit_and_reserved() -> Problem:
             "the next is gathered",
         ],
         f"{gb(free['peak reserved'])} are reserved without a limit and {gb(two['peak reserved'])} "
-        f"with it, {gb(found)} more ({off(formula, found, 0.2)}, as some memory is free again when "
-        f"the host comes by). {gb(two['peak allocated'])} are allocated in both.",
+        f"with it, {gb(found)} more ({off(formula, found, 0.2)}): {alive} of the 65 gathered units "
+        f"have memory at one time. {gb(two['peak allocated'])} are allocated in both.",
     )
 
 
@@ -534,6 +543,10 @@ the virtual GPU says, and in brackets how far that is from what was computed. A 
 """
 
 
+def wrapped(paragraph: str, indent: str = "") -> str:
+    return textwrap.fill(paragraph, 100, subsequent_indent=indent, break_on_hyphens=False)
+
+
 def text() -> str:
     """The page. Runs everything."""
     farthest.clear()
@@ -541,18 +554,18 @@ def text() -> str:
     for number, problem in enumerate(PROBLEMS, 1):
         title, question, answer, says = problem()
         print(f"{number:2} {title}", flush=True)
-        lines = "\n".join(f"- {line}." for line in answer)
+        lines = "\n".join(wrapped(f"- {line}.", "  ") for line in answer)
         parts.append(
-            f"## {number}. {title}\n\n{question}\n\n<details><summary>Answer</summary>\n\n"
-            f"{lines}\n\nThe virtual GPU: {says}\n\n</details>\n"
+            f"## {number}. {title}\n\n{wrapped(question)}\n\n"
+            f"<details><summary>Answer</summary>\n\n{lines}\n\n"
+            f"{wrapped(f'The virtual GPU: {says}')}\n\n</details>\n"
         )
-    torch.set_default_device(None)
     return "\n".join(parts)
 
 
 def main() -> None:
     PAGE.write_text(text())
-    print(f"the farthest run is {max(farthest):.1%} from its answer")
+    print(f"the farthest run is {percent(max(farthest), 1)} from its answer")
 
 
 if __name__ == "__main__":
