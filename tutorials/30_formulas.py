@@ -89,10 +89,9 @@ def memory_of_a_rank() -> None:
             if formula:
                 now = found["gathered parameters"]
                 print(beside(f"{strategy}, {precision}: gathered", formula, now, "GB", 0.04))
-    found = train("--strategy no_shard --batch 1 --seq 512")[0]["peak allocated"]
-    print(
-        beside("no_shard: the peak, 20 bytes each", sheet.state(N, 1, each=20), found, "GB", 0.001)
-    )
+    peak = train("--strategy no_shard --batch 1 --seq 512")[0]["peak allocated"]
+    formula = sheet.state(N, 1, each=20)
+    print(beside("no_shard: the peak, 20 bytes each", formula, peak, "GB", 0.001))
 
 
 # %% [markdown]
@@ -229,8 +228,8 @@ def time_of_a_step() -> None:
 # In the picture the two are equal between 4,096 and 6,144 tokens, at about 4,200. The formula says
 # 5,119, because it takes $F$ to be what large products reach, and leaves out all that is no
 # product. So who has $T^*$ tokens has enough. The last three lines are the whole step, with the
-# computation measured on one node. They are up to 10 % above the formula, since the root's gather
-# and its reduction hide behind nothing.
+# computation measured on one node. They are up to 10 % above the formula. The root's gather and its
+# reduction hide behind nothing, and a kernel is slower while a collective runs beside it.
 #
 # ## How many GPUs at least?
 #
@@ -332,11 +331,16 @@ def memory_of_the_allocator() -> None:
 # | attention on top, $L$ layers, width $d$, length $s$ | $12LdsT$ | | 2 % |
 # | gathers hide from | $T^* = \frac{b}{2} \cdot \frac{F}{B} \cdot \frac{W-1}{W}$ | tokens | 18 % |
 # | a step: $c$ computes, $g$ gathers, $r$ reduces | $\max(c/3, g) + \max(2c/3, g+r)$ | s | 10 % |
+# | uploads of a step with offload | $4(2N - R)$ | bytes | problem 13 |
+# | `no_sync()`, $m$ batches, `FULL_SHARD` sends | $(2m+1)bN(W-1)/W$ | bytes | problem 12 |
+# | a shard, padded with zeros | $\lceil U/W \rceil$ | numbers | problem 6 |
+# | a checkpoint with Adam's averages | $12N$ | bytes | problem 5 |
 # | MFU | $6N \cdot$ tokens per second $/ F_0$ | | 7 % |
 # | tokens per second of a GPU | $\mathrm{MFU} \cdot F_0 / 6N$ | 1/s | 7 % |
 #
-# $F$ is about 0.5 to 0.7 of $F_0$, and $B$ 0.8 of the link. The constants for three GPUs, of their
-# data sheets and as the virtual GPU has them:
+# The last column says how near the runs above were, or which of the [problems](problems.md) has a
+# run of it. $F$ is about 0.5 to 0.7 of $F_0$, and $B$ is 0.8 of what the link could do. Here are
+# the constants of three GPUs, from their data sheets and as the virtual GPU has them:
 
 
 # %%
