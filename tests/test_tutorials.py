@@ -52,7 +52,10 @@ def test_the_path_has_every_page_in_order_with_its_picture_and_minutes():
         path,
         re.M,
     )
-    assert [name for _, name, *_ in rows] == [page.stem for page in build.tutorials([])]
+    names = [name for _, name, *_ in rows]
+    sheet = names.pop(names.index("06_one_file") + 1)  # needed sooner than its number says
+    assert names == [page.stem for page in build.tutorials([]) if page.stem != "30_formulas"]
+    assert sheet == "30_formulas"
     assert all(name.startswith(number) and name == drawn for number, name, drawn, *_ in rows)
     assert frame.with_minutes(path) == path
     core = {number for number, *_, star, _ in rows if star}

@@ -323,6 +323,8 @@ def answers() -> None:
 #
 # The file itself grows, too: ten [steps](29_steps.md) of some fifty lines each, at the end of the
 # pages that they belong to, make of it an FSDP that does all this and is as fast as minifsdp's.
+#
+# What a step costs, in bytes and in seconds, fits on [a sheet of formulas](30_formulas.md).
 
 
 # %% [hidden]

@@ -1,6 +1,6 @@
 """Make the pages: run each tutorial, and put what it says beside what it prints.
 
-    python tutorials/build.py              # all of them, or: make tutorials
+    python tutorials/build.py              # all of them and problems.md, or: make tutorials
     python tutorials/build.py 11_limiter   # this one
     python tutorials/build.py --frames     # only what stands around each page; runs nothing
 
@@ -135,6 +135,10 @@ def main(words: list[str]) -> None:
         print(tutorial.stem, flush=True)
         whole = framed(tutorial, body(tutorial)) if only_frames else page(tutorial)
         tutorial.with_suffix(".md").write_text(whole)
+    if not words:
+        import problems  # which takes torch and the virtual GPU
+
+        problems.main()
     path = HERE / "README.md"
     path.write_text(with_minutes(path.read_text()))
 
