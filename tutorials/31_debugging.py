@@ -73,14 +73,14 @@ def stack(file: Any) -> str:
     """What faulthandler has written, the innermost function first, down to one of this page."""
     names = file.seek(0) or re.findall(r" in ([a-z_]*[a-z])\n", file.read())
     inside = [name for name in names[: names.index("step")] if name not in GENERAL]
-    return " < ".join([*inside[:3], "...", *names[names.index("step") :][:2]])
+    return " < ".join([*[*dict.fromkeys(inside)][:3], "...", *names[names.index("step") :][:2]])
 
 
 def recorded() -> str:
     """What torch's flight recorder has of this process. Older versions have none for gloo."""
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", lambda: "{}")
-    entries = json.loads(dump()).get("entries") or [{"profiling_name": "nothing"}]
-    return f"{len(entries)} collectives, the last is {entries[-1]['profiling_name']}"
+    names = [entry["profiling_name"] for entry in json.loads(dump()).get("entries") or []]
+    return f"{len(names)} collectives, the last is {names[-1]}" if names else "nothing"
 
 
 def short(error: object) -> str:
@@ -123,8 +123,9 @@ def one_batch_more(kind: type[nn.Module]) -> None:
 # twice a second whether its rank waits. After some seconds it writes what for into the store of the
 # process group, which needs no answer of other ranks, and compares
 # ([deadlock_watch.py](../minifsdp/comm/deadlock_watch.py)). A rank that is slow, but does not wait,
-# is never suspected. This works with gloo. NCCL's waits cannot be ended from outside, so that you
-# need the stacks and the recorder.
+# is never suspected. This works with gloo, where minifsdp sends from rank to rank, so that the
+# recorder has no collective of it. NCCL's waits cannot be ended from outside, so that you need the
+# stacks and the recorder.
 #
 # ## Ranks that differ: what breaks if nobody checks
 #
@@ -239,7 +240,7 @@ def memory() -> None:
     print(f"{'':34}  shards gathered activations temporary reserved")
     for words in KNOBS:
         its = [run(f"{BASE} {words}")[name] / 2**30 for name in ("shards", *FIGURES)]
-        print(f"{words:34}", "{:7.1f} {:8.1f} {:11.1f} {:9.1f} {:8.1f}".format(*its))
+        print(f"{words or 'as it is':34}", "{:7.1f} {:8.1f} {:11.1f} {:9.1f} {:8.1f}".format(*its))
 
 
 # %% [markdown]
@@ -257,11 +258,12 @@ def memory() -> None:
 # ## A slow step
 #
 # Look at the compute stream, in a timeline or in a trace of `torch.profiler`. At each moment it
-# *computes*. Or it *waits* while NCCL works, which is exposed communication. Or *nothing runs*,
-# since the host has not launched it yet. `report()` has these three numbers. Below are four slow
-# runs, with their three numbers in % of the step, and then what four remedies make of their time
-# for a sample, which was 100 %. (The last one is a small model on one machine, the others 1.3
-# billion parameters on four.)
+# *computes*. Or it *waits* while NCCL works, which is exposed communication. Or *nothing* runs,
+# since the host has not launched it yet. `report()` has these three numbers. Here they are for four
+# slow runs, in % of the step: three of 1.3 billion parameters on four machines, and one of a small
+# model on one. Behind them is the time for a sample, which was 100 %, with each of four remedies:
+# `--recompute none`, `--strategy hybrid_shard` (shards within a machine), twice the batch, and
+# `--unit block`.
 
 # %% [hidden]
 FOUR = "--model gpt-1.3b --nodes 4 --gpu a100-80 --steps 2"
@@ -282,12 +284,11 @@ def parts(words: str, remedy: str = "") -> dict[str, float]:
 
 # %%
 def slow() -> None:
-    titles = "no recomputation", "shards in a machine", "twice the batch", "blocks as units"
-    print(f"{'':13}computes  waits  nothing | ", *titles, sep="  ")
+    print(f"{'':13} computes  waits  nothing |", *(f"{r.split()[0]:>12}" for r in REMEDIES))
     for name, words in ILL.items():
         now, treated = parts(words), [sum(parts(words, r).values()) for r in REMEDIES]
-        print(f"{name:13}", *(f"{n:6.0f}%" for n in now.values()), "  |", end="")
-        print(*(f"{n:17.0f}%" for n in treated))
+        print(f"{name:13}", *(f"{n:7.0f}%" for n in now.values()), "|", end="")
+        print(*(f"{n:12.0f}%" for n in treated))
 
 
 # %% [markdown]
