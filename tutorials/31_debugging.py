@@ -59,7 +59,7 @@ def wrap(kind: Any, model: nn.Module) -> nn.Module:
     """With gloo, also where there are GPUs: NCCL would end the process after a timeout."""
     torch.set_default_device(CPU)
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=5))
-    return kind(model, group, auto_wrap_policy=ModuleWrapPolicy({Tower}), device_id=CPU)
+    return kind(model.to(CPU), group, auto_wrap_policy=ModuleWrapPolicy({Tower}), device_id=CPU)
 
 
 def step(model: nn.Module) -> float:
@@ -101,7 +101,7 @@ def one_batch_more(kind: type[nn.Module]) -> None:
             except RuntimeError as error:
                 print(f"stack: {stack(file)}\nerror: {short(error)}")
             faulthandler.cancel_dump_traceback_later()
-    print("flight recorder:", recorded())
+    print(f"flight recorder, with {kind.__module__.partition('.')[0]}'s FSDP: {recorded()}")
 
 
 # %% [markdown]
@@ -197,7 +197,7 @@ def refused(kind: type[nn.Module], way: str, mode: str) -> None:
         trained.body(kind, way)
     except (RuntimeError, ValueError) as error:
         if dist.get_rank() == 1:  # the other rank is told the same
-            print(f"{kind.__module__.split('.')[0]}, {way}: {short(error)}")
+            print(f"{kind.__module__.partition('.')[0]}, {way}: {short(error)}")
 
 
 # %% [markdown]
@@ -306,8 +306,9 @@ def slow() -> None:
 #   graphs. What helps the network makes this run 18 % *longer*: there are all-reduces to launch,
 #   too.
 #
-# Twice the batch helps nearly always, but is not the same training. Where prefetches are aimed at
-# wrong units, which `report()` counts, see page [13](13_targets.md).
+# Twice the batch helps nearly always, but is not the same training. `report()` also counts
+# prefetches that are aimed at wrong units (page [13](13_targets.md)), and `model.engine.stats`
+# those that the limiter has declined.
 #
 # ## Predict, then run
 #
