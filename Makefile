@@ -52,7 +52,7 @@ hint: $(INSTALLED)  ## EX=limiter.1: a hint; N=2 and N=3 say more
 	@$(PY) $(QUIETLY) -m tutorials.exercises.hint "$(EX)" $(N)
 
 mistake: $(INSTALLED)  ## M=1 DIR=~/my-fsdp: one wrong line and what comes of it; find it
-	@$(PY) $(QUIETLY) -m tutorials.exercises.mistakes "$(M)" "$(or $(DIR),$(HOME)/my-fsdp)" || [ $$? = 1 ]
+	@$(PY) $(QUIETLY) -m tutorials.exercises.mistakes "$(M)" "$(or $(DIR),$(HOME)/my-fsdp)" $(ARGS) || [ $$? = 1 ]
 
 evidence: $(INSTALLED)  ## DIR=~/my-fsdp: that it holds on the GPUs that are here; writes evidence.json
 	@$(PY) $(QUIETLY) -m tutorials.exercises.evidence "$(or $(DIR),$(HOME)/my-fsdp)" $(ARGS)

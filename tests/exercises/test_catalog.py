@@ -9,6 +9,7 @@ import pytest
 from tests.patience import run_command
 from tutorials.exercises.catalog import exercises, exercises_alone, wrong_solutions
 from tutorials.exercises.context import context
+from tutorials.exercises.mistakes import mistakes, unwritten
 from tutorials.exercises.student import make
 
 ROOT = Path(__file__).parent.parent.parent
@@ -68,3 +69,13 @@ def test_the_context_has_what_solutions_call_and_not_the_solutions():
     for key, part in parts.items():
         for name in exercises()[key].takes:
             assert f"`{name}(" not in part, (key, name)
+
+
+def test_a_mistake_does_not_hand_out_what_is_still_to_be_written(tmp_path):
+    make(tmp_path / "mine")
+    mistake = next(m for m in mistakes().values() if m.module == "core/limiter")
+    assert unwritten(mistake, tmp_path / "mine") == ["limiter.1", "limiter.2", "limiter.3"]
+    assert unwritten(mistake, tmp_path) == ["limiter.1", "limiter.2", "limiter.3"]
+    reference = exercises()["limiter.1"].reference
+    (tmp_path / "mine" / "limiter.py").write_text(reference)
+    assert unwritten(mistake, tmp_path / "mine") == []

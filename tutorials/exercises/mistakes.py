@@ -2,7 +2,8 @@
 
 The first time, a file of the engine with one wrong line is put into the folder, and the symptom is
 printed. After that, what is in the folder is graded. A mistake is found when the symptom is gone
-and all exercises of that file are right.
+and all exercises of that file are right. But for one line, the file is the answer of its exercises.
+So who has not written them is told, and gets it with ARGS=--anyway.
 """
 
 import sys
@@ -14,7 +15,15 @@ from typing import Any
 
 import torch
 
-from tutorials.exercises.catalog import HERE, PACKAGE, Check, exercises, tomllib
+from tutorials.exercises import source
+from tutorials.exercises.catalog import (
+    HERE,
+    PACKAGE,
+    Check,
+    exercises,
+    exercises_alone,
+    tomllib,
+)
 from tutorials.exercises.inside import Job
 from tutorials.exercises.judge import equal, show, verdict
 from tutorials.exercises.overlay import Layer
@@ -190,7 +199,16 @@ def _short(value: Any) -> str:
     return show(float(value) if isinstance(value, torch.Tensor) else value)
 
 
-def main(key: str, folder: str) -> int:
+def unwritten(mistake: Mistake, folder: Path) -> list[str]:
+    """The exercises whose answers a mistake's file has, and which the student has not written."""
+    here = [e for e in exercises_alone(2) if e.module == mistake.module]
+    try:
+        return [e.key for e in here if not source.is_done(e, folder / e.file)]
+    except source.Complaint:  # there is no such file, or it cannot be read
+        return [exercise.key for exercise in here]
+
+
+def main(key: str, folder: str, anyway: str = "") -> int:
     """Hand out a mistake, or grade what is there."""
     torch.set_num_threads(1)
     every = mistakes()
@@ -201,6 +219,10 @@ def main(key: str, folder: str) -> int:
     mistake, student = every[key], Path(folder).expanduser().resolve()
     file = mistake.file(student)
     if not file.exists():
+        if anyway != "--anyway" and (keys := unwritten(mistake, student)):
+            print(f"{mistake.title}\n\nIts file has the answers of {', '.join(keys)}. You have not")
+            print("written them yet. Write them first, or say the same with ARGS=--anyway.")
+            return 1
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(mistake.text)
     expected, found = look(mistake, [mistake.check], file)[0]
