@@ -319,7 +319,11 @@ def answers() -> None:
 # ranks start with different values? If one runs out of data? If an exception ends a backward?)
 # Here is what each line is too simple for, and the page that makes it better:
 #
+# <details><summary>The lines. To write the file yourself first: build.1 to build.8</summary>
+#
 # {{ one_file table }}
+#
+# </details>
 #
 # The file itself grows, too: ten [steps](29_steps.md) of some fifty lines each, at the end of the
 # pages that they belong to, make of it an FSDP that does all this and is as fast as minifsdp's.

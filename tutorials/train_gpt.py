@@ -229,7 +229,8 @@ def compare(fsdp: Any, plain: GPT, losses: Tensor, reference: Tensor) -> bool:
         gap, what = compare_parameters(fsdp.engine.full_params(), plain)
     else:
         gap, what = compare_shards(fsdp, dict(plain.named_parameters()))
-    say("minifsdp against DistributedDataParallel, from the same seed and on the same data:")
+    who = "the program" if isinstance(fsdp, GPT) else "minifsdp"
+    say(f"{who} against DistributedDataParallel, from the same seed and on the same data:")
     say(f"  losses      {counts[0]} of {counts[1]} bit-equal   largest difference {worst:.3g}")
     say(f"  {what} bit-equal   largest difference {gap:.3g}")
     if first < len(losses):

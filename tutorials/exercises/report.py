@@ -34,6 +34,8 @@ def table(results: Sequence[Result]) -> str:
         do = "mend" if following.state == "wrong" else "write"
         what = f"{exercise.where}, " if exercise.file else ""
         lines.append(f"\nNext: {do} {exercise.key} ({what}about {exercise.minutes} minutes).")
+        if following.state == "to do" and exercise.needs:
+            lines.append(following.message.partition(". ")[0] + ".")  # what begins it
         lines.append(f"Read tutorials/{exercise.page}.md; make hint EX={exercise.key} helps.")
     elif any(result.exercise.key == "together.1" for result in results):
         lines.append("\nEverything is right. make demo STUDENT=... trains a GPT with it.")

@@ -75,10 +75,23 @@ CONTRACT = """\
 #   `wait_event(event)` and `record_stream(tensor)`. An event has `wait()`, for the computation to
 #   wait, and `synchronize()` and `query()`, for the host. The grader puts the streams of a virtual
 #   GPU in the place of this class, and looks at what waits for what.
-# - What `fsdp` gets beside the model and the kinds of units: from grow.5 on limit=2, from grow.6 on
-#   forward_prefetch=True and backward_prefetch="pre", from grow.7 on reshard_after_forward=True,
-#   from grow.8 on param_dtype=None and reduce_dtype=None, from grow.9 on mesh=None. Their meaning
-#   is in the hints and on the pages. From grow.10 on parameters are DTensors.
+# - What `fsdp` gets beside the model and the kinds of units, and from when on:
+#     grow.5   limit=2: how many units may be alive at once, without those of the modules around the
+#              one that is gathered; math.inf: any number.
+#     grow.6   forward_prefetch=True: start to gather the next unit before this one computes.
+#              backward_prefetch="pre": the same in the backward; "post": once this one is freed;
+#              None: not at all. Where nothing is known of the order yet, nothing is prefetched.
+#     grow.7   reshard_after_forward=True; False: each unit stays from its forward to its backward.
+#              The model's own unit stays in either case, because its backward comes next. From
+#              here on torch.utils.checkpoint may be around a unit, inside of one, or around the
+#              model: it runs a part of the forward again, in the backward.
+#     grow.8   param_dtype=None: the dtype to gather and to compute in, to which a unit's inputs of
+#              floating point are cast. reduce_dtype=None: the dtype that gradients are added up
+#              in, as a rule param_dtype. Shards and their gradients stay as they were.
+#     grow.9   mesh=None: a DeviceMesh of [replicas, shards] or of [shards]; None: all ranks shard.
+#     grow.10  Nothing new: each parameter is a DTensor with its own name and shape (a scalar's is
+#              [1]), and one with requires_grad=False gets no gradient.
+# - A method `reset` of some class, from grow.4 on, forgets a step that an exception has ended.
 #
 # Everything else may be changed, renamed and added as you like, once build.8 is right.
 

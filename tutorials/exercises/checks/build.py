@@ -40,6 +40,11 @@ def _units(what: str, want: Any, got: Any) -> str | None:
             "a module's own parameters are those of named_parameters(recurse=False); there may be "
             "none, and no children either"
         )
+    if "still in memory" in what:
+        return (
+            "something refers to them in a cycle, such as an inner function that calls itself: the "
+            "whole model stays in memory until Python happens to collect its garbage"
+        )
     if "type of" in what:
         return "fsdp returns what Engine(model, units) gives"
     if "modules" in what and set(got) < set(want):
@@ -69,6 +74,25 @@ def which_parameters_belong_to_which_unit() -> Iterator[Any]:
             for name, unit in sorted(found.items()):
                 owners = [sorted(f"{names[o]}.{n}" for o, n in each) for each in unit.owners]
                 yield f"owners of the parameters of {name} in {about}", sorted(owners)
+
+
+@check("build.8", because=_units)
+@check("build.1", because=_units)
+def nothing_keeps_the_parameters_from_before() -> Iterator[Any]:
+    import gc
+    from weakref import ref
+
+    from tutorials.exercises.program import KINDS, Model, pretended_ranks, program
+
+    with pretended_ranks(2):
+        model = Model()
+        originals = [ref(param) for param in model.parameters()]
+        gc.collect()
+        gc.disable()  # it would break a cycle, at some later time
+        engine = program(STEP).fsdp(model, *KINDS)
+        alive = sum(original() is not None for original in originals)
+        yield "parameters from before that are still in memory after fsdp()", alive
+        assert engine is not None
 
 
 def _shard(what: str, want: Any, got: Any) -> str | None:

@@ -227,7 +227,8 @@ def _limiter(what: str, want: Any, got: Any) -> str | None:
     if "units alive" in what or "memory" in what:
         return (
             "more units are alive than the limit allows: on a GPU a unit is alive until its event "
-            "has passed, which the host waits for before the gather"
+            "has passed, which the host waits for before the gather. (If that is right: is memory "
+            "allocated in the launch of a reduction that could be the computation's?)"
         )
     if "seconds" in what and "units in a unit" in what:
         return "units of the modules around a unit cannot be freed before it: do not count them"
@@ -331,9 +332,15 @@ def _strategies(what: str, want: Any, got: Any) -> str | None:
     if "bytes of each gather" in what and "False" in what:
         return "a unit stays from its forward to its backward, and is gathered once in a step"
     if "bytes of each gather" in what:
-        return "the root stays, for its backward comes next: and no unit but the root"
+        return (
+            "the root stays, for its backward comes next: and no unit but the root. Or is it freed "
+            "after all, by a reset, before its backward comes"
+        )
     if "under no_grad" in what:
-        return "no backward comes without gradients: then every unit is freed after its forward"
+        return (
+            "no backward comes without gradients: then every unit is freed after its forward. (Or "
+            "are the parameters from before still there? EX=build.8 looks at that)"
+        )
     if "checkpoint" in what:
         return (
             "a checkpoint runs a forward again in the backward: it may not free what the backward "
