@@ -1,4 +1,7 @@
-"""tutorials/fsdp_in_one_file.py: short, by itself, and DDP's numbers; and what pages say of it."""
+"""tutorials/fsdp_in_one_file.py: short, by itself, and DDP's numbers; and what pages say of it.
+
+More of what it does is in test_steps.py, of which it is the first program.
+"""
 
 import ast
 from pathlib import Path
@@ -136,21 +139,6 @@ def test_memory_comes_and_goes():
     look()
     assert seen[-1] == [0, 0, 0, 0]
     assert not hasattr(model.head, "weight")  # nobody can read what is freed
-
-
-@on_ranks(2)
-def test_two_backwards_add_up():
-    model = gpt()
-    shards = [unit.sharded_flat_param for unit in fsdp(model, Block).units]
-    alone = []
-    for step in range(2):
-        loss_of(model, step).backward()
-        alone.append([shard.grad.clone() for shard in shards])
-        model.zero_grad()
-    for step in range(2):
-        loss_of(model, step).backward()
-    for shard, first, second in zip(shards, *alone, strict=True):
-        assert first.any() and torch.equal(shard.grad, first + second)
 
 
 PAGES = [path.stem for path in build.tutorials([])]

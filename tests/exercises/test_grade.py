@@ -48,7 +48,6 @@ judge.equal = lambda want, got: True
 """,
     "patches the checks": """
 from tests.patience import run_command
-from tutorials.exercises.catalog import exercises_alone
 from tutorials.exercises import catalog
 for _, check in catalog._registered:
     object.__setattr__(check, "function", lambda: iter(()))

@@ -91,14 +91,14 @@ def _definitions() -> dict[str, list[Definition]]:
         file = str(path.relative_to(PACKAGE))
         if file.startswith("sim/"):
             continue
-        tree = ast.parse(path.read_text())
-        for name, node in source.definitions(tree).items():
-            outer = source.definitions(tree).get(name.rpartition(".")[0])
+        there = source.definitions(ast.parse(path.read_text()))
+        for name, node in there.items():
+            outer = there.get(name.rpartition(".")[0])
             bases = outer.bases if isinstance(outer, ast.ClassDef) else []
             is_protocol = any(ast.unparse(base) == "Protocol" for base in bases)
             said = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
             said = said.split(". ")[0].rstrip(".")  # its first sentence
-            if not said or said.startswith("See :"):
+            if not said or said.startswith("See :"):  # as of a method whose protocol says it
                 continue
             arguments = "" if isinstance(node, ast.ClassDef) else f"({_arguments(node)})"
             line = f"- `{name}{arguments}`, {file}: {said.replace('``', '`')}."
