@@ -1,6 +1,7 @@
-"""minifsdp: fully sharded data parallel training, small enough to read in an afternoon.
+"""minifsdp: PyTorch's fully sharded data parallel training, written again to be read.
 
-The README has the map of the files, in the order in which to read them.
+The README has the map of the core's files, in the order in which to read them, and
+tutorials/reference/engine.md that of the features around it.
 
 Names are looked up when they are first used (PEP 562). torch takes seconds to import, and not all
 of minifsdp needs it: ``python -m minifsdp.sim --help`` does not.

@@ -2,7 +2,7 @@
 
 Each run of tests/predictions.toml is one call of ``python -m minifsdp.sim``. Its tokens per second
 and GPU (or TFLOPS, or memory, whatever was published) stand beside the prediction, in tables in
-minifsdp/sim/README.md and README.md. Nothing is tuned to a run: constants of GPUs (sim/gpus.py)
+minifsdp/sim/README.md. Nothing is tuned to a run: constants of GPUs (sim/gpus.py)
 were chosen by one half of the runs, and the errors that count are those of the other half.
 """
 
@@ -30,7 +30,7 @@ else:
     import tomli as tomllib  # type: ignore[no-redef, import-not-found]
 
 ROOT = Path(__file__).parents[1]
-SIM_README, README = ROOT / "minifsdp" / "sim" / "README.md", ROOT / "README.md"
+SIM_README = ROOT / "minifsdp" / "sim" / "README.md"
 PUBLISHED = tomllib.loads((ROOT / "tests" / "predictions.toml").read_text())
 GiB = 1024**3
 
@@ -207,19 +207,8 @@ def _alone(run: Run) -> Prediction:
     return predict(run)
 
 
-def first(found: list[tuple[Run, Prediction]]) -> list[tuple[Run, Prediction]]:
-    """Of the runs that were held out, the first of each source and GPU."""
-    held: dict[tuple[str, str], tuple[Run, Prediction]] = {}
-    for run, prediction in found:
-        if run.used == "held out":
-            held.setdefault((run.source, run.gpu), (run, prediction))
-    return list(held.values())
-
-
 if __name__ == "__main__":
     every = predicted(RUNS)
     tables = {"summary": summary(every), "rows": rows(every), "sources": sources()}
     SIM_README.write_text(with_tables(SIM_README.read_text(), **tables))
-    brief = rows(first(every))
-    README.write_text(with_tables(README.read_text(), predictions=brief))
     print(tables["summary"])

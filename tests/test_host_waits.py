@@ -1,4 +1,4 @@
-"""How often the host waits for the GPU, counted on a pretended one: what the README's table says.
+"""How often the host waits for the GPU, counted on a pretended one: the table in testing.md.
 
 A host that waits has nothing queued when the GPU is done, so a step must not do it. What the
 limiter and an offloaded gradient wait for are events, which are not counted here.
@@ -78,7 +78,9 @@ def test_the_host_waits_as_often_as_the_readme_says():
     found = [run(count, 2, *how, pretended_gpu=True)[0] for how in HOW.values()]
     rows = [f"| {what} | {' | '.join(str(each[what]) for each in found)} |" for what in found[0]]
     table = "\n".join([f"| | {' | '.join(HOW)} |", "| --- |" + " ---: |" * len(HOW), *rows])
-    assert table in (ROOT / "README.md").read_text(), f"the README does not have\n{table}"
+    assert table in (ROOT / "tutorials/reference/testing.md").read_text(), (
+        f"testing.md does not have\n{table}"
+    )
 
 
 def test_a_wait_is_counted():

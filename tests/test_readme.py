@@ -1,10 +1,12 @@
-"""README.md: what it shows works, and what it counts is so."""
+"""README.md and the pages it leads to (tutorials/reference/): what they show works, and what they
+count is so."""
 
 import ast
 import re
 import sys
 from pathlib import Path
 
+import pytest
 from torch import nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
@@ -13,16 +15,26 @@ from minifsdp.between_steps.explain import table
 from tests.core.test_fully_sharded import code_lines
 from tests.patience import run_command
 from tests.ranks import device, on_ranks
+from tutorials import front
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "minifsdp"
 FOLDERS = ("comm", "support", "chunks", "wrapping", "between_steps", "checks")
+REFERENCE = ROOT / "tutorials" / "reference"
+PAGES = [ROOT / "README.md", *sorted(REFERENCE.glob("*.md"))]
 README = (ROOT / "README.md").read_text()
+SIM_README = (PACKAGE / "sim" / "README.md").read_text()
+ENGINE = (REFERENCE / "engine.md").read_text()
 
 
-def test_the_example_runs(tmp_path):
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
-    assert len(code.splitlines()) <= 23
+def test_the_readme_is_read_to_its_end():
+    assert len(README.encode()) <= 10_240
+
+
+@pytest.mark.parametrize("page, longest", [("README.md", 16), ("tutorials/reference/using.md", 23)])
+def test_an_example_runs(page, longest, tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
+    assert len(code.splitlines()) <= longest
     script = tmp_path / "example.py"
     script.write_text(code)
     launch = [
@@ -44,14 +56,19 @@ def test_the_table_of_units_is_that_of_the_examples_model():
     layers = [nn.TransformerEncoderLayer(64, 4, 128) for _ in range(4)]
     model = nn.Sequential(nn.Linear(8, 64), *layers, nn.Linear(64, 1)).to(device())
     model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.TransformerEncoderLayer}))
-    assert f"```\n{table(model)}\n```" in README
+    assert f"```\n{table(model)}\n```" in (REFERENCE / "using.md").read_text()
+
+
+ROW = r"^\| \[`(.+?)`\]\((.+?)\)"
 
 
 def test_the_map_is_complete_and_counts_right():
     """A row for each file of the core, for each concept beside it, and for each package."""
-    rows = re.findall(r"^\| \[`(.+?)`\]\((.+?)\) \| ([\d,]+) \|", README, re.M)
-    lines = {name: number(count) for name, _, count in rows}
-    assert all(link == f"minifsdp/{name}".rstrip("/") for name, link, _ in rows)
+    lines = {}
+    for page, place in ((README, "minifsdp/core"), (ENGINE, "../../minifsdp")):
+        for name, link, count in re.findall(ROW + r" \| ([\d,]+) \|", page, re.M):
+            assert link == f"{place}/{name}".rstrip("/")
+            lines[name if page is ENGINE else f"core/{name}"] = number(count)
     core = {f"core/{path.name}": code_lines(path) for path in (PACKAGE / "core").glob("[!_]*.py")}
     expected = {
         **core,
@@ -65,7 +82,7 @@ def test_the_map_is_complete_and_counts_right():
     exports = code_lines(PACKAGE / "core" / "__init__.py")
     (of_core,) = re.findall(r"^\| the core \| ([\d,]+) \|", README, re.M)
     assert number(of_core) == sum(core.values()) + exports
-    (total,) = re.findall(r"^\| all, with the core \| ([\d,]+) \|", README, re.M)
+    (total,) = re.findall(r"^\| all, with the core \| ([\d,]+) \|", ENGINE, re.M)
     assert number(total) == sum(lines.values()) + exports
 
 
@@ -74,7 +91,8 @@ def number(text: str) -> int:
 
 
 def test_concepts_come_before_those_that_need_them():
-    order = re.findall(r"^\| \[`([\w/]+)\.py`\]", README, re.M)
+    links = [link for page in (README, ENGINE) for _, link in re.findall(ROW, page, re.M)]
+    order = [re.sub(r".*minifsdp/|\.py$", "", link) for link in links if link.endswith(".py")]
     for place, name in enumerate(order):
         needed = {n for n in imports(PACKAGE / f"{name}.py") if n.replace(".", "/") in order}
         assert {n.replace(".", "/") for n in needed} <= set(order[:place]), name
@@ -137,6 +155,34 @@ def test_no_concept_file_is_too_long_to_read():
         assert code_lines(path) <= 250, path.name
 
 
-def test_links_lead_somewhere():
-    for target in re.findall(r"\]\((?!http)(.+?)\)", README):
-        assert (ROOT / target).exists(), target
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!http)(.+?)\)", page.read_text()):
+        path, _, section = target.partition("#")
+        found = page.parent / path if path else page
+        assert found.exists(), target
+        headings = re.findall(r"^#+ (.+)$", found.read_text(), re.M) if section else []
+        assert not section or section in {h.lower().replace(" ", "-") for h in headings}, target
+
+
+def test_each_page_of_the_reference_is_linked():
+    for page in PAGES[1:]:
+        assert f"](tutorials/reference/{page.name})" in README, page.name
+
+
+def test_the_readmes_evidence_is_what_was_found():
+    (row,) = re.findall(r"^\| held out \| all \|.*\| (\d+ of \d+) \|$", SIM_README, re.M)
+    within, of = row.split(" of ")
+    assert f"of {of} published runs that it was not fitted to, {within} are predicted" in README
+    speed = (REFERENCE / "speed.md").read_text()
+    for ratio in re.findall(r"takes (0\.\d+) of FSDP1's time and (0\.\d+) of FSDP2's", README)[0]:
+        assert re.search(rf"^\| (step to FSDP1's|rows to FSDP2) \| {ratio} \|", speed, re.M)
+    assert re.findall(r"(\d,\d+) combinations", README)[0] in (REFERENCE / "testing.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_first_screens_pictures_are_what_the_program_draws(tmp_path, monkeypatch):
+    monkeypatch.setattr(front, "FOLDER", tmp_path)
+    front.main()
+    for name in ("front_memory.svg", "front_step.svg"):
+        assert (tmp_path / name).read_text() == (ROOT / "tutorials" / name).read_text()

@@ -75,7 +75,7 @@ def test_what_asks_for_nothing_is_taken(value):
 
 @pytest.mark.parametrize("place", [theirs.fully_sharded_data_parallel, theirs.api, theirs.wrap])
 def test_every_name_of_torchs_modules_can_be_imported(place):
-    """As the README's sed changes the imports of a script."""
+    """As from_torch.md's sed changes the imports of a script."""
     names = [*place.__all__, "_or_policy"] if place is theirs.wrap else place.__all__
     exec(f"from minifsdp import {', '.join(names)}")
     from minifsdp import wrap

@@ -14,6 +14,8 @@ from minifsdp.sim.streams import VirtualStream
 from minifsdp.sim.training.models import Job
 from tests.sim.test_virtual_cluster import Block
 
+ROOT = Path(__file__).parents[2]
+
 SMALL = ["--model", "tests.sim.test_main:small", "--nodes", "2", "--batch", "64"]
 
 
@@ -222,7 +224,7 @@ def test_what_cannot_be_written_in_the_end_is_said(tmp_path, capsys, monkeypatch
 
 @pytest.mark.parametrize("limit", ["none", "2"])
 def test_the_readmes_pictures_are_what_it_prints(limit, capsys):
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    readme = (ROOT / "minifsdp" / "sim" / "README.md").read_text()
     command = f"--model gpt-125m --batch 16 --seq 512 --limit {limit}"
     (shown,) = re.findall(
         rf"```\n\$ python -m minifsdp.sim {command}\n(.*?)\n```", readme, re.DOTALL
