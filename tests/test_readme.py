@@ -6,6 +6,11 @@ import re
 import sys
 from pathlib import Path
 
+try:
+    import tomllib
+except ImportError:  # Python 3.10, where pytest brings this one along
+    import tomli as tomllib
+
 import pytest
 from torch import nn
 
@@ -163,6 +168,18 @@ def test_links_lead_somewhere(page):
         assert found.exists(), target
         headings = re.findall(r"^#+ (.+)$", found.read_text(), re.M) if section else []
         assert not section or section in {h.lower().replace(" ", "-") for h in headings}, target
+
+
+def test_on_pypi_no_link_is_relative():
+    """pyproject.toml says how links are made absolute there."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    text = README
+    for change in project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"][
+        "substitutions"
+    ]:
+        text = re.sub(change["pattern"], change["replacement"], text)
+    assert text.count("](https://raw.githubusercontent.com/") == README.count("![") > 0
+    assert not re.findall(r"\]\((?!https:)", text)
 
 
 def test_each_page_of_the_reference_is_linked():
