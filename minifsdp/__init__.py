@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; _HOMES says the same t
         UnshardHandle,
         fully_shard,
         register_fsdp_forward_method,
+        share_comm_ctx,
     )
     from minifsdp.fully_sharded import FullyShardedDataParallel
     from minifsdp.support.stats import Stats
@@ -92,6 +93,7 @@ __all__ = [
     "fully_shard",
     "lambda_auto_wrap_policy",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
     "size_based_auto_wrap_policy",
     "state_to_load",
     "state_to_save",

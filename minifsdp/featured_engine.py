@@ -10,7 +10,7 @@ import torch
 
 from minifsdp.core.engine import Engine
 from minifsdp.core.limiter import Limiter
-from minifsdp.core.streams import Streams
+from minifsdp.core.streams import CudaEvent, Event, Streams
 from minifsdp.support.held_gradients import HeldGradients
 from minifsdp.support.prefetch_stats import CountedPrefetcher
 from minifsdp.support.stats import CountedParameters, Stats
@@ -26,6 +26,8 @@ class FeaturedEngine(Engine):
 
     Attributes:
         stats: what it has done.
+        after_optimizer: a CUDA event of the program's, recorded after its optimizer's step; the
+            next forward takes it.
     """
 
     parameters: CountedParameters
@@ -40,13 +42,22 @@ class FeaturedEngine(Engine):
         kind: type[CountedParameters] = CountedParameters,
     ) -> None:
         self.limiter, self.stats = limiter, Stats()
+        self.after_optimizer: torch.cuda.Event | None = None
+        self.streams_on = Streams.on  # what makes them; several roots may have one
         streams = Streams.on(torch.device("cpu"))  # till the first start knows the device
         parameters = kind(streams, limiter, prefetcher, self.stats)
         super().__init__(units, parameters, HeldGradients(streams, self.stats))
         prefetcher.adapt_to(streams.host_runs_ahead)
 
+    def written(self) -> Event:
+        """As in the core; or the program's own event, which may be passed earlier."""
+        event, self.after_optimizer = self.after_optimizer, None
+        if event is None or self.streams.device.type != "cuda":
+            return super().written()
+        return CudaEvent(event, self.streams.device)
+
     def compute_on(self, device: torch.device) -> None:
         """The units are on this device now, so its streams are needed."""
-        streams = Streams.on(device)
+        streams = self.streams_on(device)
         self.streams = self.parameters.streams = self.gradients.streams = streams
         self.prefetcher.adapt_to(streams.host_runs_ahead)

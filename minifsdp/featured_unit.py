@@ -30,16 +30,19 @@ from minifsdp.support.buffers import Buffers
 from minifsdp.support.divided_param import divided_parameter
 from minifsdp.support.param_access import ParamInfo, Placeholder
 from minifsdp.support.unsharded_storage import FeaturedFlatParam, UnshardedFlatParams
+from minifsdp.users_comm import UsersComm
 
 
 class UnreducedGrad(NamedTuple):
     """A gradient that no_sync has left; see no_sync.py."""
 
-    grad: Tensor  # ``[padded_numel]``, of this rank alone, perhaps in ``unit.unreduced_dtype``
+    grad: Tensor  # ``[padded_numel]``, of this rank alone, perhaps in ``unit.unreduced_dtype``;
+    # or, if it `is_scattered`, ``[padded_numel / ranks]``, this rank's part for its shard group
     mark: Tensor  # what was in ``sharded_flat_param.grad`` then
     mark_version: int
     shard_version: int
     cleared: Sequence[int] = ()  # numbers of the DTensors that had no gradient before the mark
+    is_scattered: bool = False  # hybrid sharding has still to all-reduce it
 
 
 class FeaturedUnit(Unit):
@@ -96,6 +99,8 @@ class FeaturedUnit(Unit):
         self.is_list = False  # of several modules; see listed_modules.py
         self.by_hand: ExitStack | None = None  # while FSDPModule.unshard() has it gathered
         self.comm_hook: Any = None  # a stage; see between_steps/comm_hooks.py
+        self.users_comm = UsersComm()
+        self.reshard_after_backward = True  # False: it stays until its shard changes; no_sync.py
         self.shard_numel = layout.optimized_numel(self.shard_rank)  # without padding
         self.padded_shard = host_copy(self.padded_shard, offload_from)
         self.unsharded = self.new_unsharded()  # of that; else the device would keep the other
@@ -157,7 +162,8 @@ class FeaturedUnit(Unit):
     @property
     def is_limited(self) -> bool:
         """As in the core; and a list stays till the last of its modules has run."""
-        return self.reshard_after_forward and not self.is_list
+        freed = self.reshard_after_forward and self.reshard_after_backward
+        return freed and not self.is_list
 
     @property
     def optimized_params(self) -> list[nn.Parameter]:

@@ -17,8 +17,9 @@ All else is what the wrapper does, with units in rows (rows.py).
 Source: ``torch.distributed.fsdp.fully_shard`` (pytorch 2.13), whose names and arguments these are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 from types import MethodType
 from typing import Any, NoReturn
@@ -34,13 +35,16 @@ from minifsdp.checks.other_wrappers import check_inside
 from minifsdp.checks.param_changes import check_unreplaced_by_hand
 from minifsdp.checks.unsupported import add_missing, refuse
 from minifsdp.core.api import BackwardPrefetch
-from minifsdp.core.engine import Engine
+from minifsdp.core.streams import Streams
+from minifsdp.featured_engine import FeaturedEngine
 from minifsdp.fully_sharded import make_root
 from minifsdp.no_sync import NoSync
 from minifsdp.prefetch_lists import ListedParameters, ListedPrefetcher, units_to_prefetch
+from minifsdp.strategies import choose_strategies
 from minifsdp.support.listed_modules import ListedModules, outermost
 from minifsdp.support.pytree import map_tensors
 from minifsdp.support.shard_changes import adopt
+from minifsdp.users_comm import checked, group_for_reductions, hybrid_of
 from minifsdp.wrapping.auto_wrap import check_wrappable
 from minifsdp.wrapping.build import build_unit
 from minifsdp.wrapping.compiled import compiled, uncompiled
@@ -175,16 +179,109 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backwards reduce gradients from now on, or leave them on this rank; no_sync.py.
+        """Whether backwards reduce the gradients of this unit, and with ``recurse`` of those below
+        it, from now on; or leave them on this rank. See no_sync.py. Same on all ranks.
 
         Raises:
-            RuntimeError: this is not the root, which decides for all units.
-            NotImplementedError: without ``recurse``.
+            RuntimeError: a forward or backward is running.
         """
-        refuse(recurse=None if recurse else "False")
-        engine = self._engine
-        check_root_and_idle(self._unit, engine.root, self._hooks.idle, "set_requires_gradient_sync")
-        engine.moments.of(NoSync).inside = not requires_gradient_sync
+        units = self._units("set_requires_gradient_sync", recurse)
+        no_sync = self._engine.moments.of(NoSync)
+        change = no_sync.unreduced.difference if requires_gradient_sync else no_sync.unreduced.union
+        no_sync.unreduced = change(units)
+        self._choose(hybrid_of(units), all_reduces=requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """The same for the all-reduce of hybrid sharding alone: False reduces gradients in the
+        shard group, and keeps the sum of several backwards there. Without hybrid sharding it
+        changes nothing. Raises as :meth:`set_requires_gradient_sync`."""
+        units = self._units("set_requires_all_reduce", recurse)
+        self._choose(hybrid_of(units), all_reduces=requires_all_reduce)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """False: units stay gathered after their backward, until an optimizer or somebody else
+        changes their shards. That saves the gathers of the next backwards of an accumulation, and
+        costs their memory. Raises as :meth:`set_requires_gradient_sync`."""
+        no_sync = self._engine.moments.of(NoSync)
+        for unit in self._units("set_reshard_after_backward", recurse):
+            no_sync.keep_after_backward(unit, not reshard_after_backward)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of this unit's gradients over all ranks by ``factor``, and not by the
+        number of ranks.
+
+        Raises:
+            ValueError: it is not above zero.
+            RuntimeError: a forward or backward is running.
+        """
+        if not factor > 0:
+            raise ValueError(f"set_gradient_divide_factor({factor!r}): expected a number above 0")
+        units = self._units("set_gradient_divide_factor")
+        self._choose(units, divide_factor=float(factor))
+
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor  # torch's old name
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], object], *, stream: Any = None) -> None:
+        """Have ``hook`` called in each backward with this rank's part of the mean of this unit's
+        gradient, 1-D, in the dtype of the reduction. It may write to it. On GPUs it is called on
+        the stream of reductions.
+
+        Raises:
+            NotImplementedError: a stream of its own.
+            RuntimeError: a forward or backward is running.
+        """
+        refuse(stream=stream)
+        self._choose(self._units("set_all_reduce_hook"), all_reduce_hook=hook)
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather this unit by ``comm``, as torch's ``AllGather`` is called. What it has in
+        ``allocate`` is where it writes to; the result is copied from there.
+
+        Raises:
+            TypeError: it cannot be called, or has no ``allocate``.
+            RuntimeError: a forward or backward is running.
+        """
+        self._choose(self._units("set_custom_all_gather"), all_gather=checked(comm))
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce gradients of this unit by ``comm``, as torch's ``ReduceScatter`` is called. Raises
+        as :meth:`set_custom_all_gather`."""
+        self._choose(self._units("set_custom_reduce_scatter"), reduce_scatter=checked(comm))
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Reduce gradients in a process group of their own, so that NCCL may gather meanwhile. All
+        ranks that share the units call it. Raises as :meth:`set_requires_gradient_sync`."""
+        for unit in self._units("set_separate_reduce_scatter_group", recurse):
+            own = enable and unit.shard_group is not None
+            group = group_for_reductions(unit.shard_group) if own else None
+            self._choose([unit], reduce_group=group)
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """On a GPU, let the gathers of the next forward wait for ``event``, recorded after the
+        optimizer's step, and not for all that is queued by then. For the root."""
+        self._engine.after_optimizer = event
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Does nothing: a unit is gathered in the backward if autograd has saved one of its
+        parameters, and only then."""
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Does nothing: gradients are scaled before they travel, and all reductions are sums."""
+
+    def _units(self, method: str, recurse: bool = False) -> list[Any]:
+        if not self._hooks.idle:
+            raise RuntimeError(f"{method} was called in a forward or backward; call it between.")
+        modules = self.modules() if recurse else [self]  # type: ignore[attr-defined]
+        return [*dict.fromkeys(m._unit for m in modules if isinstance(m, FSDPModule))]
+
+    def _choose(self, units: list[Any], **choices: Any) -> None:
+        for unit in units:
+            unit.users_comm = replace(unit.users_comm, **choices)
+        choose_strategies(units, self._engine.streams)
 
     def reset_iter_state(self) -> None:
         """Does nothing: the next forward or backward resets what an exception has left."""
@@ -219,10 +316,8 @@ class FSDPModule:
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward={reshard_after_forward!r}: it is a bool here")
-        for module in self.modules() if recurse else [self]:  # type: ignore[attr-defined]
-            if isinstance(module, FSDPModule):
-                module._unit.reshard_after_forward = reshard_after_forward
-                module._unit.post_forward_lines = None
+        for unit in self._units("set_reshard_after_forward", recurse):
+            unit.reshard_after_forward, unit.post_forward_lines = reshard_after_forward, None
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather the units of ``modules`` when this one's forward begins; see prefetch_lists.py.
@@ -257,8 +352,8 @@ class FSDPModule:
         )
 
     @property
-    def _engine(self) -> Engine:
-        engine: Engine = self._hooks.engine
+    def _engine(self) -> FeaturedEngine:
+        engine: FeaturedEngine = self._hooks.engine
         return engine
 
 
@@ -292,12 +387,26 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     module.__dict__[method_name] = MethodType(gathered, module)
 
 
-_NOT_THERE = """
-    set_all_reduce_hook set_allocate_memory_from_process_group_for_comm set_custom_all_gather
-    set_custom_reduce_scatter set_force_sum_reduction_for_comms set_gradient_divide_factor
-    set_post_optim_event
-    set_reduce_scatter_divide_factor set_reduce_scatter_max_input_buffers
-    set_requires_all_reduce set_reshard_after_backward set_separate_reduce_scatter_group
-    set_symm_mem_for_comm set_unshard_in_backward
-"""
-add_missing(FSDPModule, _NOT_THERE)
+def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
+    """Let the roots ``modules`` have their streams in common, as the stages of a pipeline that one
+    rank runs: the allocator keeps memory for each stream apart.
+
+    Raises:
+        ValueError: one of them was not given to :func:`fully_shard`.
+        RuntimeError: one is not a root, or a forward or backward is running.
+    """
+    units_to_prefetch(modules)  # raises
+    streams_on = cache(Streams.on)
+    for module in modules:
+        hooks: Any = module._hooks
+        unit: Any = module._unit
+        check_root_and_idle(unit, hooks.engine.root, hooks.idle, "share_comm_ctx")
+        hooks.engine.streams_on = streams_on
+        hooks.engine.compute_on(hooks.engine.streams.device)
+
+
+add_missing(
+    FSDPModule,
+    "set_allocate_memory_from_process_group_for_comm set_reduce_scatter_max_input_buffers "
+    "set_symm_mem_for_comm",
+)

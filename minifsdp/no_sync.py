@@ -22,7 +22,12 @@ one that was cleared, so its first element is -0: multiplied by a positive numbe
 ``zero_grad()`` makes it 0.
 
 No optimizer steps in such a block. So units that may stay gathered from forward to backward
-(SHARD_GRAD_OP) stay for the next forward as well.
+(SHARD_GRAD_OP) stay for the next forward as well, and others if a program asks for it
+(``set_reshard_after_backward(False)``).
+
+With hybrid sharding a program may have gradients reduced in the shard group, and the sum
+all-reduced later (``set_requires_all_reduce(False)``). What waits then on each rank is a part of
+the gradient, and it waits in the same way.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +42,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from minifsdp.comm.pieces import Pieces, whole
 from minifsdp.core.layers import Call, Layer
-from minifsdp.core.reduce import Reduction
+from minifsdp.core.reduce import ReduceScatter, Reduction
 from minifsdp.core.streams import Finish
 from minifsdp.core.unit_state import STRATEGY, Purpose
 from minifsdp.featured_engine import FeaturedEngine
@@ -54,12 +59,13 @@ class NoSync(Layer):
     """Whether the backwards of one root reduce gradients.
 
     Attributes:
-        inside: they do not.
+        unreduced: the units of which they do not.
     """
 
     def __init__(self, engine: FeaturedEngine) -> None:
-        self.units, self._gradients, self.inside = engine.units, engine.gradients, False
-        self._was_inside = False  # in the last backward
+        self.units, self._gradients = engine.units, engine.gradients
+        self.unreduced = set[FeaturedUnit]()
+        self._were_unreduced = set[FeaturedUnit]()  # in the last backward
         # A root that was made around these units takes over what they have left.
         self._used = any(unit.unreduced_grad is not None for unit in self.units)
         self._versions: dict[FeaturedUnit, int] = {}  # of shards, when their units were held
@@ -67,11 +73,16 @@ class NoSync(Layer):
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Backwards in this block leave their gradients on this rank."""
-        before, self.inside = self.inside, True
+        before, self.unreduced = self.unreduced, {*self.units}
         try:
             yield
         finally:
-            self.inside = before
+            self.unreduced = before
+
+    def keep_after_backward(self, unit: FeaturedUnit, keep: bool) -> None:
+        """Whether a unit stays gathered after its next backwards, until its shard changes."""
+        unit.reshard_after_backward = not keep
+        self._used |= keep
 
     def start(self, purpose: Purpose) -> None:
         """Units that were kept stay, if nobody has changed them since. Raises RuntimeError: see
@@ -85,7 +96,7 @@ class NoSync(Layer):
 
     def failed(self) -> None:
         """Nothing stays, and nothing waits: another root may have the units from now on."""
-        self._was_inside = False
+        self._were_unreduced = set()
         for unit in self.units:
             unit.waits.discard(NO_SYNC)
             unit.let_go(NO_SYNC)
@@ -98,31 +109,35 @@ class NoSync(Layer):
         Raises:
             RuntimeError: see :func:`check_unreduced_grad`.
         """
-        self._used |= self.inside
+        self._used |= bool(self.unreduced)
         if not self._used:
             return
         count_cleared(self.units)
         for unit in self.units:
             check_unreduced_grad(unit)
             _stages_of_next(unit)
-        if self.inside:
-            for unit in self.units:
+            if unit in self.unreduced:
+                _check_whole(unit)
                 unit.waits.add(NO_SYNC)
-                if not unit.reshard_after_forward:
-                    unit.hold(NO_SYNC)
-                    self._versions[unit] = unit.sharded_flat_param._version
-        elif self._was_inside:
-            for unit in self.units:
+            elif unit in self._were_unreduced:
                 unit.waits.discard(NO_SYNC)
-                if NO_SYNC in unit.reasons:
-                    unit.hold(STRATEGY)  # now it stays as after any other forward
-                    unit.let_go(NO_SYNC)
-        self._was_inside = self.inside
+            stays = unit in self.unreduced and not unit.reshard_after_forward
+            if stays or not unit.reshard_after_backward:
+                unit.hold(NO_SYNC)
+                self._versions[unit] = unit.sharded_flat_param._version
+            elif NO_SYNC in unit.reasons:
+                unit.hold(STRATEGY)  # now it stays as after any other forward
+                unit.let_go(NO_SYNC)
+        self._were_unreduced = {*self.unreduced}
 
     def complete(self, reductions: Sequence[Reduction]) -> None:
         """Keep what was held in this backward; what earlier ones have left was reduced with it."""
         for reduction in reductions:
             reduction.unit.unreduced_grad = None
+        while self._gradients.scattered:
+            self._used = True
+            reduction = self._gradients.scattered.pop()
+            store_unreduced(reduction.unit, reduction.value, is_scattered=True)
         held = self._gradients.held
         while held:  # freed one after the other, since each may be replaced by a cast copy
             unit, grad = held.popitem()
@@ -134,7 +149,8 @@ class NoSync(Layer):
 
 
 class AddUnreduced:
-    """The first stage of a reduction (reduce.py): adds what backwards in no_sync have left. That
+    """The first stage of a reduction (reduce.py), or the one after the reduce-scatter: adds what
+    earlier backwards have left there. That
     stays as it is until this backward has succeeded. It is not referred to here: it would keep its
     memory when ``zero_grad()`` has cleared it, till the next backward."""
 
@@ -144,7 +160,7 @@ class AddUnreduced:
         self._added = False
 
     def launch(self, unit: FeaturedUnit, value: Tensor | Pieces) -> tuple[Tensor | Pieces, Finish]:
-        """``value``: ``[padded_numel]``; a tensor may be written to. Returns the sum, in the wider
+        """``value``: as what was left; a tensor may be written to. Returns the sum, in the wider
         dtype of the two. A second gradient of the same backward is returned as it is."""
         if unit.unreduced_grad is not None and not self._added:
             self._added = True
@@ -157,19 +173,31 @@ class AddUnreduced:
 def _stages_of_next(unit: FeaturedUnit) -> None:
     """Let the reductions of a backward that begins add what is left of the unit, if there is
     something."""
-    if isinstance(unit.stages[0], AddUnreduced):
-        unit.stages = unit.stages[1:]  # of an earlier backward
+    stages = [stage for stage in unit.stages if not isinstance(stage, AddUnreduced)]
     if unit.unreduced_grad is not None:
-        unit.stages = [AddUnreduced(), *unit.stages]
+        names = [type(stage) for stage in stages]
+        place = 1 + names.index(ReduceScatter) if unit.unreduced_grad.is_scattered else 0
+        stages.insert(place, AddUnreduced())
+    unit.stages = stages
 
 
-def store_unreduced(unit: FeaturedUnit, grad: Tensor) -> None:
+def _check_whole(unit: FeaturedUnit) -> None:
+    if unit.unreduced_grad is not None and unit.unreduced_grad.is_scattered:
+        raise RuntimeError(
+            f"unit {unit.label}: a backward without any reduction (no_sync, "
+            f"set_requires_gradient_sync(False)) comes after one that has left out only the "
+            f"all-reduce (set_requires_all_reduce(False)), and before both are reduced. Run the "
+            f"backwards without any reduction first."
+        )
+
+
+def store_unreduced(unit: FeaturedUnit, grad: Tensor, is_scattered: bool = False) -> None:
     """Keep a gradient on this rank until the next reduction, which adds it to its own.
 
     Args:
         grad: of ``unit.unsharded.flat_param``: ``[padded_numel]``, in its dtype. It is added to the
             unit's unreduced gradient, if there is one, and otherwise kept in
-            ``unit.unreduced_dtype``.
+            ``unit.unreduced_dtype``. Or, if it ``is_scattered``, ``[padded_numel / ranks]``.
     """
     shard, cleared = unit.sharded_flat_param, _cleared(unit)
     if unit.unreduced_grad is not None:
@@ -184,7 +212,7 @@ def store_unreduced(unit: FeaturedUnit, grad: Tensor) -> None:
     for first in _firsts(unit, shard.grad):
         first.masked_fill_(first == 0, -0.0)
     unit.unreduced_grad = UnreducedGrad(
-        grad, shard.grad, _version(unit, shard.grad), shard._version, cleared
+        grad, shard.grad, _version(unit, shard.grad), shard._version, cleared, is_scattered
     )
     _units.add(unit)
     _watch_optimizers()

@@ -16,14 +16,16 @@ wait to be reduced, a stage that adds them comes before these; no_sync.py puts i
                  all-reduce, if there is none (NO_SHARD)    reduce.py; on CPUs in halves.py
                  a user's communication hook                between_steps/comm_hooks.py
     replicate    all-reduce over replicas                   reduce.py; on CPUs in halves.py
+    scale, hook  if a program asks for it                   users_comm.py
     download     with offload                               offload.py
 
 Both have ``unit.comm`` do what travels, and that depends on the device::
 
     on a CPU                       DirectMessages                           comm/unit_messages.py
     elsewhere                      TorchCollectives                         collectives.py
+        if a program asks for it       --UsersCollectives-->                users_comm.py
                                        --Watched-->                         comm/unit_messages.py
-    elsewhere, divided in rows         --Watched--> --InBlocks-->
+        divided in rows                --InBlocks-->
 
 views.py has the modules of a unit compute with what ``unit.view_maker`` makes::
 
@@ -57,6 +59,7 @@ from minifsdp.rows import Rows
 from minifsdp.support.marked_views import MarkedPieceViews, MarkedSplitViews
 from minifsdp.support.param_views import Placeholders
 from minifsdp.support.piece_views import PieceViews
+from minifsdp.users_comm import Scale, UsersCollectives, UsersHook
 
 
 def set_strategies(unit: FeaturedUnit) -> None:
@@ -96,9 +99,12 @@ def choose_strategies(units: Sequence[FeaturedUnit], streams: Streams) -> None:
 
 def comm_of(unit: FeaturedUnit, device: torch.device) -> Comm | DirectMessages:
     """How what a unit sends and receives travels."""
-    if direct(device):
+    if _direct(unit, device):
         return DirectMessages()
-    comm = Watched(TorchCollectives())
+    comm: Comm = TorchCollectives()
+    if unit.users_comm.has_functions or unit.users_comm.reduce_group is not None:
+        comm = UsersCollectives(comm, unit.users_comm)
+    comm = Watched(comm)
     # A unit of one parameter has one block for each rank, in rows as in chunks.
     return comm if len(unit.layout.blocks or ()) < 2 else InBlocks(comm)
 
@@ -106,7 +112,7 @@ def comm_of(unit: FeaturedUnit, device: torch.device) -> Comm | DirectMessages:
 def view_maker_of(unit: FeaturedUnit, device: torch.device) -> ViewMaker:
     """What makes the views of a unit, and takes their gradients."""
     # An all-reduce writes its result to the flat gradient, and so has no use for pieces.
-    in_pieces = direct(device) and unit.shard_group is not None
+    in_pieces = _direct(unit, device) and unit.shard_group is not None
     if isinstance(unit.layout, Rows) and unit.layout.marks:
         return MarkedPieceViews() if in_pieces else MarkedSplitViews()
     return PieceViews() if in_pieces else SplitViews()
@@ -124,15 +130,36 @@ def stages_of(unit: FeaturedUnit, streams: Streams) -> list[Stage]:
     download: list[Stage] = [] if unit.offload_from is None else [Download(streams)]
     if hook is not None:  # it averages over the only group that there is
         return [*cast, hook, *download]
+    after = [*_users_stages(unit), *download]
     if unit.shard_group is None:
-        return [*cast, *_all_reduce("reduce", streams), *download]
+        return [*cast, *_all_reduce(unit, "reduce", streams), *after]
     if unit.replicate_group is None:
-        return [*cast, ReduceScatter(), *download]
-    return [*cast, ReduceScatter(), *_all_reduce("replicate", streams), *download]
+        return [*cast, ReduceScatter(), *after]
+    if not unit.users_comm.all_reduces:
+        return [*cast, ReduceScatter()]
+    return [*cast, ReduceScatter(), *_all_reduce(unit, "replicate", streams), *after]
 
 
-def _all_reduce(first: str, streams: Streams) -> list[Stage]:
+def _all_reduce(unit: FeaturedUnit, first: str, streams: Streams) -> list[Stage]:
     """``first``: the stream on which it begins."""
-    if direct(streams.device):
+    if _direct(unit, streams.device):
         return [FirstHalf(first), SecondHalf()]
     return [AllReduce(first)]
+
+
+def _direct(unit: FeaturedUnit, device: torch.device) -> bool:
+    """Whether ranks send to each other by themselves. A program's own functions travel as torch's,
+    and so does all else of their unit."""
+    return direct(device) and not unit.users_comm.has_functions
+
+
+def _users_stages(unit: FeaturedUnit) -> list[Stage]:
+    """What a program has asked for after the mean is complete."""
+    factor, hook = unit.users_comm.divide_factor, unit.users_comm.all_reduce_hook
+    replicas = 1 if unit.replicate_group is None else unit.replicate_group.size()
+    stages: list[Stage] = []
+    if factor is not None:
+        stages.append(Scale(unit.shard_world_size * replicas / factor))
+    if hook is not None:
+        stages.append(UsersHook(hook))
+    return stages

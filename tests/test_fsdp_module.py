@@ -23,7 +23,6 @@ from minifsdp import FSDPModule, as_dtensors, fully_shard, register_fsdp_forward
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.between_steps.explain import table
 from minifsdp.core.unit_state import ShardedState
-from minifsdp.no_sync import NoSync
 from tests.ranks import device, on_ranks
 
 
@@ -346,17 +345,6 @@ def test_reshard_after_forward_can_be_changed():
         model.set_reshard_after_forward(2)
 
 
-@on_ranks(2)
-def test_only_the_root_says_whether_gradients_are_reduced():
-    model = sharded()
-    with pytest.raises(RuntimeError, match=r"set_requires_gradient_sync was called on unit '1'"):
-        model[1].set_requires_gradient_sync(False)
-    with pytest.raises(NotImplementedError, match="recurse"):
-        model.set_requires_gradient_sync(False, recurse=False)
-    assert not model._engine.moments.of(NoSync).inside
-    model.set_is_last_backward(False)  # taken, and changes nothing
-
-
 @pytest.mark.parametrize("shard", [fully_shard, torchs_fully_shard])
 @on_ranks(2)
 def test_a_state_goes_on_in_ours_and_in_torchs(shard):
@@ -410,8 +398,8 @@ def test_what_is_not_there_yet_is_refused_by_name(words, settings):
     with pytest.raises(NotImplementedError, match=f"(?s){words}.*is not there yet"):
         fully_shard(nn.Linear(2, 2), **settings)
     model = fully_shard(nn.Linear(2, 2))
-    with pytest.raises(NotImplementedError, match="set_requires_all_reduce"):
-        model.set_requires_all_reduce(False)
+    with pytest.raises(NotImplementedError, match="set_symm_mem_for_comm"):
+        model.set_symm_mem_for_comm()
 
 
 @on_ranks(1)

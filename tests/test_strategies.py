@@ -29,6 +29,7 @@ from minifsdp.strategies import (
 from minifsdp.support.marked_views import MarkedPieceViews, MarkedSplitViews
 from minifsdp.support.piece_views import PieceViews
 from minifsdp.support.shard_changes import ShardChanges
+from minifsdp.users_comm import UsersCollectives, UsersComm
 from tests.lagging import deferring_device
 from tests.lone_unit import lone_unit
 from tests.ranks import device, on_ranks
@@ -145,7 +146,8 @@ def test_a_model_that_is_cast_sends_what_it_has_now(strategy):
 def rows(*shapes, ranks):
     """What the choice asks of a unit in rows."""
     layout = Rows([torch.Size(shape) for shape in shapes], [True] * len(shapes), ranks)
-    return SimpleNamespace(layout=layout, shard_group=object() if ranks > 1 else None)
+    group = object() if ranks > 1 else None
+    return SimpleNamespace(layout=layout, shard_group=group, users_comm=UsersComm())
 
 
 @pytest.mark.direct
@@ -160,6 +162,11 @@ def test_how_a_unit_travels_depends_on_the_device_and_on_its_layout(kind, native
         assert chain(comm_of(lone.unit, here)) == (direct or torchs)
     assert chain(comm_of(rows([4, 2], ranks=2), here)) == (direct or torchs)  # one block
     assert chain(comm_of(rows([4, 2], [3], ranks=2), here)) == (direct or [*torchs, InBlocks])
+    one, two = rows([4, 2], ranks=2), rows([4, 2], [3], ranks=2)
+    one.users_comm.reduce_group = two.users_comm.all_gather = object()
+    torchs.insert(1, UsersCollectives)
+    assert chain(comm_of(one, here)) == (direct or torchs)  # messages have no group to wait for
+    assert chain(comm_of(two, here)) == [*torchs, InBlocks]
 
 
 @pytest.mark.direct

@@ -31,7 +31,7 @@ for its answer, so there even this message stops, unless ranks have ever diverge
 there is same_launches.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
 
 import torch
@@ -230,7 +230,7 @@ class RankAgreement(Layer):
         """Find out whether ranks diverge, and if so gather all units: others may not be there to
         gather with later. Raises RuntimeError: see :meth:`at` and :meth:`agree`."""
         self.at(Moment.START_OF_A_BACKWARD_BELOW, self._engine.root)
-        self.agree(_source, not self._no_sync.inside)
+        self.agree(_source, self._no_sync.unreduced)
         for unit in self.units if self.diverged else ():
             self._engine.parameters.unshard(unit, DIVERGED)
 
@@ -259,12 +259,14 @@ class RankAgreement(Layer):
             unit.let_go(DIVERGED)
         self.diverged, self.late = False, []
 
-    def agree(self, source: Callable[[FeaturedUnit], GradSource], synchronizes: bool) -> None:
+    def agree(
+        self, source: Callable[[FeaturedUnit], GradSource], unreduced: Collection[FeaturedUnit]
+    ) -> None:
         """A backward begins: find out whether ranks diverge in it, and set ``late``.
 
         Args:
             source: what this rank will have to reduce for a unit.
-            synchronizes: gradients are reduced; not so inside of no_sync.
+            unreduced: the units whose gradients are not reduced; inside of no_sync all of them.
 
         Raises:
             RuntimeError: some ranks are inside of no_sync and others are not, or their precision
@@ -274,7 +276,8 @@ class RankAgreement(Layer):
         highest = dict(mine)  # of all ranks
         found: dict[int, list[int]] = {}
         for group in self._groups if self.compares_backwards else []:
-            numbers = [synchronizes, self._mode(), self.diverged, *(mine[u] for u in group.units)]
+            reduces = sum(unit not in unreduced for unit in self.units)
+            numbers = [reduces, self._mode(), self.diverged, *(mine[u] for u in group.units)]
             found = self._gather(group, Kind.AGREEMENT, "the start of a backward", numbers)
             _, _, diverged, *by_unit = zip(*found.values(), strict=True)
             self.diverged |= any(diverged)  # in an agreement group of fewer ranks, asked before
@@ -285,18 +288,22 @@ class RankAgreement(Layer):
         # The last group has all ranks, so either all of them raise or none.
         if len({tuple(numbers[:2]) for numbers in found.values()}) > 1:
             self._all_failed = True
-            inside = ("inside", "outside")
-            where = {rank: inside[n[0]] + _MODES[n[1]] for rank, n in found.items()}
+            all_units = len(self.units)
+            inside = {0: "inside", all_units: "outside"}
+            where = {
+                rank: inside.get(n[0], f"{n[0]} of {all_units} units outside") + _MODES[n[1]]
+                for rank, n in found.items()
+            }
             raise RuntimeError(
                 f"some ranks run this backward inside of no_sync(), or in another mode, and others "
                 f"do not ({format_by_rank(where)}). They reduce gradients together, in one "
                 f"precision, or none does."
             )
-        if synchronizes:
-            late = [GradSource.NO_SYNC]
-            if self.diverged:
-                late.append(GradSource.BACKWARD)
-            self.late = [unit for unit in self.units if highest[unit] in late]
+        late = [GradSource.NO_SYNC]
+        if self.diverged:
+            late.append(GradSource.BACKWARD)
+        reduced = [unit for unit in self.units if unit not in unreduced]
+        self.late = [unit for unit in reduced if highest[unit] in late]
         for unit in self.late:
             unit.waits.add(DIVERGED)
 

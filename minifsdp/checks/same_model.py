@@ -111,6 +111,7 @@ def _describe(unit: FeaturedUnit, with_values: bool) -> UnitReport:
     if unit.post_forward_lines is not None:
         when = f"kept by {len(unit.post_forward_lines[0])} ranks together"
     hook = "" if unit.comm_hook is None else f", reduced by {unit.comm_hook.name}"
+    hook += str(unit.users_comm)
     groups = [group for group in (unit.shard_group, unit.replicate_group) if group is not None]
     targets = ("forward", unit.forward_targets), ("backward", unit.backward_targets)
     lists = "".join(f", prefetches {[u.name for u in us]} in {at}" for at, us in targets if us)

@@ -21,7 +21,6 @@ NAMES = {
     "LocalOptimStateDictConfig": "an optimizer's state as flat shards",
     "LocalStateDictConfig": "a state dict of flat shards",
     "ShardPlacementResult": "what a shard_placement_fn may return",
-    "share_comm_ctx": "streams that several roots have in common, for pipelines",
 }
 
 
@@ -53,8 +52,7 @@ class Missing(type):
 
 
 MISSING = {name: Missing(name, (), {"__module__": "minifsdp"}) for name in NAMES}
-"""The classes by name, one of which stands for a function. The names are those of
-``torch.distributed.fsdp``."""
+"""The classes by name. The names are those of ``torch.distributed.fsdp``."""
 
 
 def add_missing(cls: type, names: str) -> None:

@@ -28,6 +28,7 @@ from .gradients import Gradients
 from .layers import Call, Layer, Moments
 from .parameters import Parameters
 from .reduce import Reduction
+from .streams import Event
 from .unit import Unit
 from .unit_state import BACKWARD, FORWARD, OF_A_STEP, PREFETCH, STRATEGY, Purpose
 from .unshard import wait_for_unshard
@@ -73,7 +74,11 @@ class Engine:
         for method in self.moments.start:
             method(purpose)
         # The gathers to come must send what the optimizer has just written.
-        self.streams.unshard.wait_event(self.streams.compute.record_event())
+        self.streams.unshard.wait_event(self.written())
+
+    def written(self) -> Event:
+        """Passed when the shards have their values."""
+        return self.streams.compute.record_event()
 
     def reset(self) -> None:
         """Drop what a failed forward or backward has left, and what a forward without a backward
