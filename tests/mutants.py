@@ -975,7 +975,7 @@ MUTANTS = [
     Mutant("support/shard_changes", "old gradients go to a chunk that has moved", "            unit.unsharded_by_dtype.forget()\n", ""),
     Mutant("core/engine", "units are in a dead backward for ever", "            unit.state.start_step()\n", ""),
     Mutant("core/engine", "what a dead backward has added up stays", "            unit.view_maker.drop_gradient(unit)\n", "            pass\n"),
-    Mutant("no_sync", "what is added to a reduction is kept", "        unit.stages = [AddUnreduced(), *unit.stages]\n", "        unit.stages = [AddUnreduced(), *unit.stages]\n        unit.stages[0].kept = unit.unreduced_grad.grad\n"),
+    Mutant("no_sync", "what is added to a reduction is kept", "        stages.insert(place, AddUnreduced())\n", "        stages.insert(place, AddUnreduced())\n        stages[place].kept = unit.unreduced_grad.grad  # type: ignore\n"),
     Mutant("no_sync", "what waited is added twice", "            self._added = True\n", ""),
     Mutant("support/shard_changes", "the stages of another device", "            choose_strategies(engine.units, engine.streams)\n", "", noticed_by="strategies"),
     Mutant("precision", "an evaluation's precision stays", "            self.restore()  # also", "            pass  # also"),
