@@ -101,7 +101,7 @@ MUTANTS = [
     Mutant("between_steps/comm_hooks", "what is registered is not used", "        unit.stages = stages_of(unit, engine.streams)\n", ""),
     Mutant("between_steps/comm_hooks", "what a hook has done to marks counts", "        unit.has_unused = False  # a hook", "        pass  # a hook"),
     Mutant("strategies", "averaged by the hook and once more", "return [*cast, hook, *download]", "return [*cast, hook, *_all_reduce(unit, \"reduce\", streams), *download]", noticed_by="between_steps/comm_hooks"),
-    Mutant("strategies", "hooks are not called", "if hook is not None:  # it", "if False:", noticed_by="between_steps/comm_hooks"),
+    Mutant("strategies", "hooks are not called", "if hook is not None:  # it", "if False:  # it", noticed_by="between_steps/comm_hooks"),
     Mutant("wrapping/torch_attributes", "the group that replicates", "unit.shard_group or unit.replicate_group", "unit.replicate_group or unit.shard_group"),
     Mutant("wrapping/torch_attributes", "where the shard is", "return unit.device", "return unit.padded_shard.device if unit.offload_from is None else None"),
     Mutant("wrapping/torch_attributes", "the strategies the other way round", "full if unit.reshard_after_forward else zero2", "zero2 if unit.reshard_after_forward else full"),
