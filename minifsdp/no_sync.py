@@ -150,9 +150,9 @@ class NoSync(Layer):
 
 class AddUnreduced:
     """The first stage of a reduction (reduce.py), or the one after the reduce-scatter: adds what
-    earlier backwards have left there. That
-    stays as it is until this backward has succeeded. It is not referred to here: it would keep its
-    memory when ``zero_grad()`` has cleared it, till the next backward."""
+    earlier backwards have left there. That stays as it is until this backward has succeeded. It is
+    not referred to here: it would keep its memory when ``zero_grad()`` has cleared it, till the
+    next backward."""
 
     stream, travels, on_host = "reduce", False, False
 
