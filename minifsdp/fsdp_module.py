@@ -185,7 +185,7 @@ class FSDPModule:
         Raises:
             RuntimeError: a forward or backward is running.
         """
-        units = self._units("set_requires_gradient_sync", recurse)
+        units = self._units_between_steps("set_requires_gradient_sync", recurse)
         no_sync = self._engine.moments.of(NoSync)
         change = no_sync.unreduced.difference if requires_gradient_sync else no_sync.unreduced.union
         no_sync.unreduced = change(units)
@@ -195,7 +195,7 @@ class FSDPModule:
         """The same for the all-reduce of hybrid sharding alone: False reduces gradients in the
         shard group, and keeps the sum of several backwards there. Without hybrid sharding it
         changes nothing. Raises as :meth:`set_requires_gradient_sync`."""
-        units = self._units("set_requires_all_reduce", recurse)
+        units = self._units_between_steps("set_requires_all_reduce", recurse)
         self._choose(hybrid_of(units), all_reduces=requires_all_reduce)
 
     def set_reshard_after_backward(
@@ -205,7 +205,7 @@ class FSDPModule:
         changes their shards. That saves the gathers of the next backwards of an accumulation, and
         costs their memory. Raises as :meth:`set_requires_gradient_sync`."""
         no_sync = self._engine.moments.of(NoSync)
-        for unit in self._units("set_reshard_after_backward", recurse):
+        for unit in self._units_between_steps("set_reshard_after_backward", recurse):
             no_sync.keep_after_backward(unit, not reshard_after_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -218,7 +218,7 @@ class FSDPModule:
         """
         if not factor > 0:
             raise ValueError(f"set_gradient_divide_factor({factor!r}): expected a number above 0")
-        units = self._units("set_gradient_divide_factor")
+        units = self._units_between_steps("set_gradient_divide_factor")
         self._choose(units, divide_factor=float(factor))
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor  # torch's old name
@@ -233,7 +233,7 @@ class FSDPModule:
             RuntimeError: a forward or backward is running.
         """
         refuse(stream=stream)
-        self._choose(self._units("set_all_reduce_hook"), all_reduce_hook=hook)
+        self._choose(self._units_between_steps("set_all_reduce_hook"), all_reduce_hook=hook)
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather this unit by ``comm``, as torch's ``AllGather`` is called. What it has in
@@ -243,19 +243,21 @@ class FSDPModule:
             TypeError: it cannot be called, or has no ``allocate``.
             RuntimeError: a forward or backward is running.
         """
-        self._choose(self._units("set_custom_all_gather"), all_gather=checked(comm))
+        self._choose(self._units_between_steps("set_custom_all_gather"), all_gather=checked(comm))
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce gradients of this unit by ``comm``, as torch's ``ReduceScatter`` is called. Raises
         as :meth:`set_custom_all_gather`."""
-        self._choose(self._units("set_custom_reduce_scatter"), reduce_scatter=checked(comm))
+        self._choose(
+            self._units_between_steps("set_custom_reduce_scatter"), reduce_scatter=checked(comm)
+        )
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
         """Reduce gradients in a process group of their own, so that NCCL may gather meanwhile. All
         ranks that share the units call it. Raises as :meth:`set_requires_gradient_sync`."""
-        for unit in self._units("set_separate_reduce_scatter_group", recurse):
+        for unit in self._units_between_steps("set_separate_reduce_scatter_group", recurse):
             own = enable and unit.shard_group is not None
             group = group_for_reductions(unit.shard_group) if own else None
             self._choose([unit], reduce_group=group)
@@ -272,9 +274,12 @@ class FSDPModule:
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Does nothing: gradients are scaled before they travel, and all reductions are sums."""
 
-    def _units(self, method: str, recurse: bool = False) -> list[Any]:
+    def _units_between_steps(self, method: str, recurse: bool = False) -> list[Any]:
         if not self._hooks.idle:
             raise RuntimeError(f"{method} was called in a forward or backward; call it between.")
+        return self._units(recurse)
+
+    def _units(self, recurse: bool) -> list[Any]:
         modules = self.modules() if recurse else [self]  # type: ignore[attr-defined]
         return [*dict.fromkeys(m._unit for m in modules if isinstance(m, FSDPModule))]
 
@@ -316,7 +321,7 @@ class FSDPModule:
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward={reshard_after_forward!r}: it is a bool here")
-        for unit in self._units("set_reshard_after_forward", recurse):
+        for unit in self._units(recurse):
             unit.reshard_after_forward, unit.post_forward_lines = reshard_after_forward, None
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
