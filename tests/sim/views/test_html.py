@@ -61,7 +61,8 @@ def test_a_template_has_one_place_for_each_thing(tmp_path):
     parts = "/* shared.css */<script>/* shared.js */ /* steps */</script>"
     template.write_text(parts)
     page = fill_in(template, {"steps": "</script>"})
-    assert ":root" in page and "function size(" in page and page.endswith(" <\\/script></script>")
+    assert ":root" in page and "function sizesUpTo(" in page
+    assert page.endswith(" <\\/script></script>")
     for wrong, count in (("", 0), ("/* steps */", 2)):
         template.write_text(parts.replace("/* steps */", wrong * count))
         with pytest.raises(ValueError, match=f"page.html has {count} places for 'steps', not one"):
@@ -78,7 +79,7 @@ const press = (key, shiftKey = false) =>
 const told = [];
 const note = () => told.push(["when", "kinds", "operation"].map((id) => byId(id).innerText));
 note();
-look(0, 1); press("ArrowRight", true); note();
+look(0, lanes.indexOf("compute")); press("ArrowRight", true); note();
 for (let i = 0; i < 6; i++) press("+");
 told.push(view);
 canvas.dispatchEvent(new WheelEvent("wheel", {deltaY: -1})); told.push(view);
@@ -104,7 +105,8 @@ def test_a_browser_shows_it(run, tmp_path):
     assert words.keys() >= figures["peak allocated is"].keys()
     assert words["allocated"] == f"{figures['peak allocated'] / 2**20:.2f} MiB"
     operation = dict(line.split("\t") for line in second[2].splitlines())
-    op = next(e for e in data(tape, figures)["ops"] if e[0] == 1 and e[4] > 0)
+    its = data(tape, figures)
+    op = next(e for e in its["ops"] if its["lanes"][e[0]] == "compute" and e[4] > 0)
     assert operation["starts"] == f"{op[4] / 1e3:.3f} ms" and operation["stream"] == "compute"
     length = figures["step"] * 1e6
     assert zoomed[1] - zoomed[0] == pytest.approx(length * 0.7**6)
