@@ -364,7 +364,8 @@ def test_formulas_beside_the_figures_are_near_the_runs(data):
               left = Math.floor(left / values.length);
             }
             const f = runOf(its).figures, [bytes] = sentBy(its), [seconds] = sendingTakes(its, f);
-            return [its.strategy === "hybrid_shard", bytes / f["bytes sent"], seconds / f.communication];
+            const hybrid = its.strategy === "hybrid_shard";
+            return [hybrid, bytes / f["bytes sent"], seconds / f.communication];
         })"""
         )
         assert len(found) > 1000

@@ -79,7 +79,7 @@ class Lanes:
         self._gathers = [
             (o, u) for o, u in turns(tape) if (o.name, o.stream) == (ALL_GATHER, GATHERS)
         ]
-        self._phases = [entry for entry in tape if isinstance(entry, Phase)]
+        self._phases = [e for e in tape if isinstance(e, Phase) and e.time <= axis.end]
 
     def legend(self) -> dict[str, str]:
         """What the colours that are there mean, but for those of units."""
@@ -129,7 +129,7 @@ class Lanes:
             return
         numbers = {span.name: span.number for span in self.spans}
         for op, unit in self._gathers:
-            if op.launched >= self._axis.start and unit in numbers:
+            if self._axis.start <= op.launched <= self._axis.end and unit in numbers:
                 at, colour = self._axis.x(op.launched), of_unit(numbers[unit])
                 end = host + self._height - 2
                 drawing.path(f"M{at:.1f} {host + 1:g}V{end:g}", colour.replace("unit", "launch"))
