@@ -92,7 +92,7 @@ scale: $(INSTALLED)  ## from 8 GPUs to 4,096, beside FSDP1's and FSDP2's schedul
 
 tutorials: $(INSTALLED)  ## the pages in tutorials/, by running them
 	@$(PY) tutorials/build.py $(ARGS)
-	@$(if $(ARGS),,$(PY) -W ignore tutorials/explorer.py)
+	@$(if $(ARGS),,$(PY) -W ignore tutorials/explorer.py && $(PY) -W ignore tutorials/calculator.py)
 
 bench: $(INSTALLED)  ## against torch's DDP, FSDP1 and FSDP2, as ratios; see ARGS="--help"
 	@$(PY) $(QUIETLY) -m tests.bench.engine $(ARGS)

@@ -1,4 +1,5 @@
-"""What one can work out about a training on paper: the formulas of page 30, and of problems.py.
+"""What one can work out about a training on paper: the formulas of page 30, of problems.py and of
+calculator.html.
 
 Bytes, seconds and floating-point operations, without prefixes: a GB is 1e9 here. ``params`` are a
 model's parameters, ``tokens`` those on each GPU in a step, ``ranks`` the GPUs, ``reached`` the

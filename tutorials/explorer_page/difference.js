@@ -16,7 +16,7 @@ const SUBJECT = {
 };
 // The mechanism, for a run with figures f and settings a, against one with g and b.
 const WHY = {
-  strategy: (f, g, a, b) => `a GPU keeps 1/${sharersOf(a)} of the state instead of 1/${sharersOf(b)}, and sends ${gigabytes(f["bytes sent"])} a step instead of ${gigabytes(g["bytes sent"])}`,
+  strategy: (f, g, a, b) => `a GPU keeps ${partOf(a)} of the state instead of ${partOf(b)}, and sends ${gigabytes(f["bytes sent"])} a step instead of ${gigabytes(g["bytes sent"])}`,
   unit: (f, g, a) => (a.unit === "model" ? "all parameters are gathered at once, before anything can be computed, and all gradients are reduced after the backward"
     : "while one block is computed with, the next is gathered, and only a few are there at once"),
   limit: (f, g) => {
@@ -30,7 +30,7 @@ const WHY = {
     post: "the next unit's gather is launched after this unit's gradients are computed",
     none: "a unit's gather is launched only when its backward begins" })[a.backward],
   forward: (f, g, a) => (a.forward === "pre" ? "the host launches the next unit's gather before this unit's forward" : "a unit's gather is launched when its forward begins"),
-  nodes: (f, g, a, b) => `a GPU keeps 1/${sharersOf(a)} of the state instead of 1/${sharersOf(b)}, and its collectives take ${ms(f.communication)} instead of ${ms(g.communication)}`,
+  nodes: (f, g, a, b) => `a GPU keeps ${partOf(a)} of the state instead of ${partOf(b)}, and its collectives take ${ms(f.communication)} instead of ${ms(g.communication)}`,
   network: (f, g) => `the same bytes take ${ms(f.communication)} instead of ${ms(g.communication)}`,
   batch: (f, g, a, b) => tokensWhy(f, g, a, b),
   seq: (f, g, a, b) => tokensWhy(f, g, a, b),
@@ -44,6 +44,8 @@ const SAME = {
   forward: "the host is ahead of the GPU, so gathers come early enough either way",
   strategy: "one unit for the whole model stays gathered until the backward anyway", network: "nothing leaves the node",
 };
+
+const partOf = (its) => (sharersOf(its) === 1 ? "all" : `1/${sharersOf(its)}`);
 
 function tokensWhy(f, g, a, b) {
   const share = (its) => percent(its["exposed communication"] / its.step);
@@ -83,12 +85,12 @@ function measured(f, g, a) {  // the largest part of what changed, of time and o
   const times = { compute: "computation", "exposed communication": "communication that nothing hides", idle: "time without work for the GPU" };
   const largest = (names) => names.map((name) => [name, f[name] - g[name]]).sort((p, q) => Math.abs(q[1]) - Math.abs(p[1]))[0];
   const [time, seconds] = largest(Object.keys(times)), parts = [];
-  if (Math.abs(seconds) > 0.005 * g.step) parts.push(`${times[time]} (${signed(ms(Math.abs(seconds)), seconds)})`);
+  if (Math.abs(seconds) > 0.005 * g.step) parts.push(`in time it is ${times[time]} (${signed(ms(Math.abs(seconds)), seconds)})`);
   const beyond = (it) => it["peak reserved"] - it["peak allocated"];
   const [kind, bytes] = [...data.memory.map((name) => [name, f[name] - g[name]]), ["memory reserved beyond what is allocated", beyond(f) - beyond(g)]]
     .sort((p, q) => Math.abs(q[1]) - Math.abs(p[1]))[0];
-  if (Math.abs(f["peak reserved"] - g["peak reserved"]) >= 2 * MiB) parts.push(`${kind} (${signed(size(Math.abs(bytes), a), bytes)})`);
-  return parts.length ? `Most of it is ${parts.join(" and ")}.` : "";
+  if (Math.abs(f["peak reserved"] - g["peak reserved"]) >= 2 * MiB) parts.push(`in memory ${kind} (${signed(size(Math.abs(bytes), a), bytes)})`);
+  return parts.length ? `What makes most of the difference: ${parts.join(", and ")}.` : "";
 }
 const signed = (text, value) => `${value < 0 ? "−" : "+"}${text}`;
 

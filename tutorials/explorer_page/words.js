@@ -73,7 +73,7 @@ function summary(its) {
   const { figures: f } = runOf(its), whole = data.machine.capacity, over = f["peak reserved"] - whole;
   const state = f.fits ? `${size(f["peak reserved"], its)} of ${size(whole, its)} are reserved`
     : `does not fit: it would reserve ${size(f["peak reserved"], its)}, ${size(over, its)} more than the GPU has for PyTorch`;
-  return `${ms(f.step)} a step, ${f["tokens/s per GPU"].toFixed(0)} tokens/s; ${state}`;
+  return `${ms(f.step)} a step, ${Math.round(f["tokens/s per GPU"]).toLocaleString("en")} tokens/s; ${state}`;
 }
 
 function binds(its) {
