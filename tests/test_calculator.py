@@ -15,7 +15,7 @@ from minifsdp.sim.cli.run import measure
 from minifsdp.sim.hardware.gpus import GPUS
 from tests.browser import CHROMIUM, Page
 from tutorials import calculator, formulas
-from tutorials.calculator import PRESETS, ROOM, preset
+from tutorials.calculator import PRESETS, ROOM, SPARE, preset
 from tutorials.javascript import javascript
 
 FILE = Path(calculator.__file__).with_name("calculator.html")
@@ -63,15 +63,14 @@ def by_formula(model, words):
 @pytest.mark.parametrize("model, words", RUNS)
 def test_formulas_are_near_the_virtual_gpu(model, words):
     figures, _ = measure(options(model, words), taken=-(2**40))
-    moments = by_formula(model, words)
-    most = max(moments, key=sum)
-    assert sum(most) == pytest.approx(
-        figures["peak allocated"], rel=WITHIN[model.partition("-")[0].rstrip("2")]
-    )
-    # What is largest there is what the formula says, and as much.
+    moments, within = by_formula(model, words), WITHIN[model[: model.index("-")].rstrip("2")]
+    assert max(map(sum, moments)) == pytest.approx(figures["peak allocated"], rel=within)
+    # What is largest in the run is as large at the highest moment, or at one that is about as high.
     found = figures["peak allocated is"]
     largest = max(found, key=found.get)
-    assert dict(zip(KINDS, most, strict=True))[largest] == pytest.approx(found[largest], rel=0.06)
+    near = [m for m in moments if sum(m) > (1 - 2 * within) * max(map(sum, moments))]
+    its = [dict(zip(KINDS, moment, strict=True))[largest] for moment in near]
+    assert any(nbytes == pytest.approx(found[largest], rel=0.06) for nbytes in its)
 
 
 def test_each_moment_is_the_highest_somewhere():
@@ -87,7 +86,7 @@ def test_each_moment_is_the_highest_somewhere():
 def test_what_is_said_to_fit_fits_and_what_is_said_not_to_does_not(model, words):
     most = max(map(sum, by_formula(model, words)))
     has = GPUS["a100-80"].memory
-    enough, _ = measure(options(model, words), taken=has - int(ROOM * most))
+    enough, _ = measure(options(model, words), taken=has - int(ROOM * most) - SPARE)
     assert enough["fits"]
     little, _ = measure(options(model, words), taken=has - int(0.95 * most))
     assert not little["fits"]
@@ -99,9 +98,9 @@ def test_the_page_is_made_from_its_parts():
 
 
 def test_javascript_says_what_it_cannot_translate():
-    with pytest.raises(ValueError, match=r"line 2: 'sum\\(.*is not translated"):
+    with pytest.raises(ValueError, match=r"line 2: 'sum\(.*is not translated"):
         javascript("def f(x):\n    return sum([a for a in x])\n", "sheet")
-    with pytest.raises(ValueError, match=r"line 2: 'x \\*\\* 2' is not translated"):
+    with pytest.raises(ValueError, match=r"line 2: 'x \*\* 2' is not translated"):
         javascript("def f(x):\n    return x ** 2\n", "sheet")
 
 
@@ -164,7 +163,13 @@ def test_a_browser_shows_the_formulas_numbers(width, dark):
             said, most = page.ask("byId('answer').innerText"), max(map(sum, moments))
             assert f" {most / 2**30:.2f} GiB at most" in said
             has = page.ask("data.gpus['a100-40']")
-            answer = "Fits" if ROOM * most <= has else "Does not fit" if most > has else "May not"
+            answer = (
+                "Fits"
+                if ROOM * most + SPARE <= has
+                else "Does not fit"
+                if most > has
+                else "May not"
+            )
             assert said.startswith(answer)
         # Keys alone: to the number of GPUs, and one more digit.
         page.ask("inputs.gpu.focus()")

@@ -21,10 +21,10 @@ from minifsdp.sim.views.html import fill_in
 from tutorials.javascript import javascript
 from tutorials.virtual_run import sizes
 
-ROOM = 1.25
-"""How much memory there has to be, to what tensors take at most, so that a step surely fits: the
-allocator cannot use all of it. With less it may, by luck or with retries. tests/test_calculator.py
-runs both."""
+ROOM, SPARE = 1.25, 2**28
+"""How much memory there has to be, to what tensors take at most, and how many bytes beyond that, so
+that a step surely fits: the allocator cannot use all of it, and its segments are of 2 to 20 MiB and
+more. With less memory it may fit, by luck or with retries. tests/test_calculator.py runs both."""
 VALUES = {"gpt": 16, "llama": 23}
 """That a block keeps of a token, in widths: see formulas.activations."""
 PRESETS = (
@@ -50,6 +50,7 @@ def page() -> str:
         "models": {name: preset(name) for name in PRESETS},
         "gpus": {name: Cluster(gpu).capacity for name, gpu in GPUS.items()},
         "room": ROOM,
+        "spare": SPARE,
     }
     formulas = javascript((HERE / "formulas.py").read_text(), "sheet")
     places = {"data": json.dumps(data, separators=(",", ":")), "formulas.js": formulas}
