@@ -92,8 +92,7 @@ scale: $(INSTALLED)  ## from 8 GPUs to 4,096, beside FSDP1's and FSDP2's schedul
 
 tutorials: $(INSTALLED)  ## the pages in tutorials/, by running them
 	@$(PY) tutorials/build.py $(ARGS)
-	@$(if $(ARGS),,$(PY) -W ignore tutorials/front.py)
-	@$(if $(ARGS),,$(PY) -W ignore tutorials/explorer.py)
+	@$(if $(ARGS),,for made in front explorer calculator; do $(PY) -W ignore tutorials/$$made.py || exit; done)
 
 bench: $(INSTALLED)  ## against torch's DDP, FSDP1 and FSDP2, as ratios; see ARGS="--help"
 	@$(PY) $(QUIETLY) -m tests.bench.engine $(ARGS)

@@ -126,13 +126,16 @@ def picture() -> Drawing:
     """Bars: above the speed, below the memory; to the left weak scaling, to the right strong."""
     drawing = Drawing("Speed and memory of three schedules on 8 to 4,096 GPUs")
     width = (WIDTH - LEFT - GAP) / 2
+    drawing.text(12, 20, drawing.label, "title")
+    drawing.bottom -= 2
+    drawing.legend(12, {colour: f"{name}'s schedule" for name, colour in COLOURS.items()})
+    begin = drawing.bottom + 26
     for row, (title, value) in enumerate(PANELS.items()):
         for column, scaling in enumerate((weak, strong)):
-            left, top = LEFT + column * (width + GAP), 24.0 + row * (HEIGHT + 90)
+            left, top = LEFT + column * (width + GAP), begin + row * (HEIGHT + 90)
             each = f"{WEAK} sequences a GPU" if scaling is weak else f"{STRONG:,} sequences in all"
             drawing.text(left, top, f"{title}: {each}", "title")
             _panel(drawing, scaling, value, left, top + 24, width)
-    drawing.legend(LEFT, {colour: name for name, colour in COLOURS.items()})
     return drawing
 
 
@@ -148,6 +151,11 @@ def _panel(
     pitch, floor = width / len(places), top + HEIGHT
     values = {(p, e): value(figures(e, scaling, p)) for p in places for e in ENGINES}
     scale = HEIGHT / max(values.values())
+    step = next(s for s in (10, 25) if s * 5 > max(values.values()))
+    for at in range(0, int(max(values.values())) + 1, step):
+        y = round(floor - at * scale, 1)
+        drawing.text(left - 6, y + 4, str(at), "lane")
+        drawing.path(f"M{left - 3:g} {y:g}h{width + 3:.1f}", "grid")
     for number, point in enumerate(places):
         x = left + number * pitch
         for bar, (engine, name) in enumerate(NAMES.items()):
@@ -159,8 +167,8 @@ def _panel(
         drawing.text(middle, round(floor - first * scale - 6, 1), f"{first:.0f}", "tick")
         drawing.text(middle, floor + 16, f"{point.gpus:,}", "tick")
     drawing.path(f"M{left:g} {floor:g}h{width:.1f}", "line")
-    drawing.text(left, floor + 33, "full_shard, on so many GPUs", "strong")
-    drawing.text(round(left + len(GPUS) * pitch, 1), floor + 33, "hybrid_shard", "strong")
+    drawing.text(left, floor + 33, "GPUs, full_shard", "strong")
+    drawing.text(round(left + len(GPUS) * pitch, 1), floor + 33, "GPUs, hybrid_shard", "strong")
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def step(words: str) -> VirtualGpu:
 
 def with_and_without() -> None:
     tapes = {f"gpt-1.3b, 4 x 8 a100-40, limit {n}": step(RUN + n).tape for n in ("none", "2")}
-    PICTURE.write_text(svg(tapes))
+    PICTURE.write_text(svg(tapes, part=0.5))
     for limit in ("none", "2"):
         report, (tape, start, _) = step(RUN + limit).report(), last_step(step(RUN + limit).tape)
         last = [op for op in tape if isinstance(op, Op) and op.name == ALL_GATHER][24]  # of 0 to 24
@@ -107,11 +107,11 @@ def with_and_without() -> None:
 
 
 # %% [markdown]
-# ![Two timelines of a step of 213 ms. A thread goes from the launch of each gather on the host's
-# lane to where it runs. Above, without a limit, all threads begin in the first 10 ms and fan out
-# over the step; 7.1 GiB are reserved. Below, with a limit of two, the host's lane is full of orange
-# waits and each thread is short; 2.7 GiB are reserved. The gathers themselves run at the same
-# times.](11_limiter.svg)
+# ![Two timelines of the first half of a step of 213 ms. A thread goes from the launch of each
+# gather on the host's lane to where it runs. Above, without a limit, all threads begin in the first
+# 10 ms and fan out over the step; 7.1 GiB are reserved. Below, with a limit of two, the host's lane
+# is full of orange waits and each thread is short; 2.7 GiB are reserved. The gathers themselves run
+# at the same times.](11_limiter.svg)
 #
 # Follow the threads from the host's lane to the gathers. A gather *runs* when the network gets to
 # it, and that is nearly the same in both pictures. But its memory is taken when the host *launches*

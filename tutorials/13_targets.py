@@ -219,8 +219,14 @@ def main() -> None:
     _, forward, backward, _ = found["minifsdp"]
     named = {"forward, begins": forward, "backward, begins": backward}
     named |= {f"guess of {name}": guess for name, (guess, *_) in found.items()}
-    rows = [(name, [(1.0, colours[u], u) for u in units]) for name, units in named.items()]
-    strips(PICTURE, "A forward, its backward, and what was expected of the backward", rows)
+    order = [(1.0, "", str(place)) for place in range(1, len(colours) + 1)]
+    rows = [("in this order", order)]
+    rows += [(name, [(1.0, colours[u], u) for u in units]) for name, units in named.items()]
+    legend = {c: "" for u, c in colours.items() if u != "probe"}
+    legend[list(legend)[-1]] = "a colour for each unit"
+    legend[colours["probe"]] = "the unit that has no backward: a guess with it is wrong"
+    title = "A forward, its backward, and what was expected of the backward"
+    strips(PICTURE, title, rows, legend)
     assert found["PyTorch"][0] == ["T", "T.2", "T.1", "probe", "S", "S.2", "S.1"]
     assert found["minifsdp"][0] == found["fairscale 2"][0] == backward
     assert found["fairscale 1"][0] == forward[::-1]

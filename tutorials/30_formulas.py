@@ -11,7 +11,8 @@
 # are wrong.
 #
 # The formulas are functions, too, in [formulas.py](formulas.py), which needs nothing but Python. So
-# you can try them on your own model.
+# you can try them on your own model; or in a browser, with [a calculator](calculator.html) of its
+# memory.
 #
 # | letter | what it means | unit |
 # | --- | --- | --- |
@@ -304,7 +305,8 @@ def memory_of_the_allocator() -> None:
 # %% [markdown]
 # The sheet says the same of both, and without a limit 2.7 times as much memory is reserved. Page
 # [11](11_limiter.md) says why. More than half of what is allocated are activations, which the sheet
-# leaves out as well: page [15](15_recompute.md) is about them.
+# leaves out as well: page [15](15_recompute.md) is about them, and the
+# [calculator](calculator.html) counts those of a GPT.
 #
 # Three more things are missing. A GPU does not reach $F$ with small products, as you have seen at
 # $T^*$. The host has to launch all work, and a small model on a fast GPU waits for it (page

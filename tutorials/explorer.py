@@ -2,20 +2,16 @@
 
     python tutorials/explorer.py      # `make tutorials` does it, too
 
-Every combination of the settings below is run on the virtual GPU (minifsdp/sim), and what is drawn
-of it is packed into the page: one step, reduced to what a unit does as a whole (its all-gather, its
-forward, its backward, its reduction, its free), and three curves of memory. explorer_page.html
-draws it.
-
-Numbers are packed as they are, not compressed: what zlib writes depends on its version, and a page
-that is made again has to be the same, byte for byte.
+Every combination of the settings below is run on the virtual GPU (minifsdp/sim). What does not fit
+is run once more on a GPU with enough memory, so that the page can say how much is missing.
+explorer_data.py packs what is drawn of a run; explorer_page/ has the page's parts.
 """
 
 import base64
 import itertools
 import json
-import struct
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,14 +25,19 @@ sys.path.insert(0, str(HERE.parent))  # as for `python -m minifsdp.sim` in the r
 
 from minifsdp.sim.__main__ import parser
 from minifsdp.sim.cli.run import measure
-from minifsdp.sim.figures.report import last_step
-from minifsdp.sim.tape import HOST, STREAMS, Entry, Memory, Phase
+from minifsdp.sim.figures.advice import WORTH
+from minifsdp.sim.hardware.costs import Cluster
+from minifsdp.sim.hardware.gpus import GPUS
+from minifsdp.sim.tape import Entry
 from minifsdp.sim.training.models import Block, Gpt, Job, next_token
 from minifsdp.sim.views.html import fill_in
-from minifsdp.sim.views.pieces import CAST, FREE, OTHER, pieces
-from minifsdp.sim.views.spans import LIMITER, LOSS, OPTIMIZER, STALL
+from minifsdp.sim.views.lanes import ORDER
 from minifsdp.sim.views.timeline import svg
 from tutorials import train_gpt
+from tutorials.explorer_data import KNOWN, Packed, packed, together
+from tutorials.javascript import javascript
+
+PARTS, README = HERE / "explorer_page", HERE.parent / "minifsdp" / "sim" / "README.md"
 
 
 def demo() -> Job:
@@ -60,65 +61,78 @@ class Model(NamedTuple):
 
     title: str
     about: str
+    job: Callable[[], Job]
     options: str
+    gpus_per_node: int
     settings: dict[str, list[str]]
 
 
+GPU = "a100-40"
 SCHEDULE = {
     "limit": ["2", "1", "3", "none"],
     "backward": ["pre", "post", "none"],
     "forward": ["none", "pre"],
-    "strategy": ["full_shard", "shard_grad_op", "no_shard"],
-    "unit": ["block", "model"],
 }
 MODELS = {
     "large": Model(
         "a large GPT",
-        "1.4 billion parameters: six blocks as wide as those of a model of 7 billion. "
-        "2 nodes with 8 A100 of 40 GB each, texts of 1,024 tokens.",
-        "--model tutorials.explorer:large --nodes 2 --gpus 8 --seq 1024 --steps 2",
+        "1.4 billion parameters: six blocks as wide as those of a model of 7 billion, on A100s "
+        "with 40 GB, 8 in a node",
+        large,
+        f"--model tutorials.explorer:large --gpu {GPU} --gpus 8 --steps 2",
+        8,
         SCHEDULE
-        | {"network": ["400", "100"], "batch": ["4", "1"]}
-        | {"precision": ["bf16"], "recompute": ["none", "full"]},
+        | {"strategy": ["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]}
+        | {"unit": ["block", "model"], "nodes": ["2", "1", "8"], "network": ["400", "100"]}
+        | {"batch": ["4", "1"], "seq": ["1024", "4096"], "precision": ["bf16"]}
+        | {"recompute": ["none", "full"], "offload": ["no", "yes"]},
     ),
     "demo": Model(
         "the GPT of make demo",
-        "0.9 million parameters in four blocks. 2 nodes with one A100 each, texts of 64 tokens.",
-        "--model tutorials.explorer:demo --nodes 2 --gpus 1 --seq 64 --steps 2",
+        "0.9 million parameters in four blocks, on A100s with 40 GB, one in a node",
+        demo,
+        f"--model tutorials.explorer:demo --gpu {GPU} --gpus 1 --steps 2",
+        1,
         SCHEDULE
-        | {"network": ["10", "100"], "batch": ["16", "256"]}
-        | {"precision": ["fp32", "bf16"], "recompute": ["none"]},
+        | {"strategy": ["full_shard", "shard_grad_op", "no_shard"]}
+        | {"unit": ["block", "model"], "nodes": ["2"], "network": ["10", "100"]}
+        | {"batch": ["16", "256"], "seq": ["64"], "precision": ["fp32", "bf16"]}
+        | {"recompute": ["none"], "offload": ["no"]},
     ),
 }
-LANES = (HOST, *STREAMS)
-KINDS = (
-    *("all-gather", "forward", LOSS, "backward", "reduce", "all-reduce", CAST, OPTIMIZER),
-    *(LIMITER, STALL, FREE, OTHER),
+ONLY_WITH = {
+    "backward": {"seq": ["1024", "64"], "recompute": ["none"], "offload": ["no"]},
+    "forward": {"seq": ["1024", "64"], "recompute": ["none"], "offload": ["no"]},
+}
+"""With which values of others a setting is varied. Six schedules of prefetches beside all others
+would be three times as many runs, and a page of 4 MB; what they do can be seen with the defaults of
+these three."""
+ADVISED = (
+    *("limit", "backward", "forward", "strategy", "unit", "batch"),
+    *("precision", "recompute", "offload"),
 )
-LEVELS = ("reserved", "active", "allocated")
-FIGURES = (
-    *("step", "compute", "communication", "exposed communication", "idle", "bytes sent"),
-    *("host stalls in the limiter", "other host stalls", "peak unsharded units"),
-    *("peak reserved", "peak active", "peak allocated", "cudaMallocs", "retries"),
-    *("tokens/s per GPU", "MFU", "binds", "advice"),
-)
-"""Of those of `python -m minifsdp.sim --json`, what the page has."""
-COLUMNS = 128
-"""Of the curves of memory, over a step."""
-FULL = 2**16 - 1
-"""Times are packed as this many parts of a step."""
+"""Settings that one can change at once; others are the model, its texts, or other machines."""
+
+
+def varied(name: str, settings: dict[str, str]) -> bool:
+    """Whether a setting has other values than its default beside these."""
+    return all(settings[other] in its for other, its in ONLY_WITH.get(name, {}).items())
 
 
 def canonical(settings: dict[str, str]) -> dict[str, str]:
-    """Settings that give the same run, with the defaults for those that make no difference there.
-    tests/test_explorer.py runs both."""
+    """Settings that give the same run, with the defaults for those that make no difference there,
+    or are not varied. tests/test_explorer.py runs both."""
+    its = settings | {n: SCHEDULE[n][0] for n in ONLY_WITH if not varied(n, settings)}
+    if its["nodes"] == "1":  # nothing leaves the node
+        its["network"] = "400"
     schedule = ["limit", "backward", "forward"]
-    ignored = {"full_shard": [], "shard_grad_op": schedule[:2], "no_shard": schedule}
-    names = ignored[settings["strategy"]]
-    if settings["unit"] == "model":  # there is no other unit to gather ahead, and the root keeps
+    ignored = {"shard_grad_op": schedule[:2], "no_shard": schedule}.get(its["strategy"], [])
+    if its["unit"] == "model":  # there is no other unit to gather ahead, and the root keeps
         # its parameters until the backward anyway
-        names = schedule + ["strategy"] * (settings["strategy"] != "no_shard")
-    return settings | {name: SCHEDULE[name][0] for name in names}
+        ignored = schedule
+        if its["strategy"] == "shard_grad_op":
+            its["strategy"] = "full_shard"
+    return its | {name: SCHEDULE[name][0] for name in ignored}
 
 
 def command(model: str, settings: dict[str, str]) -> str:
@@ -126,88 +140,135 @@ def command(model: str, settings: dict[str, str]) -> str:
     return " ".join([MODELS[model].options, *(f"--{name} {v}" for name, v in settings.items())])
 
 
+def combinations(model: str) -> list[dict[str, str]]:
+    """All settings of a model; the last one changes fastest."""
+    its = MODELS[model].settings
+    return [dict(zip(its, values, strict=True)) for values in itertools.product(*its.values())]
+
+
 def run(line: str) -> tuple[dict[str, Any], list[Entry]]:
-    """The figures of a run, and the entries of its tape.
-
-    Raises:
-        RuntimeError: it does not fit. The page has no words for that; choose other values.
-    """
-    figures, gpu = measure(parser().parse_args(line.split()))
-    if gpu is None:
-        raise RuntimeError(f"{line}: does not fit on the virtual GPU: {figures['why']}")
-    return figures, gpu.tape
-
-
-def packed(line: str) -> tuple[str, bytes]:
-    """A run as the page has it: its figures as JSON, and its step as bytes."""
-    figures, tape = run(line)
-    entries, start, end = last_step(tape)
-    drawn = pieces(entries)
-    units = list(dict.fromkeys(piece.unit for piece in drawn))
-
-    def part(time: float) -> int:
-        return round((time - start) / (end - start) * FULL)
-
-    words = [len(drawn)]
-    for piece in drawn:
-        lane, kind = LANES.index(piece.lane), KINDS.index(piece.kind)
-        words += [lane | kind << 3 | units.index(piece.unit) << 8, len(piece.waits)]
-        words += map(part, (piece.launched, piece.start, piece.end))
-        words += itertools.chain(*((number, part(time)) for number, time in piece.waits))
-    phases = {e.name: part(e.time) for e in entries if isinstance(e, Phase)}
-    its = {"figures": {n: figures[n] for n in FIGURES}, "units": units, "phases": phases}
-    return json.dumps(its), struct.pack(f"<{len(words)}H", *words) + curves(entries, start, end)
+    """The figures of a run, and the entries of its tape. If it does not fit (``"fits"``), they are
+    those on a GPU with enough memory."""
+    options = parser().parse_args(line.split())
+    figures, gpu = measure(options)
+    if gpu is not None:
+        return figures, gpu.tape
+    figures, gpu = measure(options, taken=-(2**50))
+    assert gpu is not None
+    return figures | {"fits": False}, gpu.tape
 
 
-def curves(entries: list[Entry], start: float, end: float) -> bytes:
-    """The highest level in each column of a step: for each of LEVELS a byte for each column, in
-    parts of the largest reserved memory, rounded up."""
-    memory = [entry for entry in entries if isinstance(entry, Memory)]
-    most = max(entry.reserved for entry in memory)
-    columns = [min(int((e.time - start) / (end - start) * COLUMNS), COLUMNS - 1) for e in memory]
-    columns = [0, *columns[1:], COLUMNS - 1]  # what was there first was there before
-    rows = [bytearray(COLUMNS) for _ in LEVELS]
-    for place, entry in enumerate(memory):
-        for row, level in zip(rows, LEVELS, strict=True):
-            height = -(-getattr(entry, level) * 255 // most)
-            these = slice(columns[place], columns[place + 1] + 1)
-            row[these] = bytes(max(height, other) for other in row[these])
-    return b"".join(rows)
+def packed_run(line: str) -> Packed:
+    """A run as explorer_data.py packs it."""
+    return packed(*run(line))
 
 
-def packed_all() -> tuple[dict[str, Any], bytes]:
-    """What explorer_page.html needs: settings, and figures of all runs; and their steps.
+def advice(
+    model: str, settings: dict[str, str], figures_of: Callable[[dict[str, str]], dict[str, Any]]
+) -> tuple[str, str] | None:
+    """The one setting to change that makes the step fastest, of those that the page has and that
+    fit; None if it is not by more than WORTH, nor makes it fit."""
+    here = figures_of(settings)
+    best, speed = None, here["tokens/s per GPU"] * (1 + WORTH) if here["fits"] else 0.0
+    for name in ADVISED:
+        for value in MODELS[model].settings[name] if varied(name, settings) else []:
+            there = figures_of(settings | {name: value})
+            if there["fits"] and there["tokens/s per GPU"] > speed:
+                best, speed = (name, value), there["tokens/s per GPU"]
+    return best
 
-    Runs that are equal are there once. `index` of a model has for each combination of its settings,
-    the last of them fastest, the number of its run.
-    """
-    combinations = {
-        name: [
-            dict(zip(model.settings, values, strict=True))
-            for values in itertools.product(*model.settings.values())
-        ]
-        for name, model in MODELS.items()
+
+def sizes(model: str) -> dict[str, int]:
+    """Parameters of a model, of its largest block, and of what is in no block."""
+    job = MODELS[model].job()
+    with torch.device("meta"):
+        module = job.build()
+    blocks = [
+        sum(p.numel() for p in part.parameters())
+        for part in module.modules()
+        if isinstance(part, job.blocks)
+    ]
+    whole = sum(p.numel() for p in module.parameters())
+    return {"params": whole, "unit": max(blocks), "root": whole - sum(blocks)}
+
+
+def machine() -> dict[str, float]:
+    """Constants of the cluster that formulas on the page need."""
+    gpu = GPUS[GPU]
+    around = Cluster(gpu)
+    return {
+        "name": f"A100 with {GPU.rpartition('-')[2]} GB",
+        "capacity": around.capacity,
+        "bf16": gpu.flops,
+        "fp32": gpu.flops_fp32,
+        "links": gpu.links * around.links_reached,
+        "reached": around.links_reached,
+        "pcie": gpu.pcie * around.links_reached,
     }
-    lines = {name: [command(name, canonical(s)) for s in c] for name, c in combinations.items()}
+
+
+def predicted() -> dict[str, dict[str, str]]:
+    """How near predictions for such GPUs, and for all, were to runs that nothing was chosen by: the
+    rows of the table that `make predictions` has written into minifsdp/sim/README.md."""
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in README.read_text().splitlines()
+    ]
+    head = next(cells for cells in rows if cells[:2] == ["runs", "GPU"])
+    return {
+        cells[1]: dict(zip(head, cells, strict=True))
+        for cells in rows
+        if cells[:1] == ["held out"] and cells[1] in (GPU, "all")
+    }
+
+
+def packed_all() -> dict[str, Any]:
+    """What the page needs: settings, and all runs.
+
+    Runs that are equal are there once. `index` of a model has for each combination of its settings
+    the number of its run, and `advice` the number of a setting and of its value, plus one; or 0.
+    """
+    lines = {m: [command(m, canonical(its)) for its in combinations(m)] for m in MODELS}
     every = list(dict.fromkeys(itertools.chain(*lines.values())))
     # Not forked: torch has threads by now.
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        done = dict(zip(every, pool.map(packed, every, chunksize=8), strict=True))
+        done = dict(zip(every, pool.map(packed_run, every, chunksize=8), strict=True))
     numbers = {run: number for number, run in enumerate(dict.fromkeys(done.values()))}
-    starts = itertools.accumulate((len(step) for _, step in numbers), initial=0)
-    indices = {name: [numbers[done[line]] for line in lines[name]] for name in MODELS}
-    models = {name: its._asdict() | {"index": indices[name]} for name, its in MODELS.items()}
-    runs = [json.loads(text) | {"at": at} for (text, _), at in zip(numbers, starts, strict=False)]
-    known = {"lanes": LANES, "kinds": KINDS, "levels": LEVELS, "columns": COLUMNS, "full": FULL}
-    return known | {"models": models, "runs": runs}, b"".join(step for _, step in numbers)
+    models = {}
+    for name, model in MODELS.items():
+        index = [numbers[done[line]] for line in lines[name]]
+        advised = bytearray()
+        for its in combinations(name):
+            found = advice(name, its, lambda s, m=name: done[command(m, canonical(s))].figures)
+            advised.append(
+                found is not None
+                and ADVISED.index(found[0]) * 4 + model.settings[found[0]].index(found[1]) + 1
+            )
+        models[name] = {
+            "title": model.title,
+            "about": model.about,
+            "options": model.options,
+            "gpus": model.gpus_per_node,
+            "settings": model.settings,
+            "sizes": sizes(name),
+            "index": base64.b64encode(b"".join(i.to_bytes(2, "little") for i in index)).decode(),
+            "advice": base64.b64encode(advised).decode(),
+        }
+    its = {"models": models, "only_with": ONLY_WITH, "advised": ADVISED, "worth": WORTH}
+    its |= {"gpu": GPU, "machine": machine(), "predicted": predicted(), "lanes_in_order": ORDER}
+    return KNOWN | its | together(list(numbers))
+
+
+def page(data: str) -> str:
+    """explorer.html, with these data."""
+    parts = {part.name: part.read_text() for part in sorted(PARTS.glob("*.js"))}
+    formulas = {"formulas.js": javascript((HERE / "formulas.py").read_text(), "sheet")}
+    return fill_in(PARTS / "page.html", {"data": data} | parts | formulas)
 
 
 def main() -> None:
     """Write explorer.html, and explorer.svg for those who read where no script runs."""
-    known, steps = packed_all()
-    data = json.dumps(known, separators=(",", ":"))
-    places = {"data": data, "steps": base64.b64encode(steps).decode()}
-    (HERE / "explorer.html").write_text(fill_in(HERE / "explorer_page.html", places))
+    data = json.dumps(packed_all(), separators=(",", ":"))
+    (HERE / "explorer.html").write_text(page(data))
     settings = {name: values[0] for name, values in MODELS["large"].settings.items()}
     tapes = {
         f"{MODELS['large'].title}, {words}": run(command("large", settings | {"limit": limit}))[1]

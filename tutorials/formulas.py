@@ -1,4 +1,5 @@
-"""What one can work out about a training on paper: the formulas of page 30, and of problems.py.
+"""What one can work out about a training on paper: the formulas of page 30, of problems.py and of
+calculator.html.
 
 Bytes, seconds and floating-point operations, without prefixes: a GB is 1e9 here. ``params`` are a
 model's parameters, ``tokens`` those on each GPU in a step, ``ranks`` the GPUs, ``reached`` the
@@ -15,7 +16,9 @@ moves: page 22."""
 
 def sharers(strategy: str, ranks: int, per_node: int = 8) -> int:
     """How many ranks share one copy of parameters, gradients and Adam's averages."""
-    return {"no_shard": 1, "hybrid_shard": min(per_node, ranks)}.get(strategy, ranks)
+    if strategy == "no_shard":
+        return 1
+    return min(per_node, ranks) if strategy == "hybrid_shard" else ranks
 
 
 def state(params: float, sharers: int, each: int = 16) -> float:
@@ -93,3 +96,53 @@ def tokens_per_second(params: float, mfu: float, peak: float) -> float:
 def gpus_at_least(params: float, memory: float, others: float = 0) -> int:
     """So that AdamW can step: 20 bytes for each parameter, shared, beside ``others``."""
     return ceil(20 * params / (memory - others))
+
+
+def activations(
+    layers: float, width: float, tokens: float, dtype_bytes: int = 2, values: int = 16
+) -> float:
+    """Bytes that a forward keeps for its backward, but for logits.
+
+    ``values`` are those of each token, in widths, that a block keeps: in a GPT the residual twice,
+    both of its norms, queries, keys, values and what attention returns, and eight in the MLP, which
+    is four times as wide. A Llama keeps about 23, and a block that is computed again 1, its input.
+    After the blocks there are two more. The scores of attention are not kept (flash attention).
+    """
+    return dtype_bytes * width * tokens * (values * layers + 2)
+
+
+def moments(
+    strategy: str,
+    params: float,
+    root: float,
+    unit: float,
+    layers: float,
+    width: float,
+    vocabulary: float,
+    tokens: float,
+    sharers: int,
+    dtype_bytes: int = 2,
+    values: int = 16,
+) -> tuple[tuple[float, ...], ...]:
+    """The memory of a rank by kind, at the four moments of a step at one of which it is highest.
+
+    The kinds: parameters, gradients, Adam's averages, gathered parameters, whole gradients,
+    activations, temporary. The moments: where the backward begins, with three copies of the logits
+    in fp32 (what the softmax returned, its gradient, and that of what went in); in the backward of
+    the head; of the last block but one, whose gradient is put together while that of the last one
+    is being reduced; and while AdamW steps. With a limit of two units and flash attention.
+    """
+    kept_by_rank = state(params, sharers, 4)
+    averages, b, copy = 2 * kept_by_rank, dtype_bytes, 4 * vocabulary * tokens
+    whole = gathered(strategy, params, root, unit, b)
+    head = b * vocabulary * width  # its gradient
+    saved = activations(layers, width, tokens, b, values)
+    later = activations(layers - 2, width, tokens, b, values) - 2 * b * width * tokens
+    # The root is not needed any more, and of the blocks two are gathered, or all.
+    blocks = gathered(strategy, params - root, 0, 2 * unit, b)
+    return (
+        (kept_by_rank, 0, averages, whole, 0, saved + copy, 2 * copy),
+        (kept_by_rank, 0, averages, whole, 0, saved, b * vocabulary * tokens + head),
+        (kept_by_rank, 4 * unit / sharers, averages, blocks, 3 * b * unit + head, later, 0),
+        (kept_by_rank, kept_by_rank, averages, 0, 0, 0, kept_by_rank),
+    )

@@ -16,7 +16,17 @@ from tutorials.exercises.student import make
 SHOWN = ("flatten", "shard", "unshard", "reshard", "reduce", "limiter")
 RIGHT = ("core/flatten", "core/shard", "core/unshard", "core/reshard")
 WRONG = ("it was summed, not averaged", "waits for the event")  # by what the grader says of them
-COLORS = {"✓": "#1a7f37", "✗": "#cf222e", "·": "#8c959f"}
+KINDS = {"✓": "right", "✗": "wrong", "·": "open"}
+STYLE = """<style>
+.ground { fill: #f6f8fa; stroke: #d0d7de; } text { fill: #24292f; }
+.more { fill: #57606a; }
+.right { fill: #1a7f37; } .wrong { fill: #cf222e; } .open { fill: #6e7781; }
+@media (prefers-color-scheme: dark) {
+  .ground { fill: #151b23; stroke: #3d444d; } text { fill: #d1d9e0; }
+  .more { fill: #9198a1; }
+  .right { fill: #3fb950; } .wrong { fill: #ff7b72; } .open { fill: #9198a1; }
+}
+</style>"""
 HEIGHT, CHARACTER = 19, 8.05  # of a line and of a character, in pixels
 
 
@@ -52,16 +62,18 @@ def svg(text: str) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'font-family="ui-monospace, Menlo, DejaVu Sans Mono, monospace" font-size="13.4">',
-        f'<rect width="{width}" height="{height}" rx="8" fill="#f6f8fa" stroke="#d0d7de"/>',
+        STYLE,
+        f'<rect width="{width}" height="{height}" rx="8" class="ground"/>',
     ]
     for i, line in enumerate(lines):
-        color = COLORS.get(line[:1], "#24292f" if line[:1] != " " else "#57606a")
-        y = 30 + HEIGHT * i
-        sign, rest = (line[:1], " " + line[1:]) if line[:1] in COLORS else ("", line)
-        common = f'y="{y}" xml:space="preserve"'
-        parts.append(f'<text x="20" {common} fill="{color}" font-weight="bold">{sign}</text>')
-        shade = color if line[:1] not in COLORS else "#24292f"
-        parts.append(f'<text x="20" {common} fill="{shade}">{escape(rest)}</text>')
+        sign, rest = (line[:1], " " + line[1:]) if line[:1] in KINDS else ("", line)
+        common = f'y="{30 + HEIGHT * i}" xml:space="preserve"'
+        if sign:
+            parts.append(
+                f'<text x="20" {common} class="{KINDS[sign]}" font-weight="bold">{sign}</text>'
+            )
+        kind = ' class="more"' if line[:1] == " " else ""
+        parts.append(f'<text x="20" {common}{kind}>{escape(rest)}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

@@ -107,10 +107,12 @@ def measure(
     options: argparse.Namespace,
     steps: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
+    **constants: Any,
 ) -> tuple[dict[str, Any], VirtualGpu | None]:
-    """Figures of one run. Where it does not fit there are none, but torch's words."""
+    """Figures of one run, with the arguments of :func:`simulate`. Where it does not fit there are
+    none, but torch's words."""
     try:
-        gpu = simulate(options, steps, progress)
+        gpu = simulate(options, steps, progress, **constants)
     except torch.OutOfMemoryError as error:
         return {"fits": False, "why": str(error)}, None
     figures = gpu.report()

@@ -11,8 +11,9 @@ from typing import Any
 
 from minifsdp.sim.figures.memory_report import KINDS, lives
 from minifsdp.sim.figures.report import last_step
-from minifsdp.sim.figures.words import in_words
-from minifsdp.sim.tape import HOST, STREAMS, Entry, Memory, Phase, Wait
+from minifsdp.sim.figures.words import BYTES, in_words
+from minifsdp.sim.tape import HOST, Entry, Memory, Phase, Wait
+from minifsdp.sim.views.lanes import ORDER
 from minifsdp.sim.views.spans import turns
 
 SHARED = Path(__file__).parent / "shared"
@@ -23,7 +24,7 @@ def html(tape: list[Entry], figures: dict[str, Any], title: str = "") -> str:
     """The last step of a tape, as a page.
 
     Args:
-        figures: shown as they are printed.
+        figures: shown as they are printed, but for the unit of bytes.
     """
     text = json.dumps(data(tape, figures, title), separators=(",", ":"))
     return fill_in(Path(__file__).parent / "viewer.html", {"data": text})
@@ -66,15 +67,15 @@ def data(tape: list[Entry], figures: dict[str, Any], title: str = "") -> dict[st
 
     found = {
         "title": title,
-        "figures": in_words(figures),
+        "figures": in_words(figures) | _bytes(figures),
         "length": micro(end),
-        "lanes": [HOST, *STREAMS],
+        "lanes": ORDER,
         "kinds": KINDS,
         "phases": [[e.name, micro(e.time)] for e in entries if isinstance(e, Phase)],
         # lane, operator, unit, launched, start, end, bytes read and written, bytes sent
         "ops": [
             [
-                [HOST, *STREAMS].index(op.stream), number(op.name), number(unit),
+                ORDER.index(op.stream), number(op.name), number(unit),
                 *map(micro, (op.launched, op.start, op.end)),
                 sum(buffer.nbytes for buffer in (*op.reads, *op.writes)), op.sent,
             ]
@@ -95,3 +96,9 @@ def data(tape: list[Entry], figures: dict[str, Any], title: str = "") -> dict[st
         ],
     }  # fmt: skip
     return {**found, "names": list(names)}
+
+
+def _bytes(figures: dict[str, Any]) -> dict[str, float]:
+    """Figures that are bytes, as numbers: the page has one unit for all of its sizes."""
+    by_kind = {f"  {kind}": nbytes for kind, nbytes in figures.get("peak allocated is", {}).items()}
+    return {name: figures[name] for name in BYTES if name in figures} | by_kind

@@ -10,6 +10,7 @@ r"""Who was busy when, as a picture: a lane for the host and one for each stream
              0 ms     5 ms     10 ms
 
 A unit has one colour in all lanes. Work is where the device does it, and not where it is launched.
+Where units would be stripes of a few pixels they are drawn together: a box says how many it is.
 """
 
 import math
@@ -32,7 +33,14 @@ WAITS = {
     "amber": "host waits for the GPU",
     "gray": "host launches",
 }
-WORK = {"optimizer": "optimizer", "nobody": "loss, or no unit's"}
+WORK = {
+    "optimizer": "optimizer",
+    "nobody": "loss, or no unit's",
+    "several": "units, together where they are narrow",
+}
+NARROW, CLOSE = 5, 8  # pixels: of boxes that are stripes, and of a gap that they are joined over
+SEVERAL = -2
+"""The number of a span that is several units'."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +72,14 @@ class Lanes:
     def __init__(self, tape: list[Entry], axis: Axis, height: float = LANE) -> None:
         self._axis, self._height = axis, height
         self.spans = [s for s in spans(tape) if s.end > axis.start < axis.end > s.start]
+        self._together = _narrow(self.spans, axis)
+        if self._together:
+            self.spans = [*_joined(self.spans, CLOSE / axis.scale)]
         self._names = [n for n in ORDER if n == HOST or any(s.lane == n for s in self.spans)]
         self._gathers = [
             (o, u) for o, u in turns(tape) if (o.name, o.stream) == (ALL_GATHER, GATHERS)
         ]
-        self._phases = [entry for entry in tape if isinstance(entry, Phase)]
+        self._phases = [e for e in tape if isinstance(e, Phase) and e.time <= axis.end]
 
     def legend(self) -> dict[str, str]:
         """What the colours that are there mean, but for those of units."""
@@ -111,10 +122,14 @@ class Lanes:
     def _launches(self, drawing: Drawing, host: float, gathers: float) -> None:
         """A tick on the host's lane where each gather is launched, and a thread to where it runs.
 
-        What was launched before this step has none."""
+        What was launched before this step has none. Of units that are drawn together, only the
+        first and the last have one."""
+        if self._together:
+            self._few_launches(drawing, host, gathers)
+            return
         numbers = {span.name: span.number for span in self.spans}
         for op, unit in self._gathers:
-            if op.launched >= self._axis.start and unit in numbers:
+            if self._axis.start <= op.launched <= self._axis.end and unit in numbers:
                 at, colour = self._axis.x(op.launched), of_unit(numbers[unit])
                 end = host + self._height - 2
                 drawing.path(f"M{at:.1f} {host + 1:g}V{end:g}", colour.replace("unit", "launch"))
@@ -122,6 +137,17 @@ class Lanes:
                     f"M{at:.1f} {end:g}L{self._axis.x(op.start):.1f} {gathers + 3:g}",
                     colour.replace("unit", "thread"),
                 )
+
+    def _few_launches(self, drawing: Drawing, host: float, gathers: float) -> None:
+        for span in self.spans:
+            if span.lane == GATHERS:
+                its = [op for op, _ in self._gathers if span.start <= op.start <= span.end]
+                for op, at in ((its[0], span.start), (its[-1], its[-1].start)) if its else ():
+                    drawing.path(
+                        f"M{self._axis.x(op.launched):.1f} {host + self._height - 2:g}"
+                        f"L{self._axis.x(at):.1f} {gathers + 3:g}",
+                        "threads",
+                    )
 
     def _phase(self, drawing: Drawing, phase: Phase, top: float, bottom: float) -> None:
         """Where a phase begins, and its name: behind that, or before if it is too far right."""
@@ -150,7 +176,46 @@ def ticks(seconds: float, apart: float) -> Iterator[float]:
         yield count * step
 
 
+def _narrow(found: list[Span], axis: Axis) -> bool:
+    """Whether in each lane half of the units' work, or more, is in boxes that are stripes."""
+    lanes: dict[str, list[float]] = {}
+    for span in found:
+        if span.number >= 0:
+            lanes.setdefault(span.lane, []).append((span.end - span.start) * axis.scale)
+    return bool(lanes) and all(sorted(its)[len(its) // 2] < NARROW for its in lanes.values())
+
+
+def _joined(found: list[Span], close: float) -> Iterator[Span]:
+    """Each lane's spans; those of units, and waits of the same kind, as one where there is less
+    than ``close`` seconds between them."""
+    for lane in ORDER:
+        group: list[Span] = []
+        for span in sorted((s for s in found if s.lane == lane), key=lambda span: span.start):
+            if group and (span.start - group[-1].end >= close or _whose(span) != _whose(group[0])):
+                yield _as_one(group)
+                group = []
+            group.append(span)
+        if group:
+            yield _as_one(group)
+
+
+def _whose(span: Span) -> str:
+    return span.name if span.number < 0 else "units"
+
+
+def _as_one(group: list[Span]) -> Span:
+    whole = group[0]._replace(end=group[-1].end)
+    if whole.number < 0:
+        return whole
+    units = {span.name for span in group}
+    return whole._replace(
+        name=f"{len(units)} units" if len(units) > 1 else whole.name, number=SEVERAL
+    )
+
+
 def _kind(span: Span) -> str:
     if span.lane == HOST:
         return "orange" if span.name == LIMITER else "amber"
+    if span.number == SEVERAL:
+        return "several"
     return "optimizer" if span.name == OPTIMIZER else of_unit(span.number)

@@ -53,7 +53,7 @@ def _area(
 ) -> None:  # fmt: skip
     """One level over time, in columns half a pixel wide, and a mark where it is highest first."""
     columns: dict[float, list[int]] = {}
-    for entry in _changes(tape):
+    for entry in (change for change in _changes(tape) if change.time <= axis.end):
         column = round(axis.x(entry.time) * 2) / 2
         columns.setdefault(column, []).append(getattr(entry, level))
     if not columns:

@@ -13,6 +13,12 @@ UNITS = ("#1f6feb", "#bf3989", "#0a7f8f", "#8250df", "#7a6a10")
 """Colours of units, in turn; white letters can be read on all of them."""
 
 
+BRIGHT = ("amber", "lightblue", "lightpurple")
+"""Colours on which letters are dark, in both themes."""
+SHEER = ("gray", "lightgray", "lightgreen")
+"""Those that the ground is seen through: letters are those of the ground."""
+
+
 class Drawing:
     """Boxes, words and paths. ``kind`` is a class of the style below, a colour for most things.
 
@@ -42,7 +48,7 @@ class Drawing:
             f'class="{kind}">{title}</rect>'
         )
         if words and width > room(words):
-            self.text(round(x + width / 2, 1), y + height / 2 + 4.5, words, "unit")
+            self.text(round(x + width / 2, 1), y + height / 2 + 4.5, words, letters(kind))
         self.reach(y + height)
 
     def path(self, steps: str, kind: str) -> None:
@@ -88,6 +94,13 @@ def of_unit(number: int) -> str:
     return f"unit{number % len(UNITS)}" if number >= 0 else "nobody"
 
 
+def letters(kind: str) -> str:
+    """The kind of words that can be read on a box: white, dark, or as on the ground behind it."""
+    return "unit" + {**dict.fromkeys(BRIGHT, " dark"), **dict.fromkeys(SHEER, " inked")}.get(
+        kind, ""
+    )
+
+
 def room(words: str) -> float:
     """That words take in a box, in pixels."""
     return 7.5 * len(words) + 3
@@ -105,19 +118,21 @@ text { font: 12px system-ui, sans-serif; fill: #424a53; }
 .ground { fill: #fff; }
 .title { font-size: 14px; font-weight: 600; } .strong { font-weight: 600; }
 .lane { text-anchor: end; } .tick, .unit, .middle { text-anchor: middle; }
-.unit { fill: #fff; }
+.unit { fill: #fff; } .dark { fill: #1f2328; } .inked { fill: #24292f; }
 .line { stroke: #8c959f; stroke-opacity: .4; fill: none; }
 .grid { stroke: #8c959f; stroke-opacity: .25; fill: none; }
 .border { stroke: #57606a; stroke-dasharray: 3 3; fill: none; }
 .peak { fill: #424a53; }
-.blue { fill: #1f6feb; } .lightblue { fill: #4184e4; }
-.purple { fill: #8250df; } .lightpurple { fill: #986ee2; }
-.orange { fill: #e16f24; } .amber { fill: #d4a72c; } .red { fill: #cf222e; }
+.blue { fill: #1f6feb; } .lightblue { fill: #80ccff; }
+.purple { fill: #8250df; } .lightpurple { fill: #c297ff; }
+.orange { fill: #bc4c00; } .amber { fill: #d4a72c; } .red { fill: #cf222e; }
 .teal { fill: #1b7c83; } .nobody { fill: #6e7781; } .optimizer { fill: #424a53; }
-.green { fill: #2da44e; } .lightgreen { fill: #2da44e; fill-opacity: .45; }
+.several { fill: #57606a; } .threads { stroke: #8c959f; fill: none; }
+.green { fill: #1a7f37; } .lightgreen { fill: #2da44e; fill-opacity: .45; }
 .gray { fill: #8c959f; fill-opacity: .55; } .lightgray { fill: #8c959f; fill-opacity: .35; }
 @media (prefers-color-scheme: dark) { text { fill: #d1d9e0; } .unit { fill: #fff; }
+  .dark { fill: #1f2328; } .inked { fill: #d1d9e0; }
   .ground { fill: #0d1117; } .border { stroke: #adbac7; } .peak { fill: #d1d9e0; }
-  .optimizer { fill: #9198a1; } }
+  .optimizer { fill: #6e7781; } .nobody { fill: #57606a; } .several { fill: #6e7781; } }
 </style>"""
 )

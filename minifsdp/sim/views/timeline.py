@@ -12,11 +12,18 @@ from minifsdp.sim.views.svg import UNITS, WIDTH, Drawing
 LEFT, RIGHT, SMALL = 70, 12, 20
 
 
-def svg(steps: dict[str, list[Entry]]) -> str:
+def svg(steps: dict[str, list[Entry]], part: float = 1.0) -> str:
     """The last step of each tape as an SVG: one below the other, on the same axes, each under its
-    title."""
+    title.
+
+    Args:
+        part: of each step, from its beginning: half of it is drawn twice as wide.
+    """
     drawing = Drawing("; ".join(steps))
-    shown = {title: last_step(tape) for title, tape in steps.items()}
+    shown = {
+        title: (entries, start, (1 - part) * start + part * end)
+        for title, (entries, start, end) in ((t, last_step(tape)) for t, tape in steps.items())
+    }
     scale = (WIDTH - LEFT - RIGHT) / _longest([*shown.values()])
     most = max((most_reserved(tape) for tape, *_ in shown.values()), default=0) or 1
     axes = {title: Axis(LEFT, start, end, scale) for title, (_, start, end) in shown.items()}

@@ -7,10 +7,15 @@ import pytest
 
 from minifsdp.sim.cli.run import measure
 from minifsdp.sim.figures.memory_report import KINDS
-from minifsdp.sim.views.html import data, fill_in, html
+from minifsdp.sim.figures.words import BYTES
+from minifsdp.sim.views.html import SHARED, data, fill_in, html
+from minifsdp.sim.views.svg import UNITS
 from tests.browser import CHROMIUM
 from tests.patience import run_command
 from tests.sim.cli.test_run import SMALL, options
+from tests.sim.views.test_svg import contrast
+
+VIEWER = SHARED.with_name("viewer.html").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +66,56 @@ def test_a_template_has_one_place_for_each_thing(tmp_path):
     parts = "/* shared.css */<script>/* shared.js */ /* steps */</script>"
     template.write_text(parts)
     page = fill_in(template, {"steps": "</script>"})
-    assert ":root" in page and "function size(" in page and page.endswith(" <\\/script></script>")
+    assert ":root" in page and "function sizesUpTo(" in page
+    assert page.endswith(" <\\/script></script>")
     for wrong, count in (("", 0), ("/* steps */", 2)):
         template.write_text(parts.replace("/* steps */", wrong * count))
         with pytest.raises(ValueError, match=f"page.html has {count} places for 'steps', not one"):
             fill_in(template, {"steps": "1"})
+
+
+def colours(name: str) -> dict[str, str]:
+    """Of shared.css: its variables, in the light theme or in the dark one."""
+    light, dark = SHARED.with_suffix(".css").read_text().split("@media")[:2]
+    found = re.findall(r"--(\w+): (#\w+);", light if name == "light" else light + dark)
+    return {
+        key: its if len(its) == 7 else "#" + "".join(2 * i for i in its[1:]) for key, its in found
+    }
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_letters_of_pages_can_be_read_light_and_dark(theme):
+    """In the explorer, the calculator and the page of a run: 4.5 is what WCAG 2 asks for."""
+    its = colours(theme)
+    for letters in ("ink", "faint", "accent", "alarm"):
+        for ground in ("paper", "panel"):
+            assert contrast(its[letters], its[ground]) >= 4.5, (letters, ground)
+    script = SHARED.with_suffix(".js").read_text()
+    (units,) = re.findall(r"const UNITS = \[(.*?)\]", script)
+    assert tuple(json.loads(f"[{units}]")) == UNITS  # as on all pictures
+    others = re.findall(r'(?:ROOT|NOBODY|OPTIMIZER) = "(#\w+)"', script)
+    (selected,) = re.findall(r'CURSOR = "(#\w+)"', VIEWER)
+    assert len(others) == 3
+    for ground in (*UNITS, *others, selected):  # of pieces of work, with white letters on them
+        assert contrast("#ffffff", ground) >= 4.5, ground
+
+
+def test_a_colour_means_one_thing():
+    script = SHARED.with_suffix(".js").read_text()
+    (kinds,) = re.findall(r"const KIND_COLOURS = {(.*?)};", script, re.S)
+    memory = re.findall(r"#\w+", kinds)
+    waits = re.findall(r"#\w+", *re.findall(r"const WAITS = (.*)", script))
+    assert [re.sub('"', "", k) for k in re.findall(r'("[\w ]+"|\w+): "', kinds)] == [*KINDS]
+    assert len({*memory, *waits, *UNITS}) == len(KINDS) + 2 + len(UNITS)
+
+
+def test_all_sizes_of_a_page_are_in_one_unit(run):
+    figures, tape = run
+    shown = data(tape, figures)["figures"]
+    in_bytes = {name for name, its in shown.items() if not isinstance(its, str)}
+    assert in_bytes == {*BYTES} | {f"  {kind}" for kind in figures["peak allocated is"]}
+    assert not any(re.search(r"\bMiB|GiB", its) for its in shown.values() if isinstance(its, str))
+    assert all(shown[name] == figures[name] for name in BYTES)
 
 
 def test_an_empty_tape_is_a_page_too():
@@ -78,7 +128,7 @@ const press = (key, shiftKey = false) =>
 const told = [];
 const note = () => told.push(["when", "kinds", "operation"].map((id) => byId(id).innerText));
 note();
-look(0, 1); press("ArrowRight", true); note();
+look(0, lanes.indexOf("compute")); press("ArrowRight", true); note();
 for (let i = 0; i < 6; i++) press("+");
 told.push(view);
 canvas.dispatchEvent(new WheelEvent("wheel", {deltaY: -1})); told.push(view);
@@ -99,12 +149,14 @@ def test_a_browser_shows_it(run, tmp_path):
     first, second, zoomed, wheeled, whole, last = json.loads(
         title.replace("&lt;", "<").replace("&gt;", ">")
     )
+    assert "MiB" in first[1] and "GiB" not in first[1]
     assert first[0].endswith(", the peak") and last == [*first[:2], last[2]]
     words = dict(line.split("\t") for line in first[1].splitlines())
     assert words.keys() >= figures["peak allocated is"].keys()
     assert words["allocated"] == f"{figures['peak allocated'] / 2**20:.2f} MiB"
     operation = dict(line.split("\t") for line in second[2].splitlines())
-    op = next(e for e in data(tape, figures)["ops"] if e[0] == 1 and e[4] > 0)
+    its = data(tape, figures)
+    op = next(e for e in its["ops"] if its["lanes"][e[0]] == "compute" and e[4] > 0)
     assert operation["starts"] == f"{op[4] / 1e3:.3f} ms" and operation["stream"] == "compute"
     length = figures["step"] * 1e6
     assert zoomed[1] - zoomed[0] == pytest.approx(length * 0.7**6)

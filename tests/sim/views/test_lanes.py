@@ -41,6 +41,34 @@ def test_what_is_before_or_after_the_step_is_cut_off():
     assert axis.right == 300 == axis.x(99.0) and axis.x(0.0) == 100
 
 
+def test_units_that_would_be_stripes_are_drawn_together():
+    """Neighbours in one box that says how many they are; what has room stays as it is."""
+    work = []
+    for number in range(40):
+        at = 0.02 * number + (1.0 if number >= 20 else 0.0)  # two groups, a second between them
+        gather = f"all-gather '{number}'"
+        work.append(Op(ALL_GATHER, gather, "unshard", at, at, at + 0.01, [], []))
+    found = drawn([*work, op("reduce", 7.0, 7.02, "reduce 'a'"), Note(8.0)])
+    (first, second, alone) = sorted(places(found["several"]))
+    assert first == pytest.approx((100, 0.39 * 50), abs=0.1)
+    assert second == pytest.approx((100 + 1.4 * 50, 0.39 * 50), abs=0.1) and alone[0] == 450
+    assert not any(kind.startswith(("unit0", "launch", "thread0")) for kind in found)
+    assert len(found["threads"]) == 4  # of the first and the last of each group
+    wide = drawn([*work[:1], op("compute", 0.0, 2.0, "forward 'a'"), Note(8.0)])
+    assert "several" not in wide
+
+
+def test_what_comes_after_a_part_of_a_step_is_not_at_its_edge():
+    tape = [
+        Phase("forward", 0.0, 0.0),
+        Op(ALL_GATHER, "all-gather 'a'", "unshard", 3.0, 3.5, 6.0, [], []),
+        Phase("optimizer", 7.0, 7.0), op("compute", 0.0, 8.0, "forward 'a'"), Note(8.0),
+    ]  # fmt: skip
+    found = drawn(tape, Axis(left=100, start=0.0, end=4.0, scale=50))
+    assert len(found["border"]) == 1 and "launch0" in found
+    assert "launch0" not in drawn(tape, Axis(left=100, start=0.0, end=2.0, scale=50))
+
+
 def test_a_gather_hangs_on_a_thread_from_where_it_was_launched():
     work = [
         Op(what, f"all-gather '{name}'", "unshard", at, start, start + 1, [], [])

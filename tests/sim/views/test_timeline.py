@@ -43,6 +43,13 @@ def test_several_steps_are_on_the_same_axes():
     assert heights[1] == pytest.approx(heights[0] / 2, abs=0.2)
 
 
+def test_half_of_a_step_is_drawn_twice_as_wide():
+    whole, half = shapes(svg({"": STEP})), shapes(svg({"": STEP}, part=0.5))
+    assert "amber" in whole and "amber" not in half  # that is in the second half
+    orange, twice = whole["orange"][1], half["orange"][1]
+    assert float(twice.get("width")) == pytest.approx(2 * float(orange.get("width")), abs=0.2)
+
+
 def test_it_is_as_high_as_the_last_step():
     first = [Memory(OTHER, False, -1.0, 0, 0, 4000), Note(-0.5), Note(0.0)]
     paths = [shapes(svg({"": [*more, *STEP]}))["lightgray"][1].get("d") for more in ([], first)]
