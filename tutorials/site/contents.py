@@ -18,8 +18,8 @@ def found(patterns: tuple[str, ...]) -> list[Path]:
 
 def path_of_pages() -> list[dict[str, list[dict[str, str]]]]:
     """The pages as tutorials/README.md has them: in its parts, in the order in which to read, and
-    with a star for the core path."""
-    text = (ROOT / "tutorials" / "README.md").read_text()
+    with a star for the core path. Navigation shows plain words, so without marks of code."""
+    text = (ROOT / "tutorials" / "README.md").read_text().replace("`", "")
     parts = (part.partition("\n") for part in re.split("^## ", text, flags=re.MULTILINE)[1:])
     return [
         {title: [{name + star: f"tutorials/{page}"} for name, page, star in ROW.findall(rows)]}
