@@ -45,7 +45,7 @@ test-hf: $(INSTALLED)  ## models of transformers and peft against DDP; installs 
 INSTALL_SITE = $(if $(INSTALLED),$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[site]")
 site: $(INSTALLED)  ## build/site: the pages, the explorer and the API, with MkDocs in .venv
 	@$(INSTALL_SITE)
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --config-file tutorials/site/mkdocs.yml
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --config-file tutorials/site/mkdocs.yml
 
 notebooks: $(INSTALLED)  ## build/notebooks: pages 00 to 06 and 29, to change and to run
 	@$(INSTALL_SITE)

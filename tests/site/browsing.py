@@ -16,11 +16,11 @@ ROOT = Path(__file__).parents[2]
 
 def built(folder: Path) -> Path:
     """Build the site, as `make site` does. MkDocs is strict: it fails at a link to nothing."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet"]
+    command = [sys.executable, "-m", "mkdocs", "build"]
     command += ["--config-file", ROOT / "tutorials" / "site" / "mkdocs.yml", "--site-dir", folder]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0 and not done.stderr.strip(), done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
