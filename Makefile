@@ -11,6 +11,7 @@ INSTALLED := $(if $(filter .venv/%,$(PY)),.venv/installed)
 .PHONY: help demo test test-all where test-core test-hf steps student grade hint mistake lab evidence \
         kit-check autograder lint matrix fuzz mutants \
         claims predictions scale tutorials bench bench-check bench-checkpoints validate versions \
+        site notebooks test-site \
         wheel clean
 
 help:  ## this list
@@ -40,6 +41,19 @@ test-core: $(INSTALLED)  ## the core's own tests: tests/core/, for minifsdp/core
 test-hf: $(INSTALLED)  ## models of transformers and peft against DDP; installs both into .venv
 	@$(if $(INSTALLED),$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[hf]")
 	@$(PY) -m pytest $(WORKERS) tests/hf $(ARGS)
+
+INSTALL_SITE = $(if $(INSTALLED),$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[site]")
+site: $(INSTALLED)  ## build/site: the pages, the explorer and the API, with MkDocs in .venv
+	@$(INSTALL_SITE)
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --config-file tutorials/site/mkdocs.yml
+
+notebooks: $(INSTALLED)  ## build/notebooks: pages 00 to 06 and 29, to change and to run
+	@$(INSTALL_SITE)
+	@$(PY) $(QUIETLY) tutorials/notebooks.py build/notebooks
+
+test-site: $(INSTALLED)  ## the site in a browser (needs chromium), and the notebooks by running them
+	@$(INSTALL_SITE)
+	@$(PY) -m pytest $(WORKERS) tests/site tests/test_site.py $(ARGS)
 
 student: $(INSTALLED)  ## OUT=~/my-fsdp: an FSDP to write from nothing, and the concept files
 	@$(PY) $(QUIETLY) -m tutorials.exercises.student "$(or $(OUT),$(HOME)/my-fsdp)"

@@ -214,7 +214,8 @@ class Unequal(DDP):
 @on_ranks(2)
 def small(wrap: str, same: bool) -> tuple[list[float], list[float]]:
     torch.manual_seed(0 if same else dist.get_rank())
-    model = globals()[wrap](nn.Linear(4, 1, bias=False))
+    kind = {"Forgetful": Forgetful, "Unequal": Unequal}[wrap]
+    model = kind(nn.Linear(4, 1, bias=False))
     before = model.module.weight.flatten().tolist()
     model(torch.arange(4.0)).backward()  # the same on both ranks
     torch.optim.SGD(model.parameters(), lr=0.1).step()

@@ -62,10 +62,11 @@ def noting(method: str, steps: list[list[Moment]]) -> Any:
 @on_ranks(2)
 def train(make: str, calls: str) -> tuple[list[list[Moment]], list[Any]]:
     steps: list[list[Moment]] = []
+    views = {"make_views": make_views, "make_once": make_once}[make]
     gpt = GPT(layers=4, width=128)
     gpt.blocks = nn.Sequential(*(gpt.blocks[int(call) - 1] for call in calls))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch("minifsdp.core.engine.make_views", globals()[make]))
+        stack.enter_context(patch("minifsdp.core.engine.make_views", views))
         for method in WORDS:
             stack.enter_context(noting(method, steps))
         model = FSDP(gpt, auto_wrap_policy=ModuleWrapPolicy({Block}), **NOT_AHEAD)

@@ -108,7 +108,7 @@ def one_layer() -> None:
 # %% [markdown]
 # The weight is `[3, 2]` and the bias `[3]`, so there are 9 numbers, and the chunks have 5 and 4.
 # `state_to_save` divides each chunk into *boxes*. A box is a rectangular piece of one parameter. It
-# has the parameter's name and whole shape, and the place at which it begins. "At [2, 0] [1, 1]" is
+# has the parameter's name and whole shape, and the place at which it begins. `at [2, 0] [1, 1]` is
 # one number, the first one of the last row. PyTorch's library for such files,
 # `torch.distributed.checkpoint` (*DCP*), works with boxes as well: each rank writes its own, and a
 # rank that loads may ask for other boxes, which are put together from those in the files.

@@ -27,6 +27,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # as in build.py
 import grow
 import one_file
+from address import NOTEBOOKS, colab
 
 WORDS_PER_MINUTE, SECONDS_PER_LINE, SECONDS_PER_EXPERIMENT = 150, 12, 80
 OPEN, CLOSE = "<!-- page -->", "<!-- end of page -->"
@@ -66,6 +67,8 @@ def framed(path: Path, body: str) -> str:
         way.append(f"{_link(every[place + 1])} →")
     about = f"[All pages](README.md) · [program of this page]({path.name}) · "
     head = f"{about}{minutes(body)} minutes"
+    if path.stem in NOTEBOOKS:
+        head += f" · [this page as a notebook in Colab]({colab(path.stem)})"
     foot = f"[All pages](README.md) · [glossary](glossary.md) · [program]({path.name})"
     made = f"<!-- made by tutorials/build.py from {path.name} -->"
     improves = one_file.mention(path.stem) if path.stem in one_file.lines() else ""

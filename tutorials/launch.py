@@ -87,11 +87,10 @@ def _processes(body: Callable[..., Any], count: int, args: tuple[Any, ...]) -> l
     context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "minifsdp"])
     os.environ.setdefault("PYTHONWARNINGS", "ignore:Failed to initialize NumPy:UserWarning")
     with tempfile.TemporaryDirectory(prefix="minifsdp-") as folder:
-        page = inspect.getsourcefile(body)
-        pipes, processes = [], []
+        whole, pipes, processes = _sent(body), [], []
         for rank in range(count):
             ours, theirs = context.Pipe()
-            about = page, body.__name__, args, rank, count, folder
+            about = whole, args, rank, count, folder
             processes.append(context.Process(target=_serve, args=(theirs, *about), daemon=True))
             processes[-1].start()
             theirs.close()
@@ -102,6 +101,22 @@ def _processes(body: Callable[..., Any], count: int, args: tuple[Any, ...]) -> l
             for process in processes:
                 process.join(GRACE)
                 process.kill()
+
+
+def _sent(body: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
+    """What a new process calls to have the function: it loads its page, from the page's file. In a
+    notebook there is no such file, and the function itself is sent, as its cell has it now."""
+    page = inspect.getsourcefile(body)
+    if page and Path(page).is_file():
+        return functools.partial(_found, page, body.__name__)
+    import cloudpickle  # notebooks install it
+
+    return functools.partial(pickle.loads, cloudpickle.dumps(body))
+
+
+def _found(page: str, name: str) -> Callable[..., Any]:
+    body: Callable[..., Any] = getattr(load(Path(page)), name).body
+    return body
 
 
 def _collect(pipes: list[Any]) -> list[Any]:
@@ -128,8 +143,7 @@ def _collect(pipes: list[Any]) -> list[Any]:
 
 def _serve(
     pipe: Connection,
-    page: str,
-    name: str,
+    whole: Callable[[], Callable[..., Any]],
     args: tuple[Any, ...],
     rank: int,
     count: int,
@@ -139,7 +153,7 @@ def _serve(
     report, error = None, ""
     with _joined(rank, rank, count, dist.FileStore(f"{folder}/store", count)):
         try:
-            report = _listen(getattr(load(Path(page)), name).body, args)
+            report = _listen(whole(), args)
         except BaseException:
             error = traceback.format_exc()
         pipe.send_bytes(pickle.dumps((report, error)))
