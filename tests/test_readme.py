@@ -26,7 +26,6 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "minifsdp"
 FOLDERS = ("comm", "support", "chunks", "wrapping", "between_steps", "checks")
 REFERENCE = ROOT / "tutorials" / "reference"
-PAGES = [ROOT / "README.md", *sorted(REFERENCE.glob("*.md"))]
 README = (ROOT / "README.md").read_text()
 SIM_README = (PACKAGE / "sim" / "README.md").read_text()
 ENGINE = (REFERENCE / "engine.md").read_text()
@@ -160,16 +159,6 @@ def test_no_concept_file_is_too_long_to_read():
         assert code_lines(path) <= 250, path.name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\((?!http)(.+?)\)", page.read_text()):
-        path, _, section = target.partition("#")
-        found = page.parent / path if path else page
-        assert found.exists(), target
-        headings = re.findall(r"^#+ (.+)$", found.read_text(), re.M) if section else []
-        assert not section or section in {h.lower().replace(" ", "-") for h in headings}, target
-
-
 def test_on_pypi_no_link_is_relative():
     """pyproject.toml says how links are made absolute there."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -183,7 +172,7 @@ def test_on_pypi_no_link_is_relative():
 
 
 def test_each_page_of_the_reference_is_linked():
-    for page in PAGES[1:]:
+    for page in REFERENCE.glob("*.md"):
         assert f"](tutorials/reference/{page.name})" in README, page.name
 
 

@@ -24,7 +24,9 @@ def test_the_path_has_every_page_once_and_marks_the_core_path():
     titles = {page: title for row in rows for title, page in row.items()}
     assert len(titles) == len(rows)
     assert {*titles, *contents.reference(), "tutorials/README.md"} == {
-        named(page) for page in (ROOT / "tutorials").glob("*.md")
+        named(page)
+        for glob in ("*.md", "reference/*.md")
+        for page in (ROOT / "tutorials").glob(glob)
     }
     order = [page.partition("/")[2][:2] for page in titles]
     assert order.index("30") == order.index("06") + 1  # as in tutorials/README.md
