@@ -41,6 +41,7 @@ import torch
 import torch.distributed as dist
 from draw import bars
 from launch import on_ranks
+from taken_out import call, three_times
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -97,6 +98,28 @@ def against_ddp() -> None:
 # %% [markdown]
 # The norms are the same but for rounding, since the squares are added in another order. (What
 # `clip_grad_norm_` returns is the norm before clipping, which is worth logging.)
+#
+# ## Taken out: the sum over the ranks
+#
+# Clipping is not a layer, because nothing happens in a step: it is a function between two steps,
+# [clip_grad.py](../minifsdp/between_steps/clip_grad.py). What it has and PyTorch's has not is one
+# call, `add_up`. Take it out, and put it back (by `three_times`, in
+# [taken_out.py](taken_out.py)):
+
+
+# %%
+@on_ranks(2)
+def without_the_sum() -> None:
+    def program() -> str:
+        model = demo()
+        loss_of(model, seed=dist.get_rank()).backward()
+        return f"the norm is {model.clip_grad_norm_(max_norm=0.1).item():.4f}"
+
+    three_times(program, call("minifsdp.between_steps.clip_grad.add_up"))
+
+
+# %% [markdown]
+# It is the norm of what rank 0 has, and nothing looks wrong with it.
 #
 # ## What breaks: each rank clips by its own norm
 #
@@ -226,6 +249,7 @@ def answers() -> None:
 # %% [hidden]
 def main() -> None:
     against_ddp()
+    without_the_sum()
     refused()
     by_whose_norm()
     draw()

@@ -12,7 +12,7 @@ An extra is one of four things, and each is taken out in a way of its own:
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -40,10 +40,13 @@ def layer(*kinds: type[Layer]) -> Iterator[str]:
 
 
 @contextmanager
-def stage(kind: type[Stage]) -> Iterator[str]:
-    """In this block a gradient comes out of the stages of this class as it went in."""
-    with patch.object(kind, "launch", lambda self, unit, value: (value, lambda: None)):
-        yield _named([kind.__name__])
+def stage(*kinds: type[Stage]) -> Iterator[str]:
+    """In this block a gradient comes out of the stages of these classes as it went in."""
+    with ExitStack() as stack:
+        for kind in kinds:
+            as_it_is = lambda self, unit, value: (value, lambda: None)  # noqa: E731
+            stack.enter_context(patch.object(kind, "launch", as_it_is))
+        yield _named(kind.__name__ for kind in kinds)
 
 
 @contextmanager
@@ -74,15 +77,23 @@ def _named(parts: Iterable[str]) -> str:
     return f"without {' and '.join(parts)}"
 
 
+def said(program: Callable[[], object]) -> str:
+    """What a program returns or, if it raises, its error's first sentence."""
+    try:
+        return str(program())
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {str(error).partition('. ')[0]}"
+
+
 def three_times(program: Callable[[], object], part: Any) -> list[str]:
     """Run a program as it is, without a part, and with the part put back. The first rank prints
-    what the program returns or, if it raises, its error's first sentence.
+    what is :func:`said` each time.
 
     Args:
         part: one of the blocks above.
 
     Returns:
-        What was said each time, on this rank.
+        What was said, on this rank.
 
     Raises:
         AssertionError: it makes no difference, or the part is not back.
@@ -90,10 +101,7 @@ def three_times(program: Callable[[], object], part: Any) -> list[str]:
     found = []
     for block in (nullcontext("as it is"), part, nullcontext("put back")):
         with block as words:
-            try:
-                found.append(str(program()))
-            except Exception as error:
-                found.append(f"{type(error).__name__}: {str(error).partition('. ')[0]}")
+            found.append(said(program))
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(f"{words}: {found[-1]}")
     assert found[0] == found[2] != found[1], found
