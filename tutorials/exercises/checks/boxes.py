@@ -26,7 +26,9 @@ def _boxes(what: str, want: Any, got: Any) -> str | None:
     if len(set(got)) < len(got):
         return "an element is in two boxes: which rows are whole, rounded up or down"
     if set(want) - set(got) or not got:
-        return "elements are missing: the end of one row, the rows between, the beginning of another"
+        return (
+            "elements are missing: the end of one row, the rows between, the beginning of another"
+        )
     if set(got) - set(want):
         return "there are elements outside of the range: which rows are whole, rounded up or down"
     return "the boxes come in the order of memory, since views of a chunk are cut off one by one"

@@ -70,8 +70,9 @@ def what_a_unit_gets() -> Iterator[Any]:
         with lone_unit(**settings) as lone:
             source = source_of(lone.unit)
             yield f"source, from the inside outwards, {about}", _source_names(source)
-            yield f"whether its group is the shard group, {about}", source.group is (
-                lone.unit.shard_group
+            yield (
+                f"whether its group is the shard group, {about}",
+                source.group is (lone.unit.shard_group),
             )
             stages = stages_of(lone.unit, lone.streams)
             yield f"stages, {about}", [type(stage).__name__ for stage in stages]
