@@ -144,8 +144,8 @@ def all_guesses() -> dict[str, tuple[Any, ...]]:
 # ## What breaks without it
 #
 # You train with LayerDrop ([arXiv:1909.11556](https://arxiv.org/abs/1909.11556)): each step leaves
-# a block out, so that the model learns to do without. Here it is another block in each step, and no
-# backward is like the one before. It computes in bf16.
+# a block out, so that the model learns to do without. Here it is a different block in each step,
+# and no backward is like the one before. It computes in bf16.
 
 
 # %%

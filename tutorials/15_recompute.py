@@ -8,7 +8,7 @@
 #
 # The gradient of `x @ w` with respect to `w` needs `x`. So autograd keeps the input of every matrix
 # product, of every GELU and every norm, from the forward until the backward has used it. These
-# tensors are called *activations*. There is one set for each token, and every rank has other
+# tensors are called *activations*. There is one set for each token, and every rank has different
 # tokens, so there is nothing to shard. Here is what the GPT of `make demo` keeps, for a batch of 16
 # sequences of 64 tokens:
 
@@ -226,11 +226,11 @@ def in_the_engine() -> None:
 # ## Taken out: the layer that gathers on demand
 #
 # Does the inside always work? The unit is gathered in the backward because a gradient arrives at
-# its output. Here is a module of which the output has no part in the loss. It computes a loss of
-# its own in a checkpoint, as routers of experts do, and puts it into a list. The backward comes
-# straight to that loss, and when it runs the checkpoint again, nobody has gathered the unit. So
-# there is a layer, `OnDemand` in [on_demand.py](../minifsdp/on_demand.py). While a unit is sharded,
-# its modules have *placeholders*, and the layer gathers the unit when somebody wants to use one.
+# its output. Here is a module whose output plays no part in the loss. It computes a loss of its own
+# in a checkpoint, as routers of experts do, and puts it into a list. The backward comes straight to
+# that loss, and when it runs the checkpoint again, nobody has gathered the unit. So there is a
+# layer, `OnDemand` in [on_demand.py](../minifsdp/on_demand.py). While a unit is sharded, its
+# modules have *placeholders*, and the layer gathers the unit when somebody wants to use one.
 # (`three_times` and `off_ddps` are in [taken_out.py](taken_out.py).)
 
 
@@ -255,8 +255,8 @@ def without_the_layer() -> None:
 
 
 # %% [markdown]
-# With the layer the gradient is DDP's. Without it the second forward finds a placeholder, and all
-# that this can do is to say which parameter it stands for.
+# With the layer the gradient is DDP's. Without it the second forward finds a placeholder, which can
+# only say what parameter it stands for.
 #
 # ## What breaks: a second forward that is not the first one
 #

@@ -4,7 +4,7 @@
 # # Offload: parameters that live on the host
 #
 # You have a GPT of 7 billion parameters and one GPU, so there are no other ranks to shard with. It
-# is to compute in bf16, but the parameters that the optimizer changes are in fp32 (page
+# should compute in bf16, but the parameters that the optimizer changes are in fp32 (page
 # [14](14_precision.md)). They and their gradients take 54 GB, and the two averages of Adam as much
 # again. The GPU has 40. But the *host*, the computer around the GPU, has a memory of its own, which
 # is usually larger. The two are connected by a *PCIe* link. It moves 25 GB/s in each direction,

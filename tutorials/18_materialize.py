@@ -65,7 +65,7 @@ def seven_billion() -> None:
 # -for attribute in _on_meta -if device.type -_tie( -for name in _on_meta }}
 #
 # (`modules` are those of a unit. `_hidden_units` hides the units inside, which have their values
-# already.) And this gives values, if the user has no other wish:
+# already.) And this gives values, unless the user asks for something else:
 #
 # {{ minifsdp/wrapping/materialize.py _reset -Memory for all }}
 #
@@ -149,8 +149,9 @@ def deviations() -> list[Any]:
 # The values that `__init__` has drawn were drawn on meta, which means nowhere. What
 # `reset_parameters()` draws are PyTorch's defaults: an embedding with a deviation of 1, fifty times
 # as large. No error says so, and the model trains. It is just not the model that you wrote, and a
-# run with other settings that built it in memory starts from another one. So the model's own way to
-# initialize belongs in a function of its own, `param_init_fn`. FSDP calls it with each module.
+# run with other settings that built it in memory starts from a different one. So the model's own
+# way to initialize belongs in a function of its own, `param_init_fn`. FSDP calls it with each
+# module.
 #
 # Such a function should fill only what the module has itself (`recurse=False` above), and not what
 # is below it. PyTorch's first FSDP had that wrong in its own default until [a
@@ -251,15 +252,15 @@ def a_table() -> None:
 #
 # 1. Two ranks materialize the GPT from the seed 0, and so do four. Do both begin with the same
 #    parameters?
-# 2. Each rank has another seed. Does any rank then have a block that came from one seed?
+# 2. Each rank has a different seed. Does any rank then have a block that came from one seed?
 #
 # <details><summary>Answers</summary>
 #
 # 1. Yes. Each rank draws the values of a whole unit and then cuts it, so how many ranks there are
 #    makes no difference.
 # 2. No. Each rank cuts its shard out of its own values, and a gathered block is pieced together
-#    from all of them. That is another model for each number of ranks, and minifsdp refuses to train
-#    it. Page [19](19_sync_states.md) is about such mixtures.
+#    from all of them. That is a different model for each number of ranks, and minifsdp refuses to
+#    train it. Page [19](19_sync_states.md) is about such mixtures.
 #
 # </details>
 

@@ -34,7 +34,7 @@
 #
 # Do both give the same? Here is the GPT of `make demo` on two ranks, with four micro-batches in
 # each of five steps, against DDP with its `no_sync()`. (`tokens`, in [the program](20_no_sync.py),
-# gives each rank other data.)
+# gives each rank different data.)
 
 # %% [hidden]
 import functools
@@ -111,16 +111,16 @@ def against_ddp() -> None:
 
 
 # %% [markdown]
-# With `no_sync()` the numbers are added in the same order as in DDP, and the parameters are
-# equal in every bit. If each micro-batch is reduced at once, the same numbers are added in another
+# With `no_sync()` the numbers are added in the same order as in DDP, and the parameters are equal
+# in every bit. If each micro-batch is reduced at once, the same numbers are added in a different
 # order, and the last bits are rounded differently.
 #
 # ## Taken out: the stage that adds
 #
 # Whether a backward reduces is decided by a layer, `NoSync` in
 # [no_sync.py](../minifsdp/no_sync.py). It lets the gradients of a unit wait, for a reason that has
-# its name. What is left waiting is added to by a *stage*, `AddUnreduced`. The layer puts it before
-# the stages of the next reduction, and only there. Here it is taken out (by `three_times`, in
+# its name. When they are reduced at last, a *stage* adds what has waited: `AddUnreduced`, which the
+# layer puts before the other stages of that reduction. Here it is taken out (by `three_times`, in
 # [taken_out.py](taken_out.py)):
 
 
@@ -257,9 +257,9 @@ def a_model_that_fitted() -> None:
 
 
 # %% [markdown]
-# Whole gradients, 13 GB in bf16, are what FSDP was to avoid. Here they fit in the first step, when
-# Adam has no averages yet, and in the second step they do not. Libraries have learned this: one has
-# `no_sync` as a setting [that is off, since it can increase the peak
+# Whole gradients, 13 GB in bf16, are what FSDP was meant to avoid. Here they fit in the first step,
+# when Adam has no averages yet, and in the second step they do not. Libraries have learned this:
+# one has `no_sync` as a setting [that is off, since it can increase the peak
 # memory](https://github.com/verl-project/verl/pull/7095). So with `FULL_SHARD` reduce each
 # micro-batch at once, unless the GPU waits for reductions and there is memory to spare.
 #

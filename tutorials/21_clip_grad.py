@@ -69,8 +69,8 @@ def loss_of(model: nn.Module, seed: int) -> Tensor:
 
 # %% [markdown]
 # Is it right? Here are ten steps of the GPT of `make demo` on two ranks, each clipped to a norm of
-# 0.1, against DDP with PyTorch's function. (`loss_of` takes other data on each rank. It is in [the
-# program](21_clip_grad.py).)
+# 0.1, against DDP with PyTorch's function. (`loss_of` takes different data on each rank. It is in
+# [the program](21_clip_grad.py).)
 
 
 # %%
@@ -96,7 +96,7 @@ def against_ddp() -> None:
 
 
 # %% [markdown]
-# The norms are the same but for rounding, since the squares are added in another order. (What
+# The norms are the same but for rounding, since the squares are added in a different order. (What
 # `clip_grad_norm_` returns is the norm before clipping, which is worth logging.)
 #
 # ## Taken out: the sum over the ranks
@@ -124,8 +124,8 @@ def without_the_sum() -> None:
 # ## What breaks: each rank clips by its own norm
 #
 # A program that was written for DDP calls PyTorch's function, with `model.parameters()`, which are
-# the shards now. For that function they are ordinary tensors. Each rank would find another norm and
-# scale by it. In minifsdp the shards notice who asks for their gradient:
+# the shards now. For that function they are ordinary tensors. Each rank would find a different norm
+# and scale by it. In minifsdp the shards notice who asks for their gradient:
 
 
 # %%
@@ -166,11 +166,11 @@ def by_whose_norm() -> None:
 
 
 # %% [markdown]
-# The second line has another direction: the first two weights count as much as the last two. And it
-# is longer than 1. Each shard has been clipped to 1, so two of them have a norm of 1.41, the square
-# root of 2. With more ranks it gets worse. Here is one gradient of the GPT, clipped to 0.1 by the
-# norms of the shards of 2 to 512 ranks. (`clipped_apart`, in the program, cuts the units as FSDP
-# does.)
+# The second line points in a different direction: the first two weights count as much as the last
+# two. And it is longer than 1. Each shard has been clipped to 1, so two of them have a norm of
+# 1.41, the square root of 2. With more ranks it gets worse. Here is one gradient of the GPT,
+# clipped to 0.1 by the norms of the shards of 2 to 512 ranks. (`clipped_apart`, in the program,
+# cuts the units as FSDP does.)
 
 
 # %% [hidden]

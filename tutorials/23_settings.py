@@ -184,8 +184,8 @@ def bar(tokens: int, found: dict[str, Any]) -> Any:
 #
 # ## What to do below the threshold
 #
-# On the slow network a step takes four times its computation. There are three ways out: more
-# tokens (recomputation, page [15](15_recompute.md), makes room for them), fewer bytes, or another
+# On the slow network a step takes four times its computation. There are three ways out: more tokens
+# (recomputation, page [15](15_recompute.md), makes room for them), fewer bytes, or a different
 # road. `SHARD_GRAD_OP` keeps what it has gathered until the backward, so it sends two thirds.
 # `HYBRID_SHARD` shards inside of a node and replicates between nodes (page [22](22_hybrid.md)), so
 # gathers use NVLink, and only gradients cross the network: an all-reduce, which sends them twice.

@@ -79,7 +79,7 @@ def a_file_for_each_rank(folder: str) -> list[float]:
 # After the exchange the loss is 5.55, and there was no error. That is the logarithm of 256, the
 # loss of a model that knows nothing of its 256 tokens. The first half of each unit and the second
 # half have changed places. They have the same shape, a vector without a name, so nothing could
-# notice. Three ranks could not have loaded these files at all, nor could two ranks with other
+# notice. Three ranks could not have loaded these files at all, nor could two ranks with different
 # units, nor a program that wants the whole model.
 #
 # So a part has to say what it is a part of. This is what each rank has of the state of a linear
@@ -160,8 +160,8 @@ def draw():
 # ## Saved by two, loaded by three
 #
 # Two ranks train the GPT in chunks, save, and train two steps more. Then three ranks load what was
-# saved, into a model with other random numbers, under DDP, in chunks and in rows. They train the
-# same two steps:
+# saved, into a model with different random numbers, under DDP, in chunks and in rows. They train
+# the same two steps:
 
 
 # %%
@@ -308,8 +308,8 @@ def answers() -> None:
 
 
 # %% [markdown]
-# This was the last page. The [README](../README.md) has a map of the source, and you have read most
-# of what is in it. Change something, and let `make test` tell you what you broke.
+# You have read about most of the source now, and the [README](../README.md) has a map of it. Change
+# something, and let `make test` tell you what you broke.
 
 
 # %% [hidden]

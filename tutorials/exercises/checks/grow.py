@@ -400,8 +400,8 @@ PRECISION = "8_precision"
 def _precision(what: str, want: Any, got: Any) -> str | None:
     if "inputs" in what and "gets" in what and not _raised(got):
         return (
-            "inputs of floating point are cast to param_dtype, a scalar as well; indices stay as they "
-            "are, and so does what is no tensor"
+            "inputs of floating point are cast to param_dtype, a scalar as well; indices stay as "
+            "they are, and so does what is no tensor"
         )
     if "dtype of the output" in what:
         return "inputs are cast, and outputs are not: the next unit computes in the same dtype"

@@ -9,7 +9,6 @@ from tutorials.exercises.catalog import check
 from tutorials.exercises.judge import of_training, ratio
 from tutorials.exercises.observe import at_most
 
-
 STAGE = ("stream", "travels", "on_host")  # what a stage says of itself
 
 

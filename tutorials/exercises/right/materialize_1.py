@@ -1,4 +1,4 @@
-"""Right: outer modules are those with the shorter paths, and what was shared is looked up at the end."""
+"""Right: outer modules have shorter paths, and what was shared is looked up at the end."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
