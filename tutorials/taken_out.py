@@ -24,6 +24,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.core.engine import Engine
 from minifsdp.core.layers import Layer
 from minifsdp.core.reduce import Stage
+from minifsdp.core.streams import Finish
 from minifsdp.core.unit import Unit
 
 
@@ -44,9 +45,12 @@ def stage(*kinds: type[Stage]) -> Iterator[str]:
     """In this block a gradient comes out of the stages of these classes as it went in."""
     with ExitStack() as stack:
         for kind in kinds:
-            as_it_is = lambda self, unit, value: (value, lambda: None)  # noqa: E731
-            stack.enter_context(patch.object(kind, "launch", as_it_is))
+            stack.enter_context(patch.object(kind, "launch", _hand_on))
         yield _named(kind.__name__ for kind in kinds)
+
+
+def _hand_on(stage: Stage, unit: Unit, value: Any) -> tuple[Any, Finish]:
+    return value, lambda: None
 
 
 @contextmanager
