@@ -20,6 +20,7 @@ from tutorials.train_gpt import GPT, Block
 
 ROOT = Path(__file__).parent.parent
 FILE = Path(fsdp_in_one_file.__file__)
+FILE_HEAD = FILE.read_text().count("\n", 0, FILE.read_text().index("\ndef fsdp(")) + 1  # lines
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
     "Adam": lambda params: torch.optim.Adam(params, lr=2e-3),
@@ -174,3 +175,13 @@ def test_a_line_that_is_gone_or_not_the_only_one_is_an_error(what):
         one_file.number(what)
     with pytest.raises(KeyError, match="no line that 99_dreams improves"):
         one_file.insert("99_dreams")
+
+
+def test_what_is_to_be_written_is_named_and_not_shown():
+    """A reader who has still to write a function sees its head, and where a line is."""
+    inside = [e["text"] for e in one_file.lines().values() if "def " not in e["text"]]
+    inside = [text for text in inside if one_file.number(text) > FILE_HEAD]
+    assert len(inside) > 10
+    shown = one_file.table() + "".join(map(one_file.mention, one_file.lines()))
+    assert [text for text in inside if f"`{text}`" in shown] == ["class Engine:"]
+    assert "`def unshard(self) -> None:`" in shown and "in `Unit.unshard`" in shown

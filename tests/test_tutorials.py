@@ -1,15 +1,23 @@
 """tutorials/: each runs, and its page is what it prints."""
 
+import math
 import re
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from minifsdp.core.engine import Engine
+from minifsdp.core.layers import Layer
+from minifsdp.core.unit import Unit
+from minifsdp.core.unit_state import FORWARD, STRATEGY
+from minifsdp.precision import Cast
 from minifsdp.sim.__main__ import main
 from tests.test_readme import code_lines
-from tutorials import build, frame, quotes
+from tutorials import build, frame, quotes, taken_out
 
 ROOT = Path(__file__).parents[1]
 
@@ -52,10 +60,13 @@ def test_the_path_has_every_page_in_order_with_its_picture_and_minutes():
         path,
         re.M,
     )
-    names = [name for _, name, *_ in rows]
-    sheet = names.pop(names.index("06_one_file") + 1)  # needed sooner than its number says
-    assert names == [page.stem for page in build.tutorials([]) if page.stem != "30_formulas"]
-    assert sheet == "30_formulas"
+    one, two = (re.findall(r"\]\((\d\d_\w+)\.md\)\*\*", part) for part in parts_of(path))
+    assert one[one.index("06_one_file") + 1] == "30_formulas"  # needed sooner than its number says
+    assert two[0] == "28_layers"  # what a layer is; the others take theirs out
+    for names, first in ((one, "30_formulas"), (two, "28_layers")):
+        in_order = [name for name in names if name != first]
+        assert in_order == sorted(in_order)
+    assert sorted(one + two) == [page.stem for page in build.tutorials([])]
     assert all(name.startswith(number) and name == drawn for number, name, drawn, *_ in rows)
     assert frame.with_minutes(path) == path
     core = {number for number, *_, star, _ in rows if star}
@@ -63,6 +74,65 @@ def test_the_path_has_every_page_in_order_with_its_picture_and_minutes():
         assert number not in core or {*after.split()} <= core
     assert sum(int(minutes) for *_, minutes, star, _ in rows if star) <= 300
     assert "tutorials/README.md" in "\n".join((ROOT / "README.md").read_text().splitlines()[:60])
+
+
+def parts_of(path: str) -> list[str]:
+    """The two parts of the path: what one builds, and what is taken out of a real FSDP."""
+    one, two = re.split(r"^## Part two", path.partition("## Part one")[2], flags=re.M)
+    return [one, two]
+
+
+def test_each_page_of_the_second_part_takes_out_what_it_is_about():
+    """It runs a program without a part of the engine, and the path says which, and where it is."""
+    _, two = parts_of((ROOT / "tutorials" / "README.md").read_text())
+    rows = re.findall(r"^\| \*\*\[(\d\d) .*\]\((\w+)\.md\)\*\*(.*?) \| \[<img", two, re.M)
+    assert len(rows) >= 13
+    table = (ROOT / "tutorials" / "28_layers.md").read_text()
+    for number, name, says in rows:
+        taken = says.partition("taken out: ")[2].partition("<br>")[0]
+        files = re.findall(r"\]\((\.\./minifsdp/\S+?\.py)\)", taken)
+        assert files and all((ROOT / "tutorials" / file).is_file() for file in files), name
+        program = (ROOT / "tutorials" / f"{name}.py").read_text()
+        assert "three_times(" in program and "from taken_out import" in program, name
+        page = (ROOT / "tutorials" / f"{name}.md").read_text()
+        assert "put back: " in page and page.count("put back: ") == page.count("as it is: "), name
+        assert f"[{number}]({name}.md)" in table or name == "28_layers", name
+
+
+@pytest.mark.parametrize("said", ["right right right", "right wrong wrong"])
+def test_a_part_that_makes_no_difference_or_is_not_back_is_noticed(said):
+    words = iter(["right", "wrong", "right"])
+    assert taken_out.three_times(lambda: next(words), nullcontext("without it"))[1] == "wrong"
+    words = iter(said.split())
+    with pytest.raises(AssertionError, match="right"):
+        taken_out.three_times(lambda: next(words), nullcontext("without it"))
+
+
+def test_what_is_taken_out_is_gone_in_the_block_only():
+    class Kept(Layer):
+        pass
+
+    class Taken(Layer):
+        pass
+
+    engine = Engine.__new__(Engine)
+    with taken_out.layer(Taken) as words:
+        engine.use([Kept(), Taken()])
+        assert words == "without Taken" and [*map(type, engine.moments.layers)] == [Kept]
+    engine.use([Kept(), Taken()])
+    assert [*map(type, engine.moments.layers)] == [Kept, Taken]
+    stage = Cast(torch.bfloat16)
+    with taken_out.stage(Cast):
+        assert stage.launch(None, torch.ones(1))[0].dtype is torch.float32
+    assert stage.launch(None, torch.ones(1))[0].dtype is torch.bfloat16
+    unit = SimpleNamespace(reasons=set())
+    with taken_out.reason(STRATEGY):
+        Unit.hold(unit, STRATEGY)
+        Unit.hold(unit, FORWARD)
+    assert unit.reasons == {FORWARD}
+    with taken_out.call("math.sqrt") as words:
+        assert words == "without sqrt" and math.sqrt(4) is None
+    assert math.sqrt(4) == 2
 
 
 def test_minutes_are_counted_by_the_rule():

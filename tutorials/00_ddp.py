@@ -5,9 +5,9 @@
 #
 # A training step takes a second, and you have two GPUs. Give each of them half of the batch, and
 # the step takes little more than half a second. That is *data parallel* training. Each GPU gets a
-# process of its own, called a *rank*, and each rank has a model of its own. After the backward
-# pass every rank has other gradients, because it saw other data. What must they agree on before
-# the optimizer steps, and what happens if they do not?
+# process of its own, called a *rank*, and each rank has a model of its own. After the backward pass
+# every rank has different gradients, because it saw different data. What must the ranks agree on
+# before the optimizer steps, and what happens if they do not?
 #
 # PyTorch's DistributedDataParallel (DDP) averages the gradients. Here is the idea of it, without
 # what makes it fast. A *hook* is a function that PyTorch calls for you at a certain moment; this

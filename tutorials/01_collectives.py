@@ -129,9 +129,9 @@ def traffic() -> None:
 
 
 # %% [markdown]
-# It is a little less than one and a half, because the embeddings and the head are gathered only
-# once: their backward comes right after the forward has ended, so they are kept. In fp32 the same
-# model sends twice the bytes.
+# The ratio is a little less than one and a half, because the embeddings and the head are gathered
+# only once: their backward comes right after the forward has ended, so they are kept. In fp32 the
+# same model sends twice the bytes.
 #
 # ## What breaks without it
 #
@@ -161,7 +161,7 @@ def half_a_reduction() -> list[float]:
 # ## Predict, then run
 #
 # 1. Three ranks, six numbers each. How many does a rank send in a reduce-scatter?
-# 2. Rank 0 brings `[1, 2]`, rank 1 brings `[3, 4]`. What has rank 1 after a reduce-scatter?
+# 2. Rank 0 brings `[1, 2]`, rank 1 brings `[3, 4]`. What does rank 1 have after a reduce-scatter?
 # 3. FSDP's strategy `SHARD_GRAD_OP` gathers the parameters for the forward and keeps them until the
 #    backward is over. How much does it send in a step, compared with DDP?
 #

@@ -6,8 +6,8 @@
 # A block of our GPT has twelve parameters. Four are matrices, and have 99.9 % of its numbers. The
 # other eight are small: biases, and the weights of norms. FSDP keeps a part of them on every rank,
 # and has to gather them all before the block can run. Here is such a block, 768 wide, on 16 virtual
-# GPUs in two nodes, and an all-gather for each parameter. Which share of the time do the eight
-# small ones take? Guess before you read on.
+# GPUs in two nodes, and an all-gather for each parameter. What share of the time do the eight small
+# ones take? Guess before you read on.
 
 # %% [hidden]
 from __future__ import annotations
@@ -162,11 +162,11 @@ def by_data() -> None:
 
 
 # %% [markdown]
-# Nothing: all weights are zeros, as before the step, and there was no error. The memory is shared,
-# so the forward is right, and a step on the flat tensor would change the layer. But `.data` shares
-# memory and no history. Autograd stops at the layer's own parameters and leaves the gradients
-# there, in as many tensors as before. The optimizer finds no gradient of the flat tensor, and it
-# skips parameters that have none. The model is never trained.
+# It does nothing: all weights are zeros, as before the step, and there was no error. The memory is
+# shared, so the forward is right, and a step on the flat tensor would change the layer. But `.data`
+# shares memory and no history. Autograd stops at the layer's own parameters and leaves the
+# gradients there, in as many tensors as before. The optimizer finds no gradient of the flat tensor,
+# and it skips parameters that have none. The model is never trained.
 #
 # Not all parameters can share a flat tensor. A tensor has one dtype, is on one device, and has a
 # gradient or has none. minifsdp refuses a mixture and names the parameters. (A mixture of the last

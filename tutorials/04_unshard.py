@@ -81,13 +81,13 @@ def filled_again() -> None:
 
 
 # %% [markdown]
-# If it is not filled, there is an error, with some luck. (A matrix product looks whether there is
+# If it is not filled, there is an error, with some luck. (A matrix product checks whether there is
 # memory. The backward of `x * w` does not, and on a CPU the process crashes.)
 #
 # If it is filled, the saved view has its numbers back, because it has the *same* storage. But a
 # tensor also has a *version*, which counts how often it was written to. Autograd notes the version
 # when it saves a tensor, and refuses the tensor if it has been written to since. That is the second
-# line. The third writes through `flat.data`, which is another tensor with the same storage and a
+# line. The third writes through `flat.data`, which is a second tensor with the same storage and a
 # version of its own, so autograd does not see it. In general this hides mistakes. Here it is right,
 # because the numbers that come back are those that were there.
 #
@@ -191,9 +191,9 @@ def dropped() -> None:
 #
 # 1. Yes. There is no graph then, so nothing but the name refers to the view.
 # 2. All four. It frees them only after their backward.
-# 3. Nothing, and the gradient of `x` is wrong: 2000 instead of 1000. With an ordinary tensor
-#    autograd would have seen the version and refused. minifsdp looks for this case itself, and
-#    refuses.
+# 3. It says nothing, and the gradient of `x` is wrong: 2000 instead of 1000. With an ordinary
+#    tensor autograd would have seen the version and refused. minifsdp looks for this case itself,
+#    and refuses.
 #
 # </details>
 

@@ -6,7 +6,7 @@
 # The user writes `loss = model(x)` and `loss.backward()`. During the first call the parameters of
 # each unit have to be gathered just before it runs, and freed after it. During the second they have
 # to come back, because the backward of `x @ w` needs `w`, and they have to go again when the
-# gradient of the unit is there. Both calls are PyTorch's. At which moments can code of ours run?
+# gradient of the unit is there. Both calls are PyTorch's. At which moments can our own code run?
 #
 # Here are two layers in plain PyTorch, each with its parameters in one flat tensor. They note every
 # moment that there is. Before you read the output: what comes first in the backward, and is the end
@@ -134,9 +134,9 @@ def two_layers() -> None:
 #
 # {{ minifsdp/core/engine.py Engine.after_gradient -.prefetch( }}
 #
-# (To let go of a reason frees the unit if there is no other one, see
-# [unit_state.py](../minifsdp/core/unit_state.py); on this page there is none. How the hooks are set
-# is in [autograd_hooks.py](../minifsdp/core/autograd_hooks.py). One more,
+# (Letting go of a reason frees the unit if no other reason is left
+# ([unit_state.py](../minifsdp/core/unit_state.py)). On this page none ever is. How the hooks are
+# set is in [autograd_hooks.py](../minifsdp/core/autograd_hooks.py). One more,
 # [saved_tensors.py](../minifsdp/support/saved_tensors.py), is for outputs that leave a module in an
 # attribute, where no hook sees them.)
 #

@@ -127,11 +127,11 @@ def gpt_of(preset: str) -> nn.Module:
 #   a block is small beside everything else already.
 #
 # So a unit should take longer to compute with than to gather, and it should be small beside the
-# model. The block that a model repeats mostly is both.
+# model. The block that a model repeats is usually both.
 #
 # ## What breaks without it
 #
-# Forget the policy. `FSDP(model)` is a valid call, and many a first program has it. Then the whole
+# Forget the policy. `FSDP(model)` is a valid call, and many first programs make it. Then the whole
 # model is one unit. It is sharded between steps, but not while it is computed with. Here is a GPT
 # of 7 billion parameters on 16 GPUs with 40 GB each:
 

@@ -168,11 +168,12 @@ def without_the_wait() -> None:
 # %% [markdown]
 # The step is faster, and nothing has failed. On a real GPU `addmm`, the first product of layer 0,
 # computes with what was in that memory before. But if compute happens to be busy just then, the
-# gather is there in time and all is right. It is a wrong number on some days.
+# gather is there in time and all is right. So the numbers are wrong on some days.
 #
-# The virtual GPU says it on all days. It knows what each kernel reads and writes, and who was told
-# to wait for what. Of two kernels that use the same memory, one of them to write, one has to come
-# first by a stream or by a wait. If not it is a *race*, whenever they happen to run.
+# The virtual GPU notices it every time. It knows what each kernel reads and writes, and who was
+# told to wait for what. Of two kernels that use the same memory, one of them to write, one has to
+# come first by a stream or by a wait. If neither is so, it is a *race*, whenever they happen to
+# run.
 #
 # On a CPU the engine is the same, and the compute stream is the host. What it submits to `unshard`
 # is a function that *starts* a gather, in threads of the network library, and returns a second one,

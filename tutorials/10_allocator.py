@@ -161,8 +161,8 @@ def with_and_without() -> None:
 # done with. *Reserved* (gray) is what it costs, and what `nvidia-smi` shows.
 #
 # Without `record_stream` one block is enough, and that is what breaks: the next copy is written to
-# it while the GPU has yet to read the last one. On a real GPU this gives wrong numbers, on some
-# days. The virtual one knows what every kernel reads and writes, and says so on all days.
+# it while the GPU has yet to read the last one. On a real GPU this gives wrong numbers on some
+# days. The virtual one knows what every kernel reads and writes, and reports it every time.
 #
 # In minifsdp a unit's parameters are made on one stream and read on another, too:
 #
@@ -177,8 +177,8 @@ def with_and_without() -> None:
 # <details><summary>Answers</summary>
 #
 # 1. 512 and 1,024 bytes: multiples of 512.
-# 2. No: what is cached belongs to the stream that it was allocated on. Only when the GPU is full,
-#    all that is cached goes back to the driver, and then every stream can have it.
+# 2. No: what is cached belongs to the stream that it was allocated on. Only when the GPU is full
+#    does all that is cached go back to the driver, and then any stream can have it.
 #
 # </details>
 

@@ -3,7 +3,7 @@
 # %% [markdown]
 # # Prefetch: when to ask for the next gather
 #
-# On page [09](09_streams.md) gathers ran beside the computation, and nobody had to see to that. Now
+# On page [09](09_streams.md) gathers ran beside the computation, and nobody had to arrange it. Now
 # take the GPT of `make demo`, eight times as wide and in bf16 (page [14](14_precision.md)), on two
 # machines of eight GPUs, and look at its backward alone. It takes 15.2 ms. Its computation would
 # take 10 ms, and its communication 5. They have streams of their own, and yet they take turns.
@@ -179,8 +179,8 @@ HOOKS = {"": lambda block: None, "log": log_norms}
 # %% [markdown]
 # With POST half of what prefetch saves is gone. The host waits for block 3's last number, so it is
 # not ahead any more when it comes to freeing block 3 and asking for the next gather: the GPU has
-# nothing left to do beside that gather. PRE asks before the backward begins, and does not care.
-# This is why PRE is the default: it does not depend on a host that is ahead.
+# nothing left to do beside that gather. PRE asks before the backward begins, so the wait makes no
+# difference to it. This is why PRE is the default: it does not depend on a host that is ahead.
 #
 # ## Predict, then run
 #

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from draw import strips
+from taken_out import call, layer, three_times
 
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
@@ -45,15 +46,23 @@ from train_gpt import GPT, Block
 
 from minifsdp import BackwardPrefetch, MixedPrecision, ModuleWrapPolicy
 from minifsdp.core.limiter import EventQueue
+from minifsdp.core.unit_state import ShardedState
 from minifsdp.sim import VirtualGpu, cluster
 from minifsdp.sim.figures.report import last_step
-from minifsdp.sim.tape import Mistarget
+from minifsdp.sim.tape import Mistarget, Op
 from minifsdp.sim.training.history import APPROACHES
 from minifsdp.sim.views.timeline import table
+from minifsdp.support.prefetch_stats import Mistargets
 
 PICTURE = Path(__file__).with_suffix(".svg")
 POST = replace(APPROACHES["PyTorch"], backward=BackwardPrefetch.BACKWARD_POST)
 WAYS = {**APPROACHES, "PyTorch, POST": POST}
+
+
+def wrong_in(gpu: VirtualGpu) -> str:
+    """What was wrong with the targets of the last step."""
+    wrong = [f"{e.unit} {e.how}" for e in last_step(gpu.tape)[0] if isinstance(e, Mistarget)]
+    return "; ".join(wrong) or "all right"
 
 
 # %%
@@ -69,7 +78,7 @@ class Two(nn.Sequential):
         super().__init__(nn.Linear(1024, 1024), Block(1024), Block(1024))
 
 
-def guesses(name: str, steps: int = 3) -> tuple[list[str], ...]:
+def nested_steps(name: str, steps: int = 3) -> tuple[Any, VirtualGpu]:
     with cluster(nodes=2) as gpu:
         units = ModuleWrapPolicy({Block, Two})
         nested = Nested({"S": Two(), "probe": Block(1024), "T": Two()})
@@ -78,19 +87,23 @@ def guesses(name: str, steps: int = 3) -> tuple[list[str], ...]:
             model(torch.empty(12, 64, 1024)).mean().backward()
             gpu.synchronize()
             gpu.step()
-    wrong = [f"{e.unit} {e.how}" for e in last_step(gpu.tape)[0] if isinstance(e, Mistarget)]
+    return model, gpu
+
+
+def guesses(name: str, steps: int = 3) -> tuple[Any, ...]:
+    model, gpu = nested_steps(name, steps)
     orders = model.engine.prefetcher
     guess = [unit.name for unit in orders.pre_backward_order.last]
     came = [
         [u.name for u in o.current] for o in (orders.pre_forward_order, orders.pre_backward_order)
     ]
-    return guess, *came, wrong
+    return guess, *came, wrong_in(gpu)
 
 
-def all_guesses() -> dict[str, tuple[list[str], ...]]:
+def all_guesses() -> dict[str, tuple[Any, ...]]:
     found = {name: guesses(name) for name in WAYS}
     for name, (*_, wrong) in found.items():
-        print(f"{name:14}{'; '.join(wrong) or 'all right'}")
+        print(f"{name:14}{wrong}")
     return found
 
 
@@ -131,8 +144,8 @@ def all_guesses() -> dict[str, tuple[list[str], ...]]:
 # ## What breaks without it
 #
 # You train with LayerDrop ([arXiv:1909.11556](https://arxiv.org/abs/1909.11556)): each step leaves
-# a block out, so that the model learns to do without. Here it is another block in each step, and no
-# backward is like the one before. It computes in bf16.
+# a block out, so that the model learns to do without. Here it is a different block in each step,
+# and no backward is like the one before. It computes in bf16.
 
 
 # %%
@@ -168,9 +181,8 @@ def layer_drop() -> None:
     cells: dict[str, Any] = {}
     for name in ("minifsdp", "PyTorch"):
         gpu = a_backward(name)
-        wrong = [f"{e.unit} {e.how}" for e in last_step(gpu.tape)[0] if isinstance(e, Mistarget)]
-        ms, words = gpu.report()["step"] * 1e3, "; ".join(wrong) or "all right"
-        print(f"{name:9} {ms:.1f} ms, prefetches: {words}")
+        ms = gpu.report()["step"] * 1e3
+        print(f"{name:9} {ms:.1f} ms, prefetches: {wrong_in(gpu)}")
         cells[name] = gpu.tape, f"{ms:.1f} ms"
     title = "The backward of six blocks, of which block 5 was left out"
     PICTURE.with_stem("13_targets_layers").write_text(table(title, {"backward": cells}))
@@ -191,6 +203,42 @@ def layer_drop() -> None:
 #
 # For a model of this kind, tell the engine what comes: FSDP2 and minifsdp have
 # `set_modules_to_backward_prefetch` ([prefetch_lists.py](../minifsdp/prefetch_lists.py)).
+#
+# ## Taken out: the check of a target, and the layer that counts
+#
+# Two parts of the engine deal with wrong guesses. `Prefetcher.is_sound`, in
+# [prefetch.py](../minifsdp/core/prefetch.py), turns a target down if it is unsharded or has had its
+# turn. It is part of the core. A layer, `Mistargets` in
+# [prefetch_stats.py](../minifsdp/support/prefetch_stats.py), only counts the units that were
+# gathered in place of the one that was needed. First the check is taken out, for the wrong targets
+# of POST above, and then the layer, for LayerDrop. (`three_times` is in
+# [taken_out.py](taken_out.py).)
+
+
+# %%
+def is_sharded(prefetcher: Any, target: Any) -> bool:
+    return bool(target.state.sharded is ShardedState.SHARDED)  # and nothing else is asked
+
+
+def without_a_part() -> None:
+    def nested() -> str:
+        _, gpu = nested_steps("PyTorch, POST")
+        sent = [op for op in last_step(gpu.tape)[0] if isinstance(op, Op) and op.sent]
+        return f"{len(sent)} collectives, {gpu.report()['step'] * 1e3:.1f} ms"
+
+    def layer_dropped() -> str:
+        gpu = a_backward("minifsdp")
+        return f"{gpu.report()['step'] * 1e3:.1f} ms, prefetches: {wrong_in(gpu)}"
+
+    three_times(nested, call("minifsdp.core.prefetch.Prefetcher.is_sound", is_sharded))
+    three_times(layer_dropped, layer(Mistargets))
+
+
+# %% [markdown]
+# Without the check two units are gathered that have had their turn. Nobody uses them, and they stay
+# until the end of the backward. Without the layer not one number of the step changes. But the
+# statistics say that all is right, in a step that takes a third longer than it has to. A layer that
+# only observes is missed by the person who looks for the reason.
 #
 # ## Predict, then run
 #
@@ -231,12 +279,13 @@ def main() -> None:
     assert found["minifsdp"][0] == found["fairscale 2"][0] == backward
     assert found["fairscale 1"][0] == forward[::-1]
     layer_drop()
+    without_a_part()
     answers()
 
 
 def answers() -> None:
     guess, *_, wrong = guesses("minifsdp", steps=1)
-    assert guess == guesses("PyTorch")[0] and not wrong  # 1.
+    assert guess == guesses("PyTorch")[0] and wrong == "all right"  # 1.
     without = {name: [u for u in guesses(name)[0] if u != "probe"] for name in APPROACHES}
     *_, backward, _ = guesses("minifsdp")
     right = {name for name, guess in without.items() if guess == backward}

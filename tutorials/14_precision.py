@@ -9,30 +9,30 @@
 # `model.bfloat16()` and be done? The GPT of `make demo`, both ways, with a small learning rate:
 
 # %% [hidden]
-import functools
-import operator
 import warnings
 from pathlib import Path
-from typing import Any
 
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
+import grow
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from launch import on_ranks
-from one_file import FILE, changed
+from one_file import FILE
+from taken_out import gradients, layer, off_ddps, stage, three_times
 from torch import Tensor, nn
 from train_gpt import CONTEXT, GPT, Block
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import MixedPrecision, ModuleWrapPolicy
 from minifsdp.comm.collectives import reduce_scatter
+from minifsdp.precision import Cast, Precision
+from minifsdp.sim import VirtualGpu
 from minifsdp.sim.__main__ import parser
 from minifsdp.sim.cli.run import simulate
 from minifsdp.sim.views.timeline import svg
 
-PICTURE = Path(__file__).with_suffix(".svg")
 TEXT = torch.frombuffer(bytearray(FILE.read_bytes()), dtype=torch.uint8).long()
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 POLICY = ModuleWrapPolicy({Block})
@@ -58,12 +58,11 @@ def train(model: nn.Module, lr: float, steps: int) -> tuple[list[float], list[fl
     for step in range(steps):
         loss = loss_of(model, seed=2 * step + dist.get_rank())
         loss.backward()
-        before = [param.detach().clone() for param in model.parameters()]
+        before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
         optimizer.step()
         optimizer.zero_grad()
-        pairs = list(zip(before, model.parameters(), strict=True))
-        changed = sum(int((old != new).sum()) for old, new in pairs)
-        parts.append(changed / sum(old.numel() for old in before))
+        changed = nn.utils.parameters_to_vector(model.parameters()) != before
+        parts.append(changed.float().mean().item())
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         losses.append(mean.item() / dist.get_world_size())
@@ -124,24 +123,16 @@ def three_formats() -> None:
 # what is *added up over a long time* is kept in fp32. The weights are a sum of all updates. The
 # optimizer's averages are sums of gradients. With FSDP this costs hardly any memory: what is in
 # fp32 is the shard, which is small, and what is gathered is a copy in bf16. In the file of page 06
-# it is three lines, and `changed` (in [one_file.py](one_file.py)) puts them in:
+# three lines have to change: the tensor that is gathered into has another dtype, and two tensors
+# are cast before they are sent. Which two? The program that grows has the answer in its step
+# `8_precision`, which is folded at the end of this page:
 
 
 # %%
-CHANGES = {
-    "self.flat_param = torch.empty_like(flat, requires_grad=True)":
-        "self.flat_param = torch.empty_like(flat, dtype=torch.bfloat16, requires_grad=True)",
-    "all_gather(self.flat_param.data, self.sharded_flat_param.data)":
-        "all_gather(self.flat_param.data, self.sharded_flat_param.data.bfloat16())",
-    "reduce_scatter(mean, grad / unit.world)":
-        "reduce_scatter(mean, grad.float() / unit.world)",
-}  # fmt: skip
-
-
 @on_ranks(2)
-def three_lines() -> None:
+def in_one_file() -> None:
     shards, engine = gpt(), gpt()
-    changed(CHANGES).fsdp(shards, Block)
+    grow.load("8_precision").fsdp(shards, Block, param_dtype=BF16, reduce_dtype=FP32)
     engine = FSDP(engine, auto_wrap_policy=POLICY, mixed_precision=WAYS["mixed"][1])
     same = train(shards, lr=1e-3, steps=4)[0] == train(engine, lr=1e-3, steps=4)[0]
     print("the losses are those of minifsdp's MixedPrecision, bit for bit:", same)
@@ -159,24 +150,23 @@ def three_lines() -> None:
 RUN = "--model gpt-1.3b --gpu a100-80 --nodes 2 --network 400 --batch 4 --seq 1024 --precision "
 
 
-def in_time() -> None:
-    tapes, steps = {}, []
+def in_time() -> dict[str, VirtualGpu]:
+    gpus = {}
     for precision in ("fp32", "bf16-fp32", "bf16"):
-        gpu = simulate(parser().parse_args((RUN + precision).split()))
-        report = gpu.report()
+        gpus[precision] = simulate(parser().parse_args((RUN + precision).split()))
+        report = gpus[precision].report()
         print(f"{precision:9} step {report['step'] * 1e3:5.0f} ms, "
               f"{report['bytes sent'] / 1e9:4.1f} GB sent by a GPU, "
               f"peak {report['peak allocated'] / 2**30:4.1f} GiB")  # fmt: skip
-        tapes[precision] = gpu.tape
-        steps.append(round(report["step"] * 1e3))
-    draw(tapes, steps)
+    return gpus
 
 
 # %% [hidden]
-def draw(tapes: dict[str, Any], steps: list[int]) -> None:
-    both = {"bf16-fp32": "reductions in fp32", "bf16": "reductions in bf16"}
-    PICTURE.write_text(svg({f"gathers in bf16, {both[name]}": tapes[name] for name in both}))
-    assert steps[1:] == [281, 242], steps  # as the picture's text says
+def draw(gpus: dict[str, VirtualGpu]) -> None:
+    both = "bf16-fp32", "bf16"
+    tapes = {f"gathers in bf16, reductions in {name[-4:]}": gpus[name].tape for name in both}
+    Path(__file__).with_suffix(".svg").write_text(svg(tapes))
+    assert [round(gpus[name].report()["step"] * 1e3) for name in both] == [281, 242]  # its text
 
 
 # %% [markdown]
@@ -198,7 +188,7 @@ def draw(tapes: dict[str, Any], steps: list[int]) -> None:
 
 # %%
 def add_in_a_ring(gradients: list[Tensor]) -> Tensor:
-    return functools.reduce(operator.add, [grad / len(gradients) for grad in gradients])
+    return sum(grad / len(gradients) for grad in gradients)
 
 
 def a_mean_of_ones() -> None:
@@ -211,7 +201,7 @@ def a_mean_of_gradients() -> None:
     model, grads = gpt(), []
     for rank in range(64):
         loss_of(model, seed=rank).backward()
-        grads.append(torch.cat([param.grad.flatten() for param in model.parameters()]).to(BF16))
+        grads.append(gradients(model).to(BF16))
         model.zero_grad()
     for ranks in (2, 8, 64):
         exact = torch.stack(grads[:ranks]).double().mean(0)
@@ -245,6 +235,34 @@ def a_mean_of_gradients() -> None:
 # of integers, such as tokens, are left alone:
 #
 # {{ minifsdp/precision.py prepare_inputs }}
+#
+# ## Taken out: the cast of a gradient, and the layer
+#
+# In the engine mixed precision is three small parts of
+# [`precision.py`](../minifsdp/precision.py), and each can be taken out. A *stage* of the reduction,
+# `Cast`, has gradients added up in fp32. A *layer*, `Precision`, decides at the beginning of each
+# forward which dtype units are gathered in, and casts what the modules are called with. (The third
+# casts the shard before it is sent.) Here are the gradients of two ranks, against the mean in fp32
+# that DDP would compute. `three_times`, in [taken_out.py](taken_out.py), runs a program as it is,
+# without a part, and with the part put back:
+
+
+# %%
+@on_ranks(2)
+def without_a_part() -> None:
+    def program() -> str:
+        model = FSDP(gpt(), auto_wrap_policy=POLICY, mixed_precision=WAYS["mixed"][1])
+        return off_ddps(lambda one: loss_of(one, dist.get_rank()).backward(), model, gpt(BF16))
+
+    assert "by 0.0%" in three_times(program, stage(Cast))[0]
+    assert "Error" in three_times(program, layer(Precision))[1]
+
+
+# %% [markdown]
+# Without the stage nothing fails. The gradients are added up in the dtype in which they were
+# computed, so this is the error of the table above, for two ranks. Without the layer no unit is
+# told in which dtype to gather. It still has the empty tensor with which it was made, and the error
+# is about the splitting of that tensor. It names neither a dtype nor a unit.
 #
 # ## And fp16?
 #
@@ -300,10 +318,11 @@ def answers() -> None:
 def main() -> None:
     small_steps()
     three_formats()
-    three_lines()
-    in_time()
+    in_one_file()
+    draw(in_time())
     a_mean_of_ones()
     a_mean_of_gradients()
+    without_a_part()
     answers()
 
 

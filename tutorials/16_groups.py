@@ -5,9 +5,9 @@
 #
 # A GPT of 1.3 billion parameters is trained with Adam. It computes in bf16, but what stays in
 # memory between steps is in fp32 (page [14](14_precision.md)). That takes 16 bytes for each
-# parameter: 4 for its value, 4 for its gradient, and 8 for the two averages that Adam keeps. These
-# are 21 GB, and the GPU has 40. So the model fits without sharding, and DDP would do. FSDP leaves
-# most of the 40 GB to activations, but it sends half as much again as DDP (page
+# parameter: 4 for its value, 4 for its gradient, and 8 for the two averages that Adam keeps. For
+# this model that is 21 GB, and the GPU has 40. So the model fits without sharding, and DDP would
+# do. FSDP leaves most of the 40 GB to activations, but it sends half as much again as DDP (page
 # [01](01_collectives.md)). Is there something in between?
 #
 # PyTorch calls the answer a *sharding strategy*. There are three for a single group of ranks:
@@ -139,8 +139,8 @@ def draw() -> None:
 #
 # A *process group* is a list of ranks that take part in a collective. So far it was always all of
 # them. In general the ranks stand in a grid of rows and columns. The ranks of a row *shard*: each
-# has another shard of the same parameters. The ranks of a column *replicate*: all of them have the
-# same. So a strategy is no more than two groups, and one bit which says whether parameters are
+# has a different shard of the same parameters. The ranks of a column *replicate*: all of them have
+# the same. So a strategy is no more than two groups, and one bit which says whether parameters are
 # freed after the forward. The engine knows nothing else of it:
 #
 # {{ minifsdp/comm/groups.py Placement }}

@@ -4,7 +4,7 @@
 # # Offload: parameters that live on the host
 #
 # You have a GPT of 7 billion parameters and one GPU, so there are no other ranks to shard with. It
-# is to compute in bf16, but the parameters that the optimizer changes are in fp32 (page
+# should compute in bf16, but the parameters that the optimizer changes are in fp32 (page
 # [14](14_precision.md)). They and their gradients take 54 GB, and the two averages of Adam as much
 # again. The GPU has 40. But the *host*, the computer around the GPU, has a memory of its own, which
 # is usually larger. The two are connected by a *PCIe* link. It moves 25 GB/s in each direction,
@@ -25,11 +25,11 @@
 import warnings
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 import torch
+from taken_out import call, stage, three_times
 from torch import nn
 from train_gpt import GPT
 from train_gpt import Block as DemoBlock
@@ -37,6 +37,7 @@ from train_gpt import Block as DemoBlock
 from minifsdp import CPUOffload, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.core.reduce import Reduction
+from minifsdp.offload import Download
 from minifsdp.sim import VirtualGpu, cluster
 from minifsdp.sim.hardware.gpus import GPUS
 from minifsdp.sim.tape import Op
@@ -212,8 +213,12 @@ def adam_on_the_host() -> None:
 #
 # {{ minifsdp/core/reduce.py Reduction.wait_for_result }}
 #
-# Leave out the first case, train the GPT of `make demo`, and ask the virtual GPU for *races*:
-# uses of the same memory, one of them a write, without a fixed order (page [09](09_streams.md)).
+# Take out the first case, train the GPT of `make demo`, and ask the virtual GPU for *races*: uses
+# of the same memory, one of them a write, without a fixed order (page [09](09_streams.md)). Offload
+# itself is not a layer but two *strategies* of a unit, in [offload.py](../minifsdp/offload.py):
+# `Upload` is where a gather gets its shard from, and `Download` is the last stage of a reduction.
+# So take out that stage, too. (`three_times`, in [taken_out.py](taken_out.py), runs a program as it
+# is, without a part, and with the part put back.)
 
 
 # %%
@@ -221,18 +226,27 @@ def only_the_gpu_waits(reduction: Reduction) -> None:
     reduction.event.wait()
 
 
-def too_early() -> None:
-    with cluster() as gpu, patch.object(Reduction, "wait_for_result", only_the_gpu_waits):
+def a_step() -> str:
+    with cluster() as gpu:
         policy = ModuleWrapPolicy({DemoBlock})
         model = FSDP(GPT(layers=4, width=128), auto_wrap_policy=policy, cpu_offload=OFFLOAD)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(torch.zeros(1, 64, dtype=torch.long)).sum().backward()
         optimizer.step()
     races = gpu.races()
-    print(f"{len(races)} races. The first two:", *races[:2], sep="\n")
+    return "\n    ".join([f"{len(races)} races", *map(str, races[:2])])
+
+
+def without_a_part() -> None:
+    three_times(a_step, call("minifsdp.core.reduce.Reduction.wait_for_result", only_the_gpu_waits))
+    three_times(a_step, stage(Download))
 
 
 # %% [markdown]
+# Without the stage the step ends with an error of torch that does not mention offload: a tensor in
+# the host's memory cannot have a gradient on the GPU (which calls itself `meta` here). Without the
+# wait there is no error.
+#
 # The operation `add_` is the optimizer's step: parameter plus update. It runs on the host and uses
 # a gradient, the memory of a download, before the copy has filled it. On a real GPU
 # the step would add whatever is in that memory: the gradient of the last step, zeros, or half of a
@@ -291,7 +305,7 @@ def main() -> None:
     seven_billion()
     batches()
     adam_on_the_host()
-    too_early()
+    without_a_part()
     moved_by_hand()
     answers()
 

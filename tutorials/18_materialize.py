@@ -12,38 +12,30 @@
 # but no values. Operations on it only find out which shape the result has:
 
 # %% [hidden]
-import contextlib
-import gc
 import warnings
-from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 import torch
 import torch.distributed as dist
+from cut_memory import fullest
 from draw import bars
 from launch import on_ranks
+from taken_out import call, three_times
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from train_gpt import CONTEXT, GPT, Block
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
-from minifsdp.core.shard import shard
 from minifsdp.sim.training.presets import MODELS
 
 BLOCKS, MiB = ModuleWrapPolicy({Block}), 2**20
 DEMO = {"layers": 4, "width": 128}
-
-
-def held() -> int:
-    """Bytes of all tensors of this process, each piece of memory counted once."""
-    tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor) and not x.is_meta]
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
 def loss_of(model: nn.Module) -> float:
@@ -73,7 +65,7 @@ def seven_billion() -> None:
 # -for attribute in _on_meta -if device.type -_tie( -for name in _on_meta }}
 #
 # (`modules` are those of a unit. `_hidden_units` hides the units inside, which have their values
-# already.) And this gives values, if the user has no other wish:
+# already.) And this gives values, unless the user asks for something else:
 #
 # {{ minifsdp/wrapping/materialize.py _reset -Memory for all }}
 #
@@ -82,7 +74,7 @@ def seven_billion() -> None:
 # without it is refused by name, and the user is told what to do.
 #
 # Here is the GPT of `make demo` on four ranks, built by each of them, and built on meta. `most` is
-# what a rank has in memory at the worst moment. (`fullest`, in [the program](18_materialize.py),
+# what a rank has in memory at the worst moment. (`fullest`, in [cut_memory.py](cut_memory.py),
 # looks at each cut.)
 
 
@@ -101,25 +93,6 @@ def two_ways() -> list[dict[str, float]]:
 
 
 # %% [hidden]
-@contextlib.contextmanager
-def fullest() -> Iterator[dict[str, float]]:
-    """The parts of what a rank has in memory when a unit is cut, at the worst of these moments."""
-    gc.collect()
-    before, shards, worst = held(), [], {}
-
-    def cut(flat: Tensor, *arguments: Any) -> Tensor:
-        shards.append(shard(flat, *arguments))
-        kept = sum(one.nbytes for one in shards)
-        parts = {"shards": kept, "modules": held() - before - kept - flat.nbytes}
-        parts["flat tensor of a unit"] = flat.nbytes
-        if sum(parts.values()) > sum(worst.values()):
-            worst.update(parts)
-        return shards[-1]
-
-    with patch("minifsdp.core.shard.shard", cut):
-        yield worst
-
-
 def draw() -> None:
     (built, meta), *_ = two_ways()
     rows = {"each rank builds the model": built, "the model is on meta": meta}
@@ -147,8 +120,8 @@ def draw() -> None:
 
 
 # %%
-def own_values(module: nn.Module) -> None:
-    module.to_empty(device=torch.get_default_device(), recurse=False)  # memory, without values
+def own_values(module: nn.Module, recurse: bool = False) -> None:
+    module.to_empty(device=torch.get_default_device(), recurse=recurse)  # memory, without values
     if hasattr(module, "reset_parameters"):
         module.reset_parameters()
     if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -176,13 +149,45 @@ def deviations() -> list[Any]:
 # The values that `__init__` has drawn were drawn on meta, which means nowhere. What
 # `reset_parameters()` draws are PyTorch's defaults: an embedding with a deviation of 1, fifty times
 # as large. No error says so, and the model trains. It is just not the model that you wrote, and a
-# run with other settings that built it in memory starts from another one. So the model's own way to
-# initialize belongs in a function of its own, `param_init_fn`. FSDP calls it with each module.
+# run with other settings that built it in memory starts from a different one. So the model's own
+# way to initialize belongs in a function of its own, `param_init_fn`. FSDP calls it with each
+# module.
 #
-# Such a function must fill only what the module has itself (`recurse=False` above), and not what is
-# below it. PyTorch's first FSDP had that wrong in its own default until [a
+# Such a function should fill only what the module has itself (`recurse=False` above), and not what
+# is below it. PyTorch's first FSDP had that wrong in its own default until [a
 # rework](https://github.com/pytorch/pytorch/pull/104189): an outer unit gave new values to inner
-# ones that had theirs already. minifsdp hides the inner ones, as you have seen.
+# ones that had theirs already.
+#
+# ## Taken out: two steps of wrapping
+#
+# Nothing on this page is a layer, since all of it is over before the first forward. It is a step of
+# wrapping, in [materialize.py](../minifsdp/wrapping/materialize.py), and part of that step is to
+# hide the inner units. Here the function is called with `recurse=True`. First the hiding is taken
+# out, then the whole step. (`three_times` is in [taken_out.py](taken_out.py). The first line has
+# PyTorch [fill new memory with NaN](https://docs.pytorch.org/docs/stable/deterministic.html).)
+
+
+# %%
+@on_ranks(2)
+def without_a_step() -> None:
+    torch.use_deterministic_algorithms(True)
+    everything_below = partial(own_values, recurse=True)
+
+    def program() -> str:
+        with torch.device("meta"):
+            gpt = GPT(**DEMO)
+        model = FSDP(gpt, auto_wrap_policy=BLOCKS, param_init_fn=everything_below)
+        return f"loss {loss_of(model):.1f}"
+
+    three_times(program, call("minifsdp.wrapping.materialize._hidden_units", nullcontext))
+    three_times(program, call("minifsdp.wrapping.build.materialize"))
+
+
+# %% [markdown]
+# When the blocks are visible, the root gives all of them new memory, and what is in that memory is
+# what they are trained from. Without the NaN it would be old numbers, and nobody would know.
+# Without the whole step the shards are cut on the meta device, and the first forward finds no
+# device that it knows.
 #
 # ## What breaks: a table that nobody fills
 #
@@ -234,9 +239,9 @@ def a_table() -> None:
 
 # %% [markdown]
 # The table is whatever was in that memory before, and nobody can tell. Often it is zeros, and then
-# the model does not know positions. The experiment shows NaN because of its first line. With it
-# PyTorch [fills new memory with NaN](https://docs.pytorch.org/docs/stable/deterministic.html), so
-# that you see what nobody has filled. Use it once with every model that you build on meta.
+# the model does not know positions. The experiment shows NaN because of its first line, the same as
+# in the experiment above: you see what nobody has filled. Use it once with every model that you
+# build on meta.
 #
 # This happens to good libraries. In transformers the table of positions of a model [read memory
 # that nobody had written](https://github.com/huggingface/transformers/issues/45902), and in a
@@ -247,15 +252,15 @@ def a_table() -> None:
 #
 # 1. Two ranks materialize the GPT from the seed 0, and so do four. Do both begin with the same
 #    parameters?
-# 2. Each rank has another seed. Does any rank then have a block that came from one seed?
+# 2. Each rank has a different seed. Does any rank then have a block that came from one seed?
 #
 # <details><summary>Answers</summary>
 #
 # 1. Yes. Each rank draws the values of a whole unit and then cuts it, so how many ranks there are
 #    makes no difference.
 # 2. No. Each rank cuts its shard out of its own values, and a gathered block is pieced together
-#    from all of them. That is another model for each number of ranks, and minifsdp refuses to train
-#    it. Page [19](19_sync_states.md) is about such mixtures.
+#    from all of them. That is a different model for each number of ranks, and minifsdp refuses to
+#    train it. Page [19](19_sync_states.md) is about such mixtures.
 #
 # </details>
 
@@ -296,6 +301,7 @@ def main() -> None:
     seven_billion()
     draw()
     (_, defaults, own), _ = deviations()
+    without_a_step()
     assert round(defaults[0]) == 1 and own[0] < 0.021 and defaults[0] > 49 * own[0]
     a_table()
     answers()

@@ -14,9 +14,8 @@
 # %% [hidden]
 import textwrap
 import warnings
+from functools import partial
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 from draw import Row, strips
 from launch import on_ranks
+from taken_out import call, layer, three_times
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
@@ -33,17 +33,13 @@ from train_gpt import GPT, Block
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, ShardingStrategy
+from minifsdp.checks.rank_agreement import RankAgreement
 
 PICTURE = Path(__file__).with_suffix(".svg")
 BLOCKS, DEMO, MiB = ModuleWrapPolicy({Block}), {"layers": 4, "width": 128}, 2**20
 FULL_SHARD, _, NO_SHARD, HYBRID_SHARD, _ = ShardingStrategy
 UNITS = ("root", *(f"blocks.{i}" for i in range(4)))
 torch.set_num_threads(1)
-
-
-def unchecked() -> Any:
-    """Let ranks train with different values, which they compare before their first step."""
-    return patch("minifsdp.checks.same_model._different_values", return_value=None)
 
 
 def alphabet_loss(model: nn.Module) -> Tensor:
@@ -76,9 +72,9 @@ def built() -> GPT:
 def wrapped(sync: bool) -> list[float]:
     gpt = built()
     before = alphabet_loss(gpt).item()
-    model = FSDP(gpt, auto_wrap_policy=BLOCKS, sync_module_states=sync)
-    with unchecked():
-        after = alphabet_loss(model).item()
+    with layer(RankAgreement):  # taken out, as is said below
+        model = FSDP(gpt, auto_wrap_policy=BLOCKS, sync_module_states=sync)
+    after = alphabet_loss(model).item()
     print(f"sync_module_states={sync}: loss before wrapping {before:5.2f}, after it {after:5.2f}")
     return [before, after]
 
@@ -123,21 +119,9 @@ def draw() -> None:
 # model, and it is as bad as the untrained one.
 #
 # PyTorch's first FSDP does not say a word, and gets the same loss (`theirs`, in the program, runs
-# it). minifsdp compares the values of all ranks before the first step. For the experiment above
-# that check was off (`unchecked`). Here it is on:
-
-
-# %%
-@on_ranks(2)
-def refused() -> None:
-    model = FSDP(built(), auto_wrap_policy=BLOCKS)
-    try:
-        model(torch.arange(97, 123)[None])
-    except ValueError as error:
-        print(textwrap.fill(str(error), 90))
-
-
-# %% [markdown]
+# it). minifsdp refuses such a model. In the experiment above it did not, because a layer was taken
+# out.
+#
 # ## A broadcast for each unit
 #
 # With `sync_module_states=True` rank 0's values are sent to all ranks before the cut. The
@@ -152,6 +136,31 @@ def refused() -> None:
 # DDP sends rank 0's values whenever it wraps a model, and FSDP only if it is asked to. At first
 # PyTorch's FSDP could not do it at all, until its authors [wanted it for problems with accuracy
 # that are hard to find](https://github.com/pytorch/pytorch/issues/75870).
+#
+# ## Taken out: the step, and the layer that would have noticed
+#
+# The broadcast is a step of wrapping. The comparison is done by a layer, `RankAgreement` in
+# [rank_agreement.py](../minifsdp/checks/rank_agreement.py). Before the first forward it compares
+# what the ranks have wrapped, with which settings, and a *fingerprint* of the values
+# ([same_model.py](../minifsdp/checks/same_model.py)). Here the first program synchronizes and the
+# second one does not. From the first the step is taken out, and from the second the layer.
+# (`three_times` is in [taken_out.py](taken_out.py).)
+
+
+# %%
+@on_ranks(2)
+def without_a_part() -> None:
+    def program(sync: bool) -> str:
+        model = FSDP(built(), auto_wrap_policy=BLOCKS, sync_module_states=sync)
+        return f"loss {alphabet_loss(model).item():.2f}"
+
+    three_times(partial(program, True), call("minifsdp.wrapping.build.synchronize"))
+    three_times(partial(program, False), layer(RankAgreement))
+
+
+# %% [markdown]
+# The error goes on with what to do: the same seed on all ranks, the same checkpoint on all, or
+# `sync_module_states=True`.
 #
 # ## Only rank 0 has the memory
 #
@@ -234,9 +243,9 @@ def other_dtypes() -> None:
 # %% [hidden]
 @on_ranks(2)
 def alone() -> float:
-    model = FSDP(built(), auto_wrap_policy=BLOCKS, sharding_strategy=NO_SHARD)
-    with unchecked():
-        return alphabet_loss(model).item()
+    with layer(RankAgreement):
+        model = FSDP(built(), auto_wrap_policy=BLOCKS, sharding_strategy=NO_SHARD)
+    return alphabet_loss(model).item()
 
 
 @on_ranks(2)
@@ -250,9 +259,10 @@ def theirs() -> float:
 @on_ranks(4)
 def in_rows() -> float:
     mesh = init_device_mesh(torch.get_default_device().type, (2, 2))
-    model = FSDP(built(), auto_wrap_policy=BLOCKS, sharding_strategy=HYBRID_SHARD, device_mesh=mesh)
-    with unchecked():
-        return alphabet_loss(model).item()
+    settings = {"sharding_strategy": HYBRID_SHARD, "device_mesh": mesh}
+    with layer(RankAgreement):
+        model = FSDP(built(), auto_wrap_policy=BLOCKS, **settings)
+    return alphabet_loss(model).item()
 
 
 @on_ranks(2)
@@ -278,8 +288,8 @@ def main() -> None:
     assert abs(before - synced) < 1e-4 and before < 0.3 and patchwork > 3
     draw()
     assert all(abs(loss - before) < 1e-4 for loss in others_on_meta())
+    without_a_part()
     other_dtypes()
-    refused()
     answers(before, noise, patchwork)
 
 

@@ -34,11 +34,10 @@
 #
 # Do both give the same? Here is the GPT of `make demo` on two ranks, with four micro-batches in
 # each of five steps, against DDP with its `no_sync()`. (`tokens`, in [the program](20_no_sync.py),
-# gives each rank other data.)
+# gives each rank different data.)
 
 # %% [hidden]
 import functools
-import textwrap
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -50,6 +49,7 @@ warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 import torch
 import torch.distributed as dist
 from launch import on_ranks
+from taken_out import stage, three_times
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -59,12 +59,12 @@ from train_gpt import Block as DemoBlock
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from minifsdp.comm.collectives import reduce_scatter
+from minifsdp.no_sync import AddUnreduced
 from minifsdp.sim import VirtualGpu, cluster
 from minifsdp.sim.training.models import Block, next_token
 from minifsdp.sim.training.presets import MODELS
 from minifsdp.sim.views.timeline import svg
 
-PICTURE = Path(__file__).with_suffix(".svg")
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, *_ = ShardingStrategy
 torch.set_num_threads(1)
 
@@ -98,19 +98,42 @@ def train(model: nn.Module, waits: bool, steps: int = 5) -> Tensor:
     return torch.cat([value.flatten() for value in model.state_dict().values()])
 
 
+def off_ddps(waits: bool) -> float:
+    return (train(demo(FSDP), waits) - train(demo(DDP), waits=True)).abs().max().item()
+
+
 @on_ranks(2)
 def against_ddp() -> None:
-    ddp = train(demo(DDP), waits=True)
     for waits in (True, False):
-        off = (train(demo(FSDP), waits) - ddp).abs().max().item()
+        off = off_ddps(waits)
         assert off == 0 if waits else 0 < off < 1e-6  # how much it is depends on the CPU
         print(f"no_sync: {waits!s:5}  largest difference to DDP:", "0" if waits else "below 1e-6")
 
 
 # %% [markdown]
-# With `no_sync()` the numbers are added in the same order as in DDP, and the parameters are
-# equal in every bit. If each micro-batch is reduced at once, the same numbers are added in another
+# With `no_sync()` the numbers are added in the same order as in DDP, and the parameters are equal
+# in every bit. If each micro-batch is reduced at once, the same numbers are added in a different
 # order, and the last bits are rounded differently.
+#
+# ## Taken out: the stage that adds
+#
+# Whether a backward reduces is decided by a layer, `NoSync` in
+# [no_sync.py](../minifsdp/no_sync.py). It lets the gradients of a unit wait, for a reason that has
+# its name. When they are reduced at last, a *stage* adds what has waited: `AddUnreduced`, which the
+# layer puts before the other stages of that reduction. Here it is taken out (by `three_times`, in
+# [taken_out.py](taken_out.py)):
+
+
+# %%
+@on_ranks(2)
+def without_the_stage() -> None:
+    three_times(lambda: f"largest difference to DDP {off_ddps(True):.4f}", stage(AddUnreduced))
+
+
+# %% [markdown]
+# The gradients of the first three micro-batches wait, and nobody comes for them. No error says so,
+# and the loss still falls: the model is trained with a quarter of its data, and a quarter of the
+# learning rate.
 #
 # ## What it saves, and what it costs
 #
@@ -120,10 +143,8 @@ def against_ddp() -> None:
 
 # %%
 MACHINES = {"gpu": "a100-40", "nodes": 4, "gpus_per_node": 2, "network": 100e9 / 8}
-SETTINGS = {
-    "auto_wrap_policy": ModuleWrapPolicy({Block}),
-    "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16),
-}
+BF16 = MixedPrecision(param_dtype=torch.bfloat16)
+SETTINGS = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "mixed_precision": BF16}
 
 
 @functools.cache
@@ -153,10 +174,12 @@ def what_it_saves() -> None:
 # %% [hidden]
 def draw() -> None:
     names = {"FULL_SHARD, reduced at once": False, "FULL_SHARD with no_sync": True}
-    PICTURE.write_text(svg({name: virtual(FULL_SHARD, w).tape for name, w in names.items()}))
+    picture = svg({name: virtual(FULL_SHARD, w).tape for name, w in names.items()})
+    Path(__file__).with_suffix(".svg").write_text(picture)
     sent = {(s, w): virtual(s, w).report()["bytes sent"]
             for s in (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD) for w in (False, True)}  # fmt: skip
-    size = sum(p.numel() * 2 for p in virtual_params())
+    with torch.device("meta"):
+        size = sum(p.numel() * 2 for p in MODELS["gpt-1.3b"].build().parameters())
     assert (round(size / 1e9, 1), round(size / 2**30, 1)) == (2.7, 2.5)
     assert round(size * 7 / 8 / 1e9, 1) == 2.3
     assert round(sent[FULL_SHARD, True] / sent[FULL_SHARD, False], 2) == 0.74
@@ -166,11 +189,6 @@ def draw() -> None:
     assert abs(peaks[1] - peaks[0] - size / 2**30) < 0.01  # one set of whole gradients
     assert sent[NO_SHARD, True] * 4 == sent[NO_SHARD, False] == sent[SHARD_GRAD_OP, False]
     assert sent[SHARD_GRAD_OP, True] == sent[NO_SHARD, True]
-
-
-def virtual_params() -> list[nn.Parameter]:
-    with torch.device("meta"):
-        return list(MODELS["gpt-1.3b"].build().parameters())
 
 
 # %% [markdown]
@@ -239,9 +257,9 @@ def a_model_that_fitted() -> None:
 
 
 # %% [markdown]
-# Whole gradients, 13 GB in bf16, are what FSDP was to avoid. Here they fit in the first step, when
-# Adam has no averages yet, and in the second step they do not. Libraries have learned this: one has
-# `no_sync` as a setting [that is off, since it can increase the peak
+# Whole gradients, 13 GB in bf16, are what FSDP was meant to avoid. Here they fit in the first step,
+# when Adam has no averages yet, and in the second step they do not. Libraries have learned this:
+# one has `no_sync` as a setting [that is off, since it can increase the peak
 # memory](https://github.com/verl-project/verl/pull/7095). So with `FULL_SHARD` reduce each
 # micro-batch at once, unless the GPU waits for reductions and there is memory to spare.
 #
@@ -255,14 +273,13 @@ def a_model_that_fitted() -> None:
 def all_in_no_sync() -> None:
     model = demo()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    (rows,) = tokens(1)
     with model.no_sync():
-        loss_of(model, rows).backward()
+        loss_of(model, *tokens(1)).backward()
     try:
         optimizer.step()
     except RuntimeError as error:
         if dist.get_rank() == 0:
-            print(textwrap.fill(str(error), 90))
+            print(error)
 
 
 # %% [markdown]
@@ -294,8 +311,7 @@ def mean_of_two(before: float, after: float) -> float:
 
 
 def answers() -> None:
-    assert 4 * 2_048 == 8_192 and round(2 * 6.7) == 13  # tokens of a step; GB of 6.7 billion
-    assert torch.finfo(torch.float16).max == 65_504
+    assert 4 * 2_048 == 8_192 and round(2 * 6.7) == 13 and torch.finfo(torch.float16).max == 65_504
     assert mean_of_two(1.0, 0.5)[0] == float("inf") and mean_of_two(0.5, 1.0)[0] == 40_000  # 1.
     peaks = [virtual(FULL_SHARD, True, n).report()["peak allocated"] for n in (4, 2)]
     peaks = [round(peak / 1e9, 1) for peak in peaks]
@@ -305,6 +321,7 @@ def answers() -> None:
 # %% [hidden]
 def main() -> None:
     against_ddp()
+    without_the_stage()
     what_it_saves()
     draw()
     a_model_that_fitted()

@@ -41,6 +41,7 @@ import torch
 import torch.distributed as dist
 from draw import bars
 from launch import on_ranks
+from taken_out import call, three_times
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -68,8 +69,8 @@ def loss_of(model: nn.Module, seed: int) -> Tensor:
 
 # %% [markdown]
 # Is it right? Here are ten steps of the GPT of `make demo` on two ranks, each clipped to a norm of
-# 0.1, against DDP with PyTorch's function. (`loss_of` takes other data on each rank. It is in [the
-# program](21_clip_grad.py).)
+# 0.1, against DDP with PyTorch's function. (`loss_of` takes different data on each rank. It is in
+# [the program](21_clip_grad.py).)
 
 
 # %%
@@ -95,14 +96,36 @@ def against_ddp() -> None:
 
 
 # %% [markdown]
-# The norms are the same but for rounding, since the squares are added in another order. (What
+# The norms are the same but for rounding, since the squares are added in a different order. (What
 # `clip_grad_norm_` returns is the norm before clipping, which is worth logging.)
+#
+# ## Taken out: the sum over the ranks
+#
+# Clipping is not a layer, because nothing happens in a step: it is a function between two steps,
+# [clip_grad.py](../minifsdp/between_steps/clip_grad.py). What it has and PyTorch's has not is one
+# call, `add_up`. Take it out, and put it back (by `three_times`, in
+# [taken_out.py](taken_out.py)):
+
+
+# %%
+@on_ranks(2)
+def without_the_sum() -> None:
+    def program() -> str:
+        model = demo()
+        loss_of(model, seed=dist.get_rank()).backward()
+        return f"the norm is {model.clip_grad_norm_(max_norm=0.1).item():.4f}"
+
+    three_times(program, call("minifsdp.between_steps.clip_grad.add_up"))
+
+
+# %% [markdown]
+# It is the norm of what rank 0 has, and nothing looks wrong with it.
 #
 # ## What breaks: each rank clips by its own norm
 #
 # A program that was written for DDP calls PyTorch's function, with `model.parameters()`, which are
-# the shards now. For that function they are ordinary tensors. Each rank would find another norm and
-# scale by it. In minifsdp the shards notice who asks for their gradient:
+# the shards now. For that function they are ordinary tensors. Each rank would find a different norm
+# and scale by it. In minifsdp the shards notice who asks for their gradient:
 
 
 # %%
@@ -143,11 +166,11 @@ def by_whose_norm() -> None:
 
 
 # %% [markdown]
-# The second line has another direction: the first two weights count as much as the last two. And it
-# is longer than 1. Each shard has been clipped to 1, so two of them have a norm of 1.41, the square
-# root of 2. With more ranks it gets worse. Here is one gradient of the GPT, clipped to 0.1 by the
-# norms of the shards of 2 to 512 ranks. (`clipped_apart`, in the program, cuts the units as FSDP
-# does.)
+# The second line points in a different direction: the first two weights count as much as the last
+# two. And it is longer than 1. Each shard has been clipped to 1, so two of them have a norm of
+# 1.41, the square root of 2. With more ranks it gets worse. Here is one gradient of the GPT,
+# clipped to 0.1 by the norms of the shards of 2 to 512 ranks. (`clipped_apart`, in the program,
+# cuts the units as FSDP does.)
 
 
 # %% [hidden]
@@ -226,6 +249,7 @@ def answers() -> None:
 # %% [hidden]
 def main() -> None:
     against_ddp()
+    without_the_sum()
     refused()
     by_whose_norm()
     draw()

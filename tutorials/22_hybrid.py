@@ -55,6 +55,7 @@
 import functools
 import warnings
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")
@@ -63,13 +64,16 @@ import torch
 import torch.distributed as dist
 from draw import bars
 from launch import on_ranks
+from taken_out import stage, three_times
 from torch import nn
 from torch.nn.functional import cross_entropy
 from train_gpt import GPT
 from train_gpt import Block as DemoBlock
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ModuleWrapPolicy, ShardingStrategy, comm, halves
+from minifsdp import ModuleWrapPolicy, ShardingStrategy, comm
+from minifsdp.core.reduce import AllReduce
+from minifsdp.halves import FirstHalf, SecondHalf
 from minifsdp.sim import VirtualGpu
 from minifsdp.sim.__main__ import parser
 from minifsdp.sim.cli.run import simulate
@@ -155,14 +159,19 @@ def leaves_a_machine(gpu: VirtualGpu) -> float:
 #
 # ## What breaks without it
 #
-# Leave the second part out, and nothing fails. Here is the GPT of `make demo` with two blocks, on
-# four real ranks that pretend to be two machines of two. They learn to name the next letter, each
-# machine from its own half of the alphabet. Look at the losses, and tell which run is wrong:
+# Take the second part out of the engine, and nothing fails. It is one of the *stages* that
+# [strategies.py](../minifsdp/strategies.py) puts together for a unit, and on a CPU it is two of
+# them. Here is the GPT of `make demo` with two blocks, on four real ranks that pretend to be two
+# machines of two. They learn to name the next letter, each machine from its own half of the
+# alphabet. `three_times`, in [taken_out.py](taken_out.py), runs it as it is, without the stages,
+# and with the stages put back. Look at the losses, and tell which run is wrong:
 
 
 # %%
-@on_ranks(4)
-def two_machines(second_part: bool) -> tuple[float, float]:
+SECOND_PART = AllReduce, FirstHalf, SecondHalf  # the first with NCCL, the others on a CPU
+
+
+def two_machines() -> str:
     with patch.object(comm.groups, "hosts_of", lambda group: ["a", "a", "b", "b"]):
         row, column = by_host(dist.group.WORLD)
     torch.manual_seed(0)
@@ -170,23 +179,21 @@ def two_machines(second_part: bool) -> tuple[float, float]:
                  auto_wrap_policy=ModuleWrapPolicy({DemoBlock}))  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     half = torch.arange(26).view(2, 13)[dist.get_rank() // 2]  # a to m, or n to z
-    nothing = iter([lambda: None] * 1000)
-    all_reduce = halves.all_reduce if second_part else lambda *_: nothing
-    with patch.object(halves, "all_reduce", all_reduce):
-        for _ in range(30):
-            loss = next_letter(model, half)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return loss.item(), next_letter(model, torch.arange(26)).item()
+    for _ in range(30):
+        loss = next_letter(model, half)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found: list[Any] = [None] * 4
+    both = f"{loss:.2f}", f"{next_letter(model, torch.arange(26)):.2f}"
+    dist.all_gather_object(found, both)
+    own, whole = (f"{found[0][which]}, {found[2][which]}" for which in (0, 1))
+    return f"loss on its own half {own}; on the alphabet {whole}"
 
 
+@on_ranks(4)
 def without_the_second_part() -> None:
-    for second_part in (True, False):
-        losses = two_machines(second_part)
-        own, whole = ([f"{losses[rank][which]:.2f}" for rank in (0, 2)] for which in (0, 1))
-        print(f"second part: {second_part!s:5}  loss on its own half: {', '.join(own)}; "
-              f"on the alphabet: {', '.join(whole)}")  # fmt: skip
+    three_times(two_machines, stage(*SECOND_PART))
 
 
 # %% [hidden]
@@ -241,8 +248,7 @@ def gradients() -> float:
     with patch.object(comm.groups, "hosts_of", lambda group: ["a", "a", "b", "b"]):
         pair = by_host(dist.group.WORLD)
     layer = FSDP(nn.Linear(4, 1, bias=False), process_group=pair, sharding_strategy=HYBRID)
-    nothing = iter([lambda: None] * 2)
-    with patch.object(halves, "all_reduce", lambda *_: nothing):
+    with stage(*SECOND_PART):
         layer(torch.full((1, 4), dist.get_rank() + 1.0)).sum().backward()
     return next(layer.parameters()).grad.mean().item()
 

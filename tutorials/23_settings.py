@@ -46,7 +46,9 @@ warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 import torch
 from draw import strips
+from taken_out import reason, three_times
 
+from minifsdp.core.unit_state import STRATEGY
 from minifsdp.sim.__main__ import parser
 from minifsdp.sim.cli.run import simulate
 from minifsdp.sim.hardware.gpus import preset
@@ -148,6 +150,10 @@ LEGEND = {"blue": "computes", "purple": "waits for the network", "gray": "waits 
 
 @cache
 def on_virtual_gpus(machine: Machine, batch: int, more: str = "") -> dict[str, Any]:
+    return a_step(machine, batch, more)
+
+
+def a_step(machine: Machine, batch: int, more: str) -> dict[str, Any]:
     words = f"{MODEL} --gpu {machine.gpu} --nodes {machine.nodes} --network {machine.network} "
     return simulate(parser().parse_args(f"{words} --batch {batch} {more}".split()), 2).report()
 
@@ -178,8 +184,8 @@ def bar(tokens: int, found: dict[str, Any]) -> Any:
 #
 # ## What to do below the threshold
 #
-# On the slow network a step takes four times its computation. There are three ways out: more
-# tokens (recomputation, page [15](15_recompute.md), makes room for them), fewer bytes, or another
+# On the slow network a step takes four times its computation. There are three ways out: more tokens
+# (recomputation, page [15](15_recompute.md), makes room for them), fewer bytes, or a different
 # road. `SHARD_GRAD_OP` keeps what it has gathered until the backward, so it sends two thirds.
 # `HYBRID_SHARD` shards inside of a node and replicates between nodes (page [22](22_hybrid.md)), so
 # gathers use NVLink, and only gradients cross the network: an all-reduce, which sends them twice.
@@ -197,6 +203,29 @@ def slow_network() -> None:
 
 
 # %% [markdown]
+# ## Taken out: what a setting is
+#
+# No setting is a layer. Each is one small thing that is chosen when the model is wrapped: the
+# units' groups of ranks, a stage of their reductions ([strategies.py](../minifsdp/strategies.py)),
+# a limiter, a prefetcher; and `SHARD_GRAD_OP` is a *reason*. A unit is freed when nobody has a
+# reason to keep it any more, and this one is called STRATEGY
+# ([unit_state.py](../minifsdp/core/unit_state.py)). What is left of `SHARD_GRAD_OP` if nobody has
+# this reason? (`three_times` is in [taken_out.py](taken_out.py).)
+
+
+# %%
+def without_the_reason() -> None:
+    def program() -> str:
+        found = a_step(MACHINES["16 H100, 100 Gbit/s"], 16, "--strategy shard_grad_op")
+        return f"step {found['step'] * 1e3:.0f} ms, {found['bytes sent'] / 1e9:.1f} GB sent by each"
+
+    three_times(program, reason(STRATEGY))
+
+
+# %% [markdown]
+# `FULL_SHARD`, but for the root. That stays from its forward to its backward with both of them, for
+# the same reason, and here it is gathered twice, too.
+#
 # ## Questions to decide by
 #
 # With Adam a parameter takes 16 bytes in fp32: 4 each for the value, the gradient and two averages.
@@ -268,6 +297,7 @@ def main() -> None:
     three_thresholds()
     three_steps()
     slow_network()
+    without_the_reason()
     answers()
 
 

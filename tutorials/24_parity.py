@@ -117,20 +117,20 @@ def engine_a() -> None:
 
 
 # %% [markdown]
-# ## What breaks without other data on every rank
+# ## What breaks without different data on every rank
 #
 # It is tempting to give all ranks the same batch, because then one process can compute what should
 # come out. On the same data engine A passes in every bit. The mean of two equal gradients is that
 # gradient, so an engine that does not reduce misses nothing. Such a test cannot see the worst
 # mistake that there is.
 #
-# On other data the test does find A, but look at the number. Three steps are not enough for two
+# On different data the test does find A, but look at the number. Three steps are not enough for two
 # ranks to drift far apart. A test with a tolerance, one that calls a difference of a hundredth
 # "close enough", lets A through again. (For some of the models below a thousandth is enough.) So
 # how close is close? Additions of floating-point numbers round, but `a + b` and `b + a` round to
 # the same bits. With two ranks a mean has one addition, so nothing but a difference of zero will
 # do. With three ranks it matters which two are added first: `0.1 + 0.2 + 0.3` is
-# 0.6000000000000001, and `0.3 + 0.2 + 0.1` is 0.6. Only there a bound is fair, and it can be
+# 0.6000000000000001, and `0.3 + 0.2 + 0.1` is 0.6. Only there is a bound fair, and it can be
 # computed from the number of additions (`BOUND` in tests/parity.py says how).
 #
 # ## Every strategy, and every kind of model
@@ -138,7 +138,7 @@ def engine_a() -> None:
 # One model is not enough either. Each column below is a small model with something that may go
 # wrong: a layer that is called twice, one that is not used in this step, one that is frozen, and so
 # on. Each row is a strategy. A box is green if training under minifsdp gives the same bits as under
-# DDP, and else it says how large the difference is:
+# DDP, and otherwise it says how large the difference is:
 #
 # ![Four charts, each with three strategies as rows and six models as columns. Without a mistake all
 # 18 boxes are green. With no reduction all are red. With a sum of replicas the rows no_shard and
@@ -206,7 +206,7 @@ def virtual_gpu(name: str = "computes too early") -> list:
 
 
 # %% [markdown]
-# So five mistakes took four kinds of test: other data on each rank, many models and strategies,
+# So five mistakes took four kinds of test: different data on each rank, many models and strategies,
 # random programs, and devices on which a missing wait shows. `make mutants` does for the whole
 # project what this page did with six: it makes more than 1,000 mistakes, one at a time, and for
 # each a test has to fail. A test that no mistake can make fail is worth nothing.

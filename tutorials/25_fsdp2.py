@@ -3,14 +3,15 @@
 # %% [markdown]
 # # FSDP2 in practice: `fully_shard`
 #
-# You fine-tune the GPT of `make demo`, and its LayerNorms shall stay as they are. So you look for
+# You fine-tune the GPT of `make demo`, and its LayerNorms should stay as they are. So you look for
 # parameters with "norm" in their names, and find none. Each unit has one parameter, `_flat_param`.
 # That is how it is in minifsdp, and how it was in PyTorch's first FSDP (unless one passes
 # `use_orig_params=True`). PyTorch has since rewritten FSDP around this problem. The new one is
 # called `fully_shard`, or *FSDP2*
 # ([pytorch#114299](https://github.com/pytorch/pytorch/issues/114299)), and [the
 # documentation](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) recommends
-# it to everybody who begins. What did it change, how does one train with it, and what does it cost?
+# it to everybody who is starting. What did it change, how does one train with it, and what does it
+# cost?
 #
 # The idea is that a parameter stays a parameter. Here is one block of the GPT, as rank 0 of two
 # sees it, under FSDP and under `fully_shard`, which minifsdp has as well. (Torch's would print the
@@ -176,8 +177,8 @@ def frozen_norms() -> None:
 
 # %% [markdown]
 # minifsdp refuses, because there is no right answer in chunks. (With `use_orig_params=True`
-# PyTorch's first FSDP takes such a model, but
-# [its documentation](https://docs.pytorch.org/docs/stable/fsdp.html) recommends to avoid that, as
+# PyTorch's first FSDP takes such a model, but [its
+# documentation](https://docs.pytorch.org/docs/stable/fsdp.html) recommends avoiding that, as
 # gradients take more memory than one expects: they are there for the frozen parameters, too.) The
 # same goes for all that treats parameters as parameters: less weight decay for some, an optimizer
 # that looks at a matrix by its rows, a norm for each layer.

@@ -5,7 +5,7 @@
 #
 # Weight decay pulls parameters towards zero in each step. It is meant for matrices. Biases and the
 # weights of LayerNorms are usually spared, and a training program does that by their names: it
-# makes two groups of parameters for the optimizer, with another `weight_decay` each.
+# makes two groups of parameters for the optimizer, each with its own `weight_decay`.
 #
 # Page [25](25_fsdp2.md) has shown two ways to divide a unit among ranks, in *chunks* of one flat
 # tensor and in *rows* of each parameter. minifsdp can do both; `use_orig_params=True` asks for
@@ -146,7 +146,7 @@ def draw():
 #
 # A gathered unit looks the same in both ways. It is one flat tensor in which all parameters lie end
 # to end, and layers compute with views of it, as on page [02](02_flatten.md). Only the cut is
-# another one. A rank's shard is its blocks, put together:
+# different. A rank's shard is its blocks, put together:
 #
 # {{ minifsdp/rows.py Rows.shard -The blocks }}
 #

@@ -14,7 +14,6 @@
 # What do you expect of the loss?
 
 # %% [hidden]
-import math
 import tempfile
 import warnings
 from pathlib import Path
@@ -28,15 +27,15 @@ import torch.distributed.checkpoint as dcp
 from checkpoints import Checkpoints
 from draw import strips
 from launch import on_ranks
+from taken_out import call, three_times
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.lr_scheduler import LinearLR
 from train_gpt import GPT, Block
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, state_to_load, state_to_save
-
-WAYS = ("under DDP", "in chunks", "in rows")
 
 
 def gpt(way="in chunks", seed=0):
@@ -63,14 +62,12 @@ def train(model, optimizer, steps):
 def a_file_for_each_rank(folder: str) -> list[float]:
     model, optimizer = gpt()
     train(model, optimizer, 20)
-    torch.save([param.data for param in model.parameters()], f"{folder}/{dist.get_rank()}")
+    torch.save(nn.utils.parameters_to_vector(model.parameters()), f"{folder}/{dist.get_rank()}")
     dist.barrier()
     losses = []
     for restarted_as in (dist.get_rank(), 1 - dist.get_rank()):
         model, optimizer = gpt(seed=1)
-        parts = torch.load(f"{folder}/{restarted_as}")
-        for param, part in zip(model.parameters(), parts, strict=True):
-            param.data.copy_(part)
+        nn.utils.vector_to_parameters(torch.load(f"{folder}/{restarted_as}"), model.parameters())
         losses.append(train(model, optimizer, 1))
     print(f"loss after loading: {losses[0]:.2f}, with ranks 0 and 1 exchanged: {losses[1]:.2f}")
     return losses
@@ -82,7 +79,7 @@ def a_file_for_each_rank(folder: str) -> list[float]:
 # After the exchange the loss is 5.55, and there was no error. That is the logarithm of 256, the
 # loss of a model that knows nothing of its 256 tokens. The first half of each unit and the second
 # half have changed places. They have the same shape, a vector without a name, so nothing could
-# notice. Three ranks could not have loaded these files at all, nor could two ranks with other
+# notice. Three ranks could not have loaded these files at all, nor could two ranks with different
 # units, nor a program that wants the whole model.
 #
 # So a part has to say what it is a part of. This is what each rank has of the state of a linear
@@ -141,8 +138,7 @@ def draw():
             parts += [(0.5 * bool(number), "", ""), *cells(numbers, ("blue", "orange"))]
         strip.append((f"rank {rank}", parts))
     legend = {"blue": "weight, rows a, b, c of two elements", "orange": "bias, x, y, z"}
-    picture = Path(__file__).with_suffix(".svg")
-    strips(picture, "From chunks to boxes, for one linear layer on two ranks", strip, legend)
+    strips(Path(__file__).with_suffix(".svg"), "One linear layer on two ranks", strip, legend)
 
 
 # %% [markdown]
@@ -164,8 +160,8 @@ def draw():
 # ## Saved by two, loaded by three
 #
 # Two ranks train the GPT in chunks, save, and train two steps more. Then three ranks load what was
-# saved, into a model with other random numbers, under DDP, in chunks and in rows. They train the
-# same two steps:
+# saved, into a model with different random numbers, under DDP, in chunks and in rows. They train
+# the same two steps:
 
 
 # %%
@@ -173,7 +169,7 @@ def draw():
 def two_ranks(folder: str) -> float:
     model, optimizer = gpt()
     train(model, optimizer, 20)
-    dcp.save(state_to_save(model, optimizer), checkpoint_id=folder)
+    dcp.save(state_to_save(model, optimizer, checksums=True), checkpoint_id=folder)
     return train(model, optimizer, 2)
 
 
@@ -187,7 +183,7 @@ def three_ranks(folder: str, way: str) -> float:
 
 def two_and_three(folder: str) -> None:
     print(f"saved by 2 ranks in chunks; two steps later the loss is {two_ranks(folder)[0]:.2f}")
-    for way in WAYS:
+    for way in ("under DDP", "in chunks", "in rows"):
         print(f"loaded by 3 ranks {way}; two steps later {three_ranks(folder, way)[0]:.2f}")
 
 
@@ -196,12 +192,32 @@ def two_and_three(folder: str) -> None:
 # effect. If a file turns out to be damaged, DCP raises an error inside of the block, and model and
 # optimizer are what they were before.
 #
-# DCP notices a file that ends too early, but not a bit that has changed on a disk: it loads another
-# number. With `state_to_save(model, optimizer, checksums=True)` the checkpoint has a checksum of
-# each tensor. `state_to_load` finds it there, adds up once more what was loaded, and an error names
-# the tensor that has changed, before anything takes effect. The checksum is a sum over all
-# elements, each times a number that belongs to its place in the whole tensor. So each rank adds up
-# its own boxes, and three ranks get the same sum as two.
+# ## Taken out: the comparison of checksums
+#
+# DCP notices a file that ends too early, but not bytes that have changed on a disk: it loads other
+# numbers. That is why two ranks have saved with `checksums=True`. So the checkpoint has a checksum
+# of each tensor. `state_to_load` finds it there, and adds up once more what was loaded, before
+# anything takes effect ([checksums.py](../minifsdp/between_steps/checksums.py)). The checksum is a
+# sum over all elements, each times a number that belongs to its place in the whole tensor. So each
+# rank adds up its own boxes, and three ranks get the same sum as two.
+#
+# Checkpoints are not a layer. They are functions between two steps, and the comparison is one of
+# them. Suppose that a disk has lost 512 bytes of a file, and gives zeros in their place. Three
+# ranks load the file as it is, without the comparison, and with it (by `three_times`, in
+# [taken_out.py](taken_out.py)):
+
+
+# %%
+@on_ranks(3)
+def without_the_comparison(folder: str) -> None:
+    check = call("minifsdp.between_steps.checkpoint_state.check")
+    three_times(lambda: f"loaded; later a loss of {three_ranks.body(folder, 'in rows'):.2f}", check)
+
+
+# %% [markdown]
+# With it nothing is loaded. Without it the training goes on, and hardly looks different.
+#
+# ## With PyTorch's own functions
 #
 # Programs that were written for PyTorch's own FSDP call its functions `get_state_dict` and
 # `set_state_dict` instead. These want DTensors with values that one can compute with, and a box is
@@ -225,8 +241,7 @@ def two_and_three(folder: str) -> None:
 def killed(folder: str) -> None:
     model, optimizer = gpt()
     own = {"steps": torch.zeros(1)}  # what only this rank has
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
-    about = Path(folder), model, optimizer, schedule, {"layers": 2}
+    about = Path(folder), model, optimizer, LinearLR(optimizer), {"layers": 2}
     checkpoints, losses = Checkpoints(*about), []
     for step in range(1, 5):
         losses.append(train(model, optimizer, 1))
@@ -234,8 +249,7 @@ def killed(folder: str) -> None:
         if step % 2 == 0:
             checkpoints.save(step, own)
     checkpoints.close()
-    if dist.get_rank() == 0:
-        Path(folder, "step-000004", ".metadata").unlink()  # as if it had not come to this
+    Path(folder, "step-000004", ".metadata").unlink(missing_ok=True)  # not yet written, as it were
     done = Checkpoints(*about).resume(own)
     again = [train(model, optimizer, 1) for _ in range(done, 4)]
     print(f"it goes on after step {done}, as its own count says, {own['steps'].item():.0f}")
@@ -289,25 +303,26 @@ def answers() -> None:
     rows, _ = gpt("in rows")
     groups = [{"params": [p], "weight_decay": p.dim() / 10} for p in rows.parameters()]
     state = FSDP.optim_state_dict(rows, torch.optim.AdamW(groups))
-    with TestCase().assertRaisesRegex(
-        ValueError, "are in one parameter group"
-    ):  # 3. one for each chunk
+    with TestCase().assertRaisesRegex(ValueError, "in one parameter group"):  # 3. of each chunk
         FSDP.optim_state_dict_to_load(model, optimizer, state)
 
 
 # %% [markdown]
-# This was the last page. The [README](../README.md) has a map of the source, and you have read most
-# of what is in it. Change something, and let `make test` tell you what you broke.
+# You have read about most of the source now, and the [README](../README.md) has a map of it. Change
+# something, and let `make test` tell you what you broke.
 
 
 # %% [hidden]
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         right, wrong = a_file_for_each_rank(folder)[0]
-        assert right < 2 and abs(wrong - math.log(256)) < 0.01  # a model that knows nothing: 5.55
+        assert right < 2 and abs(wrong - torch.tensor(256.0).log()) < 0.01  # one that knows nothing
         one_layer()
         draw()
         two_and_three(f"{folder}/two")
+        file = next(Path(folder, "two").glob("*_0_*.distcp"))
+        file.write_bytes((saved := file.read_bytes())[:200_000] + bytes(512) + saved[200_512:])
+        without_the_comparison(f"{folder}/two")
         killed(f"{folder}/killed")
         answers()
 

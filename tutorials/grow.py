@@ -124,13 +124,13 @@ def _hunks(old: str, new: str, context: int) -> list[str]:
     for line in difflib.unified_diff(*lines, n=context):
         if line.startswith("@@"):
             first = int(re.findall(r"\+(\d+)", line)[0])
-            hunks.append(f"@@ {_around(new, first + context)} @@\n")
+            hunks.append(f"@@ {around(new, first + context)} @@\n")
         elif not line.startswith(("---", "+++")):
             hunks.append(line)
     return hunks
 
 
-def _around(source: str, number: int) -> str:
+def around(source: str, number: int) -> str:
     """The qualified name of what a line is in."""
     names: list[str] = []
     nodes: list[ast.stmt] = ast.parse(source).body

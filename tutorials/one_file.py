@@ -4,7 +4,8 @@
     # {{ one_file table }}         all of them
 
 one_file.toml names the lines by what is in them. Their numbers are looked up here, so they are
-right whatever is changed in that file.
+right whatever is changed in that file. A page shows the head of a function, and of what is inside
+of one only where it is: that is for the reader to write (exercises build.1 to build.7).
 """
 
 from pathlib import Path
@@ -14,6 +15,8 @@ try:
     import tomllib
 except ImportError:  # Python 3.10, where pytest brings this one along
     import tomli as tomllib
+
+import grow
 
 HERE = Path(__file__).parent
 FILE = HERE / "fsdp_in_one_file.py"
@@ -66,8 +69,15 @@ def mention(page: str) -> str:
     text, here = lines()[page]["text"], lines()[page]["here"]
     return (
         f"In [FSDP in one file](06_one_file.md) this is [line {number(text)}]({_link(text)}), "
-        f"`{text}`. On this page {here}."
+        f"{_shown(text)}. On this page {here}."
     )
+
+
+def _shown(text: str) -> str:
+    """The text of a line, or only the name of the function that it is in."""
+    inside = grow.around(FILE.read_text(), number(text))
+    is_head = inside == "module" or text.startswith(("def ", "class "))
+    return f"`{text}`" if is_head else f"in `{inside}`"
 
 
 def table() -> str:
@@ -76,7 +86,8 @@ def table() -> str:
         text, name = entry["text"], page[:2]
         # Pages that are still to be written have a row, and no link.
         where = f"[{name}]({page}.md)" if (HERE / f"{page}.md").exists() else name
-        rows.append(f"| [{number(text)}]({_link(text)}) | `{text}` | {where} | {entry['here']} |")
+        shown = _shown(text)
+        rows.append(f"| [{number(text)}]({_link(text)}) | {shown} | {where} | {entry['here']} |")
     return "\n".join(rows)
 
 

@@ -1,5 +1,6 @@
 """tutorials/exercises: what is written about the exercises is so. `make kit-check` has the rest."""
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import run_command
+from tutorials.exercises import source
 from tutorials.exercises.catalog import exercises, exercises_alone, wrong_solutions
 from tutorials.exercises.context import context
 from tutorials.exercises.mistakes import mistakes, unwritten
@@ -46,6 +48,18 @@ def test_a_students_folder_has_docstrings_and_no_solutions(tmp_path):
             assert f"def {name.rpartition('.')[2]}(" not in text, name
     with pytest.raises(SystemExit, match=r"has fsdp\.py, flatten\.py"):
         make(tmp_path / "mine")  # what is there may be work
+
+
+def test_the_last_hint_leaves_something_to_decide():
+    """A question is left, and no whole body of a function is in it."""
+    assert [key for key, exercise in exercises().items() if "?" not in exercise.hints[2]] == []
+    for exercise in exercises_alone():
+        tree = ast.parse(exercise.reference)
+        for node in source.functions(exercise, source.definitions(tree)).values():
+            body = node.body[ast.get_docstring(node) is not None :]
+            lines = [ast.unparse(statement) for statement in body] or [exercise.todo]
+            said = [line in exercise.hints[2] for line in lines]
+            assert not all(said), (exercise.key, node.name)
 
 
 @pytest.mark.slow

@@ -228,6 +228,10 @@ def nested() -> nn.Module:
     return nn.Sequential(Outer(512, 4), Outer(512, 4))
 
 
+class NoStreams(Exception):  # noqa: N818  # this is all that a student is told
+    """A program cannot run on a virtual GPU."""
+
+
 @contextmanager
 def virtual_gpu(name: str, **hardware: Any) -> Iterator[tuple[Any, Any]]:
     """A virtual GPU, and `fsdp` of the program, whose streams are its."""
@@ -235,6 +239,12 @@ def virtual_gpu(name: str, **hardware: Any) -> Iterator[tuple[Any, Any]]:
     from minifsdp.sim.streams import make_streams
 
     file = program(name)
+    if not hasattr(file, "Streams"):
+        raise NoStreams(
+            "fsdp.py has no Streams, in whose place the grader puts the streams of a virtual GPU. "
+            "Keep the class that the file has come with, or one of your own with that name, even "
+            "if nothing uses it yet"
+        )
     hardware = {"gpu": "a100-40", "nodes": 2, "gpus_per_node": 8, **hardware}
     with ExitStack() as both:
         gpu = both.enter_context(cluster(**hardware))

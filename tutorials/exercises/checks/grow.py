@@ -398,6 +398,13 @@ PRECISION = "8_precision"
 
 
 def _precision(what: str, want: Any, got: Any) -> str | None:
+    if "inputs" in what and "gets" in what and not _raised(got):
+        return (
+            "inputs of floating point are cast to param_dtype, a scalar as well; indices stay as "
+            "they are, and so does what is no tensor"
+        )
+    if "dtype of the output" in what:
+        return "inputs are cast, and outputs are not: the next unit computes in the same dtype"
     if _raised(got):
         return "inputs of floating point are cast to param_dtype, and indices stay as they are"
     if "dtypes" in what:
@@ -427,6 +434,25 @@ def half_of_the_bytes() -> Iterator[Any]:
         yield at_most(f"bytes sent in a step{about}", gpu.report()["bytes sent"])
 
 
+def _module_that_looks() -> Any:
+    """A unit that notes what kinds of inputs it gets."""
+    import torch
+    from torch import nn
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.got = nn.Linear(3, 2), list[str]()
+
+        def forward(self, x: Any, factor: Any, index: Any, number: float) -> Any:
+            every = (x, factor, index, number)
+            self.got = [str(getattr(one, "dtype", type(one).__name__)) for one in every]
+            return self.linear(x.to(self.linear.weight.dtype))
+
+    inputs = torch.ones(1, 3), torch.tensor(2.0), torch.tensor([2]), 2.0
+    return Looks(), inputs
+
+
 def _of_numbers(model: Any, step: int) -> float:
     """A backward of a model that gets numbers, and not tokens."""
     from tutorials.exercises.program import batch
@@ -446,6 +472,12 @@ def it_trains_in_low_precision() -> Iterator[Any]:
     for reduce_dtype in (None, torch.float32):
         settings = {"param_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype}
         about = f", param_dtype=bf16, reduce_dtype={reduce_dtype}"
+        looks, inputs = _module_that_looks()
+        program(PRECISION).fsdp(looks, **settings)
+        output = looks(*inputs)
+        kinds = "a tensor, a scalar, an index, and a number"
+        yield f"inputs that a unit gets: {kinds}{about}", looks.got
+        yield f"dtype of the output of a unit{about}", str(output.dtype)
         model = Model()
         program(PRECISION).fsdp(model, *KINDS, **settings)
         one_backward(model, 0)
@@ -529,9 +561,17 @@ def _rows(what: str, want: Any, got: Any) -> str | None:
             "parameters are DTensors with the shape of the whole, Shard(0), and Replicate() in the "
             "dimension of replicas; a scalar has the shape (1,)"
         )
+    if "second backward" in what:
+        return "the first backward gives a parameter its gradient, and the next one adds to it"
+    if "scalar" in what:
+        return "[1] is the shape that an optimizer sees: layers compute with a view of shape []"
     if "gradient" in what:
         return "the mean is laid out as the shard: cut it into DTensors in the same way"
     return of_training(what, want, got)
+
+
+def _look_at_scale(block: Any, seen: list[list[int]], *_: object) -> None:
+    seen.append(list(block.scale.shape))
 
 
 @check("grow.10", ranks=2, seconds=30, because=_rows)
@@ -545,9 +585,13 @@ def parameters_are_rows() -> Iterator[Any]:
         model, about = Frozen(), f", mesh {shape}"
         mesh = init_device_mesh("cpu", shape)
         engine = program(ROWS).fsdp(model, *KINDS, mesh=mesh)
+        seen: list[list[int]] = []
+        look = partial(_look_at_scale, model.first, seen)
+        model.first.norm.register_forward_hook(look)
         yield f"names of parameters(){about}", [name for name, _ in model.named_parameters()]
         yield f"names of state_dict(){about}", sorted(model.state_dict())
         one_backward(model, 0)
+        yield f"shape of a scalar while its layer computes{about}", seen
         for name, param in model.named_parameters():
             placements = [str(p) for p in getattr(param, "placements", ())]
             kind = [type(param.data).__name__, list(param.shape), placements, param.requires_grad]
@@ -560,6 +604,10 @@ def parameters_are_rows() -> Iterator[Any]:
                 )
             elif param.grad is not None:
                 yield f"rows of the gradient of {name}{about}", _local(param.grad)
+        one_backward(model, 1)
+        for name, grad in _gradients(model).items():
+            after = "after a second backward"
+            yield f"rows of the gradient of {name}, {after}{about}", grad
         with torch.no_grad():
             for param in model.parameters():
                 param.mul_(2)

@@ -9,8 +9,16 @@ from tutorials.exercises.catalog import check
 from tutorials.exercises.judge import of_training, ratio
 from tutorials.exercises.observe import at_most
 
+STAGE = ("stream", "travels", "on_host")  # what a stage says of itself
+
 
 def _mean(what: str, want: Any, got: Any) -> str | None:
+    message = got.get("message", "") if isinstance(got, dict) else ""
+    if missing := [name for name in STAGE if f"no attribute '{name}'" in message]:
+        return (
+            f"a stage has three attributes beside launch(), and {missing[0]} is not there: stream, "
+            f"the name of the stream that it runs on; travels; and on_host (see Stage)"
+        )
     factor = ratio(want, got)
     if factor is not None and factor > 1:
         return f"the gradient is exactly {factor:g} x too large: it was summed, not averaged"

@@ -7,15 +7,14 @@ from minifsdp.core.streams import Event
 from minifsdp.core.unit import Unit
 
 
-class EventQueue:
+class ByteLimiter:
     """At most as many bytes are alive at the same time as the largest unit has.
 
     The largest unit needs its memory anyway. So a model reserves hardly more than that, and many
     small units can be gathered ahead, which hides the latency of their gathers.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self) -> None:
         self._budget = 0  # bytes of the largest unit that was seen; the same on all ranks
         self._alive: list[Unit] = []
         self._freeing: deque[tuple[int, Event]] = deque()
