@@ -59,7 +59,7 @@ from minifsdp.rows import Rows
 from minifsdp.support.marked_views import MarkedPieceViews, MarkedSplitViews
 from minifsdp.support.param_views import Placeholders
 from minifsdp.support.piece_views import PieceViews
-from minifsdp.users_comm import Scale, UsersCollectives, UsersHook
+from minifsdp.users_comm import UsersCollectives, with_choices
 
 
 def set_strategies(unit: FeaturedUnit) -> None:
@@ -94,7 +94,7 @@ def choose_strategies(units: Sequence[FeaturedUnit], streams: Streams) -> None:
     for unit in units:
         unit.comm = comm_of(unit, streams.device)
         unit.view_maker = view_maker_of(unit, streams.device)
-        unit.stages = stages_of(unit, streams)
+        unit.stages = with_choices(unit, stages_of(unit, streams))
 
 
 def comm_of(unit: FeaturedUnit, device: torch.device) -> Comm | DirectMessages:
@@ -130,36 +130,20 @@ def stages_of(unit: FeaturedUnit, streams: Streams) -> list[Stage]:
     download: list[Stage] = [] if unit.offload_from is None else [Download(streams)]
     if hook is not None:  # it averages over the only group that there is
         return [*cast, hook, *download]
-    after = [*_users_stages(unit), *download]
     if unit.shard_group is None:
-        return [*cast, *_all_reduce(unit, "reduce", streams), *after]
+        return [*cast, *_all_reduce("reduce", streams), *download]
     if unit.replicate_group is None:
-        return [*cast, ReduceScatter(), *after]
-    if not unit.users_comm.all_reduces:
-        return [*cast, ReduceScatter()]
-    return [*cast, ReduceScatter(), *_all_reduce(unit, "replicate", streams), *after]
+        return [*cast, ReduceScatter(), *download]
+    return [*cast, ReduceScatter(), *_all_reduce("replicate", streams), *download]
 
 
-def _all_reduce(unit: FeaturedUnit, first: str, streams: Streams) -> list[Stage]:
+def _all_reduce(first: str, streams: Streams) -> list[Stage]:
     """``first``: the stream on which it begins."""
-    if _direct(unit, streams.device):
+    if direct(streams.device):
         return [FirstHalf(first), SecondHalf()]
     return [AllReduce(first)]
 
 
 def _direct(unit: FeaturedUnit, device: torch.device) -> bool:
-    """Whether ranks send to each other by themselves. A program's own functions travel as torch's,
-    and so does all else of their unit."""
+    """Whether ranks send the unit to each other by themselves, and not by a program's function."""
     return direct(device) and not unit.users_comm.has_functions
-
-
-def _users_stages(unit: FeaturedUnit) -> list[Stage]:
-    """What a program has asked for after the mean is complete."""
-    factor, hook = unit.users_comm.divide_factor, unit.users_comm.all_reduce_hook
-    replicas = 1 if unit.replicate_group is None else unit.replicate_group.size()
-    stages: list[Stage] = []
-    if factor is not None:
-        stages.append(Scale(unit.shard_world_size * replicas / factor))
-    if hook is not None:
-        stages.append(UsersHook(hook))
-    return stages

@@ -6,7 +6,7 @@ nothing. strategies.py asks it when it chooses::
     all_gather, reduce_scatter, reduce_group     UsersCollectives, the ``comm`` of the unit
     divide_factor                                Scale, a stage after the mean
     all_reduce_hook                              UsersHook, a stage after that
-    all_reduces=False                            the all-reduce of hybrid sharding is left out
+    all_reduces=False                            no stage after the reduce-scatter
 
 A program may change them between steps, on all ranks alike.
 
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from minifsdp.comm.pieces import Pieces, whole
 from minifsdp.core.collectives import Comm, Group, torch_reduce_scatter
+from minifsdp.core.reduce import ReduceScatter, Stage
 from minifsdp.core.streams import Finish
 
 
@@ -139,6 +140,22 @@ def group_for_reductions(group: Group) -> Group:
     ranks = dist.get_process_group_ranks(group)
     made: Group = dist.new_group(ranks, use_local_synchronization=True)
     return made
+
+
+def with_choices(unit: Any, stages: list[Stage]) -> list[Stage]:
+    """The stages that a gradient of ``unit`` goes through (strategies.py), and what its program has
+    chosen."""
+    choices: UsersComm = unit.users_comm
+    if not choices.all_reduces:
+        return stages[: 1 + [type(stage) for stage in stages].index(ReduceScatter)]
+    after: list[Stage] = []
+    if choices.divide_factor is not None:
+        replicas = 1 if unit.replicate_group is None else unit.replicate_group.size()
+        after.append(Scale(unit.shard_world_size * replicas / choices.divide_factor))
+    if choices.all_reduce_hook is not None:
+        after.append(UsersHook(choices.all_reduce_hook))
+    end = len(stages) - stages[-1].on_host  # before a download
+    return [*stages[:end], *after, *stages[end:]]
 
 
 class Scale:

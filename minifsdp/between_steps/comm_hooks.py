@@ -38,7 +38,7 @@ from minifsdp.comm.pieces import Pieces, whole
 from minifsdp.core.engine import Engine
 from minifsdp.core.streams import Finish
 from minifsdp.featured_unit import FeaturedUnit
-from minifsdp.strategies import stages_of
+from minifsdp.strategies import choose_strategies
 
 Hook = Callable[..., None]
 _DTYPES: dict[Any, torch.dtype | None] = {
@@ -76,7 +76,7 @@ def register_comm_hook(engine: Engine, state: object, hook: Hook) -> None:
             unit.precision = replace(unit.precision, reduce_dtype=dtype)
         else:
             unit.comm_hook = HookStage(state, hook)
-        unit.stages = stages_of(unit, engine.streams)
+    choose_strategies(engine.units, engine.streams)
 
 
 def _check(unit: FeaturedUnit, hook: Hook) -> None:
