@@ -3,7 +3,7 @@
 The README has the map of the files, in the order in which to read them.
 
 Names are looked up when they are first used (PEP 562). torch takes seconds to import, and not all
-of minifsdp needs it: ``python -m minifsdp.sim --help`` does not.
+of minifsdp needs it: ``minifsdp sim --help`` does not.
 """
 
 from importlib import import_module

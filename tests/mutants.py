@@ -13,10 +13,12 @@ file that says only when things happen, or passes them on, and are noticed by th
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -1612,24 +1614,33 @@ def notices(mutant: Mutant) -> str | None:
             copy(source, Path(folder, name))
         path = Path(folder, "minifsdp", f"{mutant.concept}.py")
         path.write_text(path.read_text().replace(mutant.original, mutant.replacement))
-        result = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-x",
-                "--timeout=300",
-                *its_tests(mutant.noticed_by or mutant.concept),
-            ],
+        pytest = [sys.executable, "-m", "pytest", "-x", "--timeout=300"]
+        process = subprocess.Popen(
+            [*pytest, *its_tests(mutant.noticed_by or mutant.concept)],
             cwd=folder,
             env={**os.environ, "RANKS_TIMEOUT": "15", "PYTHONPATH": folder},
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # its ranks are in it, and are ended with it
         )
-    if result.returncode not in (0, 1):
-        return f"(did not run: {result.stdout[-300:]}{result.stderr[-300:]})"
-    failed = [line for line in result.stdout.splitlines() if line.startswith("FAILED")]
+        _running.add(process)
+        output, errors = process.communicate()
+        _running.discard(process)
+    if process.returncode not in (0, 1):
+        return f"(did not run: {output[-300:]}{errors[-300:]})"
+    failed = [line for line in output.splitlines() if line.startswith("FAILED")]
     return failed[0].split("::")[-1].split(" - ")[0] if failed else None
+
+
+_running: set["subprocess.Popen[str]"] = set()
+
+
+def _end_all() -> None:
+    """What runs, when nobody waits for it any more."""
+    for process in list(_running):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def main(words: list[str]) -> None:
@@ -1649,10 +1660,15 @@ def main(words: list[str]) -> None:
     print(f"{len(chosen)} mutants, {os.cpu_count()} at a time, about 8 s each", flush=True)
     unnoticed = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for mutant, test in zip(chosen, pool.map(notices, chosen), strict=True):
-            line = f"{mutant.concept:14} {mutant.mistake:46} {test or 'NOT NOTICED'}"
-            print(line, flush=True)
-            unnoticed += [line] * (test is None or test.startswith("("))
+        try:
+            for mutant, test in zip(chosen, pool.map(notices, chosen), strict=True):
+                line = f"{mutant.concept:14} {mutant.mistake:46} {test or 'NOT NOTICED'}"
+                print(line, flush=True)
+                unnoticed += [line] * (test is None or test.startswith("("))
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            _end_all()
+            raise
     print(f"{len(chosen) - len(unnoticed)} of {len(chosen)} mutants noticed", *unnoticed, sep="\n")
     sys.exit(len(unnoticed) > 0)
 

@@ -197,7 +197,7 @@ def test_what_makes_no_sense_gets_one_line_before_anything_runs(
     assert main(words.replace("{tmp}", str(tmp_path)).split()) == 2
     out, err = capsys.readouterr()
     assert not out and message in err
-    assert err.startswith("minifsdp.sim: ") and err.count("\n") == 1
+    assert err.startswith("minifsdp: ") and err.count("\n") == 1
     assert {path.name for path in tmp_path.iterdir()} == set(CONFIG)  # nothing is left behind
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from minifsdp.sim.cli.terminal import progress
 from tutorials.exercises.catalog import HERE, Check, tomllib
 from tutorials.exercises.inside import Job
 from tutorials.exercises.judge import verdict
@@ -123,7 +124,9 @@ def run(
         for check in lab.checks
     }
     reports: list[dict[Check, Report]] = [{} for _ in folders]
-    for job, report in run_all(jobs, workers or os.cpu_count() or 1, patience):
+    ended = run_all(jobs, workers or os.cpu_count() or 1, patience)
+    for number, (job, report) in enumerate(ended, 1):
+        progress(f"{number} of {len(jobs)} measurements")
         reports[jobs[job]][job.check] = report
     defaults = {lab: reports[i] for i, lab in enumerate(chosen)}
     references = {lab: reports[i] for i, (lab, _) in enumerate(folders[:ours]) if i >= len(chosen)}
@@ -202,6 +205,7 @@ def main() -> int:
         print(f"{folder} has no file of {options.lab or 'a lab'}; make student makes them.")
         return 2
     outcomes = run(cases, patience=options.patience)
+    progress("")
     print("\n\n".join(map(show, outcomes)))
     return 1 if any(outcome.wrong for outcome in outcomes) else 0
 

@@ -95,7 +95,7 @@ def test_a_rank_that_fails_is_one_line(measured, monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(calibrate, "samples", fails)
     assert main(["calibrate", "-o", str(tmp_path / "c.json")]) == 2
-    assert capsys.readouterr().err == "minifsdp.sim: calibrate: a rank has failed: KeyError: 'x'\n"
+    assert capsys.readouterr().err == "minifsdp: calibrate: a rank has failed: KeyError: 'x'\n"
 
 
 def test_more_ranks_than_gpus_are_refused(measured, monkeypatch, tmp_path, capsys):

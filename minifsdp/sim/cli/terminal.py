@@ -1,0 +1,142 @@
+"""What all programs here have in common with who sits at the terminal: Ctrl-C, progress, colours.
+
+The tools in tests/ and the course in tutorials/ use it as well. No torch in here: it is imported
+before torch is, since that takes seconds, in which somebody may press Ctrl-C already.
+"""
+
+import os
+import shutil
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
+
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as shells have it: 128, and the number of the signal."""
+EVERY = 10.0
+"""Seconds from one line of progress to the next, where they go to a file."""
+COLOURS = {"red": 31, "green": 32, "yellow": 33, "grey": 90}
+
+Progress = Callable[[str], None]
+
+
+def begin() -> None:
+    """Called by a program before it imports torch: Ctrl-C is one line, and nobody is warned that
+    NumPy is missing, which nothing here needs, neither here nor in processes started from here."""
+    message = "Failed to initialize NumPy"
+    warnings.filterwarnings("ignore", message)
+    os.environ.setdefault("PYTHONWARNINGS", f"ignore:{message}:UserWarning")
+    sys.excepthook, sys.unraisablehook = _uncaught, _unraisable
+    if "RANK" in os.environ:  # of torchrun's, which says it for all of its ranks
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: os._exit(INTERRUPTED))
+
+
+def typed() -> str | None:
+    """What the user has typed to get here, for a parser's ``prog``; None: the program's own name.
+    ``minifsdp`` and the Makefile say it, which start programs under another name."""
+    return os.environ.get("MINIFSDP_TYPED")
+
+
+# ---------------------------------------------------------------------------------------- Ctrl-C
+
+
+def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+        return
+    _say_stopped()
+    if multiprocessing := sys.modules.get("multiprocessing"):
+        for child in multiprocessing.active_children():  # at its exit Python waits for them
+            child.kill()
+    raise SystemExit(INTERRUPTED)  # Python takes it from here as from anywhere else
+
+
+def _say_stopped() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would show what the first does not
+    progress("")
+    print("stopped", file=sys.stderr, flush=True)
+
+
+def _unraisable(what: "UnraisableHookArgs") -> None:
+    """An exception in a finalizer goes nowhere: Python prints it, and the program runs on. There
+    are some in every import, so a Ctrl-C would be lost now and then."""
+    if not issubclass(what.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(what)
+        return
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.01)  # once more, when the finalizer is over
+
+
+def end_at_once() -> None:
+    """From now on Ctrl-C ends this program where it is, without an exception; for programs that run
+    the virtual GPU, and leave no process and no file behind. The GPU's work is done in callbacks
+    from torch's C++, where an exception can abort Python, and in finalizers."""
+
+    def end(*_: object) -> None:
+        _say_stopped()
+        sys.stdout.flush()
+        os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, end)
+
+
+@contextmanager
+def out_of_reach() -> Iterator[None]:
+    """Processes that are started in here get no Ctrl-C, which a terminal sends to all of them. They
+    would each print a traceback; and who has started them ends them. (multiprocessing's tracker
+    has to run already, where it is needed: who starts it gets Ctrl-C again.)"""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# ------------------------------------------------------------------------------------- what is seen
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether somebody looks at it, on something that can do more than print."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def columns(otherwise: int) -> int:
+    """Of the terminal that is printed to; of a file ``otherwise``, whoever's window is how wide."""
+    return shutil.get_terminal_size().columns if is_terminal(sys.stdout) else otherwise
+
+
+def progress(what: str) -> None:
+    """What is being done, on stderr: over the last such line in a terminal, and nothing wipes it.
+    Where it goes to a file there is a line of its own now and then, for as long as nothing is wiped
+    with an empty one."""
+    global _told
+    now = time.monotonic()
+    if is_terminal(sys.stderr):
+        line = f"{what} ..."[: shutil.get_terminal_size().columns - 1] if what else ""
+        print(f"\r{line}\x1b[K", end="", file=sys.stderr, flush=True)
+    elif not what:
+        _told = None
+    elif _told is None:
+        _told = now
+    elif now > _told + EVERY:
+        _told = now
+        print(what, file=sys.stderr, flush=True)
+
+
+_told: float | None = None
+"""When the last line went to a file, or could have gone."""
+
+
+def painted(text: str, colour: str) -> str:
+    """In one of COLOURS, where that can be seen and is wanted (no-color.org)."""
+    if not text or not is_terminal(sys.stdout) or os.environ.get("NO_COLOR"):
+        return text
+    return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m"
