@@ -18,17 +18,21 @@ from minifsdp.sim.cli.values import meant
 
 PACKAGED = ("sim", *COMMANDS)
 IN_A_CLONE = {
-    "demo": ["tutorials/train_gpt.py"],
-    "student": ["-m", "tutorials.exercises.student"],
-    "grade": ["-m", "tutorials.exercises.grade"],
-    "hint": ["-m", "tutorials.exercises.hint"],
+    "demo": "tutorials.train_gpt",
+    "student": "tutorials.exercises.student",
+    "grade": "tutorials.exercises.grade",
+    "hint": "tutorials.exercises.hint",
 }
-"""What Python gets, from the top of the repository."""
+AS_MODULE = (
+    "import runpy, sys; del sys.path[0], sys.argv[0]; "
+    "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+)
+"""As ``python -m``, but for the current folder: it may have a package ``tests`` of its own."""
 HELP = """\
 on a virtual GPU, without any GPU:
   sim        run a training step: does it fit, how fast is it, and what binds it
   plan       search for the fastest settings that fit
-  calibrate  measure this machine, and write its constants to a file for sim and plan
+  calibrate  measure this machine; a file of its constants, for sim and plan
 
 in a clone of the repository:
   demo       train a small GPT, sharded, and compare it with DistributedDataParallel
@@ -83,12 +87,8 @@ def _in_a_clone(name: str, rest: Sequence[str], prog: str) -> int:
         return 2
     path = os.pathsep.join(filter(None, [str(clone), os.environ.get("PYTHONPATH")]))
     about = {"PYTHONPATH": path, "MINIFSDP_TYPED": prog}
-    words = IN_A_CLONE[name]
-    if words[0] == "-m":
-        about["PYTHONSAFEPATH"] = "1"  # or the current folder's `tests` would be found first
-    else:
-        words = [str(clone / words[0])]
-    os.execve(sys.executable, [sys.executable, *words, *rest], {**os.environ, **about})
+    words = [sys.executable, "-c", AS_MODULE, IN_A_CLONE[name], *rest]
+    os.execve(sys.executable, words, {**os.environ, **about})
 
 
 def _is_clone(folder: Path) -> bool:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # nothing is installed yet
 
-from minifsdp.sim.cli.terminal import begin
+from minifsdp.sim.cli.terminal import begin  # noqa: E402
 
 INSTALLED = ROOT / ".venv" / "installed"  # written by make, when this has come to its end
 LOG = ROOT / ".venv" / "pip.log"

@@ -160,6 +160,7 @@ REFUSED = [
     ("--svg nowhere/step.svg", "--svg: cannot write 'nowhere/step.svg': there is no directory"),
     ("--trace {tmp}", "it is a directory"),
     ("--snapshot=", "--snapshot: cannot write '.': it is a directory"),
+    ("--trace /dev/full", "--trace: cannot write '/dev/full': no space left on device"),
     ("--trace /proc/step", "--trace: cannot write '/proc/step': no such file or directory"),
     ("--svg {tmp}/a --trace {tmp}/a", "--trace and --svg name the same file"),
     ("--config {tmp}/a", "--config is for a model of transformers, as --model hf:"),
@@ -213,11 +214,14 @@ def test_a_file_that_is_there_stays_as_it_is_until_there_is_another(tmp_path, ca
 
 def test_what_cannot_be_written_in_the_end_is_said(tmp_path, capsys, monkeypatch):
     def full(gpu, path):
-        raise OSError(28, "No space left on device", path)
+        raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("minifsdp.sim.device.VirtualGpu.trace", full)
-    assert main([*SMALL, "--trace", str(tmp_path / "trace")]) == 2
-    assert capsys.readouterr().err.endswith(f"No space left on device: '{tmp_path / 'trace'}'\n")
+    file = str(tmp_path / "trace")
+    assert main([*SMALL, "--trace", file]) == 2
+    assert capsys.readouterr().err == (
+        f"minifsdp: --trace: cannot write {file!r}: No space left on device\n"
+    )
 
 
 @pytest.mark.parametrize("limit", ["none", "2"])
@@ -225,7 +229,7 @@ def test_the_readmes_pictures_are_what_it_prints(limit, capsys):
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     command = f"--model gpt-125m --batch 16 --seq 512 --limit {limit}"
     (shown,) = re.findall(
-        rf"```\n\$ python -m minifsdp.sim {command}\n(.*?)\n```", readme, re.DOTALL
+        rf"```\n\$ (?:python -m minifsdp\.|minifsdp )sim {command}\n(.*?)\n```", readme, re.DOTALL
     )
     assert main(command.split()) == 0
     printed = capsys.readouterr().out

@@ -40,8 +40,9 @@ def file_problem(path: Path) -> str:
             return f"there is no directory {str(path.parent)!r}"
         new = not path.exists()
         try:
-            with path.open("ab", buffering=0) as file:  # the file system knows best
-                file.write(bytes(ENOUGH * new))  # /dev/full refuses none as well
+            with path.open("ab") as file:  # the file system knows best
+                file.raw.write(b"")  # /dev/full refuses nothing as well
+                file.write(bytes(ENOUGH * new))
         finally:
             if new:
                 path.unlink(missing_ok=True)
@@ -55,8 +56,9 @@ def folder_problem(folder: Path, nbytes: int = ENOUGH) -> str:
         there = next(parent for parent in (folder, *folder.parents) if parent.exists())
         if not there.is_dir():
             return "it is a file" if there == folder else f"{there} is a file"
-        with tempfile.TemporaryFile(dir=there, buffering=0) as file:
+        with tempfile.TemporaryFile(dir=there) as file:
             file.write(bytes(ENOUGH))
+            file.flush()
             free = shutil.disk_usage(there).free + ENOUGH
         if free < nbytes:
             needed, found = (math.ceil(value / 2**20) for value in (nbytes, free))
