@@ -24,8 +24,8 @@ IN_A_CLONE = {
     "hint": "tutorials.exercises.hint",
 }
 AS_MODULE = (
-    "import runpy, sys; del sys.path[0], sys.argv[0]; "
-    "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+    "import runpy, sys; del sys.path[0]; name = sys.argv.pop(1); sys.argv[0] = '-m'; "
+    "runpy.run_module(name, run_name='__main__', alter_sys=True)"
 )
 """As ``python -m``, but for the current folder: it may have a package ``tests`` of its own."""
 HELP = """\
@@ -35,7 +35,7 @@ on a virtual GPU, without any GPU:
   calibrate  measure this machine; a file of its constants, for sim and plan
 
 in a clone of the repository:
-  demo       train a small GPT, sharded, and compare it with DistributedDataParallel
+  demo       train a small GPT, sharded, and compare it with DDP
   student    make a folder for the course: an FSDP to write from nothing
   grade      say what is right in that folder, what is not, and why
   hint       give a hint for an exercise

@@ -1,8 +1,10 @@
 """The tests, and the tools that `make matrix`, `make fuzz`, `make mutants` and `make bench` run."""
 
+import sys
+
 from minifsdp.sim.cli.terminal import begin
 
-begin()  # before torch is imported
+begin(program=sys.argv[0] == "-m")  # `python -m tests.fuzz`, which is just being found
 
 from tests import replace  # noqa: E402
 

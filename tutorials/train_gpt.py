@@ -9,9 +9,9 @@ The text is Python's own standard library, which every machine that runs this ha
 Everything that has to do with sharding is in `shard()`; the rest is an ordinary training loop.
 """
 
-from minifsdp.sim.cli.terminal import INTERRUPTED, begin, typed
+from minifsdp.sim.cli.terminal import INTERRUPTED, begin, say_stopped, typed
 
-begin()  # first: what follows takes seconds
+begin(program=__name__ == "__main__")  # first: what follows takes seconds
 
 import argparse
 import copy
@@ -442,7 +442,7 @@ def start_ranks(ranks: int, program: list[str]) -> None:
     try:
         torchrun(["--standalone", "--nproc-per-node", str(ranks), *program])
     except (KeyboardInterrupt, SignalException):
-        print("\nstopped; all ranks have ended", file=sys.stderr)
+        say_stopped("\nstopped; all ranks have ended")
         sys.exit(INTERRUPTED)
     except ChildFailedError as failure:
         sys.exit(failure.get_first_failure()[1].exitcode)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from difflib import SequenceMatcher
 from pathlib import Path
 
@@ -33,6 +34,23 @@ def test_a_run_says_whether_it_fits_how_fast_it_is_and_what_binds(capsys):
     assert "MFU  " in out and "  parameters  " in out and "dollars" not in out
     assert main([*SMALL, "--price", "2"]) == 0
     assert "dollars per billion tokens  " in capsys.readouterr().out
+
+
+def test_the_timeline_is_as_wide_as_the_terminal_and_a_file_has_always_the_same(
+    capsys, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "80")
+    main(SMALL)
+    assert {len(line) for line in capsys.readouterr().out.splitlines()[:3]} == {110}
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    main(SMALL)
+    assert {len(line) for line in capsys.readouterr().out.splitlines()[:3]} == {80}
+
+
+def test_a_table_of_two_sweeps_fits_into_80_columns(capsys):
+    main([*SMALL, "--sweep", "limit=none,1", "--sweep", "strategy=full_shard"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
 def test_figures_only(capsys):

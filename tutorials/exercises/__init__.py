@@ -19,6 +19,8 @@ A check has no expected values in it. It is run twice, once with the reference a
 student's functions, and the two reports are compared, in a process that runs no student's code.
 """
 
+import sys
+
 from minifsdp.sim.cli.terminal import begin
 
-begin()  # before torch is imported
+begin(program=sys.argv[0] == "-m")  # which is just being found

@@ -29,10 +29,12 @@ def main(key: str, number: int = 1) -> int:
 
 
 def names() -> str:
-    """All exercises, those of a file together: build.1 to build.8, ..."""
+    """All exercises, those of a file together: build.1 to 8, ..."""
     files = groupby(exercises(), lambda key: key.partition(".")[0])
-    ranges = [(keys[0], keys[-1]) for keys in (list(its) for _, its in files)]
-    return ", ".join(first if first == last else f"{first} to {last}" for first, last in ranges)
+    ends = [(keys[0], keys[-1].partition(".")[2]) for keys in (list(its) for _, its in files)]
+    return ", ".join(
+        first if first.endswith(f".{last}") else f"{first} to {last}" for first, last in ends
+    )
 
 
 if __name__ == "__main__":

@@ -113,24 +113,25 @@ def _write_files(
                 raise ValueError(f"--{option}: cannot write {path!r}: {error.strerror}") from error
 
 
-FIGURES = (
-    "step",
-    "MFU",
-    "exposed communication",
-    "idle",
-    "peak allocated",
-    "peak reserved",
-    "binds",
-)
+FIGURES = {
+    "step": "step",
+    "MFU": "MFU",
+    "exposed": "exposed communication",
+    "idle": "idle",
+    "allocated": "peak allocated",
+    "reserved": "peak reserved",
+    "binds": "binds",
+}
+"""The columns of a table. With two sweeps it fits into 80 characters."""
 
 
 def _table(rows: list[tuple[dict[str, str], dict[str, Any]]]) -> None:
-    """A row for each run, no wider than what is in it: seven figures fill a terminal's line."""
+    """A row for each run, no wider than what is in it."""
     names = list(rows[0][0])
     lines = [[*names, *FIGURES]]
     for chosen, figures in rows:
         words = in_words(figures)
-        shown = [words[name] for name in FIGURES] if figures["fits"] else ["does not fit"]
+        shown = [words[name] for name in FIGURES.values()] if figures["fits"] else ["does not fit"]
         lines.append([*chosen.values(), *shown])
     full = [line for line in lines if len(line) == len(lines[0])]
     widths = [max(map(len, column)) for column in zip(*full, strict=True)]

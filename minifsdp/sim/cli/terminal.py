@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells have it: 128, and the number of the signal."""
+AGAIN = 0.3
+"""Seconds after which a Ctrl-C that has had no effect is raised again."""
 EVERY = 10.0
 """Seconds from one line of progress to the next, where they go to a file."""
 COLOURS = {"red": 31, "green": 32, "yellow": 33, "grey": 90}
@@ -27,13 +29,21 @@ COLOURS = {"red": 31, "green": 32, "yellow": 33, "grey": 90}
 Progress = Callable[[str], None]
 
 
-def begin() -> None:
-    """Called by a program before it imports torch: Ctrl-C is one line, and nobody is warned that
-    NumPy is missing, which nothing here needs, neither here nor in processes started from here."""
+def begin(program: bool = True) -> None:
+    """Called before torch is imported: nobody is warned that NumPy is missing, which nothing here
+    needs, neither here nor in processes that are started from here. And Ctrl-C is one line.
+
+    Args:
+        program: whether it is one of ours that runs; pytest has its own way with Ctrl-C.
+    """
     message = "Failed to initialize NumPy"
     warnings.filterwarnings("ignore", message)
     os.environ.setdefault("PYTHONWARNINGS", f"ignore:{message}:UserWarning")
+    if not program:
+        return
     sys.excepthook, sys.unraisablehook = _uncaught, _unraisable
+    for number in (signal.SIGINT, signal.SIGALRM):
+        signal.signal(number, _interrupt)
     if "RANK" in os.environ:  # of torchrun's, which says it for all of its ranks
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: os._exit(INTERRUPTED))
@@ -48,31 +58,40 @@ def typed() -> str | None:
 # ---------------------------------------------------------------------------------------- Ctrl-C
 
 
+def _interrupt(*_: object) -> None:
+    """As Python does: raise KeyboardInterrupt. But some code takes it for an error of its own, and
+    goes on, as torch does where it looks for NumPy. So look again until the program has ended."""
+    signal.setitimer(signal.ITIMER_REAL, AGAIN, AGAIN)
+    error = sys.exc_info()[1]
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    if error is None:  # else it is on its way, and something is being ended or cleaned up
+        raise KeyboardInterrupt
+
+
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return
-    _say_stopped()
+    say_stopped()
     if multiprocessing := sys.modules.get("multiprocessing"):
         for child in multiprocessing.active_children():  # at its exit Python waits for them
             child.kill()
     raise SystemExit(INTERRUPTED)  # Python takes it from here as from anywhere else
 
 
-def _say_stopped() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would show what the first does not
+def say_stopped(words: str = "stopped") -> None:
+    """The one line, after which nothing comes."""
+    for number in (signal.SIGINT, signal.SIGALRM):
+        signal.signal(number, signal.SIG_IGN)
     progress("")
-    print("stopped", file=sys.stderr, flush=True)
+    print(words, file=sys.stderr, flush=True)
 
 
 def _unraisable(what: "UnraisableHookArgs") -> None:
-    """An exception in a finalizer goes nowhere: Python prints it, and the program runs on. There
-    are some in every import, so a Ctrl-C would be lost now and then."""
+    """Of an exception in a finalizer, which goes nowhere. Ctrl-C will be raised again."""
     if not issubclass(what.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(what)
-        return
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.01)  # once more, when the finalizer is over
 
 
 def end_at_once() -> None:
@@ -81,7 +100,7 @@ def end_at_once() -> None:
     from torch's C++, where an exception can abort Python, and in finalizers."""
 
     def end(*_: object) -> None:
-        _say_stopped()
+        say_stopped()
         sys.stdout.flush()
         os._exit(INTERRUPTED)
 

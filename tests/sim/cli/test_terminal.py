@@ -78,6 +78,8 @@ STOPPED = {
     "in the middle": INTERRUPT + "time.sleep(60)",
     "in a finalizer": f"class It:\n    def __del__(self):\n        exec({INTERRUPT!r})\n"
     "        time.sleep(0.1)\nimport time\nit = It()\ndel it\ntime.sleep(60)",
+    "where it is taken for another error": f"import time\ntry:\n    exec({INTERRUPT!r})\n"
+    "    time.sleep(60)\nexcept BaseException:\n    pass\ntime.sleep(60)",
     "at once, whoever catches it": f"end_at_once()\ntry:\n    exec({INTERRUPT!r})\n"
     "    time.sleep(60)\nexcept BaseException:\n    print('caught')",
     "with a child that takes no notice": "import multiprocessing, time\n"
@@ -99,7 +101,8 @@ def test_ctrl_c_is_one_line_and_130(text):
 def test_what_is_to_be_done_in_the_end_is_done():
     done = program(
         "import atexit\natexit.register(print, 'atexit')\n"
-        f"try:\n    exec({INTERRUPT!r})\n    time.sleep(60)\nfinally:\n    print('finally')"
+        f"try:\n    exec({INTERRUPT!r})\n    time.sleep(60)\n"
+        "finally:\n    time.sleep(1)\n    print('finally')"  # for longer than AGAIN
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "finally\natexit\n", "stopped\n")
 
@@ -137,6 +140,12 @@ def test_nobody_is_told_that_numpy_is_missing(monkeypatch):
     assert "Failed" in run_command([sys.executable, "-c", warn]).stderr
     for text in (warn, child):
         assert program(text).stderr == ""
+
+
+def test_pytest_keeps_its_own_ways():
+    before = sys.excepthook, sys.unraisablehook, signal.getsignal(signal.SIGINT)
+    terminal.begin(program=False)
+    assert (sys.excepthook, sys.unraisablehook, signal.getsignal(signal.SIGINT)) == before
 
 
 def test_what_was_typed_is_the_name_of_a_program(monkeypatch):
