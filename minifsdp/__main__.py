@@ -13,7 +13,7 @@ from pathlib import Path
 
 from minifsdp import __version__
 from minifsdp.sim.cli.options import COMMANDS
-from minifsdp.sim.cli.terminal import begin, end_at_once
+from minifsdp.sim.cli.terminal import begin
 from minifsdp.sim.cli.values import meant
 
 PACKAGED = ("sim", *COMMANDS)
@@ -68,8 +68,6 @@ def main() -> int:
     if name in PACKAGED:
         from minifsdp.sim.__main__ import command
 
-        if name != "calibrate":  # which starts processes
-            end_at_once()
         sys.path.insert(0, "")  # as `python -m` has it: --model may name a module of the user's
         return command(name, options.rest, f"{prog} {name}")
     if name in IN_A_CLONE:

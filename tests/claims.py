@@ -19,7 +19,6 @@ from minifsdp.core.limiter import EventQueue
 from minifsdp.sim import cluster
 from minifsdp.sim.__main__ import parser
 from minifsdp.sim.cli.run import simulate
-from minifsdp.sim.cli.terminal import end_at_once
 from minifsdp.sim.tape import Wait
 from minifsdp.sim.training.history import APPROACHES
 from minifsdp.sim.training.ordered import ORDERED
@@ -377,7 +376,6 @@ def readme_with(target: str = "claims", **tables: str) -> str:
 
 
 if __name__ == "__main__":
-    end_at_once()
     rows = []
     for number, claim in enumerate(CLAIMS, 1):
         rows.append(claim())

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # nothing is installed yet
 
-from minifsdp.sim.cli.terminal import begin  # noqa: E402
+from minifsdp.sim.cli.terminal import begin, end_tidily  # noqa: E402
 
 INSTALLED = ROOT / ".venv" / "installed"  # written by make, when this has come to its end
 LOG = ROOT / ".venv" / "pip.log"
@@ -77,6 +77,7 @@ def in_one_line(errors: str) -> str:
 
 def main() -> None:
     begin()
+    end_tidily()
     if not has_torch():
         print(f"Into .venv goes {about_torch(platform.system(), os.environ)}", flush=True)
         install(pinned())

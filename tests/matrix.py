@@ -29,7 +29,7 @@ from minifsdp import (
     SynchronizeAfterFree,
     core,
 )
-from minifsdp.sim.cli.terminal import progress
+from minifsdp.sim.cli.terminal import end_tidily, progress
 from tests.core.common import full_parameters
 from tests.models import CASES
 from tests.parity import (
@@ -165,6 +165,7 @@ def check_all(cells: list[Cell]) -> list[float | None]:
 
 def main(args: argparse.Namespace) -> None:
     """Run the cells of some models, or all; print a row for each model and way to initialize."""
+    end_tidily()
     cells = [cell for cell in CELLS + SCHEDULES if cell.model in (args.models or CASES)]
     found: dict[Cell, float | None] = {}
     failed = 0

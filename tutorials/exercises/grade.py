@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from minifsdp.sim.cli.files import file_problem
-from minifsdp.sim.cli.terminal import columns, progress, typed
+from minifsdp.sim.cli.terminal import columns, end_tidily, progress, typed
 from tutorials.exercises import source
 from tutorials.exercises.catalog import Exercise, exercises, exercises_alone
 from tutorials.exercises.court import Court
@@ -178,6 +178,7 @@ def begun(chosen: Sequence[Exercise], folder: Path) -> list[Exercise]:
 
 def main() -> int:
     options = parsed()
+    end_tidily()
     torch.set_num_threads(1)
     folder = options.folder.expanduser().resolve()
     chosen = choose(options.exercise, int(options.track) if options.track else None)

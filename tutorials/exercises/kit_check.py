@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from minifsdp.sim.cli.terminal import progress
+from minifsdp.sim.cli.terminal import end_tidily, progress
 from tutorials import grow
 from tutorials.exercises import lab, picture, source
 from tutorials.exercises.catalog import (
@@ -251,6 +251,7 @@ PARTS: dict[str, Callable[[Path], list[str]]] = {
 
 def main() -> int:
     """Check everything; 1 if something is wrong."""
+    end_tidily()
     torch.set_num_threads(1)
     began, problems = time.monotonic(), []
     with tempfile.TemporaryDirectory() as name:

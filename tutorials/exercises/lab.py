@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from minifsdp.sim.cli.terminal import progress
+from minifsdp.sim.cli.terminal import end_tidily, progress
 from tutorials.exercises.catalog import HERE, Check, tomllib
 from tutorials.exercises.inside import Job
 from tutorials.exercises.judge import verdict
@@ -195,6 +195,7 @@ def main() -> int:
     parser.add_argument("--lab", default="", help="such as bytes_limiter; all of them if empty")
     parser.add_argument("--patience", type=float, default=1, help="stretch all time limits")
     options = parser.parse_args()
+    end_tidily()
     torch.set_num_threads(1)
     if options.lab and options.lab not in labs():
         raise SystemExit(f"there is no lab {options.lab!r}; there are: {', '.join(labs())}")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from minifsdp.sim.cli.files import folder_problem
+from minifsdp.sim.cli.terminal import end_tidily
 from tutorials.exercises import source
 from tutorials.exercises.catalog import (
     HERE,
@@ -211,6 +212,7 @@ def unwritten(mistake: Mistake, folder: Path) -> list[str]:
 
 def main(key: str, folder: str, anyway: str = "") -> int:
     """Hand out a mistake, or grade what is there."""
+    end_tidily()
     torch.set_num_threads(1)
     every = mistakes()
     if key not in every:

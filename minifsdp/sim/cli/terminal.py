@@ -4,6 +4,7 @@ The tools in tests/ and the course in tutorials/ use it as well. No torch in her
 before torch is, since that takes seconds, in which somebody may press Ctrl-C already.
 """
 
+import atexit
 import os
 import shutil
 import signal
@@ -42,8 +43,7 @@ def begin(program: bool = True) -> None:
     if not program:
         return
     sys.excepthook, sys.unraisablehook = _uncaught, _unraisable
-    for number in (signal.SIGINT, signal.SIGALRM):
-        signal.signal(number, _interrupt)
+    signal.signal(signal.SIGINT, _end_at_once)
     if "RANK" in os.environ:  # of torchrun's, which says it for all of its ranks
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: os._exit(INTERRUPTED))
@@ -60,7 +60,7 @@ def typed() -> str | None:
 
 def _interrupt(*_: object) -> None:
     """As Python does: raise KeyboardInterrupt. But some code takes it for an error of its own, and
-    goes on, as torch does where it looks for NumPy. So look again until the program has ended."""
+    goes on. So look again until the program has ended."""
     signal.setitimer(signal.ITIMER_REAL, AGAIN, AGAIN)
     error = sys.exc_info()[1]
     while error is not None and not isinstance(error, KeyboardInterrupt):
@@ -94,17 +94,20 @@ def _unraisable(what: "UnraisableHookArgs") -> None:
         sys.__unraisablehook__(what)
 
 
-def end_at_once() -> None:
-    """From now on Ctrl-C ends this program where it is, without an exception; for programs that run
-    the virtual GPU, and leave no process and no file behind. The GPU's work is done in callbacks
-    from torch's C++, where an exception can abort Python, and in finalizers."""
+def end_tidily() -> None:
+    """From now on Ctrl-C is an exception, in one of our programs that leaves processes or files
+    behind if it just ends. Until then it just ends: in an import and in the virtual GPU, whose work
+    is done in callbacks from torch's C++, an exception is lost, or aborts Python."""
+    if sys.excepthook is _uncaught:
+        atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)
+        for number in (signal.SIGINT, signal.SIGALRM):
+            signal.signal(number, _interrupt)
 
-    def end(*_: object) -> None:
-        say_stopped()
-        sys.stdout.flush()
-        os._exit(INTERRUPTED)
 
-    signal.signal(signal.SIGINT, end)
+def _end_at_once(*_: object) -> None:
+    say_stopped()
+    sys.stdout.flush()
+    os._exit(INTERRUPTED)
 
 
 @contextmanager

@@ -75,14 +75,16 @@ def test_what_goes_to_a_file_is_as_wide_as_ever(capsys, monkeypatch):
 
 
 STOPPED = {
-    "in the middle": INTERRUPT + "time.sleep(60)",
-    "in a finalizer": f"class It:\n    def __del__(self):\n        exec({INTERRUPT!r})\n"
+    "in the middle": "end_tidily()\n" + INTERRUPT + "time.sleep(60)",
+    "in a finalizer": "end_tidily()\nclass It:\n    def __del__(self):\n"
+    f"        exec({INTERRUPT!r})\n"
     "        time.sleep(0.1)\nimport time\nit = It()\ndel it\ntime.sleep(60)",
-    "where it is taken for another error": f"import time\ntry:\n    exec({INTERRUPT!r})\n"
+    "where it is taken for another error": "end_tidily()\nimport time\ntry:\n"
+    f"    exec({INTERRUPT!r})\n"
     "    time.sleep(60)\nexcept BaseException:\n    pass\ntime.sleep(60)",
-    "at once, whoever catches it": f"end_at_once()\ntry:\n    exec({INTERRUPT!r})\n"
+    "at once, whoever catches it": f"try:\n    exec({INTERRUPT!r})\n"
     "    time.sleep(60)\nexcept BaseException:\n    print('caught')",
-    "with a child that takes no notice": "import multiprocessing, time\n"
+    "with a child that takes no notice": "end_tidily()\nimport multiprocessing, time\n"
     "with out_of_reach():\n"
     "    multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,)).start()\n"
     + INTERRUPT
@@ -100,11 +102,20 @@ def test_ctrl_c_is_one_line_and_130(text):
 
 def test_what_is_to_be_done_in_the_end_is_done():
     done = program(
-        "import atexit\natexit.register(print, 'atexit')\n"
+        "end_tidily()\nimport atexit\natexit.register(print, 'atexit')\n"
         f"try:\n    exec({INTERRUPT!r})\n    time.sleep(60)\n"
         "finally:\n    time.sleep(1)\n    print('finally')"  # for longer than AGAIN
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "finally\natexit\n", "stopped\n")
+
+
+def test_an_error_that_came_of_it_is_an_error():
+    """Of exit status 1: no timer goes off when Python has forgotten what to do with it."""
+    done = program(
+        "end_tidily()\nimport os, signal, time\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(60)\nexcept BaseException:\n    pass\nraise ImportError('numpy')"
+    )
+    assert done.returncode == 1 and "ImportError: numpy" in done.stderr
 
 
 def test_a_rank_leaves_it_to_its_launcher():
@@ -128,8 +139,8 @@ def test_what_is_out_of_reach_goes_on_and_its_parent_does_not():
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
     child.send_signal(signal.SIGINT)
     assert child.communicate()[0] == b"slept\n" and child.returncode == 0
-    done = program("import os, signal\nwith out_of_reach():\n    " + INTERRUPT.splitlines()[1]
-                   + "\n    print('over')\nprint('not here')")  # fmt: skip
+    done = program("end_tidily()\nimport os, signal\nwith out_of_reach():\n    "
+                   + INTERRUPT.splitlines()[1] + "\n    print('over')\nprint('not here')")  # fmt: skip
     assert (done.returncode, done.stdout) == (130, "over\n")
 
 
