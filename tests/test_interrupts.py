@@ -21,7 +21,7 @@ COMMANDS = {
     "demo": "-m minifsdp demo --steps 100000",
     "grade": "-m minifsdp grade {tmp}/mine",
     "kit-check": "-m tutorials.exercises.kit_check",
-    "lab": "-m tutorials.exercises.lab {tmp}/mine",
+    "lab": "-m tutorials.exercises.lab tutorials/exercises",
     "mutants": "-m tests.mutants core/limiter",
     "fuzz": "-m tests.fuzz 1000000",
     "matrix": "-m tests.matrix",
