@@ -81,7 +81,10 @@ def _in_a_clone(name: str, rest: Sequence[str], prog: str) -> int:
     """Become a program of the clone that this package is in, or else of the current folder."""
     clone = next(filter(_is_clone, (Path(__file__).parent.parent, Path.cwd())), None)
     if clone is None:
-        print(f"minifsdp: {name} needs a clone; in it say the same: {CLONE}", file=sys.stderr)
+        print(
+            f"minifsdp: {name} needs a clone of the repository, and runs there: {CLONE}",
+            file=sys.stderr,
+        )
         return 2
     path = os.pathsep.join(filter(None, [str(clone), os.environ.get("PYTHONPATH")]))
     about = {"PYTHONPATH": path, "MINIFSDP_TYPED": prog}
