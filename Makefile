@@ -18,9 +18,10 @@ help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 12
 
 demo: $(INSTALLED)  ## train a small GPT, sharded; compare it with DDP (see ARGS="--help")
-	@$(PY) $(if $(STUDENT),-m tutorials.exercises.demo "$(STUDENT)",tutorials/train_gpt.py) $(ARGS)
+	@$(TYPED) $(PY) $(if $(STUDENT),-m tutorials.exercises.demo "$(STUDENT)",tutorials/train_gpt.py) $(ARGS)
 
-QUIETLY := -W ignore  # torch warns of NumPy, which is not needed here
+QUIETLY := -W ignore
+TYPED = MINIFSDP_TYPED="make $@"  # what the help of a program calls it
 WORKERS := -n auto --dist loadgroup  # processes that tests are shared out among: tests/conftest.py
 test: $(INSTALLED)  ## what every commit needs; one test: ARGS="tests/test_limiter.py -k name"
 	@$(PY) -m pytest $(WORKERS) -m "not slow" $(ARGS)
@@ -56,14 +57,14 @@ test-site: $(INSTALLED)  ## the site in a browser (needs chromium), and the note
 	@$(PY) -m pytest $(WORKERS) tests/site tests/test_site.py $(ARGS)
 
 student: $(INSTALLED)  ## OUT=~/my-fsdp: an FSDP to write from nothing, and the concept files
-	@$(PY) $(QUIETLY) -m tutorials.exercises.student "$(or $(OUT),$(HOME)/my-fsdp)"
+	@$(TYPED) $(PY) $(QUIETLY) -m tutorials.exercises.student "$(or $(OUT),$(HOME)/my-fsdp)"
 
 grade: $(INSTALLED)  ## DIR=~/my-fsdp: what of it is right, and why not; EX=limiter.1 or TRACK=1: a part
-	@$(PY) $(QUIETLY) -m tutorials.exercises.grade "$(or $(DIR),$(HOME)/my-fsdp)" --exercise "$(EX)" --track "$(TRACK)" $(ARGS) || [ $$? = 1 ]
+	@$(TYPED) $(PY) $(QUIETLY) -m tutorials.exercises.grade "$(or $(DIR),$(HOME)/my-fsdp)" --exercise "$(EX)" --track "$(TRACK)" $(ARGS) || [ $$? = 1 ]
 
 hint: N = 1
 hint: $(INSTALLED)  ## EX=limiter.1: a hint; N=2 and N=3 say more
-	@$(PY) $(QUIETLY) -m tutorials.exercises.hint "$(EX)" $(N)
+	@$(TYPED) $(PY) $(QUIETLY) -m tutorials.exercises.hint "$(EX)" $(N)
 
 mistake: $(INSTALLED)  ## M=1 DIR=~/my-fsdp: one wrong line and what comes of it; find it
 	@$(PY) $(QUIETLY) -m tutorials.exercises.mistakes "$(M)" "$(or $(DIR),$(HOME)/my-fsdp)" $(ARGS) || [ $$? = 1 ]
@@ -132,6 +133,5 @@ clean:  ## remove what the other targets made
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "minifsdp needs Python 3.10 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12 ...")'
 	@$(PYTHON) -m venv .venv || { echo "could not make .venv; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
-	@echo "installing into .venv (torch is a few hundred MB) ..."
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,lint]"
+	@.venv/bin/python tests/install.py
 	@touch $@

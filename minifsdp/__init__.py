@@ -4,7 +4,7 @@ The README has the map of the core's files, in the order in which to read them, 
 tutorials/reference/engine.md that of the features around it.
 
 Names are looked up when they are first used (PEP 562). torch takes seconds to import, and not all
-of minifsdp needs it: ``python -m minifsdp.sim --help`` does not.
+of minifsdp needs it: ``minifsdp sim --help`` does not.
 """
 
 from importlib import import_module

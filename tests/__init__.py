@@ -1,13 +1,11 @@
 """The tests, and the tools that `make matrix`, `make fuzz`, `make mutants` and `make bench` run."""
 
-import os
-import warnings
+import sys
 
-# torch warns in every process that NumPy is not there. Nothing here needs it.
-_MESSAGE = "Failed to initialize NumPy"
-warnings.filterwarnings("ignore", _MESSAGE)
-os.environ.setdefault("PYTHONWARNINGS", f"ignore:{_MESSAGE}:UserWarning")  # of the ranks
+from minifsdp.sim.cli.terminal import begin
 
-from tests import replace  # noqa: E402  # warnings first
+begin(program=sys.argv[0] == "-m")  # `python -m tests.fuzz`, which is just being found
 
-replace.install()  # before anything of minifsdp is imported
+from tests import replace  # noqa: E402
+
+replace.install()  # before anything else of minifsdp is imported

@@ -48,7 +48,7 @@ def near(found: Sequence[float], expected: Sequence[float]) -> bool:
 
 @cache
 def run(command: str, **constants: Any) -> dict[str, Any]:
-    """Figures of one call of `python -m minifsdp.sim`, with other constants."""
+    """Figures of one call of `minifsdp sim`, with other constants."""
     return simulate(parser().parse_args(command.split()), **constants).report()
 
 
@@ -376,16 +376,14 @@ def readme_with(target: str = "claims", **tables: str) -> str:
 
 
 if __name__ == "__main__":
-    rows = [claim() for claim in CLAIMS]
-    for row in rows:
-        if not row.holds:
-            sys.exit(f"does not hold any more: {row.claim}: {row.claimed}, found {row.found}")
-    README.write_text(
-        readme_with(
-            claims=claims(rows),
-            approaches=approaches(),
-            room=room(),
-            t5_variations=t5_variations(),
-            allocators=allocators(),
-        )
-    )
+    rows = []
+    for number, claim in enumerate(CLAIMS, 1):
+        rows.append(claim())
+        print(f"{number} of {len(CLAIMS)} claims: {claim.__name__}: {rows[-1].found}", flush=True)
+        if not rows[-1].holds:
+            sys.exit(f"does not hold any more: {rows[-1].claim}: {rows[-1].claimed}")
+    tables = {"claims": claims(rows)}
+    for write in (approaches, room, t5_variations, allocators):
+        print(f"the table of {write.__name__}", flush=True)
+        tables[write.__name__] = write()
+    README.write_text(readme_with(**tables))

@@ -32,6 +32,7 @@ from minifsdp import (
 )
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.featured_unit import FeaturedUnit
+from minifsdp.sim.cli.terminal import end_tidily
 from tests.parity import check_at_rest
 from tests.random_models import (
     ALL,
@@ -591,6 +592,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first one")
     parser.add_argument("--world", type=int, nargs="+", default=WORLDS, help="numbers of ranks")
     args = parser.parse_args()
+    end_tidily()
     failed, start, told = [], time.monotonic(), 0.0
     for done, seed in enumerate(range(args.seed, args.seed + args.cases), 1):
         world = args.world[seed % len(args.world)]

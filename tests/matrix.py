@@ -29,6 +29,7 @@ from minifsdp import (
     SynchronizeAfterFree,
     core,
 )
+from minifsdp.sim.cli.terminal import end_tidily, progress
 from tests.core.common import full_parameters
 from tests.models import CASES
 from tests.parity import (
@@ -164,6 +165,7 @@ def check_all(cells: list[Cell]) -> list[float | None]:
 
 def main(args: argparse.Namespace) -> None:
     """Run the cells of some models, or all; print a row for each model and way to initialize."""
+    end_tidily()
     cells = [cell for cell in CELLS + SCHEDULES if cell.model in (args.models or CASES)]
     found: dict[Cell, float | None] = {}
     failed = 0
@@ -171,16 +173,17 @@ def main(args: argparse.Namespace) -> None:
         mine = [cell for cell in cells if cell.world_size == world_size]
         for start in range(0, len(mine), 50):
             some = mine[start : start + 50]
-            show(f"{world_size} ranks: {start} of {len(mine)} cells")
+            progress(f"{world_size} ranks: {start} of {len(mine)} cells")
             try:
                 ranks = run(check_all, world_size, some, pretended_gpu=args.pretended_gpu)
             except RankFailure as failure:
                 failed += 1
-                show(f"{failure}\n\n", stays=True)
+                progress("")
+                print(f"{failure}\n\n", file=sys.stderr, flush=True)
                 continue
             for cell, *results in zip(some, *ranks, strict=True):
                 found[cell] = None if None in results else max(results)
-    show("")
+    progress("")
     groups: defaultdict[tuple[str, ...], dict[Cell, float | None]] = defaultdict(dict)
     for cell, result in found.items():
         groups[cell.model, cell.init, cell.strategy, cell.offload, cell.layout][cell] = result
@@ -207,11 +210,6 @@ def worst(cells: dict[Cell, float | None]) -> str:
         elif gaps:
             texts.append(f"{max(gaps):.0e}" if max(gaps) else "=")
     return "  ".join(texts)
-
-
-def show(line: str, stays: bool = False) -> None:
-    """Progress, on a line that is written over."""
-    print(f"\r{line:79}", end="" if not stays else "\n", flush=True, file=sys.stderr)
 
 
 if __name__ == "__main__":

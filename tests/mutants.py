@@ -13,12 +13,16 @@ file that says only when things happen, or passes them on, and are noticed by th
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from minifsdp.sim.cli.terminal import end_tidily
 
 ROOT = Path(__file__).parent.parent
 
@@ -1217,7 +1221,34 @@ MUTANTS = [
     Mutant("sim/cli/values", "zero is enough", "if not 1 <= value <= most:", "if not 0 <= value <= most:"),
     Mutant("sim/cli/values", "no number is a number", "if not least <= value <= most:", "if value < least or value > most:"),
     Mutant("sim/cli/values", "nothing was meant", "    return f\"; did you mean {close[0]}?\" if close else \"\"", "    return \"\""),
-    Mutant("sim/cli/values", "files stay behind", "    if not there:\n        path.unlink()\n", "", "sim/__main__"),
+    Mutant("sim/cli/files", "files stay behind", "                path.unlink(missing_ok=True)\n", "                pass\n"),
+    Mutant("sim/cli/files", "what cannot be written is opened, and that is all", "file.raw.write(b\"\")", "pass"),
+    Mutant("sim/cli/files", "a disk may be full", "                file.write(bytes(ENOUGH * new))\n", ""),
+    Mutant("sim/cli/files", "a little room is enough", "        if free < nbytes:\n", "        if False:\n"),
+    Mutant("sim/cli/files", "folders can be made in files", "        if not there.is_dir():\n", "        if False:\n"),
+    Mutant("sim/cli/terminal", "everybody is told", "    if is_terminal(sys.stderr):\n", "    if True:\n"),
+    Mutant("sim/cli/terminal", "nothing is wiped", 'if what else ""', 'if True else ""'),
+    Mutant("sim/cli/terminal", "to those who read results", 'end="", file=sys.stderr, flush', 'end="", flush'),
+    Mutant("sim/cli/terminal", "a long line goes to the next one", "[: shutil.get_terminal_size().columns - 1]", ""),
+    Mutant("sim/cli/terminal", "a file gets each line", "elif now > _told + EVERY:", "elif True:"),
+    Mutant("sim/cli/terminal", "colours for those who want none", " or os.environ.get(\"NO_COLOR\")", ""),
+    Mutant("sim/cli/terminal", "colours in files", "if not text or not is_terminal(sys.stdout) or", "if not text or"),
+    Mutant("sim/cli/terminal", "files are as wide as somebody's window", " if is_terminal(sys.stdout) else otherwise", ""),
+    Mutant("sim/cli/terminal", "Ctrl-C is a traceback", "    if not issubclass(kind, KeyboardInterrupt):\n", "    if True:\n"),
+    Mutant("sim/cli/terminal", "children are waited for", "            child.kill()\n", "            pass\n"),
+    Mutant("sim/cli/terminal", "who catches it loses it", "    signal.setitimer(signal.ITIMER_REAL, AGAIN, AGAIN)", "    pass"),
+    Mutant("sim/cli/terminal", "cleaning up is interrupted, too", "    if error is None:  #", "    if True:  #"),
+    Mutant("sim/cli/terminal", "pytest is one of our programs", "    if not program:\n        return\n", ""),
+    Mutant("sim/cli/terminal", "an import is never interrupted", "    signal.signal(signal.SIGINT, _end_at_once)\n", "    pass\n"),
+    Mutant("sim/cli/terminal", "each rank says it", 'if "RANK" in os.environ:', "if False:"),
+    Mutant("sim/cli/terminal", "children get Ctrl-C", "signal.SIG_BLOCK, {signal.SIGINT}", "signal.SIG_BLOCK, {signal.SIGUSR1}"),
+    Mutant("sim/cli/terminal", "and so does nobody, ever after", "signal.pthread_sigmask(signal.SIG_SETMASK, before)", "pass"),
+    Mutant("__main__", "a command runs where somebody's own tests are", "del sys.path[0]; ", ""),
+    Mutant("__main__", "the clone runs what is installed", '{"PYTHONPATH": path, ', "{"),
+    Mutant("__main__", "usage names a file", ', "MINIFSDP_TYPED": prog}', "}"),
+    Mutant("__main__", "models of one's own are not found", 'sys.path.insert(0, "")', "pass"),
+    Mutant("__main__", "nobody is told how to get a clone", "    if clone is None:\n", "    if False:\n"),
+    Mutant("__main__", "a mistyped command", 'close = meant(name, [*PACKAGED, *IN_A_CLONE]) or', "close ="),
     Mutant("sim/cli/conflicts", "any file is a configuration", "if not isinstance(found, dict):", "if False:"),
     Mutant("sim/cli/conflicts", "GPUs have as much memory as one likes", "options.memory > has", "False"),
     Mutant("sim/cli/conflicts", "FSDP2 has a limit", "if given not in (*values, None):", "if False:"),
@@ -1293,7 +1324,7 @@ MUTANTS = [
     Mutant("sim/cli/runs", "failure is success", 'return 0 if any(figures["fits"]', 'return 0 if True or any(figures["fits"]', "sim/__main__"),
     Mutant("sim/cli/options", "errors take many lines", "        raise ValueError(message.removeprefix(\"argument \"))", "        super().error(message)", "sim/__main__"),
     Mutant("sim/__main__", "snapshots are looked at in the end", "    check_against(options)\n", "", "sim/cli/against"),
-    Mutant("sim/__main__", "calibrate is taken for options of a run", '        if given[:1] == ["calibrate"]:', "        if False:", "sim/cli/calibrate"),
+    Mutant("sim/__main__", "calibrate is taken for options of a run", '"calibrate": _calibrate}', "}", "sim/cli/calibrate"),
     Mutant("__init__", "torch is imported at once", "_HOMES = (\n", "import torch\n_HOMES = (\n"),
     Mutant("__init__", "torch's names before minifsdp's", "import_module(home) for home in _HOMES]", "import_module(home) for home in reversed(_HOMES)]"),
     Mutant("__init__", "what is missing is not told", "        if name in missing:", "        if False:", "checks/unsupported"),
@@ -1309,13 +1340,10 @@ MUTANTS = [
     Mutant("sim/cli/commands", "there is always something to read", '        "--against",\n', '        "--against",\n        default="snapshot.pickle",\n'),
     Mutant("sim/cli/commands", "it writes elsewhere", 'default="cluster.json", metavar="FILE", help="default: cluster.json"', 'default="machine.json", metavar="FILE", help="default: machine.json"'),
     Mutant("sim/training/plain", "what is compiled is not told", "        note += \"; torch.compile", "        _ = \"; torch.compile"),
-    Mutant("sim/cli/progress", "everybody is told", "if sys.stderr.isatty():", "if True:"),
-    Mutant("sim/cli/progress", "nothing is wiped", "{' ...' * bool(what)}", " ..."),
-    Mutant("sim/cli/progress", "to those who read results", "file=sys.stderr, flush", "flush"),
     Mutant("sim/cli/against", "the other way round", "{here / there:8.2f}", "{there / here:8.2f}"),
     Mutant("sim/cli/against", "only what the run has", "(*here.asked, *there.asked)", "here.asked"),
     Mutant("sim/cli/against", "bytes for MiB", "{there / 2**20:10,.1f}", "{there:10,.1f}"),
-    Mutant("sim/cli/calibrate", "what is missing is not told", "    if missing:\n", "    if False:\n"),
+    Mutant("sim/cli/calibrate", "what is missing is not told", "    if missing := _missing(found):\n", "    if missing := []:\n"),
     Mutant("sim/cli/calibrate", "always two ranks", "this_machine(ranks or here or 2)", "this_machine(2)"),
     Mutant("sim/cli/calibrate", "a rank's failure is a traceback", "    except RuntimeError as error:", "    except KeyError as error:"),
     Mutant("sim/cli/calibrate", "more ranks than GPUs", "if here and ranks is not None and ranks > here:", "if False:"),
@@ -1629,27 +1657,37 @@ def notices(mutant: Mutant) -> str | None:
             copy(source, Path(folder, name))
         path = Path(folder, "minifsdp", f"{mutant.concept}.py")
         path.write_text(path.read_text().replace(mutant.original, mutant.replacement))
-        result = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-x",
-                "--timeout=300",
-                *its_tests(mutant.noticed_by or mutant.concept),
-            ],
+        pytest = [sys.executable, "-m", "pytest", "-x", "--timeout=300"]
+        process = subprocess.Popen(
+            [*pytest, *its_tests(mutant.noticed_by or mutant.concept)],
             cwd=folder,
             env={**os.environ, "RANKS_TIMEOUT": "15", "PYTHONPATH": folder},
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # its ranks are in it, and are ended with it
         )
-    if result.returncode not in (0, 1):
-        return f"(did not run: {result.stdout[-300:]}{result.stderr[-300:]})"
-    failed = [line for line in result.stdout.splitlines() if line.startswith("FAILED")]
+        _running.add(process)
+        output, errors = process.communicate()
+        _running.discard(process)
+    if process.returncode not in (0, 1):
+        return f"(did not run: {output[-300:]}{errors[-300:]})"
+    failed = [line for line in output.splitlines() if line.startswith("FAILED")]
     return failed[0].split("::")[-1].split(" - ")[0] if failed else None
 
 
+_running: set["subprocess.Popen[str]"] = set()
+
+
+def _end_all() -> None:
+    """What runs, when nobody waits for it any more."""
+    for process in list(_running):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def main(words: list[str]) -> None:
+    end_tidily()
     concepts = [word for word in words if not word[0].isdigit()]
     known = {m.concept for m in MUTANTS}
     known |= {concept.split("/")[0] for concept in known}  # folders
@@ -1666,10 +1704,15 @@ def main(words: list[str]) -> None:
     print(f"{len(chosen)} mutants, {os.cpu_count()} at a time, about 8 s each", flush=True)
     unnoticed = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for mutant, test in zip(chosen, pool.map(notices, chosen), strict=True):
-            line = f"{mutant.concept:14} {mutant.mistake:46} {test or 'NOT NOTICED'}"
-            print(line, flush=True)
-            unnoticed += [line] * (test is None or test.startswith("("))
+        try:
+            for mutant, test in zip(chosen, pool.map(notices, chosen), strict=True):
+                line = f"{mutant.concept:14} {mutant.mistake:46} {test or 'NOT NOTICED'}"
+                print(line, flush=True)
+                unnoticed += [line] * (test is None or test.startswith("("))
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            _end_all()
+            raise
     print(f"{len(chosen) - len(unnoticed)} of {len(chosen)} mutants noticed", *unnoticed, sep="\n")
     sys.exit(len(unnoticed) > 0)
 

@@ -1,6 +1,6 @@
 """Published training runs, and what the virtual GPU says of them: `make predictions`.
 
-Each run of tests/predictions.toml is one call of ``python -m minifsdp.sim``. Its tokens per second
+Each run of tests/predictions.toml is one call of ``minifsdp sim``. Its tokens per second
 and GPU (or TFLOPS, or memory, whatever was published) stand beside the prediction, in tables in
 minifsdp/sim/README.md. Nothing is tuned to a run: constants of GPUs (sim/gpus.py)
 were chosen by one half of the runs, and the errors that count are those of the other half.
@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from minifsdp.sim.cli.run import simulate
+from minifsdp.sim.cli.terminal import end_tidily, out_of_reach, progress
 from minifsdp.sim.device import VirtualGpu
 from minifsdp.sim.hardware.gpus import GPUS
 from minifsdp.sim.tape import Note, Phase
@@ -41,7 +42,7 @@ class Run:
 
     source: str
     used: str  # "fit" or "held out"
-    options: str  # of `python -m minifsdp.sim`
+    options: str  # of `minifsdp sim`
     quote: str
     micro_batches: int = 1
     tokens: float | None = None  # per second and GPU
@@ -197,8 +198,16 @@ def with_tables(text: str, **tables: str) -> str:
 
 def predicted(runs: list[Run]) -> list[tuple[Run, Prediction]]:
     """All of them, on all cores."""
-    with ProcessPoolExecutor() as pool:
-        return list(zip(runs, pool.map(_alone, runs), strict=True))
+    pool = ProcessPoolExecutor()  # without `with`, which would wait for runs after Ctrl-C
+    with out_of_reach():
+        predictions = pool.map(_alone, runs)
+    found = []
+    for number, (run, prediction) in enumerate(zip(runs, predictions, strict=True), 1):
+        progress(f"{number} of {len(runs)} runs")
+        found.append((run, prediction))
+    pool.shutdown()
+    progress("")
+    return found
 
 
 def _alone(run: Run) -> Prediction:
@@ -208,6 +217,7 @@ def _alone(run: Run) -> Prediction:
 
 
 if __name__ == "__main__":
+    end_tidily()
     every = predicted(RUNS)
     tables = {"summary": summary(every), "rows": rows(every), "sources": sources()}
     SIM_README.write_text(with_tables(SIM_README.read_text(), **tables))

@@ -36,6 +36,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +45,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from minifsdp.sim.cli.terminal import out_of_reach
 from tests.gpus import Place, compute_on, gpus_of
 from tests.patience import Patience
 from tests.pretended_gpu import NCCL, PretendedGpu
@@ -176,7 +178,9 @@ class World:
                 args=(theirs, rank, world_size, place, gpu, self.folder.name),
                 daemon=True,
             )
-            process.start()
+            resource_tracker.ensure_running()
+            with out_of_reach():  # the server, too, which the first one starts
+                process.start()
             theirs.close()
             self.processes.append(process)
             self.connections.append(ours)
@@ -278,7 +282,6 @@ def _serve(
     """What a rank does all its life."""
     stack = open(f"{folder}/stack{rank}", "w")  # noqa: SIM115  # for as long as the rank lives
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which ends us
     torch.set_num_threads(1)
     gc.freeze()  # or each rank would copy all memory of the server when it looks for garbage
     if gpu is not None:

@@ -14,6 +14,7 @@ import torch
 
 from minifsdp.sim.cli.options import ENGINES
 from minifsdp.sim.cli.run import simulate
+from minifsdp.sim.cli.terminal import progress
 from minifsdp.sim.views.svg import WIDTH, Drawing
 from tests.claims import README, MiB, parser, readme_with, table
 from tests.predictions import accumulated, optimizer_seconds
@@ -95,7 +96,9 @@ def figures(engine: str, scaling: Scaling, point: Point) -> Figures:
 def rows(scaling: Scaling) -> str:
     """A table: each engine's figures for each strategy and number of GPUs."""
     lines = []
-    for point in points(scaling):
+    for number, point in enumerate(points(scaling), 1):
+        name = f"{scaling.__name__} scaling, {number} of {len(points(scaling))}"
+        progress(f"{name}: {point.strategy} on {point.gpus:,} GPUs")
         found = [figures(engine, scaling, point) for engine in ENGINES]
         lines.append(
             (
@@ -174,4 +177,5 @@ def _panel(
 if __name__ == "__main__":
     torch.set_num_threads(1)
     README.write_text(readme_with("scale", weak_scaling=rows(weak), strong_scaling=rows(strong)))
+    progress("")
     picture().write(PICTURE)

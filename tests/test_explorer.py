@@ -81,7 +81,7 @@ def pinned():
 
 @pytest.fixture(scope="module")
 def of_the_cli():
-    """What `python -m minifsdp.sim --json` prints for these settings."""
+    """What `minifsdp sim --json` prints for these settings."""
     pinned()
     found = []
     for model, settings in CHOSEN:

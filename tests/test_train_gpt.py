@@ -58,6 +58,9 @@ def test_it_trains_compares_and_writes(arguments, tmp_path):
     (["--program", "/nowhere"], "--program /nowhere: there is no such file"),
     (["--text", "/nowhere"], "--text /nowhere: No such file or directory"),
     (["--text", os.devnull], f"--text {os.devnull}: 0 bytes are too few"),
+    (["--checkpoint", os.devnull], f"--checkpoint {os.devnull}: it is a file"),
+    (["--checkpoint", "/proc/folder"], "--checkpoint /proc/folder: no such file or directory"),
+    (["--checkpoint", "new", "--width", "3200000"], "--checkpoint new: "),
     (["--core", "--precision", "bf16"], "--core: the core has no --offload, --precision"),
     (["--colour", "red"], "unrecognized arguments: --colour red"),
 ])  # fmt: skip
@@ -94,7 +97,7 @@ def test_interrupting_it_ends_all_ranks(tmp_path):
         os.killpg(process.pid, signal.SIGINT)  # what Ctrl-C does in a terminal
         _, errors = communicate(process, 60)
         assert errors.strip() == "stopped; all ranks have ended", errors
-        assert process.returncode != 0
+        assert process.returncode == 130
         assert not running(text)
     finally:
         for pid in running(text):

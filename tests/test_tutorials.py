@@ -189,7 +189,7 @@ def test_the_glossary_is_sorted_and_each_term_stands_on_its_page():
 @pytest.mark.slow
 def test_the_readmes_command_draws_the_tutorials_picture(tmp_path, capsys):
     readme = (ROOT / "minifsdp" / "sim" / "README.md").read_text()
-    (command,) = re.findall(r"\$ python -m minifsdp.sim ([^$]*?--svg limiter.svg)", readme)
+    (command,) = re.findall(r"\$ minifsdp sim ([^$]*?--svg limiter.svg)", readme)
     words = shlex.split(command.replace("\\\n", " "))
     assert main([*words[:-1], str(tmp_path / words[-1])]) == 0
     capsys.readouterr()

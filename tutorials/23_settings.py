@@ -252,7 +252,7 @@ def without_the_reason() -> None:
 # (a minute or so):
 #
 # ```
-# python -m minifsdp.sim plan --model gpt-1.3b --gpu h100 --nodes 2 --network 100 \
+# minifsdp plan --model gpt-1.3b --gpu h100 --nodes 2 --network 100 \
 #     --batch 16 --seq 512
 # ```
 #

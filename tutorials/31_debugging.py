@@ -226,7 +226,7 @@ def without_the_layer() -> None:
 #
 # PyTorch's error says how much it wanted, and not what is there. So find that out before you turn
 # knobs. On a GPU, call `torch.cuda.memory._record_memory_history()` at the start, and
-# `_dump_snapshot(file)` where you catch the error. `python -m minifsdp.sim ... --against file`
+# `_dump_snapshot(file)` where you catch the error. `minifsdp sim ... --against file`
 # sorts such a snapshot by who has asked for the memory, beside that of a virtual run.
 #
 # Here is a virtual run: 1.3 billion parameters on two machines of 8 GPUs. At first PyTorch has 16

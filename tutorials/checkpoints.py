@@ -129,7 +129,12 @@ class Checkpoints:
 
     def _finish(self) -> None:
         if self.writing is not None:
-            self.writing.result()
+            try:
+                self.writing.result()
+            except CheckpointException as error:  # which all ranks get
+                first = str(next(iter(error.failures.values()))[0]).splitlines()[0]
+                why = f"a checkpoint could not be written to {self.folder}: {first}; is it full?"
+                raise SystemExit(1 if dist.get_rank() else why) from None
             self.writing = None
             for step in self._complete()[: -self.keep] if dist.get_rank() == 0 else []:
                 (self._of(step) / ".metadata").unlink()  # first: it is not complete any more

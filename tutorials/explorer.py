@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))  # as for `python -m minifsdp.sim` in the repository's root
+sys.path.insert(0, str(HERE.parent))  # as for `minifsdp sim` in the repository's root
 
 from minifsdp.sim.__main__ import parser
 from minifsdp.sim.cli.run import measure

@@ -35,7 +35,7 @@ FIGURES = (
     *("peak reserved", "peak active", "peak allocated", "cudaMallocs", "retries"),
     *("tokens/s per GPU", "MFU", "flops"),
 )
-"""Of those of `python -m minifsdp.sim --json`, what the page has."""
+"""Of those of `minifsdp sim --json`, what the page has."""
 OF_ALL_REDUCES = "bytes sent by all-reduces"
 NAMES = (*FIGURES, *MEMORY, OF_ALL_REDUCES, "fits")
 """Of all numbers of a run: the memory at the peak by kind, too."""

@@ -9,21 +9,21 @@ The text is Python's own standard library, which every machine that runs this ha
 Everything that has to do with sharding is in `shard()`; the rest is an ordinary training loop.
 """
 
+from minifsdp.sim.cli.terminal import INTERRUPTED, begin, end_tidily, say_stopped, typed
+
+begin(program=__name__ == "__main__")  # first: what follows takes seconds
+
 import argparse
 import copy
 import importlib.util
 import logging
 import os
 import runpy
-import signal
 import sys
 import sysconfig
 import time
-import warnings
 from pathlib import Path
 from typing import Any, NoReturn
-
-warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's, and not needed here
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from minifsdp import (
     core,
 )
 from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.sim.cli.files import folder_problem
 
 CONTEXT = 64  # tokens a prediction may look back on
 BATCH = 16  # sequences per rank and step
@@ -327,11 +328,11 @@ def main(args: argparse.Namespace) -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], add_help=True)
+    parser = argparse.ArgumentParser(prog=typed(), description=__doc__.partition("\n")[0])
     chatty = os.environ.get("RANK", "0") == "0"
 
     def one_line(message: str) -> NoReturn:
-        sys.exit(f"train_gpt.py: {message} (see --help)" if chatty else 2)
+        sys.exit(f"{parser.prog}: {message} (see --help)" if chatty else 2)
 
     parser.error = one_line  # type: ignore[method-assign]
     cuda = torch.cuda.device_count()
@@ -408,6 +409,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         )
     if args.checkpoint is not None and importlib.util.find_spec("numpy") is None:
         parser.error("--checkpoint: torch.distributed.checkpoint needs NumPy; pip install numpy")
+    if args.checkpoint is not None and chatty:
+        with torch.device("meta"):
+            model = GPT(args.layers, args.width)
+        nbytes = 3 * sum(param.nbytes for param in model.parameters())  # two more are AdamW's
+        if problem := folder_problem(args.checkpoint.expanduser(), nbytes):
+            parser.error(f"--checkpoint {args.checkpoint}: {problem}")
     if args.program is not None and not Path(args.program).is_file():
         parser.error(f"--program {args.program}: there is no such file")
     try:
@@ -421,16 +428,23 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def launch(args: argparse.Namespace, argv: list[str]) -> None:
     """Run this file again under torchrun, one process a rank."""
+    start_ranks(args.ranks, [__file__, *argv])
+
+
+def start_ranks(ranks: int, program: list[str]) -> None:
+    """Run a program under torchrun; if a rank fails, end with its exit status."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
+    end_tidily()
     logging.disable()  # torchrun's; the ranks speak for themselves
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
-        torchrun(["--standalone", "--nproc-per-node", str(args.ranks), __file__, *argv])
+        torchrun(["--standalone", "--nproc-per-node", str(ranks), *program])
     except (KeyboardInterrupt, SignalException):
-        sys.exit("\nstopped; all ranks have ended")
+        say_stopped("\nstopped; all ranks have ended")
+        sys.exit(INTERRUPTED)
     except ChildFailedError as failure:
         sys.exit(failure.get_first_failure()[1].exitcode)
 
@@ -438,8 +452,6 @@ def launch(args: argparse.Namespace, argv: list[str]) -> None:
 if __name__ == "__main__":
     arguments = parse(sys.argv[1:])
     if "RANK" in os.environ:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: os._exit(130))  # the launcher says it for all ranks
         try:
             main(arguments)
         except RuntimeError:

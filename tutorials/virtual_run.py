@@ -23,7 +23,7 @@ def run(words: str) -> tuple[dict[str, Any], VirtualGpu]:
     """The figures of a step, and the GPU that did it.
 
     Args:
-        words: options of ``python -m minifsdp.sim``; of one that is there twice the last counts.
+        words: options of ``minifsdp sim``; of one that is there twice the last counts.
     """
     return measure(parser().parse_args(words.split()), 2)
 

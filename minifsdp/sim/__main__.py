@@ -1,56 +1,68 @@
 """Run a training step on a virtual cluster, from the shell::
 
-    python -m minifsdp.sim --model t5-500m --nodes 2 --gpus 8 --gpu a100-40 --batch 16 --seq 128
-    python -m minifsdp.sim --model gpt-1.3b --sweep limit=none,1,2,3
-    python -m minifsdp.sim --model gpt-1.3b --sweep engine=fsdp1,fsdp2 --sweep batch=1,2,4
-    python -m minifsdp.sim --model gpt-1.3b --batch 4 --svg step.svg --html step.html
-    python -m minifsdp.sim plan --model gpt-7b --nodes 2 --gpu a100-80 --batch 2
-    python -m minifsdp.sim calibrate -o cluster.json
+    minifsdp sim --model t5-500m --nodes 2 --gpus 8 --gpu a100-40 --batch 16 --seq 128
+    minifsdp sim --model gpt-1.3b --sweep limit=none,1,2,3
+    minifsdp sim --model gpt-1.3b --sweep engine=fsdp1,fsdp2 --sweep batch=1,2,4
+    minifsdp sim --model gpt-1.3b --batch 4 --svg step.svg --html step.html
+    minifsdp plan --model gpt-7b --nodes 2 --gpu a100-80 --batch 2
+    minifsdp calibrate -o cluster.json
 
-It says whether it fits, how fast it is and what binds. ``plan`` (cli/plan.py) says which settings
-to use, and ``calibrate`` (cli/calibrate.py) measures the constants of one's own machine.
+``sim`` says whether it fits, how fast it is and what binds. ``plan`` (cli/plan.py) says which
+settings to use, and ``calibrate`` (cli/calibrate.py) measures the constants of one's own machine.
+Where the package is not installed, ``python -m minifsdp.sim`` stands for ``minifsdp sim``, and
+``python -m minifsdp.sim plan`` for ``minifsdp plan``.
 
 torch takes seconds to import. So it is imported when the options are known to make sense, which is
 why some imports below are in functions.
 """
 
 import sys
-import warnings
 from collections.abc import Sequence
 
-from minifsdp.sim.cli.commands import FILES, add_calibrate, add_outputs
+from minifsdp.sim.cli.commands import FILES, add_calibrate, add_json, add_outputs
 from minifsdp.sim.cli.conflicts import check, check_against, check_calibrate
-from minifsdp.sim.cli.options import Parser, add_settings, grid
-from minifsdp.sim.cli.progress import progress
-from minifsdp.sim.cli.values import check_files
+from minifsdp.sim.cli.files import check_files
+from minifsdp.sim.cli.options import COMMANDS, Parser, add_settings, grid
+from minifsdp.sim.cli.terminal import begin, end_tidily, progress
 
 
-def parser() -> Parser:
+def parser(prog: str = "minifsdp sim") -> Parser:
     """The settings of a run, and what to do with it."""
-    p = Parser(prog="python -m minifsdp.sim", description="A training step on a virtual cluster.")
+    p = Parser(prog=prog, description="A training step on a virtual cluster.")
     add_settings(p)
     add_outputs(p)
     return p
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0; 1 where nothing fits; 2 where an option makes no sense."""
+    """What ``python -m minifsdp.sim`` does; returns the exit status, as :func:`command` does."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] and given[0] in COMMANDS:
+        return command(given[0], given[1:], f"python -m minifsdp.sim {given[0]}")
+    return command("sim", given, "python -m minifsdp.sim")
+
+
+def command(name: str, given: Sequence[str], prog: str) -> int:
+    """``sim``, ``plan`` or ``calibrate``.
+
+    Args:
+        given: what comes after it.
+        prog: what was typed to get here, for its help.
+
+    Returns:
+        The exit status: 0; 1 where nothing fits; 2 where an option makes no sense.
+    """
     try:
-        if given[:1] == ["plan"]:
-            return _plan(given[1:])
-        if given[:1] == ["calibrate"]:
-            return _calibrate(given[1:])
-        return _run(given)
+        return {"plan": _plan, "calibrate": _calibrate}.get(name, _run)(given, prog)
     except (ValueError, OSError) as error:
         progress("")
-        print(f"minifsdp.sim: {error}", file=sys.stderr)
+        print(f"minifsdp: {error}", file=sys.stderr)
         return 2
 
 
-def _run(given: list[str]) -> int:
+def _run(given: Sequence[str], prog: str) -> int:
     """One run, or one for each combination of the values that are swept."""
-    p = parser()
+    p = parser(prog)
     options = p.parse_args(given)
     check_files({name: getattr(options, name) for name in FILES})
     check_against(options)
@@ -60,31 +72,34 @@ def _run(given: list[str]) -> int:
     return run(options, rows, progress)
 
 
-def _plan(given: list[str]) -> int:
+def _plan(given: Sequence[str], prog: str) -> int:
     """Which settings are the best ones."""
-    p = Parser(prog="python -m minifsdp.sim plan", description="Search for the best settings.")
+    p = Parser(prog=prog, description="Search for the best settings; those given stay as they are.")
     add_settings(p)
+    add_json(p, "print one JSON document: the best settings, its figures, and what else was tried")
     check(p.parse_args(given))
     from minifsdp.sim.cli.plan import plan
 
     return plan(p, given, progress)
 
 
-def _calibrate(given: list[str]) -> int:
+def _calibrate(given: Sequence[str], prog: str) -> int:
     """The constants of this machine, or of one that was profiled."""
     p = Parser(
-        prog="python -m minifsdp.sim calibrate",
+        prog=prog,
         description="Measure this machine, and write its constants to a file for --cluster.",
     )
     add_calibrate(p)
+    add_json(p, "print one JSON document: the device, what was measured, and what was not")
     options = p.parse_args(given)
     check_files({"output": options.output})
     check_calibrate(options)
     from minifsdp.sim.cli.calibrate import calibrate
 
+    end_tidily()  # it starts processes
     return calibrate(options, progress)
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", message=".*NumPy.*")
+    begin()
     sys.exit(main())

@@ -1,6 +1,6 @@
 """The virtual GPU against the CPUs that are here: `make validate`, on a machine without a GPU.
 
-Calibrates (`python -m minifsdp.sim calibrate`), predicts a step of `tutorials/train_gpt.py` on two
+Calibrates (`minifsdp calibrate`), predicts a step of `tutorials/train_gpt.py` on two
 ranks from that, and measures it, one right after the other, several times: other work on the
 machine disturbs all of it. The aim is 15 % for the time of a step. It says nothing about memory,
 since a CPU's allocator is another one.

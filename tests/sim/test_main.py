@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from difflib import SequenceMatcher
 from pathlib import Path
 
@@ -35,6 +36,23 @@ def test_a_run_says_whether_it_fits_how_fast_it_is_and_what_binds(capsys):
     assert "MFU  " in out and "  parameters  " in out and "dollars" not in out
     assert main([*SMALL, "--price", "2"]) == 0
     assert "dollars per billion tokens  " in capsys.readouterr().out
+
+
+def test_the_timeline_is_as_wide_as_the_terminal_and_a_file_has_always_the_same(
+    capsys, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "80")
+    main(SMALL)
+    assert {len(line) for line in capsys.readouterr().out.splitlines()[:3]} == {110}
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    main(SMALL)
+    assert {len(line) for line in capsys.readouterr().out.splitlines()[:3]} == {80}
+
+
+def test_a_table_of_two_sweeps_fits_into_80_columns(capsys):
+    main([*SMALL, "--sweep", "limit=none,1", "--sweep", "strategy=full_shard"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
 def test_figures_only(capsys):
@@ -162,6 +180,7 @@ REFUSED = [
     ("--svg nowhere/step.svg", "--svg: cannot write 'nowhere/step.svg': there is no directory"),
     ("--trace {tmp}", "it is a directory"),
     ("--snapshot=", "--snapshot: cannot write '.': it is a directory"),
+    ("--trace /dev/full", "--trace: cannot write '/dev/full': no space left on device"),
     ("--trace /proc/step", "--trace: cannot write '/proc/step': no such file or directory"),
     ("--svg {tmp}/a --trace {tmp}/a", "--trace and --svg name the same file"),
     ("--config {tmp}/a", "--config is for a model of transformers, as --model hf:"),
@@ -199,7 +218,7 @@ def test_what_makes_no_sense_gets_one_line_before_anything_runs(
     assert main(words.replace("{tmp}", str(tmp_path)).split()) == 2
     out, err = capsys.readouterr()
     assert not out and message in err
-    assert err.startswith("minifsdp.sim: ") and err.count("\n") == 1
+    assert err.startswith("minifsdp: ") and err.count("\n") == 1
     assert {path.name for path in tmp_path.iterdir()} == set(CONFIG)  # nothing is left behind
 
 
@@ -215,11 +234,14 @@ def test_a_file_that_is_there_stays_as_it_is_until_there_is_another(tmp_path, ca
 
 def test_what_cannot_be_written_in_the_end_is_said(tmp_path, capsys, monkeypatch):
     def full(gpu, path):
-        raise OSError(28, "No space left on device", path)
+        raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("minifsdp.sim.device.VirtualGpu.trace", full)
-    assert main([*SMALL, "--trace", str(tmp_path / "trace")]) == 2
-    assert capsys.readouterr().err.endswith(f"No space left on device: '{tmp_path / 'trace'}'\n")
+    file = str(tmp_path / "trace")
+    assert main([*SMALL, "--trace", file]) == 2
+    assert capsys.readouterr().err == (
+        f"minifsdp: --trace: cannot write {file!r}: No space left on device\n"
+    )
 
 
 @pytest.mark.parametrize("limit", ["none", "2"])
@@ -227,7 +249,7 @@ def test_the_readmes_pictures_are_what_it_prints(limit, capsys):
     readme = (ROOT / "minifsdp" / "sim" / "README.md").read_text()
     command = f"--model gpt-125m --batch 16 --seq 512 --limit {limit}"
     (shown,) = re.findall(
-        rf"```\n\$ python -m minifsdp.sim {command}\n(.*?)\n```", readme, re.DOTALL
+        rf"```\n\$ minifsdp sim {command}\n(.*?)\n```", readme, re.DOTALL
     )
     assert main(command.split()) == 0
     printed = capsys.readouterr().out

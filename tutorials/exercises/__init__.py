@@ -9,6 +9,7 @@ How a solution is graded::
     checks/*.py                       for each exercise: what to look at
     source.py                         what can be said without running anything
     overlay.py                        the student's functions, laid over the reference
+    running.py                        what to run next, and what is known so far
     sandbox.py, inside.py             processes that look, and report what they have seen
     expected.py                       what the reference gives; kept, for it takes half of the time
     judge.py                          compares the two, and says what is wrong and why
@@ -17,3 +18,9 @@ How a solution is graded::
 A check has no expected values in it. It is run twice, once with the reference and once with the
 student's functions, and the two reports are compared, in a process that runs no student's code.
 """
+
+import sys
+
+from minifsdp.sim.cli.terminal import begin
+
+begin(program=sys.argv[0] == "-m")  # which is just being found

@@ -32,11 +32,11 @@ def file_at_fault(
 
     def is_right_without(modules: list[str]) -> bool:
         rest = {name: layer for name, layer in layers.items() if name not in modules}
-        court = Court([check], seed, patience, workers, keep)  # it ends with the run
-        return all(
-            court.verdict(check, report).state == "right"
-            for _, report in run_all([Job(check, rest, folder, seed)], workers, patience)
-        )
+        with Court([check], seed, patience, workers, keep) as court:
+            return all(
+                court.verdict(check, report).state == "right"
+                for _, report in run_all([Job(check, rest, folder, seed)], workers, patience)
+            )
 
     suspects = list(layers)
     while len(suspects) > 1:

@@ -20,6 +20,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
+from minifsdp.sim.cli.terminal import out_of_reach
 from tutorials.exercises.catalog import Check
 from tutorials.exercises.expected import expected_reports
 from tutorials.exercises.judge import Verdict, verdict
@@ -27,7 +28,7 @@ from tutorials.exercises.sandbox import Report, prepare
 
 
 class Court:
-    """Says whether reports are right.
+    """Says whether reports are right, until the end of its ``with``.
 
     Args:
         checks: whose reports will be judged.
@@ -42,11 +43,30 @@ class Court:
         self._judge, judges = Pipe()
         sys.stdout.flush()
         sys.stderr.flush()
-        if not os.fork():
-            self._judge.close()
-            _judge(judges, list(self._numbers), (seed, patience, workers, keep))
+        with out_of_reach():
+            self._process = os.fork()
+            if not self._process:
+                self._judge.close()
+                _judge(judges, list(self._numbers), (seed, patience, workers, keep))
         judges.close()
-        self._received()  # the reference has run, before any program of a student's does
+
+    def __enter__(self) -> "Court":
+        """When the reference has run: before any program of a student's does."""
+        try:
+            self._received()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the judge, and what it may be running: after Ctrl-C, nobody waits for it."""
+        with suppress(ProcessLookupError, ChildProcessError):  # sandbox.py may have ended it
+            os.kill(self._process, signal.SIGTERM)
+            os.waitpid(self._process, 0)
 
     def verdict(self, check: Check, found: Report) -> Verdict:
         """Whether what was seen is right."""
@@ -63,8 +83,8 @@ class Court:
 
 def _judge(grader: Connection, checks: list[Check], how: tuple[int, float, int, bool]) -> None:
     """Answer until the grader is gone. Does not return."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the grader's end is ours
-    with suppress(EOFError, BrokenPipeError):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that what it runs is ended, too
+    with suppress(EOFError, BrokenPipeError, SystemExit):  # the grader's end is ours
         try:
             expected = expected_reports(checks, *how)
             grader.send_bytes(pickle.dumps(None))

@@ -3,7 +3,6 @@
 Each rank runs tutorials/train_gpt.py, with the student's functions laid over the reference.
 """
 
-import logging
 import os
 import runpy
 import sys
@@ -43,18 +42,10 @@ def start_ranks(program: str, folder: Path, arguments: tuple[str, ...]) -> None:
     print(f"yours: {', '.join(exercise.key for exercise in done) or 'nothing yet'}")
     if left := [exercise.key for exercise in exercises_alone(2) if exercise not in done]:
         print(f"from the reference: {', '.join(left)}")
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
+    from tutorials import train_gpt  # not at the top: on a rank the student's files come first
 
-    logging.disable()  # torchrun's, which would say it once more
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # torch's, of NumPy, once a rank
-    ranks = str(torch.cuda.device_count() or 2)
-    command = ["-m", f"tutorials.exercises.{program}", str(folder), *arguments]
-    try:
-        torchrun(["--standalone", "--nproc-per-node", ranks, *command])
-    except ChildFailedError as failure:  # the ranks have said why
-        sys.exit(failure.get_first_failure()[1].exitcode)
+    module = f"tutorials.exercises.{program}"
+    train_gpt.start_ranks(torch.cuda.device_count() or 2, ["-m", module, str(folder), *arguments])
 
 
 def main(folder: str, *arguments: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from minifsdp.sim.cli.terminal import progress
 from tutorials import grow
 from tutorials.exercises.catalog import HERE, PACKAGE, ROOT, Check
 from tutorials.exercises.inside import Job
@@ -36,9 +37,10 @@ def expected_reports(
     }
     reports = {check: _kept(check, path) for check, path in files.items()} if keep else {}
     missing = [check for check in files if check not in reports or None in reports[check].ranks]
-    for job, report in run_all(
-        [Job(check, {}, None, seed) for check in missing], workers, patience
-    ):
+    jobs = [Job(check, {}, None, seed) for check in missing]
+    for done, (job, report) in enumerate(run_all(jobs, workers, patience), 1):
+        kept = ", which is kept for the next time" if keep else ""
+        progress(f"{done} of {len(missing)} checks of the reference{kept}")
         reports[job.check] = report
         if keep and not report.ended:
             with suppress(OSError):  # a disk that is full or may not be written to: only slower

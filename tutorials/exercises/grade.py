@@ -13,15 +13,24 @@ from pathlib import Path
 
 import torch
 
+from minifsdp.sim.cli.files import file_problem
+from minifsdp.sim.cli.terminal import columns, end_tidily, progress, typed
 from tutorials.exercises import source
-from tutorials.exercises.at_fault import file_at_fault
-from tutorials.exercises.catalog import Check, Exercise, exercises, exercises_alone
+from tutorials.exercises.catalog import Exercise, exercises, exercises_alone
 from tutorials.exercises.court import Court
 from tutorials.exercises.expected import fingerprint
 from tutorials.exercises.inside import Job
-from tutorials.exercises.judge import Verdict
-from tutorials.exercises.overlay import layers_for
-from tutorials.exercises.report import Result, gradescope, inconclusive, table, write
+from tutorials.exercises.report import (
+    Result,
+    as_json,
+    gradescope,
+    in_colour,
+    inconclusive,
+    newest,
+    what_next,
+    write,
+)
+from tutorials.exercises.running import Running, next_jobs
 from tutorials.exercises.sandbox import run_all
 
 
@@ -54,44 +63,57 @@ def grade_all(
     keep: bool = True,
 ) -> list[Result]:
     """Grade exercises of several folders; the arguments are those of :func:`grade`."""
+    try:
+        return list(one_by_one(cases, seed, patience, workers, keep))
+    except FilesChanged as changed:
+        return [Result(exercise, "wrong", str(changed)) for _, exercise in cases]
+
+
+class FilesChanged(Exception):  # noqa: N818  # nothing is wrong with the grader
+    """While exercises ran somebody has changed what says what is right: no result counts."""
+
+
+def one_by_one(
+    cases: Sequence[tuple[Path, Exercise]],
+    seed: int = 0,
+    patience: float = 1,
+    workers: int | None = None,
+    keep: bool = True,
+) -> Iterator[Result]:
+    """The results of :func:`grade_all`, in their order, each as soon as it and those before it are
+    known.
+
+    Raises:
+        FilesChanged: at the end.
+    """
     asked = [(exercise, (folder, _graded_as(exercise, folder))) for folder, exercise in cases]
-    cases = list(dict.fromkeys(case for _, case in asked))
-    results = [_before_running(exercise, folder) for folder, exercise in cases]
-    to_run = [i for i, result in enumerate(results) if result.state == "right"]
+    results = {case: _before_running(case[1], case[0]) for _, case in asked}
     workers = workers or os.cpu_count() or 1
-    checks = {check: None for i in to_run for check in cases[i][1].checks}  # each once, in order
-    court = Court(checks, seed, patience, workers, keep)
-    before = fingerprint()
-    case_of: dict[Job, int] = {}
-    verdicts: dict[int, dict[Check, Verdict]] = {i: {} for i in to_run}
-
-    def jobs() -> Iterator[Job]:
-        """The first checks of all cases, then the second ones of those that are right so far."""
-        all_jobs = {i: _jobs(*cases[i], seed) for i in to_run}
-        for number in range(max(map(len, all_jobs.values()), default=0)):
-            for i in to_run:
-                right = all(v.state == "right" for v in verdicts[i].values())
-                if number < len(all_jobs[i]) and right:
-                    case_of[all_jobs[i][number]] = i
-                    yield all_jobs[i][number]
-
-    for job, report in run_all(jobs(), workers, patience):
-        verdicts[case_of[job]][job.check] = court.verdict(job.check, report)
-    for i in to_run:
-        in_order = [verdicts[i][check] for check in cases[i][1].checks if check in verdicts[i]]
-        for state in ("inconclusive", "wrong"):  # the second counts for more
-            if found := next((v for v in in_order if v.state == state), None):
-                results[i] = Result(cases[i][1], *found)
-        if results[i].state == "wrong" and _is_together(cases[i][1]):
-            check = next(c for c, v in verdicts[i].items() if v.state == "wrong")
-            layers = layers_for(exercises_alone(2), cases[i][0])
-            where = file_at_fault(check, layers, cases[i][0], seed, patience, workers, keep)
-            results[i] = results[i]._replace(message=f"{results[i].message} {where}")
+    running = [Running(case, seed) for case in results if results[case].state == "right"]
+    checks = {job.check: None for one in running for job in one.left}  # each once, in order
+    before, told = fingerprint(), 0
+    waiting = {one.case for one in running}
+    with Court(checks, seed, patience, workers, keep) as court:
+        of_job: dict[Job, Running] = {}
+        of = sum(len(one.left) for one in running)
+        reports = run_all(next_jobs(running, of_job), workers, patience)
+        for number, (job, report) in enumerate(reports, 1):
+            one = of_job[job]
+            one.note(job.check, court.verdict(job.check, report))
+            progress(f"{number} of {of} checks")
+            if one.is_over and not one.is_wrong_together:
+                results[one.case] = one.result
+                waiting.discard(one.case)
+                while told < len(asked) and asked[told][1] not in waiting:
+                    yield _told_of(asked[told][0], results[asked[told][1]])
+                    told += 1
+    for one in running:
+        if one.case in waiting:  # this takes runs of its own
+            results[one.case] = one.with_file_at_fault(seed, patience, workers, keep)
+    for exercise, case in asked[told:]:
+        yield _told_of(exercise, results[case])
     if fingerprint() != before:
-        changed = "the files of the grader were changed while the exercises ran"
-        return [Result(exercise, "wrong", changed) for exercise, _ in asked]
-    of_case = dict(zip(cases, results, strict=True))
-    return [_told_of(exercise, of_case[case]) for exercise, case in asked]
+        raise FilesChanged("the files of the grader were changed while the exercises ran")
 
 
 def _told_of(exercise: Exercise, result: Result) -> Result:
@@ -116,17 +138,6 @@ def _graded_as(exercise: Exercise, folder: Path) -> Exercise:
         return exercise
     same = [e for e in exercises().values() if e.program == exercise.program]
     return next(e for e in same if e.takes_all)
-
-
-def _jobs(folder: Path, exercise: Exercise, seed: int) -> list[Job]:
-    """What to run for an exercise: its checks, with the student's version of it alone."""
-    layers = layers_for(exercises_alone(2) if _is_together(exercise) else [exercise], folder)
-    return [Job(check, layers, folder, seed) for check in exercise.checks]
-
-
-def _is_together(exercise: Exercise) -> bool:
-    """Whether all that the student has written of minifsdp's files is graded at once."""
-    return exercise.takes_all and not exercise.program
 
 
 def _before_running(exercise: Exercise, folder: Path) -> Result:
@@ -166,12 +177,75 @@ def begun(chosen: Sequence[Exercise], folder: Path) -> list[Exercise]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make grade", description=__doc__)
-    parser.add_argument("folder", type=Path, help="the student's folder, as make student makes it")
+    options = parsed()
+    end_tidily()
+    torch.set_num_threads(1)
+    folder = options.folder.expanduser().resolve()
+    chosen = choose(options.exercise, int(options.track) if options.track else None)
+    if not any(
+        (folder / exercise.file).is_file() for exercise in exercises().values() if exercise.file
+    ):
+        print(f"{folder} has no file of the exercises; make student OUT={folder} makes them.")
+        return 2
+    if options.results and (problem := file_problem(options.results)):
+        print(f"--results: cannot write {str(options.results)!r}: {problem}", file=sys.stderr)
+        return 2
+    if not (options.exercise or options.track or options.results):
+        chosen = begun(chosen, folder)
+    how = {"patience": options.patience, "workers": options.workers, "keep": not options.results}
+    results: list[Result] = []
+    try:
+        for result in one_by_one([(folder, e) for e in chosen], options.seed, **how):
+            results.append(result)
+            if not options.json:
+                tell(chosen, results)
+    except FilesChanged as changed:
+        results = [Result(exercise, "wrong", str(changed)) for exercise in chosen]
+        if not options.json:
+            print(f"{changed}, so that none of this counts")
+    progress("")
+    print(as_json(results) if options.json else "\n".join(what_next(results)))
+    if options.results is not None:
+        # Those with ranks only once: a container with half a core has ten minutes.
+        alone = [e for e in chosen if all(check.ranks == 1 for check in e.checks)]
+        hidden = alone if options.hidden_seed is not None else []
+        tests = gradescope([result for result in results if result.exercise not in hidden])
+        tests += gradescope([r for r in results if r.exercise in hidden], share=0.5)
+        if hidden:
+            again = grade(folder, hidden, options.hidden_seed, **how)
+            tests += gradescope(again, "after_published", share=0.5)
+            results = [*results, *again]
+        write(options.results, tests, list(dict.fromkeys(inconclusive(results))))
+    return 1 if any(result.state in ("wrong", "inconclusive") for result in results) else 0
+
+
+def tell(chosen: Sequence[Exercise], results: Sequence[Result]) -> None:
+    """Print the last of the results; after the last one of a track its sum, too."""
+    progress("")
+    for line in newest(chosen, results, min(columns(otherwise=101) - 5, 96)):
+        print(in_colour(line), flush=True)
+
+
+def parsed() -> argparse.Namespace:
+    """What was asked for on the command line."""
+    parser = argparse.ArgumentParser(prog=typed(), description=__doc__)
+    parser.add_argument(
+        "folder",
+        type=Path,
+        nargs="?",
+        default=Path("~/my-fsdp"),
+        help="the student's folder, as make student makes it; default: ~/my-fsdp",
+    )
     parser.add_argument(
         "--exercise", default="", help="such as limiter.1, or limiter for all of a file"
     )
     parser.add_argument("--track", choices=("", "1", "2"), default="", help="1 or 2")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON document: results with exercise, state, points and message, and the "
+        "points of each track",
+    )
     parser.add_argument(
         "--results", type=Path, help="also write Gradescope's results.json to this file"
     )
@@ -185,32 +259,7 @@ def main() -> int:
     parser.add_argument(
         "--workers", type=int, help="processes at a time; as many as there are CPUs"
     )
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    folder = options.folder.expanduser().resolve()
-    chosen = choose(options.exercise, int(options.track) if options.track else None)
-    if not any(
-        (folder / exercise.file).is_file() for exercise in exercises().values() if exercise.file
-    ):
-        print(f"{folder} has no file of the exercises; make student OUT={folder} makes them.")
-        return 2
-    if not (options.exercise or options.track or options.results):
-        chosen = begun(chosen, folder)
-    how = {"patience": options.patience, "workers": options.workers, "keep": not options.results}
-    results = grade(folder, chosen, options.seed, **how)
-    print(table(results))
-    if options.results is not None:
-        # Those with ranks only once: a container with half a core has ten minutes.
-        alone = [e for e in chosen if all(check.ranks == 1 for check in e.checks)]
-        hidden = alone if options.hidden_seed is not None else []
-        tests = gradescope([result for result in results if result.exercise not in hidden])
-        tests += gradescope([r for r in results if r.exercise in hidden], share=0.5)
-        if hidden:
-            again = grade(folder, hidden, options.hidden_seed, **how)
-            tests += gradescope(again, "after_published", share=0.5)
-            results = [*results, *again]
-        write(options.results, tests, list(dict.fromkeys(inconclusive(results))))
-    return 1 if any(result.state in ("wrong", "inconclusive") for result in results) else 0
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

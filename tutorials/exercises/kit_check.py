@@ -16,12 +16,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from minifsdp.sim.cli.terminal import end_tidily, progress
 from tutorials import grow
 from tutorials.exercises import lab, picture, source
 from tutorials.exercises.catalog import (
@@ -157,14 +158,16 @@ def check_solutions(folder: Path) -> list[str]:
     pairs = zip(all_cases, grade_all(graded), strict=True)
     problems = [problem for case, result in pairs for problem in _of_a_solution(case, result)]
     wrong = sum(not case.right for case in all_cases)
-    print(f"{wrong} wrong solutions, {len(all_cases) - wrong} right but different ones")
+    progress("")
+    print(f"  {wrong} wrong solutions, {len(all_cases) - wrong} right but different ones")
     return problems
 
 
 def check_mistakes(folder: Path) -> list[str]:
     """Of mistakes.toml: each mistake has a symptom, which the reference does not have."""
     problems = []
-    for mistake in mistakes().values():
+    for number, mistake in enumerate(mistakes().values(), 1):
+        progress(f"mistake {number} of {len(mistakes())}")
         file = mistake.file(folder)
         file.parent.mkdir(parents=True)
         file.write_text(mistake.text)
@@ -234,22 +237,34 @@ def check_labs(folder: Path, keys: Sequence[str] = ()) -> list[str]:
     return problems
 
 
+PARTS: dict[str, Callable[[Path], list[str]]] = {
+    "the exercises' data": lambda folder: check_data(),
+    "a new student's folder": check_student_folder,
+    "the reference": check_reference,
+    "wrong and right solutions": check_solutions,
+    "mistakes to find": check_mistakes,
+    "the picture of the README": lambda folder: check_picture(),
+    "the labs": check_labs,
+}
+"""What is checked, each part in an empty folder."""
+
+
 def main() -> int:
     """Check everything; 1 if something is wrong."""
+    end_tidily()
     torch.set_num_threads(1)
-    began = time.monotonic()
-    problems = check_data()
+    began, problems = time.monotonic(), []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name).resolve()
-        problems += check_student_folder(folder / "new")
-        (folder / "reference").mkdir()
-        problems += check_reference(folder / "reference")
-        (folder / "cases").mkdir()
-        problems += check_solutions(folder / "cases")
-        problems += check_mistakes(folder / "mistakes")
-        problems += check_picture()
-        problems += check_labs(folder / "labs")
-    print("\n".join(problems) or f"the course is right ({time.monotonic() - began:.0f} s)")
+        for number, (what, check) in enumerate(PARTS.items(), 1):
+            print(f"{number} of {len(PARTS)}: {what}", flush=True)
+            folder = Path(name).resolve() / str(number)
+            folder.mkdir()
+            found = check(folder)
+            progress("")
+            print("".join(f"  {problem}\n" for problem in found), end="", flush=True)
+            problems += found
+    seconds = time.monotonic() - began
+    print(f"{len(problems)} problems" if problems else f"the course is right ({seconds:.0f} s)")
     return 1 if problems else 0
 
 

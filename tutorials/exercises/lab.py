@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from minifsdp.sim.cli.terminal import end_tidily, progress
 from tutorials.exercises.catalog import HERE, Check, tomllib
 from tutorials.exercises.inside import Job
 from tutorials.exercises.judge import verdict
@@ -123,7 +124,9 @@ def run(
         for check in lab.checks
     }
     reports: list[dict[Check, Report]] = [{} for _ in folders]
-    for job, report in run_all(jobs, workers or os.cpu_count() or 1, patience):
+    ended = run_all(jobs, workers or os.cpu_count() or 1, patience)
+    for number, (job, report) in enumerate(ended, 1):
+        progress(f"{number} of {len(jobs)} measurements")
         reports[jobs[job]][job.check] = report
     defaults = {lab: reports[i] for i, lab in enumerate(chosen)}
     references = {lab: reports[i] for i, (lab, _) in enumerate(folders[:ours]) if i >= len(chosen)}
@@ -192,6 +195,7 @@ def main() -> int:
     parser.add_argument("--lab", default="", help="such as bytes_limiter; all of them if empty")
     parser.add_argument("--patience", type=float, default=1, help="stretch all time limits")
     options = parser.parse_args()
+    end_tidily()
     torch.set_num_threads(1)
     if options.lab and options.lab not in labs():
         raise SystemExit(f"there is no lab {options.lab!r}; there are: {', '.join(labs())}")
@@ -202,6 +206,7 @@ def main() -> int:
         print(f"{folder} has no file of {options.lab or 'a lab'}; make student makes them.")
         return 2
     outcomes = run(cases, patience=options.patience)
+    progress("")
     print("\n\n".join(map(show, outcomes)))
     return 1 if any(outcome.wrong for outcome in outcomes) else 0
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from minifsdp.sim.cli.files import folder_problem
+from minifsdp.sim.cli.terminal import end_tidily
 from tutorials.exercises import source
 from tutorials.exercises.catalog import (
     HERE,
@@ -210,6 +212,7 @@ def unwritten(mistake: Mistake, folder: Path) -> list[str]:
 
 def main(key: str, folder: str, anyway: str = "") -> int:
     """Hand out a mistake, or grade what is there."""
+    end_tidily()
     torch.set_num_threads(1)
     every = mistakes()
     if key not in every:
@@ -223,6 +226,9 @@ def main(key: str, folder: str, anyway: str = "") -> int:
             print(f"{mistake.title}\n\nIts file has the answers of {', '.join(keys)}. You have not")
             print("written them yet. Write them first, or say the same with ARGS=--anyway.")
             return 1
+        if problem := folder_problem(file.parent):
+            print(f"{file} cannot be written: {problem}", file=sys.stderr)
+            return 2
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(mistake.text)
     expected, found = look(mistake, [mistake.check], file)[0]

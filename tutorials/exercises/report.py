@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from minifsdp.sim.cli.terminal import painted
 from tutorials.exercises.catalog import Exercise
 
 
@@ -20,41 +21,94 @@ class Result(NamedTuple):
         return self.exercise.points if self.state == "right" else 0
 
 
+SIGNS = {"right": "✓", "wrong": "✗", "to do": "·", "inconclusive": "?"}
+COLOURS = {"✓": "green", "✗": "red", "·": "grey", "?": "yellow", " ": "grey"}
+"""Of a line's first character; what is said of an exercise begins with a space."""
+
+
 def table(results: Sequence[Result]) -> str:
     """The results for a terminal: a line for each exercise, what is wrong, and what to do next."""
-    signs = {"right": "✓", "wrong": "✗", "to do": "·", "inconclusive": "?"}
-    lines = []
-    for track in sorted({result.exercise.track for result in results}):
-        lines += _lines([result for result in results if result.exercise.track == track], signs)
+    chosen = [result.exercise for result in results]
+    lines = [line for i in range(len(results)) for line in newest(chosen, results[: i + 1])]
+    return "\n".join([*lines, *what_next(results)])
+
+
+def newest(chosen: Sequence[Exercise], results: Sequence[Result], width: int = 96) -> list[str]:
+    """The lines of the last result.
+
+    Args:
+        chosen: the exercises that are graded, whose results come in this order.
+        results: so far. After the last one of a track there is its sum.
+        width: of what is said of an exercise.
+    """
+    exercise, state, message = results[-1]
+    keys = max(len(one.key) for one in chosen if one.track == exercise.track)
+    points = f"{results[-1].points:>2}/{exercise.points:<2}"
+    lines = [f"{SIGNS[state]} {exercise.key:<{keys}} {points}  {exercise.title}"]
+    if state in ("wrong", "inconclusive"):
+        lines += _folded(_words(state, message), width)
+    mine = [result for result in results if result.exercise.track == exercise.track]
+    if len(mine) == sum(one.track == exercise.track for one in chosen):
+        got, of = sum(r.points for r in mine), sum(r.exercise.points for r in mine)
+        lines.append(f"  {'':<{keys}} {got:>2}/{of:<3} points, track {exercise.track}")
+    return lines
+
+
+def what_next(results: Sequence[Result]) -> list[str]:
+    """Lines that say what to do now, after an empty one."""
     following = next((r for r in results if r.state != "right"), None)
     if keys := inconclusive(results):
-        lines.append(f"\n{_run_again(keys)}")
-    elif following is not None:
+        return ["", _run_again(keys)]
+    if following is not None:
         exercise = following.exercise
         do = "mend" if following.state == "wrong" else "write"
         what = f"{exercise.where}, " if exercise.file else ""
-        lines.append(f"\nNext: {do} {exercise.key} ({what}about {exercise.minutes} minutes).")
+        lines = ["", f"Next: {do} {exercise.key} ({what}about {exercise.minutes} minutes)."]
         if following.state == "to do" and exercise.needs:
             lines.append(following.message.partition(". ")[0] + ".")  # what begins it
-        lines.append(f"Read tutorials/{exercise.page}.md; make hint EX={exercise.key} helps.")
-    elif any(result.exercise.key == "together.1" for result in results):
-        lines.append("\nEverything is right. make demo STUDENT=... trains a GPT with it.")
-    else:
-        lines.append("\nThat is right. make grade without EX tells what to do next.")
-    return "\n".join(lines)
+        return [
+            *lines,
+            f"Read tutorials/{exercise.page}.md; make hint EX={exercise.key} helps.",
+        ]
+    if any(result.exercise.key == "together.1" for result in results):
+        return ["", "Everything is right. make demo STUDENT=... trains a GPT with it."]
+    return ["", "That is right. make grade without EX tells what to do next."]
 
 
-def _lines(results: Sequence[Result], signs: dict[str, str]) -> list[str]:
-    """Of the exercises of one track, and their sum."""
-    lines, width = [], max(len(result.exercise.key) for result in results)
-    for exercise, state, message in results:
-        points = f"{exercise.points if state == 'right' else 0:>2}/{exercise.points:<2}"
-        lines.append(f"{signs[state]} {exercise.key:<{width}} {points}  {exercise.title}")
-        if state in ("wrong", "inconclusive"):
-            lines += _folded(_words(state, message))
-    got, of = sum(r.points for r in results), sum(r.exercise.points for r in results)
-    lines.append(f"  {'':<{width}} {got:>2}/{of:<3} points, track {results[0].exercise.track}")
-    return lines
+def in_colour(line: str) -> str:
+    """A line of :func:`newest` as a terminal shows it: its sign in a colour, or, if it has none,
+    all of it, in grey."""
+    sign = line[:1]
+    coloured = line if sign == " " else sign
+    return painted(coloured, COLOURS[sign]) + line.removeprefix(coloured)
+
+
+def as_json(results: Sequence[Result]) -> str:
+    """The results for a program."""
+    tracks = sorted({result.exercise.track for result in results})
+    of_track = {t: [r for r in results if r.exercise.track == t] for t in tracks}
+    document = {
+        "results": [
+            {
+                "exercise": result.exercise.key,
+                "title": result.exercise.title,
+                "track": result.exercise.track,
+                "state": result.state,
+                "points": result.points,
+                "of": result.exercise.points,
+                "message": result.message,
+            }
+            for result in results
+        ],
+        "tracks": {
+            str(track): {
+                "points": sum(r.points for r in mine),
+                "of": sum(r.exercise.points for r in mine),
+            }
+            for track, mine in of_track.items()
+        },
+    }
+    return json.dumps(document, indent=1, ensure_ascii=False)
 
 
 def _words(state: str, message: str) -> str:
@@ -75,7 +129,7 @@ def _run_again(keys: Sequence[str]) -> str:
     )
 
 
-def _folded(message: str, width: int = 96) -> list[str]:
+def _folded(message: str, width: int) -> list[str]:
     words, lines = message.split(), [""]
     for word in words:
         if len(lines[-1]) + len(word) >= width:

@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import torch
 
+from minifsdp.sim.cli.terminal import out_of_reach
 from tests.patience import Patience
 from tutorials.exercises.inside import STACKS, Job, lead
 from tutorials.exercises.observe import Seen
@@ -127,10 +128,11 @@ def _start(job: Job, patience: float, again: bool = False) -> _Running:
     seconds = job.check.seconds * patience
     sys.stdout.flush()
     sys.stderr.flush()
-    process = os.fork()
-    if not process:
-        _close_files()
-        lead(job, Path(out.name))
+    with out_of_reach():
+        process = os.fork()
+        if not process:
+            _close_files()
+            lead(job, Path(out.name))
     return _Running(job, process, out, seconds, Patience(seconds), again)
 
 

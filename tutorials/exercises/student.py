@@ -1,9 +1,11 @@
 """Make a student's folder: `make student OUT=~/my-fsdp`."""
 
+import argparse
 import shutil
-import sys
 from pathlib import Path
 
+from minifsdp.sim.cli.files import folder_problem
+from minifsdp.sim.cli.terminal import typed
 from tutorials.exercises.catalog import HERE, exercises, exercises_alone
 from tutorials.exercises.context import context
 from tutorials.exercises.lab import labs
@@ -116,6 +118,8 @@ def make(folder: Path) -> None:
     Raises:
         SystemExit: there is something in the way.
     """
+    if problem := folder_problem(folder):
+        raise SystemExit(f"{folder} cannot be made: {problem}")
     by_file: dict[str, list[str]] = {}
     for exercise in exercises_alone():
         by_file.setdefault(exercise.file, []).append(exercise.key)
@@ -157,9 +161,9 @@ def _table(track: int) -> str:
     return "\n".join(head + rows)
 
 
-def main(out: str) -> None:
+def main(out: Path) -> None:
     """Make the folder and say what to do next."""
-    folder = Path(out).expanduser().resolve()
+    folder = out.expanduser().resolve()
     make(folder)
     first = next(iter(exercises().values()))
     print(f"{folder}: two tracks, 100 points to earn in each. Read README.md.")
@@ -167,4 +171,8 @@ def main(out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(prog=typed(), description=__doc__)
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path("~/my-fsdp"), help="default: ~/my-fsdp"
+    )
+    main(parser.parse_args().folder)

@@ -219,7 +219,7 @@ function show() {
   byId("follow-advice").onclick = () => set(...help);
   byId("swap").hidden = byId("drop").hidden = shown.length < 2;
   const { model, ...rest } = its, options = Object.entries(rest).map(([name, value]) => `--${name} ${value}`);
-  byId("command").textContent = `python -m minifsdp.sim ${models[model].options} ${options.join(" ")}`;
+  byId("command").textContent = `minifsdp sim ${models[model].options} ${options.join(" ")}`;
   showFigures();
   if (byId("rows").open) showRows();
   for (const link of document.querySelectorAll("#looks a")) link.toggleAttribute("aria-current", link.textContent === look?.[0]);

@@ -1,4 +1,4 @@
-"""Constants of a cluster from what it does: ``python -m minifsdp.sim calibrate``.
+"""Constants of a cluster from what it does: ``minifsdp calibrate``.
 
 fit.py          constants from samples of how long things take
 machine.py      all samples in; a GPU, and what is around it, out

@@ -7,8 +7,11 @@ with NCCL between them; else each has its share of the CPU's cores, with gloo.
 import os
 import pickle
 import tempfile
+from collections.abc import Callable
 from dataclasses import fields
+from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +19,7 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 
 from minifsdp.sim.calibration import collectives, host, kernels
 from minifsdp.sim.calibration.machine import Device, Samples
+from minifsdp.sim.cli.terminal import out_of_reach, progress
 from minifsdp.sim.hardware.gpus import like
 
 
@@ -38,7 +42,11 @@ def samples(device: Device) -> Samples:
     """
     with tempfile.TemporaryDirectory(prefix="minifsdp-") as folder:
         try:
-            spawn(_rank, (device, folder), nprocs=device.ranks)  # type: ignore[no-untyped-call]
+            resource_tracker.ensure_running()
+            with out_of_reach():
+                ranks = spawn(_rank, (device, folder), device.ranks, join=False)  # type: ignore[no-untyped-call]
+            while not ranks.join():
+                pass
         except ProcessException as error:
             last = str(error).strip().splitlines()[-1]
             raise RuntimeError(f"a rank has failed: {last}") from error
@@ -74,18 +82,24 @@ def measured(here: torch.device, device: Device) -> Samples:
     assert group is not None
     low, fp32 = torch.bfloat16, torch.float32
     usual = fp32 if device.cpu else low
-    return Samples(
-        collectives=collectives.alone(here, group),
-        beside=collectives.beside(here, usual, group),
-        launch=[host.launch(here, group)],
-        passes=kernels.passes(here, usual, group),
-        attention=kernels.attentions(here, usual, group),
-        products_fp32=kernels.products(here, fp32, device, group),
-        products=kernels.products(here, low, device, group),
-        host=[host.bandwidth(group)],
-        copies=[kernels.copies(here, group)],
-        taken=[_taken(here)],
-    )
+    parts: dict[str, Callable[[], list[Any]]] = {
+        "collectives": lambda: collectives.alone(here, group),
+        "beside": lambda: collectives.beside(here, usual, group),
+        "launch": lambda: [host.launch(here, group)],
+        "passes": lambda: kernels.passes(here, usual, group),
+        "attention": lambda: kernels.attentions(here, usual, group),
+        "products_fp32": lambda: kernels.products(here, fp32, device, group),
+        "products": lambda: kernels.products(here, low, device, group),
+        "host": lambda: [host.bandwidth(group)],
+        "copies": lambda: [kernels.copies(here, group)],
+        "taken": lambda: [_taken(here)],
+    }
+    found: dict[str, list[Any]] = {}
+    for number, (name, measure) in enumerate(parts.items(), 1):
+        if dist.get_rank() == 0:
+            progress(f"{number} of {len(parts)} measurements, half a minute in all: {name}")
+        found[name] = measure()
+    return Samples(**found)
 
 
 def _taken(here: torch.device) -> int:

@@ -1,11 +1,12 @@
 """What can be asked for on the command line.
 
 values.py      values of options, and what was probably meant
+files.py       whether files can be written
 machine.py     which GPU, and what is around it: by name, or from a file
 conflicts.py   options that make no sense together
 options.py     the settings of a run, and grids of them
 commands.py    what a run and calibrate take besides
-progress.py    what is being done, while it is
+terminal.py    Ctrl-C, progress and colours, for all programs here
 blame.py       whose fault an exception is: the model's, or ours
 run.py         one run
 runs.py        all that were asked for, and what is printed and written of them

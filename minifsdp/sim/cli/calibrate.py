@@ -1,13 +1,15 @@
-"""``python -m minifsdp.sim calibrate``: the constants of one's own machine, in a file."""
+"""``minifsdp calibrate``: the constants of one's own machine, in a file."""
 
 import argparse
+import json
+from dataclasses import asdict
 
 import torch
 
 from minifsdp.sim.calibration import profiles
 from minifsdp.sim.calibration.machine import LINKS_REACHED, Device, Samples, around, gpu_of
 from minifsdp.sim.calibration.ranks import samples, this_machine
-from minifsdp.sim.cli.progress import Progress
+from minifsdp.sim.cli.terminal import Progress
 from minifsdp.sim.hardware.cluster_file import write
 
 WORDS = {
@@ -34,21 +36,25 @@ def calibrate(options: argparse.Namespace, progress: Progress) -> int:
         found, device = profiles.read(options.profile, options.gpu or "")
         about = f"from the profile {options.profile}"
     else:
-        found, device = _measured(options.ranks, progress)
+        found, device = _measured(options.ranks)
         about = f"{device.ranks} ranks on {device.name}, torch {torch.__version__}"
     gpu, constants = gpu_of(found, device), around(found, device)
     progress("")
     write(options.output, gpu, constants, about)
-    print(_report(found, device, options.output))
+    if options.json:
+        measured = {"gpu": asdict(gpu), "cluster": constants, "not found": _missing(found)}
+        document = {"about": about, "ranks": device.ranks, **measured, "file": options.output}
+        print(json.dumps(document))
+    else:
+        print(_report(found, device, options.output))
     return 0
 
 
-def _measured(ranks: int | None, progress: Progress) -> tuple[Samples, Device]:
+def _measured(ranks: int | None) -> tuple[Samples, Device]:
     here = torch.cuda.device_count()
     if here and ranks is not None and ranks > here:
         raise ValueError(f"--ranks {ranks}: there are {here} GPUs here")
     device = this_machine(ranks or here or 2)
-    progress(f"measuring on {device.ranks} ranks, for half a minute or so")
     try:
         return samples(device), device
     except RuntimeError as error:
@@ -71,10 +77,14 @@ def _report(found: Samples, device: Device, path: str) -> str:
         "taken": f"{constants['taken'] / 2**20:,.0f} MiB",
     }
     measured = [f"{WORDS[name]:30} {of[name]}" for name in WORDS if getattr(found, name)]
-    missing = [WORDS[name] for name in WORDS if not getattr(found, name)]
     lines = [f"{device.name}, {device.ranks} ranks", *measured]
-    if missing:
+    if missing := _missing(found):
         usual = f"of {device.like.name}" if device.like else "usual"
         lines.append(f"not found, so as {usual}: {', '.join(missing)}")
     lines.append("not measured on one node: what is between nodes (--network, --latency)")
     return "\n".join([*lines, f"written to {path}; use it with --cluster {path}"])
+
+
+def _missing(found: Samples) -> list[str]:
+    """What there are no samples of."""
+    return [WORDS[name] for name in WORDS if not getattr(found, name)]

@@ -38,7 +38,12 @@ def add_outputs(p: argparse.ArgumentParser) -> None:
         help="print waits that are missing (races.py), or that there are none; "
         "the exit status does not change",
     )
-    p.add_argument("--json", action="store_true", help="print settings and figures only")
+    add_json(p, "print one JSON document: a list with the settings and figures of each run")
+
+
+def add_json(p: argparse.ArgumentParser, what: str) -> None:
+    """For programs that read what is printed; progress goes to stderr in any case."""
+    p.add_argument("--json", action="store_true", help=what)
 
 
 def add_calibrate(p: argparse.ArgumentParser) -> None:

@@ -9,12 +9,13 @@ settings that no single change makes better; a pair of changes might.
 """
 
 import argparse
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from minifsdp.sim.cli.options import BACKWARD, FORWARD, PRECISION, STRATEGIES, UNITS, YES
-from minifsdp.sim.cli.progress import Progress
 from minifsdp.sim.cli.run import measure
+from minifsdp.sim.cli.terminal import Progress
 
 LEAN = {
     "offload": "yes",
@@ -150,22 +151,35 @@ def plan(parser: argparse.ArgumentParser, arguments: Sequence[str], progress: Pr
     best = search.figures(chosen)
     progress("")
     if not best["fits"]:
-        print(f"Nothing fits, not even {_words(chosen)}.\n{best['why']}")
+        if options.json:
+            print(json.dumps({"settings": chosen, **best}))
+        else:
+            print(f"Nothing fits, not even {_words(chosen)}.\n{best['why']}")
         return 1
-    print(f"{_words(chosen)}\n")
-    print(
-        f"step {best['step'] * 1e3:,.1f} ms, {best['peak reserved'] / 2**20:,.0f} MiB reserved, "
-        f"bound by {best['binds']}"
-    )
+    if not options.json:
+        print(f"{_words(chosen)}\n")
+        print(
+            f"step {best['step'] * 1e3:,.1f} ms, {best['peak reserved'] / 2**20:,.0f} MiB "
+            f"reserved, bound by {best['binds']}"
+        )
     batch = search.largest_batch(chosen)
+    others = [
+        {"setting": name, "value": value, **search.figures({**chosen, name: value})}
+        for name in free
+        for value in VALUES[name]
+        if value != chosen[name]
+    ]
+    for other in others:
+        other["instead"] = why(other, best)
     progress("")
+    if options.json:
+        print(json.dumps({"settings": chosen, **best, "largest batch": batch, "others": others}))
+        return 0
     print(f"the largest batch that fits with these settings: {batch}\n")
-    for name in free:
-        for value in VALUES[name]:
-            if value != chosen[name]:
-                figures = search.figures({**chosen, name: value})
-                default = " (default)" if value == usual[name] else ""
-                print(f"{f'--{name} {value}{default}':38} {why(figures, best)}")
+    for other in others:
+        name, value = other["setting"], other["value"]
+        default = " (default)" if value == usual[name] else ""
+        print(f"{f'--{name} {value}{default}':38} {other['instead']}")
     return 0
 
 

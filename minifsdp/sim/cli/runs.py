@@ -3,15 +3,15 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from minifsdp.sim.cli.against import table
 from minifsdp.sim.cli.commands import OTHERS
 from minifsdp.sim.cli.options import Row
-from minifsdp.sim.cli.progress import Progress
 from minifsdp.sim.cli.run import measure
+from minifsdp.sim.cli.terminal import Progress, columns
 from minifsdp.sim.device import VirtualGpu
 from minifsdp.sim.figures.words import in_words, page
 from minifsdp.sim.memory.snapshots import Peak, peak, read
@@ -71,7 +71,7 @@ def _try_models(rows: list[argparse.Namespace]) -> None:
         if model not in MODELS and not config:
             tried(job, model, shape, length)
         if job.note:
-            print(f"minifsdp.sim: {job.note}", file=sys.stderr)
+            print(f"minifsdp: {job.note}", file=sys.stderr)
 
 
 def _name(chosen: dict[str, str]) -> str:
@@ -84,7 +84,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 
 def _show(figures: dict[str, Any], gpu: VirtualGpu | None) -> None:
     if gpu is not None:
-        print(text(gpu.tape), end="\n\n")
+        print(text(gpu.tape, max(columns(otherwise=110) - 10, 30)), end="\n\n")
     print(page(figures))
 
 
@@ -98,29 +98,42 @@ def _write_files(
     around = gpu.cluster
     what = f"{options.model}, {around.nodes} x {around.gpus_per_node} {around.gpu.name}"
     titles = [f"{what}, {_name(chosen)}".removesuffix(", ") for chosen, _, _ in runs]
-    if options.svg:
-        tapes = {title: its.tape for title, (*_, its) in zip(titles, runs, strict=True)}
-        Path(options.svg).write_text(svg(tapes))
-    if options.html:
-        gpu.html(options.html, titles[-1], figures)
-    if options.trace:
-        gpu.trace(options.trace)
-    if options.snapshot:
-        gpu.snapshot(options.snapshot)
+    tapes = {title: its.tape for title, (*_, its) in zip(titles, runs, strict=True)}
+    written: dict[str, Callable[[str], object]] = {
+        "svg": lambda path: Path(path).write_text(svg(tapes)),
+        "html": lambda path: gpu.html(path, titles[-1], figures),
+        "trace": gpu.trace,
+        "snapshot": gpu.snapshot,
+    }
+    for option, write in written.items():
+        if path := getattr(options, option):
+            try:
+                write(path)
+            except OSError as error:  # which does not always name the file
+                raise ValueError(f"--{option}: cannot write {path!r}: {error.strerror}") from error
+
+
+FIGURES = {
+    "step": "step",
+    "MFU": "MFU",
+    "exposed": "exposed communication",
+    "idle": "idle",
+    "allocated": "peak allocated",
+    "reserved": "peak reserved",
+    "binds": "binds",
+}
+"""The columns of a table. With two sweeps it fits into 80 characters."""
 
 
 def _table(rows: list[tuple[dict[str, str], dict[str, Any]]]) -> None:
-    columns = ["step", "MFU", "exposed communication", "idle"]
-    columns += ["peak allocated", "peak reserved", "binds"]
+    """A row for each run, no wider than what is in it."""
     names = list(rows[0][0])
-    widths = [max(12, len(n), *(len(chosen[n]) for chosen, _ in rows)) for n in names]
-
-    def line(values: list[str], shown: Sequence[str]) -> None:
-        left = " ".join(f"{v:>{width}}" for v, width in zip(values, widths, strict=True))
-        print(f"{left} " + "".join(f"{word:>23}" for word in shown))
-
-    line(names, columns)
+    lines = [[*names, *FIGURES]]
     for chosen, figures in rows:
         words = in_words(figures)
-        shown = [words[column] for column in columns] if figures["fits"] else ["does not fit"]
-        line(list(chosen.values()), shown)
+        shown = [words[name] for name in FIGURES.values()] if figures["fits"] else ["does not fit"]
+        lines.append([*chosen.values(), *shown])
+    full = [line for line in lines if len(line) == len(lines[0])]
+    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
+    for line in lines:
+        print("  ".join(f"{word:>{width}}" for word, width in zip(line, widths, strict=False)))

@@ -8,7 +8,6 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from fractions import Fraction
-from pathlib import Path
 from reprlib import repr as shortened
 
 from minifsdp.sim.memory.alloc_conf import parse
@@ -117,41 +116,3 @@ def share_of(how: str) -> Fraction:
 
 def _refused(expected: str, given: str, end: str = "") -> ArgumentTypeError:
     return ArgumentTypeError(f"expected {expected}, got {shortened(given)}{end}")
-
-
-def check_files(paths: dict[str, str | None]) -> None:
-    """That files can be written, before the run that they are of.
-
-    Args:
-        paths: by option.
-
-    Raises:
-        ValueError: one cannot.
-    """
-    seen: dict[Path, str] = {}
-    for option, path in (
-        (option, Path(path)) for option, path in paths.items() if path is not None
-    ):
-        try:
-            problem = _problem(path)
-        except OSError as error:
-            problem = str(error.strerror).lower()
-        except ValueError as error:  # a name that no file can have
-            problem = str(error)
-        if problem:
-            raise ValueError(f"--{option}: cannot write {str(path)!r}: {problem}")
-        other = seen.setdefault(path.resolve(), option)
-        if other != option:
-            raise ValueError(f"--{option} and --{other} name the same file, {str(path)!r}")
-
-
-def _problem(path: Path) -> str:
-    if path.is_dir():
-        return "it is a directory"
-    if not path.parent.is_dir():
-        return f"there is no directory {str(path.parent)!r}"
-    there = path.exists()
-    path.open("ab").close()  # asks the file system, which knows best
-    if not there:
-        path.unlink()
-    return ""

@@ -60,15 +60,13 @@ def read(path: str | Path) -> tuple[Gpu, Constants]:
         found = json.loads(Path(path).read_text())
     except OSError as error:
         raise ValueError(
-            f"--cluster: cannot read {str(path)!r}: {error.strerror}; python -m minifsdp.sim "
-            f"calibrate -o FILE makes one"
+            f"--cluster: cannot read {str(path)!r}: {error.strerror}; minifsdp calibrate "
+            f"-o FILE makes one"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{where} is no JSON; python -m minifsdp.sim calibrate makes one"
-        ) from error
+        raise ValueError(f"{where} is no JSON; minifsdp calibrate makes one") from error
     if not isinstance(found, dict) or not {"format", "minifsdp"} <= found.keys():
-        raise ValueError(f"{where} is no cluster file, as python -m minifsdp.sim calibrate writes")
+        raise ValueError(f"{where} is no cluster file, as minifsdp calibrate writes")
     for what, own in (("format", FORMAT), ("minifsdp", __version__)):
         if found[what] != own:
             raise ValueError(

@@ -48,6 +48,15 @@ def test_a_file_is_written_that_runs_take(measured, tmp_path, capsys):
     assert main([*SMALL, "--cluster", file]) == 0
 
 
+def test_a_program_gets_one_document(measured, tmp_path, capsys):
+    file = str(tmp_path / "c.json")
+    assert main(["calibrate", "-o", file, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    written = json.loads((tmp_path / "c.json").read_text())
+    assert (found["gpu"], found["cluster"]) == (written["gpu"], written["cluster"])
+    assert (found["ranks"], found["file"], found["not found"]) == (2, file, [])
+
+
 def test_it_measures_with_as_many_ranks_as_are_asked_for(measured, tmp_path, capsys):
     main(["calibrate", "--ranks", "3", "-o", str(tmp_path / "c.json")])
     main(["calibrate", "-o", str(tmp_path / "c.json")])
@@ -95,7 +104,7 @@ def test_a_rank_that_fails_is_one_line(measured, monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(calibrate, "samples", fails)
     assert main(["calibrate", "-o", str(tmp_path / "c.json")]) == 2
-    assert capsys.readouterr().err == "minifsdp.sim: calibrate: a rank has failed: KeyError: 'x'\n"
+    assert capsys.readouterr().err == "minifsdp: calibrate: a rank has failed: KeyError: 'x'\n"
 
 
 def test_more_ranks_than_gpus_are_refused(measured, monkeypatch, tmp_path, capsys):

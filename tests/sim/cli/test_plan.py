@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import json
 import random
 import re
 from contextlib import redirect_stdout
@@ -185,6 +186,23 @@ def test_where_nothing_fits_that_is_said(capsys):
     assert main([*SMALL, *FIXED, "--model", "gpt-13b", "--strategy", "no_shard"]) == 1
     out = capsys.readouterr().out
     assert out.startswith("Nothing fits, not even --limit") and "CUDA out of memory" in out
+
+
+def test_one_document_has_all_that_is_printed(search, capsys):
+    assert main([*SMALL, *FIXED, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    best, _, step, largest, _, *others = search[0].splitlines()
+    assert " ".join(f"--{name} {value}" for name, value in found["settings"].items()) == best
+    assert step.startswith(f"step {found['step'] * 1e3:,.1f} ms") and found["fits"]
+    assert largest.endswith(f": {found['largest batch']}")
+    told = [f"--{other['setting']} {other['value']}" for other in found["others"]]
+    assert told == [" ".join(line.split()[:2]) for line in others]
+    assert [o["instead"] for o in found["others"]] == [line[39:] for line in others]
+    assert main([*SMALL, *FIXED, "--model", "gpt-13b", "--strategy", "no_shard", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (
+        not found["fits"] and "CUDA out of memory" in found["why"] and "limit" in found["settings"]
+    )
 
 
 def test_each_run_is_made_once(search):
