@@ -53,7 +53,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=f"{prog} [--help] [--version] COMMAND ...",
-        description="Fully sharded data parallel training, small enough to read in an afternoon.",
+        description="PyTorch's fully sharded data parallel training, written again to be read.",
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -248,9 +248,7 @@ def test_what_cannot_be_written_in_the_end_is_said(tmp_path, capsys, monkeypatch
 def test_the_readmes_pictures_are_what_it_prints(limit, capsys):
     readme = (ROOT / "minifsdp" / "sim" / "README.md").read_text()
     command = f"--model gpt-125m --batch 16 --seq 512 --limit {limit}"
-    (shown,) = re.findall(
-        rf"```\n\$ minifsdp sim {command}\n(.*?)\n```", readme, re.DOTALL
-    )
+    (shown,) = re.findall(rf"```\n\$ minifsdp sim {command}\n(.*?)\n```", readme, re.DOTALL)
     assert main(command.split()) == 0
     printed = capsys.readouterr().out
     for row, line in zip(shown.splitlines(), printed.splitlines(), strict=False):
