@@ -100,6 +100,7 @@ class FeaturedUnit(Unit):
         self.by_hand: ExitStack | None = None  # while FSDPModule.unshard() has it gathered
         self.comm_hook: Any = None  # a stage; see between_steps/comm_hooks.py
         self.users_comm = UsersComm()
+        self.parts: list[Tensor] = []  # of gradients of this backward; see users_comm.KeepPart
         self.reshard_after_backward = True  # False: it stays until its shard changes; no_sync.py
         self.shard_numel = layout.optimized_numel(self.shard_rank)  # without padding
         self.padded_shard = host_copy(self.padded_shard, offload_from)

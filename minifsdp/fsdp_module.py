@@ -196,6 +196,7 @@ class FSDPModule:
         shard group, and keeps the sum of several backwards there. Without hybrid sharding it
         changes nothing. Raises as :meth:`set_requires_gradient_sync`."""
         units = self._units_between_steps("set_requires_all_reduce", recurse)
+        self._engine.moments.of(NoSync).begin_to_use()
         self._choose(hybrid_of(units), all_reduces=requires_all_reduce)
 
     def set_reshard_after_backward(

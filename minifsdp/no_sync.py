@@ -69,6 +69,8 @@ class NoSync(Layer):
         # A root that was made around these units takes over what they have left.
         self._used = any(unit.unreduced_grad is not None for unit in self.units)
         self._versions: dict[FeaturedUnit, int] = {}  # of shards, when their units were held
+        # The parameters of units without an all-reduce that had no gradient before this backward.
+        self._cleared: dict[FeaturedUnit, Sequence[int]] = {}
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -78,6 +80,10 @@ class NoSync(Layer):
             yield
         finally:
             self.unreduced = before
+
+    def begin_to_use(self) -> None:
+        """From now on look at units when a backward begins."""
+        self._used = True
 
     def keep_after_backward(self, unit: FeaturedUnit, keep: bool) -> None:
         """Whether a unit stays gathered after its next backwards, until its shard changes."""
@@ -100,6 +106,7 @@ class NoSync(Layer):
         for unit in self.units:
             unit.waits.discard(NO_SYNC)
             unit.let_go(NO_SYNC)
+            unit.parts.clear()
 
     def start_backward(self, call: Call | None) -> None:
         """Units are held here, where all ranks are alike, and not in their own backwards: these
@@ -116,6 +123,8 @@ class NoSync(Layer):
         for unit in self.units:
             check_unreduced_grad(unit)
             _stages_of_next(unit)
+            if not unit.users_comm.all_reduces:
+                self._cleared[unit] = _cleared(unit)
             if unit in self.unreduced:
                 _check_whole(unit)
                 unit.waits.add(NO_SYNC)
@@ -134,14 +143,17 @@ class NoSync(Layer):
         """Keep what was held in this backward; what earlier ones have left was reduced with it."""
         for reduction in reductions:
             reduction.unit.unreduced_grad = None
-        while self._gradients.scattered:
-            self._used = True
-            reduction = self._gradients.scattered.pop()
-            store_unreduced(reduction.unit, reduction.value, is_scattered=True)
+            self._keep_parts(reduction.unit)
         held = self._gradients.held
         while held:  # freed one after the other, since each may be replaced by a cast copy
             unit, grad = held.popitem()
             store_unreduced(unit, grad)
+
+    def _keep_parts(self, unit: FeaturedUnit) -> None:
+        """Keep what was reduced in the shard group alone."""
+        while unit.parts:
+            cleared = self._cleared.get(unit, ()) if unit.unreduced_grad is None else None
+            store_unreduced(unit, unit.parts.pop(), is_scattered=True, cleared=cleared)
 
     def _was_changed(self, unit: FeaturedUnit) -> bool:
         """Whether the shard is another one than the unit was gathered from."""
@@ -191,15 +203,22 @@ def _check_whole(unit: FeaturedUnit) -> None:
         )
 
 
-def store_unreduced(unit: FeaturedUnit, grad: Tensor, is_scattered: bool = False) -> None:
+def store_unreduced(
+    unit: FeaturedUnit,
+    grad: Tensor,
+    is_scattered: bool = False,
+    cleared: Sequence[int] | None = None,
+) -> None:
     """Keep a gradient on this rank until the next reduction, which adds it to its own.
 
     Args:
         grad: of ``unit.unsharded.flat_param``: ``[padded_numel]``, in its dtype. It is added to the
             unit's unreduced gradient, if there is one, and otherwise kept in
             ``unit.unreduced_dtype``. Or, if it ``is_scattered``, ``[padded_numel / ranks]``.
+        cleared: the parameters that had no gradient, if that cannot be seen any more.
     """
-    shard, cleared = unit.sharded_flat_param, _cleared(unit)
+    shard = unit.sharded_flat_param
+    cleared = _cleared(unit) if cleared is None else cleared
     if unit.unreduced_grad is not None:
         grad = unit.unreduced_grad.grad.add_(grad)
     elif unit.unreduced_dtype is not None:

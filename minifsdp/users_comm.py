@@ -6,7 +6,7 @@ nothing. strategies.py asks it when it chooses::
     all_gather, reduce_scatter, reduce_group     UsersCollectives, the ``comm`` of the unit
     divide_factor                                Scale, a stage after the mean
     all_reduce_hook                              UsersHook, a stage after that
-    all_reduces=False                            no stage after the reduce-scatter
+    all_reduces=False                            KeepPart, in the place of the all-reduce
 
 A program may change them between steps, on all ranks alike.
 
@@ -147,7 +147,7 @@ def with_choices(unit: Any, stages: list[Stage]) -> list[Stage]:
     chosen."""
     choices: UsersComm = unit.users_comm
     if not choices.all_reduces:
-        return stages[: 1 + [type(stage) for stage in stages].index(ReduceScatter)]
+        return [*stages[: 1 + [type(stage) for stage in stages].index(ReduceScatter)], KeepPart()]
     after: list[Stage] = []
     if choices.divide_factor is not None:
         replicas = 1 if unit.replicate_group is None else unit.replicate_group.size()
@@ -156,6 +156,18 @@ def with_choices(unit: Any, stages: list[Stage]) -> list[Stage]:
         after.append(UsersHook(choices.all_reduce_hook))
     end = len(stages) - stages[-1].on_host  # before a download
     return [*stages[:end], *after, *stages[end:]]
+
+
+class KeepPart:
+    """The last stage of a reduction whose all-reduce is left out: the result waits in
+    ``unit.parts``, and the optimizer is given zeros."""
+
+    stream, travels, on_host = "reduce", False, False
+
+    def launch(self, unit: Any, value: Tensor) -> tuple[Tensor, Finish]:
+        """``value``: ``[trained_numel / ranks]``, the mean over the shard group."""
+        unit.parts.append(value)
+        return torch.zeros_like(value), lambda: None
 
 
 class Scale:

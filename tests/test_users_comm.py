@@ -232,6 +232,39 @@ def test_a_part_of_the_gradient_is_not_taken_for_all_of_it():
 
 
 @on_ranks(4)
+def test_a_backward_that_fails_leaves_no_part_behind():
+    model, fresh = hybrid(), hybrid()
+    model.set_requires_all_reduce(False)
+
+    def fail(grad):
+        raise RuntimeError("as if out of memory")
+
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(4, 3, device=device(), requires_grad=True)
+    handle = x.register_hook(fail)
+    with pytest.raises(RuntimeError, match="as if out of memory"):
+        model(x).pow(2).mean().backward()
+    handle.remove()
+    for each in (model, fresh):
+        each.set_requires_all_reduce(True)
+        backward(each, 7)
+    pairs = zip(model.parameters(), fresh.parameters(), strict=True)
+    assert all(torch.equal(a.grad.full_tensor(), b.grad.full_tensor()) for a, b in pairs)
+
+
+@on_ranks(4)
+def test_a_parameter_that_no_part_has_used_gets_no_gradient():
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device())
+    model.unused = nn.Linear(4, 4).to(device())
+    fully_shard(model, mesh=mesh)
+    for last in (False, True):
+        model.set_requires_all_reduce(last)
+        model(torch.ones(2, 4, device=device())).sum().backward()
+    assert model.unused.weight.grad is None and model[0].weight.grad is not None
+
+
+@on_ranks(4)
 def test_nothing_travels_between_the_groups_before_the_all_reduce():
     with patch.object(collectives, "NATIVE", True):
         model = hybrid()

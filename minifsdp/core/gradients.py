@@ -58,13 +58,9 @@ class Gradients:
         for reduction in self._reductions:
             reduction.wait_for_result()
         for reduction in self._reductions:
-            self.store(reduction)
+            store_gradient(reduction)
         reductions, self._reductions = self._reductions, []
         return reductions
-
-    def store(self, reduction: Reduction) -> None:
-        """Hand one result over."""
-        store_gradient(reduction)
 
     def drop(self) -> None:
         """The backward has failed. Its memory must not be given away while it is being sent."""

@@ -3,8 +3,7 @@
 A gradient is reduced when it is complete (core/gradients.py). Two features have some wait until the
 backward is over, each with a reason of its own in ``unit.waits``: no_sync.py, which reduces them in
 a later backward, and ranks that use different units (checks/rank_agreement.py), which reduce them
-in one order. While a unit has a reason to wait, its gradient is held here. So is the result of a
-reduction that leaves out the all-reduce of hybrid sharding (users_comm.py).
+in one order. While a unit has a reason to wait, its gradient is held here.
 """
 
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from minifsdp.core.gradients import Gradients
-from minifsdp.core.reduce import Reduction
 from minifsdp.core.streams import Streams
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.rows import Rows
@@ -26,14 +24,12 @@ class HeldGradients(Gradients):
 
     Attributes:
         held: unit -> gradient, ``[trained_numel]``, of those that are not reduced.
-        scattered: the reductions of this backward whose result has yet to be all-reduced.
     """
 
     def __init__(self, streams: Streams, stats: Stats) -> None:
         super().__init__(streams)
         self.stats = stats
         self.held: dict[Any, Tensor] = {}
-        self.scattered: list[Reduction] = []
 
     def take(self, unit: Any, grad: Any) -> None:
         """As in the core, or hold it if it has to wait. A second part is added to the first. What
@@ -52,17 +48,9 @@ class HeldGradients(Gradients):
         self.stats.reductions += 1
         super().take(unit, no_gradient(unit) if grad is None else grad)
 
-    def store(self, reduction: Reduction) -> None:
-        """As in the core, if it is complete."""
-        if reduction.unit.users_comm.all_reduces:
-            super().store(reduction)
-        else:
-            self.scattered.append(reduction)
-
     def drop(self) -> None:
         """As in the core."""
         self.held.clear()
-        self.scattered.clear()
         super().drop()
 
 
