@@ -252,16 +252,23 @@ def test_a_backward_that_fails_leaves_no_part_behind():
     assert all(torch.equal(a.grad.full_tensor(), b.grad.full_tensor()) for a, b in pairs)
 
 
+class HalfUsed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.used(x)
+
+
 @on_ranks(4)
 def test_a_parameter_that_no_part_has_used_gets_no_gradient():
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device())
-    model.unused = nn.Linear(4, 4).to(device())
-    fully_shard(model, mesh=mesh)
+    model = fully_shard(HalfUsed().to(device()), mesh=mesh)
     for last in (False, True):
         model.set_requires_all_reduce(last)
         model(torch.ones(2, 4, device=device())).sum().backward()
-    assert model.unused.weight.grad is None and model[0].weight.grad is not None
+    assert model.unused.weight.grad is None and model.used.weight.grad is not None
 
 
 @on_ranks(4)
