@@ -12,6 +12,7 @@ from minifsdp.comm import collectives
 from minifsdp.comm.message_tags import Launches
 from minifsdp.core.streams import Finish
 from minifsdp.strategies import comm_of
+from minifsdp.users_comm import UsersComm
 
 
 def unit(
@@ -25,7 +26,7 @@ def unit(
     layout = SimpleNamespace(blocks=blocks, trained_blocks=blocks, sizes=None)
     return SimpleNamespace(
         shard_group=group, shard_world_size=group.size(), layout=layout, tag=tag, label=label,
-        launches=defaultdict(Launches),
+        launches=defaultdict(Launches), users_comm=UsersComm(),
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from minifsdp.core.streams import Finish
 from minifsdp.sim.calibration.fit import Sample
 from minifsdp.sim.calibration.timing import seconds
 from minifsdp.strategies import comm_of
+from minifsdp.users_comm import UsersComm
 
 CUDA_SIZES = (2**16, 2**20, 2**24, 2**26)
 CPU_SIZES = (2**12, 2**16, 2**18, 2**20)
@@ -33,7 +34,10 @@ def chunks(numel: int, group: dist.ProcessGroup, tag: int = 0) -> Any:
     """
     layout = Chunks([torch.Size([numel])], group.size())
     launches = defaultdict[str, Launches](Launches)
-    return SimpleNamespace(shard_group=group, layout=layout, tag=tag, label="", launches=launches)
+    return SimpleNamespace(
+        shard_group=group, layout=layout, tag=tag, label="", launches=launches,
+        users_comm=UsersComm(),
+    )  # fmt: skip
 
 
 def alone(here: torch.device, group: dist.ProcessGroup) -> list[Sample]:
