@@ -43,7 +43,7 @@ def memory() -> dict[str, dict[str, float]]:
         each = PARAMS / formulas.sharers(strategy, GPUS) / 1e9
         bars[name] = {"parameters": 4 * each, "gradients": 4 * each, "Adam's averages": 8 * each}
     whole = formulas.gathered("full_shard", PARAMS, UNIT, UNIT) / 1e9
-    bars[name]["two blocks that are whole, in bfloat16"] = whole
+    bars[name]["two whole blocks at a time, in 16 bits"] = whole
     return bars
 
 
@@ -91,7 +91,7 @@ def main() -> None:
     """Write front_memory.svg and front_step.svg."""
     draw.bars(
         FOLDER / "front_memory.svg",
-        "Memory of one GPU that trains 7 billion parameters with Adam, beside its activations",
+        "Memory of one GPU that trains 7 billion parameters with Adam (activations not counted)",
         memory(),
         "{:.1f} GB".format,
     )
