@@ -187,14 +187,14 @@ def test_the_glossary_is_sorted_and_each_term_stands_on_its_page():
 
 
 @pytest.mark.slow
-def test_the_readmes_command_draws_the_tutorials_picture(tmp_path, capsys):
+def test_the_simulators_readme_has_what_its_command_draws(tmp_path, capsys):
     readme = (ROOT / "minifsdp" / "sim" / "README.md").read_text()
     (command,) = re.findall(r"\$ minifsdp sim ([^$]*?--svg limiter.svg)", readme)
     words = shlex.split(command.replace("\\\n", " "))
     assert main([*words[:-1], str(tmp_path / words[-1])]) == 0
     capsys.readouterr()
     drawn = (tmp_path / words[-1]).read_text()
-    assert drawn == (ROOT / "tutorials" / "11_limiter.svg").read_text()
+    assert drawn == (ROOT / "minifsdp" / "sim" / "limiter.svg").read_text()
 
 
 def write(tmp_path: Path, source: str) -> Path:
