@@ -280,6 +280,8 @@ def _serve(
     folder: str,
 ) -> None:
     """What a rank does all its life."""
+    if not os.path.isdir(folder):
+        return  # Ctrl-C has ended who has started this rank
     stack = open(f"{folder}/stack{rank}", "w")  # noqa: SIM115  # for as long as the rank lives
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     torch.set_num_threads(1)

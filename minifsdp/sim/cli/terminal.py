@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -84,6 +85,7 @@ def say_stopped(words: str = "stopped") -> None:
     """The one line, after which nothing comes."""
     for number in (signal.SIGINT, signal.SIGALRM):
         signal.signal(number, signal.SIG_IGN)
+    threading.excepthook = lambda _: None  # of a pool, whose processes are gone
     progress("")
     print(words, file=sys.stderr, flush=True)
 
