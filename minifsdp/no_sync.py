@@ -152,8 +152,11 @@ class NoSync(Layer):
     def _keep_parts(self, unit: FeaturedUnit) -> None:
         """Keep what was reduced in the shard group alone."""
         while unit.parts:
-            cleared = self._cleared.get(unit, ()) if unit.unreduced_grad is None else None
-            store_unreduced(unit, unit.parts.pop(), is_scattered=True, cleared=cleared)
+            before = unit.unreduced_grad
+            cleared = self._cleared.get(unit, ()) if before is None else before.cleared
+            store_unreduced(unit, unit.parts.pop())
+            assert unit.unreduced_grad is not None
+            unit.unreduced_grad = unit.unreduced_grad._replace(cleared=cleared, is_scattered=True)
 
     def _was_changed(self, unit: FeaturedUnit) -> bool:
         """Whether the shard is another one than the unit was gathered from."""
@@ -203,22 +206,15 @@ def _check_whole(unit: FeaturedUnit) -> None:
         )
 
 
-def store_unreduced(
-    unit: FeaturedUnit,
-    grad: Tensor,
-    is_scattered: bool = False,
-    cleared: Sequence[int] | None = None,
-) -> None:
+def store_unreduced(unit: FeaturedUnit, grad: Tensor) -> None:
     """Keep a gradient on this rank until the next reduction, which adds it to its own.
 
     Args:
         grad: of ``unit.unsharded.flat_param``: ``[padded_numel]``, in its dtype. It is added to the
             unit's unreduced gradient, if there is one, and otherwise kept in
-            ``unit.unreduced_dtype``. Or, if it ``is_scattered``, ``[padded_numel / ranks]``.
-        cleared: the parameters that had no gradient, if that cannot be seen any more.
+            ``unit.unreduced_dtype``. Or a part of it, ``[padded_numel / ranks]``.
     """
-    shard = unit.sharded_flat_param
-    cleared = _cleared(unit) if cleared is None else cleared
+    shard, cleared = unit.sharded_flat_param, _cleared(unit)
     if unit.unreduced_grad is not None:
         grad = unit.unreduced_grad.grad.add_(grad)
     elif unit.unreduced_dtype is not None:
@@ -231,7 +227,7 @@ def store_unreduced(
     for first in _firsts(unit, shard.grad):
         first.masked_fill_(first == 0, -0.0)
     unit.unreduced_grad = UnreducedGrad(
-        grad, shard.grad, _version(unit, shard.grad), shard._version, cleared, is_scattered
+        grad, shard.grad, _version(unit, shard.grad), shard._version, cleared
     )
     _units.add(unit)
     _watch_optimizers()
