@@ -146,15 +146,16 @@ def with_choices(unit: Any, stages: list[Stage]) -> list[Stage]:
     """The stages that a gradient of ``unit`` goes through (strategies.py), and what its program has
     chosen."""
     choices: UsersComm = unit.users_comm
+    end = len(stages) - stages[-1].on_host  # before a download
     if not choices.all_reduces:
-        return [*stages[: 1 + [type(stage) for stage in stages].index(ReduceScatter)], KeepPart()]
+        reduced = 1 + [type(stage) for stage in stages].index(ReduceScatter)
+        return [*stages[:reduced], KeepPart(), *stages[end:]]
     after: list[Stage] = []
     if choices.divide_factor is not None:
         replicas = 1 if unit.replicate_group is None else unit.replicate_group.size()
         after.append(Scale(unit.shard_world_size * replicas / choices.divide_factor))
     if choices.all_reduce_hook is not None:
         after.append(UsersHook(choices.all_reduce_hook))
-    end = len(stages) - stages[-1].on_host  # before a download
     return [*stages[:end], *after, *stages[end:]]
 
 
