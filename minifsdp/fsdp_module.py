@@ -205,9 +205,9 @@ class FSDPModule:
         """False: units stay gathered after their backward, until an optimizer or somebody else
         changes their shards. That saves the gathers of the next backwards of an accumulation, and
         costs their memory. Raises as :meth:`set_requires_gradient_sync`."""
-        no_sync = self._engine.moments.of(NoSync)
         for unit in self._units_between_steps("set_reshard_after_backward", recurse):
-            no_sync.keep_after_backward(unit, not reshard_after_backward)
+            unit.reshard_after_backward = reshard_after_backward
+        self._engine.moments.of(NoSync).begin_to_use()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this unit's gradients over all ranks by ``factor``, and not by the

@@ -85,11 +85,6 @@ class NoSync(Layer):
         """From now on look at units when a backward begins."""
         self._used = True
 
-    def keep_after_backward(self, unit: FeaturedUnit, keep: bool) -> None:
-        """Whether a unit stays gathered after its next backwards, until its shard changes."""
-        unit.reshard_after_backward = not keep
-        self._used |= keep
-
     def start(self, purpose: Purpose) -> None:
         """Units that were kept stay, if nobody has changed them since. Raises RuntimeError: see
         :func:`check_unreduced_grad`."""
@@ -143,7 +138,8 @@ class NoSync(Layer):
         """Keep what was held in this backward; what earlier ones have left was reduced with it."""
         for reduction in reductions:
             reduction.unit.unreduced_grad = None
-            self._keep_parts(reduction.unit)
+            if reduction.unit.parts:
+                self._keep_parts(reduction.unit)
         held = self._gradients.held
         while held:  # freed one after the other, since each may be replaced by a cast copy
             unit, grad = held.popitem()

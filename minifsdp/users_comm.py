@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minifsdp.comm.pieces import Pieces, whole
 from minifsdp.core.collectives import Comm, Group, torch_reduce_scatter
 from minifsdp.core.reduce import ReduceScatter, Stage
 from minifsdp.core.streams import Finish
@@ -200,9 +199,8 @@ class UsersHook:
     def __init__(self, hook: Callable[[Tensor], object]) -> None:
         self._hook = hook
 
-    def launch(self, unit: Any, value: Tensor | Pieces) -> tuple[Tensor, Finish]:
+    def launch(self, unit: Any, value: Tensor) -> tuple[Tensor, Finish]:
         """The mean is complete."""
         unit.has_unused = False  # it may write to what no rank has used
-        mean = whole(value)
-        self._hook(mean[: unit.layout.optimized_numel(unit.shard_rank)])
-        return mean, lambda: None
+        self._hook(value[: unit.layout.optimized_numel(unit.shard_rank)])
+        return value, lambda: None

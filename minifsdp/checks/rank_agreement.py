@@ -33,6 +33,7 @@ there is same_launches.py.
 
 from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
+from zlib import crc32
 
 import torch
 
@@ -275,9 +276,9 @@ class RankAgreement(Layer):
         mine = {unit: source(unit) if unit.numel else GradSource.NONE for unit in self.units}
         highest = dict(mine)  # of all ranks
         found: dict[int, list[int]] = {}
+        which = self._which(unreduced) if unreduced else 0
         for group in self._groups if self.compares_backwards else []:
-            reduces = sum(unit not in unreduced for unit in self.units)
-            numbers = [reduces, self._mode(), self.diverged, *(mine[u] for u in group.units)]
+            numbers = [which, self._mode(), self.diverged, *(mine[u] for u in group.units)]
             found = self._gather(group, Kind.AGREEMENT, "the start of a backward", numbers)
             _, _, diverged, *by_unit = zip(*found.values(), strict=True)
             self.diverged |= any(diverged)  # in an agreement group of fewer ranks, asked before
@@ -288,24 +289,28 @@ class RankAgreement(Layer):
         # The last group has all ranks, so either all of them raise or none.
         if len({tuple(numbers[:2]) for numbers in found.values()}) > 1:
             self._all_failed = True
-            all_units = len(self.units)
-            inside = {0: "inside", all_units: "outside"}
+            of = len(self.units)
+            words = {0: "outside", of: "inside"}
             where = {
-                rank: inside.get(n[0], f"{n[0]} of {all_units} units outside") + _MODES[n[1]]
+                rank: words.get(n[0] >> 32, f"inside for {n[0] >> 32} of {of} units") + _MODES[n[1]]
                 for rank, n in found.items()
             }
             raise RuntimeError(
                 f"some ranks run this backward inside of no_sync(), or in another mode, and others "
-                f"do not ({format_by_rank(where)}). They reduce gradients together, in one "
-                f"precision, or none does."
+                f"do not, or for different units ({format_by_rank(where)}). They reduce gradients "
+                f"together, in one precision, or none does."
             )
         late = [GradSource.NO_SYNC]
         if self.diverged:
             late.append(GradSource.BACKWARD)
-        reduced = [unit for unit in self.units if unit not in unreduced]
-        self.late = [unit for unit in reduced if highest[unit] in late]
+        self.late = [u for u in self.units if highest[u] in late and u not in unreduced]
         for unit in self.late:
             unit.waits.add(DIVERGED)
+
+    def _which(self, unreduced: Collection[FeaturedUnit]) -> int:
+        """How many units these are, and, below that, a checksum of which."""
+        left_out = bytes(unit in unreduced for unit in self.units)
+        return sum(left_out) << 32 | crc32(left_out)
 
     @property
     def compares_backwards(self) -> bool:
