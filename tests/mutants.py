@@ -1151,7 +1151,7 @@ MUTANTS = [
     Mutant("sim/hardware/costs", "a network is as fast as a node", "if nodes > 1:", "if False:"),
     Mutant("sim/hardware/costs", "each ring has the network for itself", "self.network / max(rings, 1)", "self.network"),
     Mutant("sim/hardware/costs", "few nodes are on a busy network, too", "if nodes <= self.quiet:", "if nodes == 1:"),
-    Mutant("sim/hardware/costs", "other traffic is there for one GPU of a node", "* self.queued * together", "* self.queued"),
+    Mutant("sim/hardware/costs", "each GPU has a port, however slow", "max(self.network / self.gpus_per_node, PORT)", "self.network / self.gpus_per_node"),
     Mutant("sim/hardware/costs", "the slowest GPU is like the others", "return 1 + self.straggling *", "return 1 + 0 * self.straggling *"),
     Mutant("sim/hardware/costs", "attention in Triton is as fast as FlashAttention-2", "TRITON[kernel.kind] if self.triton else 1.0", "1.0"),
     Mutant("sim/hardware/collectives", "NCCL knows of other traffic", "way = self.picked(sent, rounds)", "way = min((w for w in WAYS.values() if rounds == 2 or not w.tree), key=lambda w: self.estimate(w, sent, rounds) + (2 * log2(self.nodes) if w.tree else rounds * (self.ranks - 1)) * self.wait)"),
