@@ -91,3 +91,10 @@ def test_the_replicas_of_a_chunk_wait_for_fewer_messages_than_all_ranks():
     found = [c.collective_seconds(25e6, columns, 2) for c in (many, alone)]
     whole = [c.collective_seconds(25e6, everybody) for c in (many, alone)]
     assert 0 < found[0] - found[1] < (whole[0] - whole[1]) / 4
+
+
+def test_a_tree_sends_everything_up_and_down():
+    """A rank of a ring sends all but one of as many pieces as there are ranks, each time."""
+    four = group(4, 1)
+    more = four.estimate(WAYS["tree, Simple"], 3e9, 2) - four.estimate(WAYS["tree, Simple"], 0, 2)
+    assert more == pytest.approx(2 * 4e9 / (0.92 * 40 * GB))
