@@ -2,8 +2,8 @@
 
 Each run of tests/predictions.toml is one call of ``minifsdp sim``. Its tokens per second
 and GPU (or TFLOPS, or memory, whatever was published) stand beside the prediction, in tables in
-minifsdp/sim/README.md. Nothing is tuned to a run: constants of GPUs (sim/gpus.py)
-were chosen by one half of the runs, and the errors that count are those of the other half.
+minifsdp/sim/README.md. Nothing is tuned to a run: constants (sim/hardware/) were chosen by one half
+of the models of each family of runs, and the errors that count are those of the other half.
 """
 
 import re
@@ -21,7 +21,7 @@ import torch
 from minifsdp.sim.cli.run import simulate
 from minifsdp.sim.cli.terminal import end_tidily, out_of_reach, progress
 from minifsdp.sim.device import VirtualGpu
-from minifsdp.sim.hardware.gpus import GPUS
+from minifsdp.sim.figures.likely import doublings, likely
 from minifsdp.sim.tape import Note, Phase
 from tests.claims import parser, table
 
@@ -46,13 +46,37 @@ class Run:
     quote: str
     micro_batches: int = 1
     tokens: float | None = None  # per second and GPU
+    samples: float | None = None  # per second, of all GPUs
     tflops: float | None = None  # per GPU, recomputed ones included
     reserved: float | None = None  # GiB
     allocated: float | None = None
 
+    def option(self, name: str, default: str = "") -> str:
+        """As it is written there."""
+        return (re.findall(rf"--{name} (\S+)", self.options) or [default])[0]
+
     @property
     def gpu(self) -> str:
-        return re.findall(r"--gpu (\S+)", self.options)[0]
+        return self.option("gpu")
+
+    @property
+    def model(self) -> str:
+        return self.option("model")
+
+    @property
+    def family(self) -> str:
+        return FAMILIES[self.source]
+
+    @property
+    def gpus(self) -> int:
+        return int(self.option("nodes", "1")) * int(self.option("gpus", "8"))
+
+    @property
+    def published(self) -> float:
+        """Tokens per second and GPU, or TFLOPS."""
+        if self.samples:
+            return self.samples * int(self.option("seq")) / self.gpus
+        return self.tokens or self.tflops  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -63,9 +87,11 @@ class Prediction:
     tflops: float = 0.0
     reserved: float = 0.0
     allocated: float = 0.0
+    factor: float = 1.0  # of the range that is printed, either way
     why: str = ""
 
 
+FAMILIES = {source["name"]: source["family"] for source in PUBLISHED["source"]}
 RUNS = [Run(**run) for run in PUBLISHED["run"]]
 
 
@@ -77,12 +103,14 @@ def predict(run: Run) -> Prediction:
     except torch.OutOfMemoryError as error:
         return Prediction(why=str(error))
     figures = gpu.report()
+    far = sum(doublings(gpu.cluster, options.seq, options.precision).values())
     whole = accumulated(figures["step"], optimizer_seconds(gpu), run.micro_batches)
     return Prediction(
         tokens=run.micro_batches * options.batch * options.seq / whole,
         tflops=figures["flops"] / figures["step"] / 1e12,
         reserved=figures["peak reserved"] / GiB,
         allocated=figures["peak allocated"] / GiB,
+        factor=likely(1.0, gpu.cluster.gpu, far)[1],
     )
 
 
@@ -103,7 +131,7 @@ def ratio(run: Run, found: Prediction) -> float | None:
     """Predicted to published speed; None if it is said not to fit."""
     if found.why:
         return None
-    return found.tokens / run.tokens if run.tokens else found.tflops / run.tflops  # type: ignore[operator]
+    return (found.tflops if run.tflops else found.tokens) / run.published
 
 
 def memory_ratio(run: Run, found: Prediction) -> float | None:
@@ -121,11 +149,11 @@ def error(ratio: float) -> float:
 
 
 def summary(found: list[tuple[Run, Prediction]]) -> str:
-    """Errors by GPU, for each half of the runs, as a table."""
+    """Errors by family, for each half of the runs, as a table."""
     lines = []
     for used in ("fit", "held out"):
-        for gpu in (*GPUS, "all"):
-            mine = [(r, p) for r, p in found if r.used == used and gpu in (r.gpu, "all")]
+        for family in (*dict.fromkeys(FAMILIES.values()), "all"):
+            mine = [(r, p) for r, p in found if r.used == used and family in (r.family, "all")]
             ratios = [x for r, p in mine if (x := ratio(r, p)) is not None]
             if not ratios:
                 continue
@@ -133,17 +161,48 @@ def summary(found: list[tuple[Run, Prediction]]) -> str:
             lines.append(
                 (
                     used,
-                    gpu,
+                    family,
                     f"{len(ratios)} of {len(mine)}",
                     f"{statistics.median(ratios):.2f}",
                     f"{statistics.median(errors):.0%}",
                     f"{quantile(errors, 3 / 4):.0%}",
                     f"{errors[-1]:.0%}",
                     f"{sum(e <= 0.15 for e in errors)} of {len(mine)}",
+                    f"{sum(in_range(r, p) for r, p in mine)} of {len(mine)}",
                 )
             )
-    head = ("runs", "GPU", "said to fit", "median ratio", "median error", "3 of 4 within", "worst")
-    return table((*head, "within 15 %"), lines)
+    head = ("runs", "family", "said to fit", "median ratio", "median error", "3 of 4 within")
+    return table((*head, "worst", "within 15 %", "within the printed range"), lines)
+
+
+def in_range(run: Run, found: Prediction) -> bool:
+    """Whether the published speed is in the range that is printed with the prediction."""
+    times = ratio(run, found)
+    return times is not None and max(times, 1 / times) <= found.factor
+
+
+def pairs(found: Iterable[tuple[Run, Prediction]]) -> str:
+    """Full and hybrid sharding, where both were published for the same run: how many times as fast
+    the second is, there and here."""
+    full: dict[str, tuple[Run, Prediction]] = {}
+    hybrid: dict[str, tuple[Run, Prediction]] = {}
+    for run, prediction in found:
+        which = hybrid if HYBRID in run.options else full
+        which[run.source + run.options.replace(HYBRID, "")] = run, prediction
+    lines = []
+    for key in full.keys() & hybrid.keys():
+        (of_full, there), (of_hybrid, here) = full[key], hybrid[key]
+        published = of_hybrid.published / of_full.published
+        predicted = here.tokens / there.tokens
+        lines.append((of_full.gpus, of_full, f"{published:.2f}", f"{predicted:.2f}"))
+    head = ("source", "run", "hybrid to full, published", "predicted")
+    ordered = sorted(lines, key=lambda line: (line[1].source, line[0], line[1].options))
+    return table(
+        head, ((f"{r.source}, {r.used}", f"`{r.options}`", *both) for _, r, *both in ordered)
+    )
+
+
+HYBRID = " --strategy hybrid_shard"
 
 
 def quantile(ordered: list[float], share: float) -> float:
@@ -155,8 +214,8 @@ def rows(found: Iterable[tuple[Run, Prediction]]) -> str:
     """A line for each run."""
     lines = []
     for run, prediction in found:
-        published = f"{run.tokens:,.0f} tokens/s" if run.tokens else f"{run.tflops:,.0f} TFLOPS"
-        speed = prediction.tokens if run.tokens else prediction.tflops
+        published = f"{run.published:,.0f} {'TFLOPS' if run.tflops else 'tokens/s'}"
+        speed = prediction.tflops if run.tflops else prediction.tokens
         times = ratio(run, prediction)
         memory = memory_ratio(run, prediction)
         lines.append(
@@ -219,6 +278,11 @@ def _alone(run: Run) -> Prediction:
 if __name__ == "__main__":
     end_tidily()
     every = predicted(RUNS)
-    tables = {"summary": summary(every), "rows": rows(every), "sources": sources()}
+    tables = {
+        "summary": summary(every),
+        "pairs": pairs(every),
+        "rows": rows(every),
+        "sources": sources(),
+    }
     SIM_README.write_text(with_tables(SIM_README.read_text(), **tables))
     print(tables["summary"])

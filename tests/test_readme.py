@@ -177,7 +177,9 @@ def test_each_page_of_the_reference_is_linked():
 
 
 def test_the_readmes_evidence_is_what_was_found():
-    (row,) = re.findall(r"^\| held out \| all \|.*\| (\d+ of \d+) \|$", SIM_README, re.M)
+    (row,) = re.findall(
+        r"^\| held out \| all \|.*\| (\d+ of \d+) \| \d+ of \d+ \|$", SIM_README, re.M
+    )
     within, of = row.split(" of ")
     assert f"of {of} published runs that it was not fitted to, {within} are predicted" in README
     speed = (REFERENCE / "speed.md").read_text()

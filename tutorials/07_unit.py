@@ -55,13 +55,13 @@ def blocks_are_units() -> None:
 #
 # ## How large?
 #
-# Take a larger GPT, of 1.3 billion parameters in 24 blocks, on 16 nodes of 8 virtual GPUs. (The
+# Take a larger GPT, of 1.3 billion parameters in 24 blocks, on 4 nodes of 8 virtual GPUs. (The
 # half blocks leave two norms over in each block, which are a small unit then.) A collective is
 # *exposed* while the GPU has nothing to compute because it waits for it.
 
 
 # %%
-RUN = "--model gpt-1.3b --nodes 16 --network 1600 --batch 2 --seq 512"
+RUN = "--model gpt-1.3b --nodes 4 --network 1600 --batch 2 --seq 512"
 
 
 @functools.cache
@@ -98,7 +98,7 @@ def draw() -> None:
     bars(MEMORY, "memory of a GPU at its fullest, by what is a unit", memory, "{:.1f} GB".format)
     computing = [round(row["computing"]) for row in time.values()]
     exposed = [round(row["a collective is exposed"]) for row in time.values()]
-    assert (computing, exposed) == ([68, 76, 74], [34, 19, 119])  # the picture's description
+    assert (computing, exposed) == ([70, 75, 73], [32, 5, 46])  # the picture's description
     blocks = [part for part in gpt_of("gpt-1.3b").modules() if type(part).__name__ == "Block"]
     assert len(blocks) == 24
 
@@ -109,11 +109,11 @@ def gpt_of(preset: str) -> nn.Module:
 
 
 # %% [markdown]
-# ![Three bars of time. The whole model: 68 ms of computing and 34 of waiting. Each block, the
-# shortest: 76 and 19. Each half of a block, the longest: 74 and 119.](07_unit.svg)
+# ![Three bars of time. The whole model: 70 ms of computing and 32 of waiting. Each block, the
+# shortest: 75 and 5. Each half of a block, the longest: 73 and 46.](07_unit.svg)
 #
-# ![Three bars of memory. The whole model: 8.1 GB, nearly all of it whole parameters and gradients.
-# Each block 2.7 GB, each half of a block 2.6 GB, with small shares of those.](07_unit_memory.svg)
+# ![Three bars of memory. The whole model: 8.5 GB, nearly all of it whole parameters and gradients.
+# Each block 3.1 GB, each half of a block 3.0 GB, with small shares of those.](07_unit_memory.svg)
 #
 # - **The whole model.** Nothing can be computed before all parameters have arrived, and nothing is
 #   reduced before the last gradient is there. So the GPU waits for the network at both ends of the
@@ -121,7 +121,7 @@ def gpt_of(preset: str) -> nn.Module:
 # - **Each block.** While the GPU computes with one block, the next one is gathered. Most of the
 #   communication is hidden behind computation.
 # - **Each half of a block.** The same bytes travel in three times as many messages. Each has the
-#   latency of page [02](02_flatten.md), which is 0.53 ms for a ring of 128 GPUs, and computing with
+#   latency of page [02](02_flatten.md), which is 0.13 ms for a ring of 32 GPUs, and computing with
 #   half a block does not take long enough to hide it. (Libraries have ways with fewer steps for
 #   short messages; page [22](22_hybrid.md).) The memory is hardly less than with blocks, because
 #   a block is small beside everything else already.

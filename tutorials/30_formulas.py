@@ -258,7 +258,7 @@ def how_many_gpus() -> None:
 # ## What the sheet leaves out
 #
 # $T^*$ knows nothing of latency. That is right for large units, and wrong for small ones. Here are
-# three models on 64 H100 with 3,200 Gbit/s for each node. Each GPU has 2,048 tokens, which is more
+# three models on 32 H100 with 3,200 Gbit/s for each node. Each GPU has 2,048 tokens, which is more
 # than $T^*$. By the sheet all three hide their gathers. Before you read on: do they?
 
 
@@ -266,11 +266,11 @@ def how_many_gpus() -> None:
 def small_units() -> None:
     h100, network = GPUS["h100"], 0.8 * 3200e9 / 8
     reached = h100.flops * h100.products
-    print(f"T* = {sheet.enough_tokens(reached, network, 64):,.0f} tokens")
+    print(f"T* = {sheet.enough_tokens(reached, network, 32):,.0f} tokens")
     for name in ("gpt-125m", "gpt-1.3b", "gpt-7b"):
-        found, _ = train(f"--model {name} --gpu h100 --nodes 8 --network 3200 --batch 2")
+        found, _ = train(f"--model {name} --gpu h100 --nodes 4 --network 3200 --batch 2")
         waits, unit = found["exposed communication"] / found["step"], sizes(name)[1]
-        gathers, alpha = sheet.gather(2 * unit, network, 64, 8), sheet.latency(64, 8)
+        gathers, alpha = sheet.gather(2 * unit, network, 32, 4), sheet.latency(32, 4)
         print(f"{name:8}  a gather takes {gathers * 1e3:.2f} ms, {alpha * 1e3:.2f} of it latency; "
               f"waits for {waits:3.0%} of the step; "
               f"T* with latency {gathers * reached / (2 * unit):6,.0f}")  # fmt: skip
@@ -278,10 +278,10 @@ def small_units() -> None:
 
 
 # %% [markdown]
-# The smallest model waits for nearly half of the step. Of the 0.30 ms that its gather takes, 0.26
-# are latency, and a block of 7 million parameters is soon computed with. With the latency in it,
-# the formula would ask for seven times as many tokens. For 7 billion parameters it would ask for a
-# fifth more, so there $T^*$ is good enough. Hence the rule of page [23](23_settings.md): make units
+# The smallest model waits for a fifth of the step. Of the 0.17 ms that its gather takes, 0.13 are
+# latency, and a block of 7 million parameters is soon computed with. With the latency in it, the
+# formula would ask for four times as many tokens. For 7 billion parameters it would ask for a tenth
+# more, so there $T^*$ is good enough. Hence the rule of page [23](23_settings.md): make units
 # so large that their gather takes several times the latency.
 #
 # The sheet is also silent about most of the memory. It counts the tensors of a model, while
@@ -378,7 +378,7 @@ def constants() -> None:
 # %% [hidden]
 def answers() -> None:
     waits = [round(100 * FOUND[name]) for name in ("gpt-125m", "gpt-1.3b", "gpt-7b")]
-    assert waits == [43, 8, 5] and round(FOUND["none"][0] / FOUND["2"][0], 1) == 2.7
+    assert waits == [21, 6, 4] and round(FOUND["none"][0] / FOUND["2"][0], 1) == 2.7
     assert round(FOUND["T*"], -2) == 4200 and FOUND["2"][1] > 0.5  # of it are activations
     assert sheet.gpus_at_least(70e9, 83e9) == 17 and 20 * 70 == 1400  # 1. seventeen
     assert round(100 * sheet.sent(N, 256) / sheet.sent(N, 16)) == 100 + 6  # 2. little more

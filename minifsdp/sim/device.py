@@ -214,7 +214,11 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         streams it was asked on."""
         if not cost.group:
             return self.clock.launch(self._current, cost.seconds)
-        nccl = self.clock.lane(f"NCCL, group {cost.group}")
+        name = f"NCCL, group {cost.group}"
+        if name not in self.clock.lanes:  # it takes its buffers when it is first used
+            first = not any(other.startswith("NCCL") for other in self.clock.lanes)
+            self.allocator.capacity -= 0 if first else self.cluster.taken_by_group
+        nccl = self.clock.lane(name)
         self.clock.wait(self._current, nccl.idle_at)
         start, nccl.idle_at = self.clock.launch_collective(self._current, cost.seconds)
         return start, nccl.idle_at

@@ -76,7 +76,9 @@ class Sleeping:
             stream, key = torch.cuda.current_stream(), group.group_name
             if key in self._last:
                 stream.wait_event(self._last[key])
-            torch.cuda._sleep(int(self._cluster.ring_seconds(sent, ranks, rounds) * self._cycles))
+            torch.cuda._sleep(
+                int(self._cluster.collective_seconds(sent, ranks, rounds) * self._cycles)
+            )
             self._last[key] = stream.record_event()
 
         return sleep

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from minifsdp.sim import cluster
@@ -118,3 +119,15 @@ def test_a_cpus_host_computes_itself_while_others_send():
             x.add_(1)
         (*_, beside) = ops(gpu)
         assert gpu.clock.now < beside.end
+
+
+def test_each_further_group_of_nccl_takes_memory_when_it_is_first_used():
+    with cluster(nodes=2) as gpu:
+        capacity = gpu.cluster.capacity
+        world, columns = dist.group.WORLD, dist.new_group([0, 8])
+        x = torch.empty(16)
+        left = []
+        for group in (world, world, columns, columns):
+            dist.all_reduce(x, group=group)
+            left.append(capacity - gpu.allocator.capacity)
+    assert left == [0, 0, *[gpu.cluster.taken_by_group] * 2]

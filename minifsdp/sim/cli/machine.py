@@ -30,6 +30,7 @@ def machine(options: argparse.Namespace) -> tuple[Gpu, dict[str, Any]]:
     if options.cluster:
         gpu, around = read(options.cluster)
     around |= {"nodes": options.nodes, "alloc": options.alloc}
+    around["triton"] = options.attention == "triton"
     around["network"] = options.network * GB / 8
     if options.gpus is not None:
         around["gpus_per_node"] = options.gpus

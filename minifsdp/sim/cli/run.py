@@ -17,7 +17,8 @@ from minifsdp.sim.cli.conflicts import check
 from minifsdp.sim.cli.machine import machine
 from minifsdp.sim.device import VirtualGpu
 from minifsdp.sim.figures.advice import advice
-from minifsdp.sim.figures.throughput import likely, model_flops, throughput
+from minifsdp.sim.figures.likely import doublings, likely
+from minifsdp.sim.figures.throughput import model_flops, throughput
 from minifsdp.sim.hardware.attention import only
 from minifsdp.sim.training.models import Job
 from minifsdp.sim.training.optimizers import OPTIMIZERS
@@ -120,7 +121,11 @@ def measure(
     samples = options.batch * options.accumulate
     work = model_flops(gpu.tape), peak, samples, options.seq, options.price
     figures |= throughput(figures, *work)
-    figures["tokens/s, range"] = likely(figures["tokens/s per GPU"], gpu.cluster.gpu)
+    far = doublings(gpu.cluster, options.seq, options.precision)
+    speed = figures["tokens/s per GPU"]
+    figures["tokens/s, range"] = likely(speed, gpu.cluster.gpu, sum(far.values()))
+    if far:
+        figures["range is wider for"] = ", ".join(far)
     figures["binds"] = binds(figures)
     return {"fits": True, **figures, "advice": str(advice(gpu, figures, options))}, gpu
 

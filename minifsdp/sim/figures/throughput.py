@@ -9,7 +9,6 @@ computed again. Source: PaLM, arXiv:2204.02311, appendix B; Korthikanti et al., 
 from typing import Any
 
 from minifsdp.sim.figures.report import last_step
-from minifsdp.sim.hardware.gpus import Gpu
 from minifsdp.sim.tape import Entry, Op, Phase
 
 
@@ -23,11 +22,6 @@ def model_flops(tape: list[Entry]) -> float:
         elif isinstance(entry, Op) and phase == "forward":
             flops += entry.flops
     return 3 * flops
-
-
-def likely(tokens: float, gpu: Gpu) -> tuple[float, float]:
-    """The range in which three of four published runs on such a GPU were, around a prediction."""
-    return tokens / (1 + gpu.error), tokens * (1 + gpu.error)
 
 
 def throughput(

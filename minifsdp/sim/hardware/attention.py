@@ -13,6 +13,10 @@ efficient  16 or 32 bits, masks; head sizes that are a multiple of 8 (in 32 bits
 math       everything else
 =========  ==================================================================================
 
+``--attention triton`` is flash with another author: the same choice and the same memory, and the
+time of the kernel that was written in Triton before FlashAttention-2, which many training runs of
+2022 and 2023 used (:data:`minifsdp.sim.hardware.costs.TRITON`).
+
 ``torch.nn.attention.sdpa_kernel`` and ``torch.backends.cuda.enable_flash_sdp`` are obeyed, as they
 are on a GPU.
 
@@ -37,6 +41,7 @@ BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
+    "triton": SDPBackend.FLASH_ATTENTION,
 }
 
 

@@ -6,33 +6,52 @@ shape. A product is cut into tiles of 128 x 128 results, shared out among the mu
 waves; the last wave may leave many idle, and each tile takes time to begin and to end. Beside a
 collective a kernel is slower: NCCL computes and copies on some of the same multiprocessors.
 
-**Collectives** by alpha and beta: each step of a ring has a latency (alpha) and moves a chunk at a
-bandwidth (1 / beta). Of ``n`` ranks each sends ``n - 1`` chunks; an all-reduce does so twice. For
-the bandwidth the slowest link decides: within a node that of its GPUs, else the node's network,
-which its GPUs share. For the latency it is the way of one chunk around the ring, on which few steps
-leave a node (as in NCCL's own estimate, ``src/graph/tuning.cc``).
+**Collectives** on few nodes are rings, by alpha and beta: each step has a latency (alpha) and moves
+a chunk at a bandwidth (1 / beta). Of ``n`` ranks each sends ``n - 1`` chunks; an all-reduce does so
+twice. For the bandwidth the slowest link decides: within a node that of its GPUs, else the node's
+network, which its GPUs share. For the latency it is the way of one chunk around the ring, on which
+few steps leave a node. On many nodes NCCL chooses among rings and trees, and there is other
+traffic: see collectives.py.
 
 **The host** by constants: so much for each kernel, so much for each of the engine's moments.
 
 Sources: Williams et al., "Roofline", CACM 2009; NVIDIA, "Matrix Multiplication Background User's
 Guide" (tiles and waves); NCCL's performance notes (``doc/PERFORMANCE.md`` of nccl-tests) for the
 rings. Kernels beside collectives: 18.9 % slower on average (a study of overlap on GPUs of two
-makers, 2025). Memory that CUDA and NCCL take: Bekman, "Machine Learning Engineering", 0.5 and 1 to
-1.5 GiB. Figures of GPUs are in gpus.py.
+makers, 2025). Figures of GPUs are in gpus.py.
+
+**Memory** that is not PyTorch's: CUDA's context and NCCL take 0.5 and 1 to 1.5 GiB (Bekman,
+"Machine Learning Engineering"). cuBLAS's workspace, of 8 MiB and on Hopper 32 (torch's
+``CUDABlas.cpp``), is counted with them. A further group of NCCL has buffers of its own: for each of
+24 channels one to send and one to receive, of 4 MiB for Simple (NCCL_BUFFSIZE) and about 5 MiB for
+LL and LL128.
+
+**Stragglers.** All GPUs wait for the slowest at each collective, and the more there are, the slower
+it is. A GPU's time to compute the same is taken to be normal, with a spread of ``straggling``; the
+maximum of N is about sqrt(2 ln N) spreads above the mean. The spread is *fitted*: published runs of
+MPT-125M, 1B and 70B lose 0 to 3 % from 8 to 128 GPUs, and from 64 to 512.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
-from math import ceil
+from math import ceil, log, sqrt
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from minifsdp.sim.calls import Call, nbytes
+from minifsdp.sim.hardware.collectives import Group
 from minifsdp.sim.hardware.gpus import GB, GiB, Gpu
-from minifsdp.sim.hardware.kernels import ATTENTION_BACKWARD, PASS, PRODUCT, Kernel, kernel_of
+from minifsdp.sim.hardware.kernels import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    PASS,
+    PRODUCT,
+    Kernel,
+    kernel_of,
+)
 
 MICRO = 1e-6
 SHORTEST = 256
@@ -41,6 +60,14 @@ SMALL_HEADS = 0.85
 """Attention with heads below 128, to that with 128: softmax is a larger part of it."""
 BACKWARD = 0.85
 """Attention's backward to its forward: 63 and 73 % of the peak, FlashAttention-2."""
+TRITON = {ATTENTION: 1 / 1.4, ATTENTION_BACKWARD: 1 / 2}
+"""Speed of the kernel in Triton, to FlashAttention-2's, which is 1.3 to 1.5 times as fast forward
+and about twice as fast backward (arXiv:2307.08691, section 4.1). Measured there on an A100, and
+taken for every GPU."""
+PORT = 12.5 * GB
+"""A message leaves a node through one port, and none is slower than this: 100 Gbit/s."""
+CHOSEN_BY = 32
+"""GPUs of a run by which shares were chosen; about the median."""
 
 
 class Cost(NamedTuple):
@@ -63,13 +90,18 @@ class Cluster:
     alpha_node: float = 3 * MICRO  # a step of a ring within a node
     alpha_network: float = 12 * MICRO  # one that leaves it
     links_reached: float = 0.8  # of what links and network could do
+    queued: float = 0.5e6  # bytes of others before each message between nodes; see collectives.py
+    quiet: int = 4  # nodes that share a switch, where there are none
+    straggling: float = 0.02  # spread of GPUs' speeds, as a share of their mean
     beside_collectives: float = 0.84  # speed of a kernel while a collective runs
     host_memory: float = 300 * GB  # a node's, bytes / s, shared by its GPUs' processes
-    taken: int = int(1.5 * GiB)  # of a GPU's memory, by CUDA, cuBLAS and NCCL
+    taken: int = int(1.5 * GiB)  # of a GPU's memory, by CUDA, cuBLAS and NCCL's first group
+    taken_by_group: int = int(0.42 * GiB)  # and by each further group that communicates
     kernel: float = 2 * MICRO  # the shortest
     launch: float = 6 * MICRO  # the host, for each kernel
     moment: float = 40 * MICRO  # the host, for each piece of work that the engine submits
     launch_queue: int = 1024
+    triton: bool = False  # attention is the kernel in Triton, not FlashAttention-2
     host_computes: bool = False  # it does what it launches itself, and then goes on: a CPU
     cuda_malloc: float = 300 * MICRO
     cuda_free: float = 300 * MICRO
@@ -98,7 +130,7 @@ class Cluster:
         if crosses:
             return Cost(self.copy_seconds(call.moved // 2))  # read here, written there
         kernel = kernel_of(call)
-        return Cost(self.kernel_seconds(kernel), kernel.flops)
+        return Cost(self.kernel_seconds(kernel) * self.slowest(), kernel.flops)
 
     def _collective(self, call: Call) -> Cost:
         boxed = next(arg for arg in call.args if isinstance(arg, torch.ScriptObject))
@@ -106,7 +138,7 @@ class Cluster:
         ranks = dist.get_process_group_ranks(group)
         sent = max(map(nbytes, call.used)) * (len(ranks) - 1) / len(ranks)
         rounds = 2 if "allreduce" in call.name else 1
-        seconds = self.ring_seconds(sent, ranks, rounds)
+        seconds = self.collective_seconds(sent, ranks, rounds)
         return Cost(seconds, sent=sent * rounds, group=group.group_name)
 
     def kernel_seconds(self, kernel: Kernel) -> float:
@@ -117,6 +149,11 @@ class Cluster:
         flops = self.gpu.flops if kernel.low else self.gpu.flops_fp32
         return max(kernel.done / (flops * self._share(kernel)), passes, self.kernel)
 
+    def slowest(self) -> float:
+        """How much longer the slowest GPU of all takes, for which the others wait, than that of a
+        run by which the shares in gpus.py were chosen."""
+        return 1 + self.straggling * max(maximum(self.world_size) - maximum(CHOSEN_BY), 0.0)
+
     def _share(self, kernel: Kernel) -> float:
         """Of the data sheet's flops, those that arithmetic of this kind and shape reaches."""
         *_, keys, inner = kernel.shape
@@ -126,10 +163,30 @@ class Cluster:
             filling = filled(kernel, gpu.tile, gpu.multiprocessors)
             return gpu.products * filling * begun
         begun = keys / (keys + self.gpu.row_overhead)
-        return self.gpu.attention * relative_speed(kernel) * begun
+        speed = relative_speed(kernel) * (TRITON[kernel.kind] if self.triton else 1.0)
+        return self.gpu.attention * speed * begun
+
+    def collective_seconds(self, sent: float, ranks: list[int], rounds: int = 1) -> float:
+        """A collective over ``ranks``: on few nodes a ring, on many what NCCL would pick.
+
+        Args:
+            sent: bytes that a rank sends in a round of a ring.
+            rounds: 2 for an all-reduce, else 1.
+        """
+        nodes, together = spread(tuple(ranks), self.gpus_per_node)
+        if nodes <= self.quiet:
+            return self.ring_seconds(sent, ranks, rounds)
+        rings = max(self.gpus_per_node // together, 1)
+        bandwidth = min(self.gpu.links, self.network / rings) * self.links_reached
+        port = min(max(self.network / self.gpus_per_node, PORT), self.network) * self.links_reached
+        wait = (1 - self.quiet / nodes) * self.queued / port
+        alphas = self.alpha_node, self.alpha_network
+        group = Group(nodes, together, bandwidth, *alphas, wait)
+        return group.seconds(sent, rounds)
 
     def ring_seconds(self, sent: float, ranks: list[int], rounds: int = 1) -> float:
-        """A collective over ``ranks``: each sends ``sent`` bytes in a round."""
+        """A ring over ``ranks``, with NCCL's protocol for large messages and no other traffic: each
+        sends ``sent`` bytes in a round."""
         if len(ranks) < 2:
             return self.kernel
         nodes, together = spread(tuple(ranks), self.gpus_per_node)
@@ -151,6 +208,11 @@ class Cluster:
     def host_seconds(self, moved: int) -> float:
         """Work of the host in its own memory, while the other processes of the node do the same."""
         return max(moved * self.gpus_per_node / self.host_memory, self.kernel)
+
+
+def maximum(count: int) -> float:
+    """Of so many normal figures, in standard deviations; about what it is for many of them."""
+    return sqrt(2 * log(count))
 
 
 @cache  # of thousands of ranks, for every collective of a run

@@ -12,6 +12,7 @@ vit         width, layers, heads
 SIZES: dict[str, tuple[str, tuple[int, ...]]] = {
     "gpt-125m": ("gpt", (768, 12, 12)),  # the sizes of GPT-3, arXiv:2005.14165, table 2.1
     "gpt-1.3b": ("gpt", (2048, 24, 16)),
+    "gpt-2.7b": ("gpt", (2560, 32, 32)),
     "gpt-7b": ("gpt", (4096, 32, 32)),
     "gpt-13b": ("gpt", (5120, 40, 40)),
     "gpt-30b": ("gpt", (7168, 48, 56)),  # OPT's, arXiv:2205.01068, table 1

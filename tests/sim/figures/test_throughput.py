@@ -1,12 +1,9 @@
 """sim/figures/throughput.py: tokens, flops, dollars."""
 
-from dataclasses import replace
-
 import pytest
 
 from minifsdp.sim.cli.run import measure
-from minifsdp.sim.figures.throughput import likely, model_flops, throughput
-from minifsdp.sim.hardware.gpus import GPUS
+from minifsdp.sim.figures.throughput import model_flops, throughput
 from minifsdp.sim.tape import Note, Op, Phase
 from tests.sim.cli.test_run import SMALL, options
 
@@ -57,8 +54,3 @@ def test_the_data_sheet_is_read_in_the_precision_of_the_run():
     assert gpu is not None and figures["MFU"] * gpu.cluster.gpu.flops_fp32 == pytest.approx(
         achieved
     )
-
-
-def test_the_range_is_by_the_error_of_the_gpu_either_way():
-    gpu = replace(GPUS["h100"], error=0.25)
-    assert likely(100.0, gpu) == (80.0, 125.0)

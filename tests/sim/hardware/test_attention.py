@@ -6,7 +6,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minifsdp.sim import cluster
-from minifsdp.sim.__main__ import main
+from minifsdp.sim.__main__ import main, parser
+from minifsdp.sim.cli.run import simulate
 from minifsdp.sim.hardware.attention import attention, choose, only
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -120,6 +121,21 @@ def test_scores_are_not_stored():
         inputs = gpu.allocator.allocated.now
         functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
     assert gpu.allocator.allocated.peak < inputs + 6 * q.nbytes
+
+
+def test_triton_is_flash_with_a_time_of_its_own():
+    q, k, v = (torch.empty(1, 16, 512, 64, dtype=BF16, device="meta") for _ in range(3))
+    with only("triton"):
+        assert choose(q, k, v, None, True, hopper=True) == "flash"
+        with pytest.raises(RuntimeError, match="none of the attention kernels"):
+            choose(q.float(), k.float(), v.float(), None, True, hopper=True)
+    run = "--model gpt-125m --gpus 2 --batch 2 --seq 512 --attention {}"
+    flash, triton = (
+        simulate(parser().parse_args(run.format(kernel).split()), steps=1).report()
+        for kernel in ("flash", "triton")
+    )
+    assert triton["compute"] > 1.01 * flash["compute"]
+    assert triton["peak allocated"] == flash["peak allocated"]
 
 
 def test_outside_of_a_virtual_gpu_nothing_has_changed():

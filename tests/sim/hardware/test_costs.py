@@ -92,3 +92,18 @@ def test_the_host_has_a_bandwidth_of_its_own_which_all_processes_of_a_node_share
 def test_cuda_takes_memory_before_pytorch_does():
     assert 37 * GiB < IDEAL.capacity == A100.memory - IDEAL.taken < 39 * GiB
     assert replace(IDEAL, taken=10**15).capacity == 0
+
+
+def test_the_slowest_of_many_gpus_is_slower_than_that_of_few():
+    few, many, more = (replace(IDEAL, nodes=nodes).slowest() for nodes in (4, 64, 512))
+    assert few == IDEAL.slowest() == 1 < many < more < 1 + 2 * IDEAL.straggling
+    assert replace(IDEAL, nodes=512, straggling=0.0).slowest() == 1
+
+
+def test_attention_in_triton_is_slower_and_more_so_backward():
+    triton = replace(IDEAL, triton=True)
+    for kind, times in ((ATTENTION, 1.4), (ATTENTION_BACKWARD, 2.0)):
+        kernel = attention(4096, 128, kind)
+        assert triton.kernel_seconds(kernel) == pytest.approx(times * IDEAL.kernel_seconds(kernel))
+    other = product(108, TILE, TILE, 4096)
+    assert triton.kernel_seconds(other) == IDEAL.kernel_seconds(other)

@@ -21,5 +21,5 @@ def test_a_newer_gpu_is_not_slower(gpu):
     assert gpu.memory >= A100.memory and gpu.links >= A100.links
     assert gpu.flops * gpu.products >= A100.flops * A100.products
     assert gpu.flops * gpu.attention >= A100.flops * A100.attention
-    assert 0 < gpu.error < 0.2
+    assert 0 < gpu.error < 0.3
     assert 0 < gpu.products < 1 and 0 < gpu.attention < 1 and 0 < gpu.passes < 1

@@ -48,7 +48,8 @@ class FakeModel(nn.Module):
 
 
 SIZES = {
-    "gpt-125m": 125e6, "gpt-1.3b": 1.3e9, "gpt-7b": 7e9, "gpt-13b": 13e9, "gpt-30b": 30e9,
+    "gpt-125m": 125e6, "gpt-1.3b": 1.3e9, "gpt-2.7b": 2.7e9, "gpt-7b": 7e9, "gpt-13b": 13e9,
+    "gpt-30b": 30e9,
     "t5-500m": 500e6, "roberta-1gb": 250e6, "vit-h": 632e6,
     "gpt-175b": 175e9, "mpt-125m": 125e6, "mpt-350m": 356e6, "mpt-760m": 760e6, "mpt-1b": 1.3e9,
     "mpt-3b": 2.7e9, "mpt-7b": 6.7e9, "mpt-13b": 13e9, "mpt-30b": 30e9,
