@@ -6,9 +6,11 @@
     python -m minifsdp.sim --model gpt-1.3b --batch 4 --svg step.svg --html step.html
     python -m minifsdp.sim plan --model gpt-7b --nodes 2 --gpu a100-80 --batch 2
     python -m minifsdp.sim calibrate -o cluster.json
+    python -m minifsdp.sim cluster --gpu h100 --nodes 4 > cluster.json
 
 It says whether it fits, how fast it is and what binds. ``plan`` (cli/plan.py) says which settings
-to use, and ``calibrate`` (cli/calibrate.py) measures the constants of one's own machine.
+to use, ``calibrate`` (cli/calibrate.py) measures the constants of one's own machine, and
+``cluster`` (cli/cluster.py) prints those of a preset, to be edited.
 
 torch takes seconds to import. So it is imported when the options are known to make sense, which is
 why some imports below are in functions.
@@ -19,8 +21,8 @@ import warnings
 from collections.abc import Sequence
 
 from minifsdp.sim.cli.commands import FILES, add_calibrate, add_outputs
-from minifsdp.sim.cli.conflicts import check, check_against, check_calibrate
-from minifsdp.sim.cli.options import Parser, add_settings, grid
+from minifsdp.sim.cli.conflicts import check, check_against, check_calibrate, check_machine
+from minifsdp.sim.cli.options import Parser, add_machine, add_settings, grid
 from minifsdp.sim.cli.progress import progress
 from minifsdp.sim.cli.values import check_files
 
@@ -41,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _plan(given[1:])
         if given[:1] == ["calibrate"]:
             return _calibrate(given[1:])
+        if given[:1] == ["cluster"]:
+            return _cluster(given[1:])
         return _run(given)
     except (ValueError, OSError) as error:
         progress("")
@@ -83,6 +87,20 @@ def _calibrate(given: list[str]) -> int:
     from minifsdp.sim.cli.calibrate import calibrate
 
     return calibrate(options, progress)
+
+
+def _cluster(given: list[str]) -> int:
+    """The constants of a preset, in a file for --cluster."""
+    p = Parser(
+        prog="python -m minifsdp.sim cluster",
+        description="Print the constants of a cluster, to be edited, for --cluster.",
+    )
+    add_machine(p)
+    options = p.parse_args(given)
+    check_machine(options)
+    from minifsdp.sim.cli.cluster import cluster
+
+    return cluster(options)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """``python -m minifsdp.sim calibrate``: the constants of one's own machine, in a file."""
 
 import argparse
+from pathlib import Path
 
 import torch
 
@@ -8,7 +9,7 @@ from minifsdp.sim.calibration import profiles
 from minifsdp.sim.calibration.machine import LINKS_REACHED, Device, Samples, around, gpu_of
 from minifsdp.sim.calibration.ranks import samples, this_machine
 from minifsdp.sim.cli.progress import Progress
-from minifsdp.sim.hardware.cluster_file import write
+from minifsdp.sim.hardware.cluster_file import content
 
 WORDS = {
     "products": "products in 16 bits",
@@ -38,7 +39,7 @@ def calibrate(options: argparse.Namespace, progress: Progress) -> int:
         about = f"{device.ranks} ranks on {device.name}, torch {torch.__version__}"
     gpu, constants = gpu_of(found, device), around(found, device)
     progress("")
-    write(options.output, gpu, constants, about)
+    Path(options.output).write_text(content(gpu, constants, about))
     print(_report(found, device, options.output))
     return 0
 
@@ -59,7 +60,7 @@ def _report(found: Samples, device: Device, path: str) -> str:
     gpu, constants = gpu_of(found, device), around(found, device)
     of = {
         "products": f"{gpu.flops * gpu.products / 1e12:,.3g} TFLOPS",
-        "products_fp32": f"{gpu.flops_fp32 * gpu.products / 1e12:,.3g} TFLOPS",
+        "products_fp32": f"{gpu.flops_fp32 * gpu.products_fp32 / 1e12:,.3g} TFLOPS",
         "passes": f"{gpu.bandwidth * gpu.passes / 1e9:,.1f} GB/s",
         "beside": f"{constants['beside_collectives']:.0%} of their speed",
         "launch": f"{constants['launch'] * 1e6:,.1f} us",

@@ -114,19 +114,26 @@ class Cluster:
         passes = kernel.moved / (self.gpu.bandwidth * self.gpu.passes)
         if kernel.kind == PASS:
             return max(passes, self.kernel)
-        flops = self.gpu.flops if kernel.low else self.gpu.flops_fp32
-        return max(kernel.done / (flops * self._share(kernel)), passes, self.kernel)
+        flops, large = self._peak(kernel)
+        return max(kernel.done / (flops * self._share(kernel, large)), passes, self.kernel)
 
-    def _share(self, kernel: Kernel) -> float:
-        """Of the data sheet's flops, those that arithmetic of this kind and shape reaches."""
+    def _peak(self, kernel: Kernel) -> tuple[float, float]:
+        """The data sheet's flops for this kind of number, and the share that large ones reach."""
+        gpu, product = self.gpu, kernel.kind == PRODUCT
+        if kernel.low:
+            return gpu.flops, gpu.products if product else gpu.attention
+        if kernel.tf32 and product:  # attention does not ask for it
+            return gpu.flops_tf32, gpu.products_tf32
+        return gpu.flops_fp32, gpu.products_fp32 if product else gpu.attention_fp32
+
+    def _share(self, kernel: Kernel, large: float) -> float:
+        """Of the data sheet's flops, those that arithmetic of this shape reaches."""
         *_, keys, inner = kernel.shape
         if kernel.kind == PRODUCT:
             begun = inner / (inner + self.gpu.tile_overhead)
-            gpu = self.gpu
-            filling = filled(kernel, gpu.tile, gpu.multiprocessors)
-            return gpu.products * filling * begun
+            return large * filled(kernel, self.gpu.tile, self.gpu.multiprocessors) * begun
         begun = keys / (keys + self.gpu.row_overhead)
-        return self.gpu.attention * relative_speed(kernel) * begun
+        return large * relative_speed(kernel) * begun
 
     def ring_seconds(self, sent: float, ranks: list[int], rounds: int = 1) -> float:
         """A collective over ``ranks``: each sends ``sent`` bytes in a round."""

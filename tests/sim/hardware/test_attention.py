@@ -101,7 +101,7 @@ def test_it_runs_forward_and_backward_with_the_right_shapes(kind, keys, size, ma
         with only(kind), pytest.raises(RuntimeError, match="none of the attention kernels"):
             choose(q, k, v, mask, False, True)
         return
-    with attention(hopper=True), only(kind), Seen() as seen:
+    with attention(prefers_cudnn=True), only(kind), Seen() as seen:
         out = functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=keys < 4)
         out.sum().backward()
     assert out.shape == q.shape and out.dtype is BF16
