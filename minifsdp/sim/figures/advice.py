@@ -59,7 +59,7 @@ class _Run:
     ) -> None:
         self._cluster, self._figures, self._options = gpu.cluster, figures, options
         self._needs, self._is = _needs(gpu), figures["peak allocated is"]
-        self._ends, self._optimizer = _ends(gpu), _optimizer(gpu)
+        self._ends = _ends(gpu)
         self._step, self._compute, self._sent, self._exposed, self._overlap, self._idle = (
             figures[name] for name in TIMES
         )
@@ -116,15 +116,11 @@ class _Run:
             yield self._rule(f"{wait}, and there is room for the shards", "offload", "no", idle)
         waiting = idle + self._exposed
         if self._room(sum(self._is.get(kind, 0) for kind in (ACTIVATIONS, TEMPORARY))):
-            why = (
-                f"the GPU waits for {self._of_step(waiting)}, and the optimizer takes "
-                f"{self._optimizer * 1e3:,.1f}; more samples would share both"
-            )
+            why = f"the GPU waits for {self._of_step(waiting)}, and more samples would share that"
             # Twice the computation also hides twice as much communication, as far as there is any
             # beside the first collective and the last one, which nothing hides.
             shown = max(self._exposed - self._overlap, min(self._exposed, self._ends))
-            saved = waiting - (idle + shown) / 2 + self._optimizer / 2
-            yield self._rule(why, "batch", str(2 * o.batch), saved)
+            yield self._rule(why, "batch", str(2 * o.batch), waiting - (idle + shown) / 2)
 
     def compute(self) -> Iterator[Advice]:
         """Computation: not twice, and in 16 bits."""
@@ -172,16 +168,6 @@ def _needs(gpu: VirtualGpu) -> dict[str, int]:
         elif isinstance(entry, Memory) and phase == "forward" and not entry.freed:
             needs["forward" if entry.buffer.owner == COMPUTE else "gathered"] += entry.buffer.nbytes
     return needs | {"on the host": sum(buffer.nbytes for buffer in host)}
-
-
-def _optimizer(gpu: VirtualGpu) -> float:
-    """Seconds that the GPU computes in the optimizer of the last step."""
-    entries, _, end = last_step(gpu.tape)
-    begin = max(
-        (e.time for e in entries if isinstance(e, Phase) and e.name == "optimizer"), default=end
-    )
-    ops = [e for e in entries if isinstance(e, Op) and e.stream == COMPUTE and e.start >= begin]
-    return sum(op.end - op.start for op in ops)
 
 
 def _ends(gpu: VirtualGpu) -> float:

@@ -74,6 +74,39 @@ def curious() -> Job:
     )
 
 
+WIDE = "--model gpt-125m --width 4096 --heads 32 --layers 4 --vocab 512 --recompute full --batch 1"
+
+
+def test_with_offload_a_model_is_wrapped_on_the_host():
+    """On the GPU a unit of it and its flat copy would take 1.5 GiB."""
+    words = f"{WIDE} --seq 64 --offload yes --limit 1 --backward none --gpus 8"
+    figures, gpu = measure(options(f"{words} --memory 1.4"), steps=2)
+    assert figures["fits"] and gpu is not None
+    unit = 4 * 12 * 4096**2
+    assert gpu.allocator.allocated.peak < 2 * unit < figures["peak reserved"] * 1.2
+    assert gpu.races() == []
+
+
+@pytest.mark.parametrize("together, nodes", [(4, 2), (16, 4)])
+def test_groups_of_more_or_less_than_a_node_share_a_model(together, nodes):
+    words = f"{SMALL} --nodes {nodes} --strategy hybrid_shard"
+    usual, _ = measure(options(words), steps=2)
+    its, gpu = measure(options(f"{words} --shard-group {together}"), steps=2)
+    assert gpu is not None
+    parameters = [f["peak allocated is"]["parameters"] for f in (usual, its)]
+    assert parameters[0] / parameters[1] == pytest.approx(together / 8, rel=0.02)
+    assert its["fits"] and its["flops"] == usual["flops"]
+
+
+def test_products_in_tf32_are_faster_and_the_switch_is_put_back():
+    steps = {}
+    for precision in ("fp32", "tf32", "bf16"):
+        figures, _ = measure(options(f"{SMALL} --batch 4096 --precision {precision}"), steps=2)
+        steps[precision] = figures["compute"]
+        assert 0 < figures["MFU"] < 1 and not torch.backends.cuda.matmul.allow_tf32
+    assert steps["fp32"] > 2 * steps["tf32"] > 2 * steps["bf16"]
+
+
 def test_a_model_that_looks_at_values_is_refused_by_name():
     model = "tests.sim.cli.test_run:curious"
     with pytest.raises(ValueError, match=f"model '{model}' cannot run on tensors without values"):
