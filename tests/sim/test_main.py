@@ -148,7 +148,6 @@ REFUSED = [
     ("--sweep nodes=-1", "got '-1'"),
     ("--sweep limit=1 --sweep limit=2", "--sweep limit is there twice; write all values behind"),
     ("--sweep memory=50,60 --sweep gpu=a100-40", "--memory 50: a100-40 has 39.4 GiB"),
-    ("--sweep precision=fp32,tf32 --attention flash --batch 1 --seq 128", "none of the attention"),
     ("--sweep model=gpt-125m,gpt-1.2b", "'gpt-1.2b' is not known; did you mean gpt-1.3b?"),
     ("--sweep model=gpt-125m,tests.sim.test_main:broken", "fails in broken(): KeyError: 'width' ("),
     # Engines.

@@ -74,17 +74,14 @@ def curious() -> Job:
     )
 
 
-WIDE = "--model gpt-125m --width 4096 --heads 32 --layers 4 --vocab 512 --recompute full --batch 1"
-
-
-def test_with_offload_a_model_is_wrapped_on_the_host():
-    """On the GPU a unit of it and its flat copy would take 1.5 GiB."""
-    words = f"{WIDE} --seq 64 --offload yes --limit 1 --backward none --gpus 8"
-    figures, gpu = measure(options(f"{words} --memory 1.4"), steps=2)
-    assert figures["fits"] and gpu is not None
-    unit = 4 * 12 * 4096**2
-    assert gpu.allocator.allocated.peak < 2 * unit < figures["peak reserved"] * 1.2
-    assert gpu.races() == []
+def test_with_offload_a_model_is_wrapped_on_the_host(monkeypatch):
+    """Where there is no offload, a block is on the GPU in 32 bits, and flat beside it."""
+    words = "--model gpt-1.3b --width 1024 --layers 2 --vocab 512 --batch 1 --seq 64 --offload"
+    gpu = simulate(options(f"{words} yes"), steps=2)
+    assert gpu.races() == [] and gpu.report()["flops"] > 0
+    monkeypatch.setattr("minifsdp.sim.cli.run._train", lambda *args: None)
+    peaks = [simulate(options(f"{words} {w}"), 1).allocator.allocated.peak for w in ("no", "yes")]
+    assert peaks[0] > 2 * 4 * 12 * 1024**2 and peaks[1] == 0
 
 
 @pytest.mark.parametrize("together, nodes", [(4, 2), (16, 4)])
