@@ -145,10 +145,10 @@ def backward_prefetch() -> Row:
         "pytorch#69282, #70235",
         "-20 %, +10 %; less (no limiter)",
         ". All 2: ".join(f"{pre:+.0%}, {memory:+.0%}; {post:+.0%}" for pre, memory, post in found),
-        -0.25 < pre < -0.19
+        -0.20 < pre < -0.14
         and 0.02 < memory < 0.06
-        and -0.17 < post < -0.11
-        and -0.18 < equal_pre < -0.14
+        and -0.14 < post < -0.08
+        and -0.14 < equal_pre < -0.10
         and abs(equal_pre - equal_post) < 0.01,
     )
 
