@@ -1,8 +1,8 @@
 """The command ``minifsdp``, and ``python -m minifsdp``: one front door to all that can be run.
 
-``sim``, ``plan`` and ``calibrate`` are part of the package. The others are programs in tutorials/,
-which only a clone of the repository has. They run in a process of their own, in which everything is
-the clone's, whatever else is installed.
+``sim``, ``plan``, ``calibrate`` and ``cluster`` are part of the package. The others are programs in
+tutorials/, which only a clone of the repository has. They run in a process of their own, in which
+everything is the clone's, whatever else is installed.
 """
 
 import argparse
@@ -33,6 +33,7 @@ on a virtual GPU, without any GPU:
   sim        run a training step: does it fit, how fast is it, and what binds it
   plan       search for the fastest settings that fit
   calibrate  measure this machine; a file of its constants, for sim and plan
+  cluster    print such a file for a GPU that is known, to be edited
 
 in a clone of the repository:
   demo       train a small GPT, sharded, and compare it with DDP

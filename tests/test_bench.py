@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from minifsdp.sim.calibration.machine import around
-from minifsdp.sim.hardware.cluster_file import write
+from minifsdp.sim.hardware.cluster_file import content
 from minifsdp.sim.hardware.costs import Cluster
 from minifsdp.sim.hardware.gpus import preset
 from tests.bench import cpu, gpu
@@ -39,7 +39,7 @@ def test_figures_are_held_against_their_aims():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="make validate")
 def test_without_a_gpu_it_is_the_cpus(capsys, monkeypatch, tmp_path):
     """A step that takes as long as is predicted, then one that takes twice as long."""
-    write(tmp_path / "cpus", preset("a100-40"), around(NOTHING, CPU), "")
+    (tmp_path / "cpus").write_text(content(preset("a100-40"), around(NOTHING, CPU), ""))
     monkeypatch.setattr(
         cpu, "command", lambda words: shutil.copy(tmp_path / "cpus", words[-1]) and 0
     )

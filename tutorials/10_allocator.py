@@ -133,7 +133,8 @@ def six_copies(record: bool) -> VirtualGpu:
         streams, busy = Streams.on(torch.device("meta")), torch.empty(2048, 2048)
         for name in "abcdef":
             x = copy_of(streams, name)
-            torch.matmul(busy, busy)
+            for _ in range(2):
+                torch.matmul(busy, busy)
             x.add_(1)
             if record:
                 streams.compute.record_stream(x)

@@ -6,9 +6,11 @@
     minifsdp sim --model gpt-1.3b --batch 4 --svg step.svg --html step.html
     minifsdp plan --model gpt-7b --nodes 2 --gpu a100-80 --batch 2
     minifsdp calibrate -o cluster.json
+    minifsdp cluster --gpu h100 --nodes 4 > cluster.json
 
 ``sim`` says whether it fits, how fast it is and what binds. ``plan`` (cli/plan.py) says which
-settings to use, and ``calibrate`` (cli/calibrate.py) measures the constants of one's own machine.
+settings to use, ``calibrate`` (cli/calibrate.py) measures the constants of one's own machine, and
+``cluster`` (cli/cluster.py) prints those of a preset, to be edited.
 Where the package is not installed, ``python -m minifsdp.sim`` stands for ``minifsdp sim``, and
 ``python -m minifsdp.sim plan`` for ``minifsdp plan``.
 
@@ -20,9 +22,9 @@ import sys
 from collections.abc import Sequence
 
 from minifsdp.sim.cli.commands import FILES, add_calibrate, add_json, add_outputs
-from minifsdp.sim.cli.conflicts import check, check_against, check_calibrate
+from minifsdp.sim.cli.conflicts import check, check_against, check_calibrate, check_machine
 from minifsdp.sim.cli.files import check_files
-from minifsdp.sim.cli.options import COMMANDS, Parser, add_settings, grid
+from minifsdp.sim.cli.options import COMMANDS, Parser, add_machine, add_settings, grid
 from minifsdp.sim.cli.terminal import begin, end_tidily, progress
 
 
@@ -43,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command(name: str, given: Sequence[str], prog: str) -> int:
-    """``sim``, ``plan`` or ``calibrate``.
+    """``sim``, ``plan``, ``calibrate`` or ``cluster``.
 
     Args:
         given: what comes after it.
@@ -53,7 +55,8 @@ def command(name: str, given: Sequence[str], prog: str) -> int:
         The exit status: 0; 1 where nothing fits; 2 where an option makes no sense.
     """
     try:
-        return {"plan": _plan, "calibrate": _calibrate}.get(name, _run)(given, prog)
+        known = {"plan": _plan, "calibrate": _calibrate, "cluster": _cluster}
+        return known.get(name, _run)(given, prog)
     except (ValueError, OSError) as error:
         progress("")
         print(f"minifsdp: {error}", file=sys.stderr)
@@ -98,6 +101,20 @@ def _calibrate(given: Sequence[str], prog: str) -> int:
 
     end_tidily()  # it starts processes
     return calibrate(options, progress)
+
+
+def _cluster(given: Sequence[str], prog: str) -> int:
+    """The constants of a preset, in a file for --cluster."""
+    p = Parser(
+        prog=prog,
+        description="Print the constants of a cluster, to be edited, for --cluster.",
+    )
+    add_machine(p)
+    options = p.parse_args(given)
+    check_machine(options)
+    from minifsdp.sim.cli.cluster import cluster
+
+    return cluster(options)
 
 
 if __name__ == "__main__":

@@ -25,11 +25,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minifsdp.core.outputs import tensors_in
-from minifsdp.sim.calls import NO_WORK, Call, accesses
+from minifsdp.sim.calls import NO_WORK, Call, accesses, nbytes
 from minifsdp.sim.figures.memory_report import peak_report
 from minifsdp.sim.figures.report import report
 from minifsdp.sim.hardware.clock import Clock
 from minifsdp.sim.hardware.costs import Cluster, Cost
+from minifsdp.sim.hardware.fusion import Fusion
 from minifsdp.sim.memory.alloc_conf import parse
 from minifsdp.sim.memory.allocator import Allocator
 from minifsdp.sim.races import Race, find_races
@@ -62,6 +63,7 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.storages = Storages(self.allocator, self.tape, kind)
         self._results = Results()
         self._current, self._label, self._running = COMPUTE, "", ""
+        self._fusion: Fusion | None = None
 
     def step(self) -> None:
         """A training step ends here: reports are of the last one."""
@@ -127,6 +129,16 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._current, self._label = before
 
+    @contextmanager
+    def compiled(self) -> Iterator[None]:
+        """Inside, what a model does is charged as the kernels that ``torch.compile`` makes of it;
+        see hardware/fusion.py. For the forward, and once more for the backward."""
+        self._fusion = Fusion(self.cluster)
+        try:
+            yield
+        finally:
+            self._fusion = None
+
     def buffer(self, tensor: Tensor) -> Buffer:
         """The memory that a tensor is in; it is allocated, if that has not happened yet."""
         return self.storages.buffer(tensor, self._current, self._label or self._running)
@@ -183,13 +195,13 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if call.name in NO_WORK:
             return
         crosses = any(self.in_host_memory(tensor) for tensor in call.used)
-        cost = self.cluster.cost(call, by_host, crosses)
+        cost, launches = self._cost(call, by_host, crosses)
         if by_host:
             stream, launched = HOST, self.clock.now
             self.clock.work(cost.seconds)
             times = launched, launched, self.clock.now
         else:
-            self.clock.work(self.cluster.launch)
+            self.clock.work(self.cluster.launch * launches)
             stream, launched = self._current, self.clock.now
             times = launched, *self._launch(cost)
             if self.cluster.host_computes and stream == COMPUTE:
@@ -202,12 +214,25 @@ class VirtualGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if stream == COMPUTE and crosses and call.blocks:
             self.synchronize()
 
+    def _cost(self, call: Call, by_host: bool, crosses: bool) -> tuple[Cost, bool]:
+        """What it takes, and whether the host has to launch it."""
+        if self._fusion is None:
+            return self.cluster.cost(call, by_host, crosses), True
+        if by_host or crosses or self._label or self._current != COMPUTE:  # not the model's
+            self._fusion.end()
+            return self.cluster.cost(call, by_host, crosses), True
+        reads, writes = (
+            [(self.buffer(tensor), nbytes(tensor)) for tensor in tensors if tensor.numel()]
+            for tensors in (call.read, [*call.written, *call.made])
+        )
+        return self._fusion.cost(call, reads, writes)
+
     def _is_the_hosts(self, call: Call) -> bool:
         """Whether it works on the host's memory alone and was not submitted to a stream."""
         given = [*call.read, *call.written]
         leaves = any(tensor.is_meta for tensor in call.made)  # a copy to the device
         here = bool(given) and all(self.in_host_memory(tensor) for tensor in given)
-        return here and not leaves and self._current == COMPUTE
+        return self._current == HOST or (here and not leaves and self._current == COMPUTE)
 
     def _launch(self, cost: Cost) -> tuple[float, float]:
         """On the stream that is current. NCCL does one thing at a time for each group, whatever

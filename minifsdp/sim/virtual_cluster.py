@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
@@ -92,7 +93,7 @@ def cluster(
 
 
 def _replacements(gpu: VirtualGpu) -> Iterator[Any]:
-    yield attention(gpu.cluster.gpu.hopper)
+    yield attention(gpu.cluster.gpu.prefers_cudnn)
     yield patch.dict(BACKENDS, {gpu.kind: partial(make_streams, gpu)})
     # Rank to rank, as on a CPU, would be another traffic than a GPU's.
     yield patch.object(minifsdp.comm.collectives, "NATIVE", True)
@@ -104,6 +105,12 @@ def _replacements(gpu: VirtualGpu) -> Iterator[Any]:
     )
     # DTensor weighs placements by what is between ranks, and finds no such devices in torch.
     yield patch.object(_mesh_resources, "num_devices_per_host", lambda kind: per_node)
+    # torch asks which devices have fused optimizers before it lets one be made.
+    yield patch.object(
+        import_module("torch.optim.optimizer"),
+        "_get_fused_kernels_supported_devices",
+        lambda: [gpu.kind, "cpu"],
+    )
     resize, mistarget = torch.UntypedStorage.resize_, PrefetchStats.mistarget
 
     def seen_resize(storage: torch.UntypedStorage, size: int) -> Any:

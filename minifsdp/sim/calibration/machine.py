@@ -71,15 +71,19 @@ def gpu_of(found: Samples, device: Device) -> Gpu:
         gpu = replace(gpu, tile_overhead=overhead, **_share(like, "flops", "products", low))
     if found.products_fp32:
         fp32, overhead = _rate(found.products_fp32)
-        if not found.products:
-            gpu = replace(gpu, **_share(like, "flops_fp32", "products", fp32))
+        gpu = replace(gpu, **_share(like, "flops_fp32", "products_fp32", fp32))
+        if like is None:  # as if it had no TF32, which nobody has measured
+            gpu = replace(gpu, flops_tf32=gpu.flops_fp32, products_tf32=gpu.products_fp32)
         if device.cpu or not found.products:
             gpu = replace(gpu, tile_overhead=overhead)
-        gpu = replace(gpu, flops_fp32=fp32 / gpu.products)
     if found.attention:
         reached, overhead = _rate(found.attention)
-        peak = gpu.flops_fp32 if device.cpu else gpu.flops
-        gpu = replace(gpu, attention=reached / peak, row_overhead=overhead)
+        if device.cpu:  # in 16 bits it was not measured, and is taken to reach the same share
+            share = reached / gpu.flops_fp32
+            gpu = replace(gpu, attention=share, attention_fp32=share)
+        else:
+            gpu = replace(gpu, attention=reached / gpu.flops)
+        gpu = replace(gpu, row_overhead=overhead)
     if found.passes:
         bytes_per_second = 1 / _not_zero(found.passes, 1)
         gpu = replace(gpu, **_share(like, "bandwidth", "passes", bytes_per_second))

@@ -3,6 +3,7 @@
 values.py      values of options, and what was probably meant
 files.py       whether files can be written
 machine.py     which GPU, and what is around it: by name, or from a file
+not_modelled.py   what is known elsewhere, and refused by name
 conflicts.py   options that make no sense together
 options.py     the settings of a run, and grids of them
 commands.py    what a run and calibrate take besides
@@ -12,5 +13,6 @@ run.py         one run
 runs.py        all that were asked for, and what is printed and written of them
 against.py     a run's memory beside that of a snapshot
 plan.py        a search for the best run
+cluster.py     the constants of a preset, to be edited
 calibrate.py   the constants of one's own machine
 """

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 import minifsdp
+from minifsdp.sim.cli.values import ImpossibleError
 
 MINIFSDP = os.path.dirname(minifsdp.__file__)
 LIBRARIES = (
@@ -29,6 +30,7 @@ def blaming(model: str, doing: str) -> Iterator[None]:
 
     Raises:
         ValueError: it has failed: how, and in which line.
+        ImpossibleError: it asks for attention that no kernel that may be used can do.
         torch.OutOfMemoryError: it does not fit, which is no mistake.
     """
     try:
@@ -37,7 +39,7 @@ def blaming(model: str, doing: str) -> Iterator[None]:
         raise
     except Exception as error:
         if "attention kernels" in str(error):  # of hardware/attention.py
-            raise ValueError(f"--attention: {error}") from error
+            raise ImpossibleError(f"--attention: {error}") from error
         what = f"model {model!r} fails in {doing}"
         if isinstance(error, (NotImplementedError, RuntimeError)) and "meta" in str(error):
             what = f"model {model!r} cannot run on tensors without values"

@@ -3,6 +3,7 @@
 import argparse
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
@@ -10,7 +11,7 @@ from minifsdp.sim.calibration import profiles
 from minifsdp.sim.calibration.machine import LINKS_REACHED, Device, Samples, around, gpu_of
 from minifsdp.sim.calibration.ranks import samples, this_machine
 from minifsdp.sim.cli.terminal import Progress
-from minifsdp.sim.hardware.cluster_file import write
+from minifsdp.sim.hardware.cluster_file import content
 
 WORDS = {
     "products": "products in 16 bits",
@@ -40,7 +41,7 @@ def calibrate(options: argparse.Namespace, progress: Progress) -> int:
         about = f"{device.ranks} ranks on {device.name}, torch {torch.__version__}"
     gpu, constants = gpu_of(found, device), around(found, device)
     progress("")
-    write(options.output, gpu, constants, about)
+    Path(options.output).write_text(content(gpu, constants, about))
     if options.json:
         measured = {"gpu": asdict(gpu), "cluster": constants, "not found": _missing(found)}
         document = {"about": about, "ranks": device.ranks, **measured, "file": options.output}
@@ -65,7 +66,7 @@ def _report(found: Samples, device: Device, path: str) -> str:
     gpu, constants = gpu_of(found, device), around(found, device)
     of = {
         "products": f"{gpu.flops * gpu.products / 1e12:,.3g} TFLOPS",
-        "products_fp32": f"{gpu.flops_fp32 * gpu.products / 1e12:,.3g} TFLOPS",
+        "products_fp32": f"{gpu.flops_fp32 * gpu.products_fp32 / 1e12:,.3g} TFLOPS",
         "passes": f"{gpu.bandwidth * gpu.passes / 1e9:,.1f} GB/s",
         "beside": f"{constants['beside_collectives']:.0%} of their speed",
         "launch": f"{constants['launch'] * 1e6:,.1f} us",

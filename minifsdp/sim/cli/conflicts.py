@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 
 from minifsdp.sim.cli.machine import machine
-from minifsdp.sim.cli.values import NOTHING_CLOSE, meant
+from minifsdp.sim.cli.values import NOTHING_CLOSE, ImpossibleError, meant
 from minifsdp.sim.hardware.gpus import GiB
 from minifsdp.sim.memory.snapshots import read
-from minifsdp.sim.training.sizes import SIZES
+from minifsdp.sim.training.sizes import NAMES, SIZES, sized
 
 MOST_GPUS = 131_072
 
@@ -20,7 +20,8 @@ def check(options: argparse.Namespace) -> None:
         options: as of :func:`minifsdp.sim.cli.options.add_settings`.
 
     Raises:
-        ValueError: says what to do.
+        ValueError: says what to do; :class:`ImpossibleError`, where other values of some of them
+            would be all right.
     """
     if ":" not in options.model and options.model not in SIZES:
         close = meant(options.model, list(SIZES))
@@ -28,27 +29,74 @@ def check(options: argparse.Namespace) -> None:
             f"--model: {options.model!r} is not known{close or NOTHING_CLOSE} (One of your own is "
             f"module:callable)"
         )
-    gpu, around = machine(options)
-    gpus = around["gpus_per_node"]
-    if options.nodes * gpus > MOST_GPUS:
-        raise ValueError(
-            f"--nodes {options.nodes} with --gpus {gpus} each are more than {MOST_GPUS:,} "
-            f"GPUs; take fewer nodes"
-        )
-    has = gpu.memory / GiB
-    if options.memory is not None and options.memory > has:
-        raise ValueError(
-            f"--memory {options.memory:g}: {gpu.name} has {has:.1f} GiB; take less, or another "
-            f"--gpu"
-        )
+    changes = sizes_of(options)
+    if changes:
+        if options.model not in SIZES:
+            raise ImpossibleError(
+                f"--{next(iter(changes)).replace('_', '-')} is a size of a preset; the model "
+                f"{options.model!r} has its own"
+            )
+        sized(options.model, changes)
+    check_machine(options)
+    check_groups(options)
     check_engine(options)
     if options.model.startswith("hf:"):
         check_config(options.config)
     elif options.config:
-        raise ValueError("--config is for a model of transformers, as --model hf:LlamaForCausalLM")
+        raise ImpossibleError(
+            "--config is for a model of transformers, as --model hf:LlamaForCausalLM"
+        )
     if options.input and (options.model in SIZES or options.model.startswith("hf:")):
-        raise ValueError(
+        raise ImpossibleError(
             f"--input is for a model of your own (module:callable); {options.model} takes --seq"
+        )
+
+
+def sizes_of(options: argparse.Namespace) -> dict[str, int]:
+    """Those of a preset that are to be other than its own."""
+    return {name: value for name in NAMES if (value := getattr(options, name)) is not None}
+
+
+def check_machine(options: argparse.Namespace) -> None:
+    """That there can be such a cluster, and be shared out as the strategy wants it.
+
+    Raises:
+        ImpossibleError: says what to do.
+    """
+    gpu, around = machine(options)
+    nodes, gpus = around["nodes"], around["gpus_per_node"]
+    if nodes * gpus > MOST_GPUS:
+        raise ImpossibleError(
+            f"--nodes {nodes} with --gpus {gpus} each are more than {MOST_GPUS:,} "
+            f"GPUs; take fewer nodes"
+        )
+    has = gpu.memory / GiB
+    if options.memory is not None and options.memory > has:
+        raise ImpossibleError(
+            f"--memory {options.memory:g}: {gpu.name} has {has:.1f} GiB; take less, or another "
+            f"--gpu, or one of your own (minifsdp cluster)"
+        )
+
+
+def check_groups(options: argparse.Namespace) -> None:
+    """That GPUs can be shared out among groups which share a model.
+
+    Raises:
+        ImpossibleError: says what to do.
+    """
+    together, (_, around) = options.shard_group, machine(options)
+    if together is None:
+        return
+    if options.strategy not in ("hybrid_shard", "hybrid_shard_zero2"):
+        raise ImpossibleError(
+            f"--shard-group {together} is for hybrid strategies; give --strategy hybrid_shard, or "
+            f"leave it out"
+        )
+    gpus = around["nodes"] * around["gpus_per_node"]
+    if gpus % together:
+        raise ImpossibleError(
+            f"--shard-group {together}: {gpus} GPUs cannot be shared out among groups of "
+            f"{together}; take a divisor of {gpus}"
         )
 
 
@@ -87,7 +135,7 @@ def check_engine(options: argparse.Namespace) -> None:
         given = getattr(options, name)
         if given not in (*values, None):  # None: plan will choose
             known = " or ".join(values)
-            raise ValueError(
+            raise ImpossibleError(
                 f"--engine {options.engine} has no --{name} {given}; give {known}, or --engine "
                 f"minifsdp"
             )

@@ -10,8 +10,8 @@ from typing import Any
 from minifsdp.sim.hardware.cluster_file import read
 from minifsdp.sim.hardware.gpus import GB, GiB, Gpu, preset
 
-GPU, GPUS_PER_NODE, NETWORK = "a100-40", 8, 400
-"""What there is where nobody says anything."""
+GPU, NODES, GPUS_PER_NODE, NETWORK = "a100-40", 1, 8, 400
+"""What there is where nobody says anything; the network in Gbit/s."""
 
 
 def machine(options: argparse.Namespace) -> tuple[Gpu, dict[str, Any]]:
@@ -26,12 +26,19 @@ def machine(options: argparse.Namespace) -> tuple[Gpu, dict[str, Any]]:
             f"--cluster {options.cluster} says which GPU there is, and so does --gpu "
             f"{options.gpu}; give one of them"
         )
-    gpu, around = preset(options.gpu or GPU), {"gpus_per_node": GPUS_PER_NODE}
+    gpu = preset(options.gpu or GPU)
+    around: dict[str, Any] = {
+        "nodes": NODES,
+        "gpus_per_node": GPUS_PER_NODE,
+        "network": NETWORK * GB / 8,
+    }
     if options.cluster:
-        gpu, around = read(options.cluster)
-    around |= {"nodes": options.nodes, "alloc": options.alloc}
-    around["triton"] = options.attention == "triton"
-    around["network"] = options.network * GB / 8
+        gpu, its = read(options.cluster)
+        around |= its
+    if options.nodes is not None:
+        around["nodes"] = options.nodes
+    if options.network is not None:
+        around["network"] = options.network * GB / 8
     if options.gpus is not None:
         around["gpus_per_node"] = options.gpus
     if options.latency is not None:
@@ -39,7 +46,8 @@ def machine(options: argparse.Namespace) -> tuple[Gpu, dict[str, Any]]:
     if options.launch is not None:
         around["launch"] = options.launch / 1e6
     if options.products is not None:
-        gpu = replace(gpu, products=options.products)
+        shares = ("products", "products_tf32", "products_fp32")
+        gpu = replace(gpu, **dict.fromkeys(shares, options.products))
     if options.memory is not None:
         around["taken"] = gpu.memory - int(options.memory * GiB)
     return gpu, around

@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, NoReturn
 
-from minifsdp.sim.cli.conflicts import check
-from minifsdp.sim.cli.machine import GPU, GPUS_PER_NODE, NETWORK
+from minifsdp.sim.cli.conflicts import MOST_GPUS, check
+from minifsdp.sim.cli.machine import GPU, GPUS_PER_NODE, NETWORK, NODES
+from minifsdp.sim.cli.not_modelled import FP8, check_modelled
 from minifsdp.sim.cli.values import (
     NOTHING_CLOSE,
+    ImpossibleError,
     alloc,
     limit,
     meant,
@@ -23,18 +25,26 @@ from minifsdp.sim.cli.values import (
     whole,
 )
 from minifsdp.sim.hardware.gpus import GPUS
-from minifsdp.sim.training.sizes import SIZES
+from minifsdp.sim.training.sizes import NAMES, SIZES
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
-PRECISION = ("fp32", "bf16", "bf16-fp32")
+PRECISION = ("fp32", "tf32", "bf16", "bf16-fp32")
 BACKWARD = ("pre", "post", "none")
 FORWARD = ("none", "pre", "post")
 UNITS = ("model", "block", "part")
 ATTENTION = ("auto", "flash", "cudnn", "efficient", "math", "triton")
 ENGINES = ("minifsdp", "fsdp1", "fsdp2")
-OPTIMIZERS = ("sgd", "adam", "adamw", "adamw-8bit", "adamw-bf16")
+OPTIMIZERS = ("sgd", "adam", "adamw", "adamw-fused", "adamw-8bit", "adamw-bf16")
 YES = ("no", "yes")
-COMMANDS = ["plan", "calibrate"]
+SIZE_WORDS = {
+    "width": "of a preset's layers, other than its own",
+    "layers": "of a preset",
+    "heads": "of a preset's attention",
+    "kv_heads": "of a Llama's keys and values",
+    "hidden": "of a Llama's or T5's MLP: the width inside",
+    "vocab": "tokens that a preset knows",
+}
+COMMANDS = ["plan", "calibrate", "cluster"]
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,6 +57,7 @@ class Parser(argparse.ArgumentParser):
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             option = unknown[0].partition("=")[0]
+            check_modelled(option)
             names = list(self._option_string_actions) if option.startswith("-") else COMMANDS
             close = "; it comes first" if option in COMMANDS else meant(option, names)
             self.error(f"{option} is not known here{close or NOTHING_CLOSE}")
@@ -58,20 +69,62 @@ class Parser(argparse.ArgumentParser):
 
 def add_settings(p: argparse.ArgumentParser) -> None:
     """A model, a cluster, and how to train the one on the other. All may be swept."""
-
-    def add(name: str, default: Any, what: str, kind: Callable[[str], Any] = str) -> None:
-        shown = f"{what} (default: {default})" if default else what
-        p.add_argument(name, default=default, help=shown, type=kind, metavar="VALUE")
-
+    add = _adder(p)
     add("--model", "gpt-125m", f"{', '.join(SIZES)}; module:callable; or hf:CLASS, with --config")
     add("--config", "", "of an hf: model, a JSON file")
     add("--input", "", "of a model of your own: one sample's shape, as 3x224x224", shape)
+    for size in NAMES:
+        add(f"--{size.replace('_', '-')}", None, SIZE_WORDS[size], whole(10_000_000))
+    add_machine(p)
+    add("--alloc", "", "as PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True", alloc)
+    add("--price", None, "of a GPU, dollars an hour", number(0, 1e6))
+    add("--batch", 8, "samples on each GPU", whole(1_000_000))
+    add("--seq", 1024, "tokens in each", whole(1_000_000))
+    add("--steps", 3, "steps; figures are of the last", whole(1000))
+    add("--accumulate", 1, "batches in a step", whole(1000))
+    _choice(add, "--no-sync", YES, "reduce after the last of them only")
+    _choice(add, "--engine", ENGINES, "whose way to gather ahead (training/history.py)")
+    _choice(add, "--strategy", STRATEGIES, "what is sharded, and until when")
+    together = "GPUs that share a model in hybrid strategies (default: those of a node)"
+    add("--shard-group", None, together, whole(MOST_GPUS))
+    precision = f"of computation, and of reductions: {', '.join(PRECISION)}"
+    add("--precision", "bf16", precision, one_of(*PRECISION, others={"fp8": FP8}))
+    add("--limit", "2", "units alive at once, or none", limit)
+    _choice(add, "--backward", BACKWARD, "prefetch")
+    _choice(add, "--forward", FORWARD, "prefetch")
+    _choice(add, "--unit", UNITS, "what is gathered at once", "block")
+    _choice(add, "--offload", YES, "parameters on the host")
+    kept = "what the forward keeps for the backward on the host, as torch's save_on_cpu"
+    _choice(add, "--offload-activations", YES, kept)
+    add(
+        "--recompute",
+        "none",
+        "activation checkpointing: none, full, selective, or a share of the blocks, as 1/2",
+        recompute,
+    )
+    _choice(add, "--attention", ATTENTION, "its kernel")
+    _choice(add, "--fused", YES, "a Llama's norm, rotary embedding and SwiGLU in one kernel each")
+    _choice(add, "--compile", YES, "each block by torch.compile (hardware/fusion.py)")
+    _choice(add, "--loss", ("whole", "fused", "chunked"), "memory of logits")
+    _choice(add, "--optimizer", OPTIMIZERS, "and its states", "adamw")
+    _choice(add, "--clip", YES, "gradients by their norm")
+
+
+def add_machine(p: argparse.ArgumentParser) -> None:
+    """A GPU, and the cluster around it."""
+    add = _adder(p)
     add("--gpu", None, f"{', '.join(GPUS)} (default: {GPU})", one_of(*GPUS))
-    add("--cluster", "", "instead of --gpu: a file of constants, which calibrate has made")
-    add("--nodes", 1, "of the cluster", whole(16_384))
+    add("--cluster", "", "instead of --gpu: a file of constants, as calibrate and cluster make")
+    add(
+        "--nodes",
+        None,
+        f"of the cluster (default: {NODES}, or the --cluster file's)",
+        whole(16_384),
+    )
     gpus = f"of a node (default: {GPUS_PER_NODE}, or the --cluster file's)"
     add("--gpus", None, gpus, whole(1024))
-    add("--network", NETWORK, "of a node, Gbit/s", number(0.001, 1e6))
+    network = f"of a node, Gbit/s (default: {NETWORK}, or the --cluster file's)"
+    add("--network", None, network, number(0.001, 1e6))
     add(
         "--latency",
         None,
@@ -88,31 +141,14 @@ def add_settings(p: argparse.ArgumentParser) -> None:
         "of a GPU, for PyTorch, GiB (default: what CUDA leaves)",
         number(0.001, 1e4),
     )
-    add("--alloc", "", "as PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True", alloc)
-    add("--price", None, "of a GPU, dollars an hour", number(0, 1e6))
-    add("--batch", 8, "samples on each GPU", whole(1_000_000))
-    add("--seq", 1024, "tokens in each", whole(1_000_000))
-    add("--steps", 3, "steps; figures are of the last", whole(1000))
-    add("--accumulate", 1, "batches in a step", whole(1000))
-    _choice(add, "--no-sync", YES, "reduce after the last of them only")
-    _choice(add, "--engine", ENGINES, "whose way to gather ahead (training/history.py)")
-    _choice(add, "--strategy", STRATEGIES, "what is sharded, and until when")
-    _choice(add, "--precision", PRECISION, "of computation, and of reductions", "bf16")
-    add("--limit", "2", "units alive at once, or none", limit)
-    _choice(add, "--backward", BACKWARD, "prefetch")
-    _choice(add, "--forward", FORWARD, "prefetch")
-    _choice(add, "--unit", UNITS, "what is gathered at once", "block")
-    _choice(add, "--offload", YES, "parameters on the host")
-    add(
-        "--recompute",
-        "none",
-        "activation checkpointing: none, full, selective, or a share of the blocks, as 1/2",
-        recompute,
-    )
-    _choice(add, "--attention", ATTENTION, "its kernel")
-    _choice(add, "--loss", ("whole", "fused", "chunked"), "memory of logits")
-    _choice(add, "--optimizer", OPTIMIZERS, "and its states", "adamw")
-    _choice(add, "--clip", YES, "gradients by their norm")
+
+
+def _adder(p: argparse.ArgumentParser) -> Callable[..., None]:
+    def add(name: str, default: Any, what: str, kind: Callable[[str], Any] = str) -> None:
+        shown = f"{what} (default: {default})" if default else what
+        p.add_argument(name, default=default, help=shown, type=kind, metavar="VALUE")
+
+    return add
 
 
 def _choice(
@@ -134,7 +170,7 @@ def grid(parser: Parser, options: argparse.Namespace, sweeps: Sequence[str]) -> 
         What is special about each run, by name; and all its settings.
 
     Raises:
-        ValueError: a value or a combination makes no sense.
+        ValueError: a value makes no sense, or no combination does.
     """
     only = Parser(add_help=False)
     add_settings(only)
@@ -151,7 +187,8 @@ def grid(parser: Parser, options: argparse.Namespace, sweeps: Sequence[str]) -> 
         if name in axes:
             raise ValueError(f"--sweep {name} is there twice; write all values behind one")
         axes[name] = values.split(",")
-    rows = []
+    rows: list[Row] = []
+    impossible: list[ImpossibleError] = []
     for combination in product(*axes.values()):
         chosen = dict(zip(axes, combination, strict=True))
         its = argparse.Namespace(**vars(options))
@@ -159,6 +196,11 @@ def grid(parser: Parser, options: argparse.Namespace, sweeps: Sequence[str]) -> 
             parsed = parser.parse_args([f"--{name}={value}"])
             field = name.replace("-", "_")
             setattr(its, field, getattr(parsed, field))
-        check(its)
+        try:
+            check(its)
+        except ImpossibleError as error:  # runs.py leaves it out, with a word, if there are others
+            impossible.append(error)
         rows.append((chosen, its))
+    if len(impossible) == len(rows):
+        raise impossible[0]
     return rows

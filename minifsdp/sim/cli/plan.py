@@ -3,9 +3,10 @@
 There are thousands of combinations, and each run takes a second. So this begins with the usual
 settings, or if they do not fit with those that need the least memory, and changes one at a time:
 for each setting in turn every value is tried and the fastest that fits is kept, until a whole round
-has changed nothing. Then settings that make no difference are made the usual ones again. With those
-another change may pay, so that it goes on from there, until that changes nothing, too. That finds
-settings that no single change makes better; a pair of changes might.
+has changed nothing. What cannot be run at all, as attention by a kernel that does not know 32 bits,
+is left out. Then settings that make no difference are made the usual ones again. With those another
+change may pay, so that it goes on from there, until that changes nothing, too. That finds settings
+that no single change makes better; a pair of changes might.
 """
 
 import argparse
@@ -14,8 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from minifsdp.sim.cli.options import BACKWARD, FORWARD, PRECISION, STRATEGIES, UNITS, YES
-from minifsdp.sim.cli.run import measure
+from minifsdp.sim.cli.run import measure, no_run
 from minifsdp.sim.cli.terminal import Progress
+from minifsdp.sim.cli.values import ImpossibleError
 
 LEAN = {
     "offload": "yes",
@@ -58,12 +60,22 @@ class Search:
         self._known: dict[tuple[str, ...], dict[str, Any]] = {}
 
     def figures(self, settings: Settings, **more: Any) -> dict[str, Any]:
-        """Of one run, perhaps with ``more`` options; each is made once."""
+        """Of one run, perhaps with ``more`` options; each is made once.
+
+        Raises:
+            ImpossibleError: there is no such run, and it is the first: the settings that are given
+                are in the way.
+        """
         key = (*settings.values(), *map(str, more.values()))
         if key not in self._known:
             options = argparse.Namespace(**{**vars(self._fixed), **settings, **more})
             self._progress(f"run {len(self._known) + 1}: {' '.join(key)}")
-            self._known[key], _ = measure(options, steps=2)
+            try:
+                self._known[key], _ = measure(options, steps=2)
+            except ImpossibleError as error:
+                if not self._known:
+                    raise
+                self._known[key] = no_run(error)
         return self._known[key]
 
     def best(self) -> Settings:
@@ -123,6 +135,8 @@ def better(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def why(figures: dict[str, Any], best: dict[str, Any]) -> str:
     """What is wrong with a run, next to the best one."""
+    if "impossible" in figures:
+        return f"not possible: {figures['why']}"
     if not figures["fits"]:
         return "does not fit"
     slower = figures["step"] / best["step"]

@@ -10,8 +10,9 @@ from typing import Any
 from minifsdp.sim.cli.against import table
 from minifsdp.sim.cli.commands import OTHERS
 from minifsdp.sim.cli.options import Row
-from minifsdp.sim.cli.run import measure
+from minifsdp.sim.cli.run import measure, no_run
 from minifsdp.sim.cli.terminal import Progress, columns
+from minifsdp.sim.cli.values import ImpossibleError
 from minifsdp.sim.device import VirtualGpu
 from minifsdp.sim.figures.words import in_words, page
 from minifsdp.sim.memory.snapshots import Peak, peak, read
@@ -29,17 +30,22 @@ def run(options: argparse.Namespace, rows: list[Row], progress: Progress) -> int
         rows: what is special about each run, and its settings; see :func:`options.grid`.
 
     Raises:
-        ValueError: a model cannot be run.
+        ValueError: a model cannot be run, or no combination of settings can.
     """
     _try_models([its for _, its in rows])
-    runs = []
+    runs: list[tuple[dict[str, str], argparse.Namespace, dict[str, Any], VirtualGpu | None]] = []
+    impossible: list[ImpossibleError] = []
     for chosen, its in rows:
         name = _name(chosen)
 
         def tell(what: str, name: str = name) -> None:
             progress(f"{name}: {what}" if name else what)
 
-        figures, gpu = measure(its, progress=tell)
+        try:
+            figures, gpu = measure(its, progress=tell)
+        except ImpossibleError as error:
+            impossible.append(error)
+            figures, gpu = no_run(error), None
         if options.races and gpu is not None:
             figures["races"] = [str(race) for race in gpu.races()]
         if options.against and gpu is not None:
@@ -48,6 +54,8 @@ def run(options: argparse.Namespace, rows: list[Row], progress: Progress) -> int
             figures["against"] = {where: its._asdict() for where, its in found.items()}
         runs.append((chosen, its, figures, gpu))
     progress("")
+    if len(impossible) == len(rows):
+        raise impossible[0]
     if options.json:
         print(json.dumps([{**c, "settings": _settings(its), **f} for c, its, f, _ in runs]))
     elif options.sweep:
@@ -66,7 +74,7 @@ def run(options: argparse.Namespace, rows: list[Row], progress: Progress) -> int
 def _try_models(rows: list[argparse.Namespace]) -> None:
     """Find all models, and run those once that are not presets: before the first long run."""
     asked = dict.fromkeys((its.model, its.config, its.input, its.seq) for its in rows)
-    for model, config, shape, length in asked:
+    for model, config, shape, length in asked:  # without other sizes, which are a preset's
         job = find(model, config, shape)
         if model not in MODELS and not config:
             tried(job, model, shape, length)
@@ -132,6 +140,8 @@ def _table(rows: list[tuple[dict[str, str], dict[str, Any]]]) -> None:
     for chosen, figures in rows:
         words = in_words(figures)
         shown = [words[name] for name in FIGURES.values()] if figures["fits"] else ["does not fit"]
+        if "impossible" in figures:
+            shown = [f"not possible: {figures['why']}"]
         lines.append([*chosen.values(), *shown])
     full = [line for line in lines if len(line) == len(lines[0])]
     widths = [max(map(len, column)) for column in zip(*full, strict=True)]

@@ -5,7 +5,7 @@ Each is a function for argparse, which shows the message with the option's name 
 
 import math
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from fractions import Fraction
 from reprlib import repr as shortened
@@ -13,20 +13,45 @@ from reprlib import repr as shortened
 from minifsdp.sim.memory.alloc_conf import parse
 
 NOTHING_CLOSE = "; --help shows what is"
+CLOSE = 0.7
+"""Of two names, from which on one may be the other, mistyped. With less, ``tp`` is like
+``steps``."""
 RECOMPUTE = "none, full, selective, or a share of the blocks, as 1/2"
+
+
+class ImpossibleError(ValueError):
+    """Settings that make sense by themselves, but not together: there is no such run. In a sweep or
+    a plan the others are made all the same."""
 
 
 def meant(given: str, names: Sequence[str]) -> str:
     """The name that may have been meant, as the end of a message; nothing, if none is like it."""
-    longer = [name for name in names if given and name.startswith(given.lower())]
-    close = longer or get_close_matches(given.lower(), names, 1)
-    return f"; did you mean {close[0]}?" if close else ""
+    word = given.lower()
+    longer = [name for name in names if word and name.startswith(word)]
+    shorter = [name for name in names if word.startswith(f"{name}-")]  # h100-80 is an h100
+    # Who mistypes a name has its first letter right, mostly; a100 is no h100 that was mistyped.
+    alike = {name.lstrip("-"): name for name in names if _initial(name) == _initial(word)}
+    close = [alike[name] for name in get_close_matches(word.lstrip("-"), alike, 1, CLOSE)]
+    best = longer or shorter or close
+    return f"; did you mean {best[0]}?" if best else ""
 
 
-def one_of(*names: str) -> Callable[[str], str]:
-    """One of some names."""
+def _initial(name: str) -> str:
+    return name.lstrip("-")[:1]
+
+
+def one_of(*names: str, others: Mapping[str, str] | None = None) -> Callable[[str], str]:
+    """One of some names.
+
+    Args:
+        others: names that there are elsewhere, and what to say of them.
+    """
+
+    elsewhere = others or {}
 
     def kind(given: str) -> str:
+        if given in elsewhere:
+            raise ArgumentTypeError(elsewhere[given])
         if given not in names:
             raise _refused(f"one of {', '.join(names)}", given, meant(given, names))
         return given

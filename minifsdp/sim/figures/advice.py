@@ -21,6 +21,9 @@ FULL = 0.9
 """Of the memory that is free, what may be used up by estimate."""
 
 
+TIMES = ("step", "compute", "communication", "exposed communication", "overlap", "idle")
+
+
 class Advice(NamedTuple):
     """One setting to change, as on the command line; ``name`` is "" if none helps."""
 
@@ -56,9 +59,9 @@ class _Run:
     ) -> None:
         self._cluster, self._figures, self._options = gpu.cluster, figures, options
         self._needs, self._is = _needs(gpu), figures["peak allocated is"]
-        self._step, self._compute, self._sent, self._exposed, self._idle = (
-            figures[name]
-            for name in ("step", "compute", "communication", "exposed communication", "idle")
+        self._ends = _ends(gpu)
+        self._step, self._compute, self._sent, self._exposed, self._overlap, self._idle = (
+            figures[name] for name in TIMES
         )
         self.nothing = Advice(
             f"it computes {self._compute / self._step:.0%} of the time, "
@@ -114,7 +117,10 @@ class _Run:
         waiting = idle + self._exposed
         if self._room(sum(self._is.get(kind, 0) for kind in (ACTIVATIONS, TEMPORARY))):
             why = f"the GPU waits for {self._of_step(waiting)}, and more samples would share that"
-            yield self._rule(why, "batch", str(2 * o.batch), waiting / 2)
+            # Twice the computation also hides twice as much communication, as far as there is any
+            # beside the first collective and the last one, which nothing hides.
+            shown = max(self._exposed - self._overlap, min(self._exposed, self._ends))
+            yield self._rule(why, "batch", str(2 * o.batch), waiting - (idle + shown) / 2)
 
     def compute(self) -> Iterator[Advice]:
         """Computation: not twice, and in 16 bits."""
@@ -125,10 +131,15 @@ class _Run:
         if o.recompute != "none" and self._room(kept):
             why = f"activations are computed again for {self._of_step(again)}, and there is room"
             yield self._rule(why, "recompute", "none", again)
-        if o.precision == "fp32":
-            products = self._figures["HFU"] * self._step  # at the data sheet's pace
+        slow = {
+            "fp32": gpu.flops_fp32 * gpu.products_fp32,
+            "tf32": gpu.flops_tf32 * gpu.products_tf32,
+        }.get(o.precision)
+        if slow is not None:
+            fast = gpu.flops * gpu.products
+            products = self._figures["flops"] / slow
             why = f"matrix products take {self._of_step(products)} or more in 32 bits"
-            yield self._rule(why, "precision", "bf16", products * (1 - gpu.flops_fp32 / gpu.flops))
+            yield self._rule(why, "precision", "bf16", products * (1 - slow / fast))
 
     def _rule(self, why: str, name: str, value: str, seconds: float) -> Advice:
         return Advice(why, name, value, seconds / self._step)
@@ -157,3 +168,9 @@ def _needs(gpu: VirtualGpu) -> dict[str, int]:
         elif isinstance(entry, Memory) and phase == "forward" and not entry.freed:
             needs["forward" if entry.buffer.owner == COMPUTE else "gathered"] += entry.buffer.nbytes
     return needs | {"on the host": sum(buffer.nbytes for buffer in host)}
+
+
+def _ends(gpu: VirtualGpu) -> float:
+    """Seconds of the first collective of the step and of the last one."""
+    sent = [entry for entry in last_step(gpu.tape)[0] if isinstance(entry, Op) and entry.sent]
+    return sum(op.end - op.start for op in (sent[0], sent[-1])) if sent else 0.0

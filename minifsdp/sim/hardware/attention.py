@@ -46,11 +46,11 @@ BACKENDS = {
 
 
 @contextmanager
-def attention(hopper: bool) -> Iterator[None]:
+def attention(prefers_cudnn: bool) -> Iterator[None]:
     """Inside, tensors without values have a GPU's attention.
 
     Args:
-        hopper: the GPU is one of NVIDIA's Hopper, where torch prefers cuDNN's kernel.
+        prefers_cudnn: the GPU is one of those where torch takes cuDNN's kernel first.
     """
 
     def attend(
@@ -63,7 +63,7 @@ def attention(hopper: bool) -> Iterator[None]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        kernel = choose(q, k, v, mask, causal, hopper)
+        kernel = choose(q, k, v, mask, causal, prefers_cudnn)
         if kernel == "math":
             out: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
                 q, k, v, mask, dropout, causal, scale=scale, enable_gqa=enable_gqa
@@ -94,7 +94,9 @@ def only(name: str) -> Iterator[None]:
             yield
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, hopper: bool) -> str:
+def choose(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, prefers_cudnn: bool
+) -> str:
     """The kernel that CUDA would run, by its name in :data:`BACKENDS`.
 
     Args:
@@ -122,7 +124,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, h
         "math": cuda.math_sdp_enabled(),
     }
     order = ("flash", "efficient", "math")
-    for name in ("cudnn", *order) if hopper else (*order, "cudnn"):
+    for name in ("cudnn", *order) if prefers_cudnn else (*order, "cudnn"):
         if can[name]:
             return name
     raise RuntimeError(

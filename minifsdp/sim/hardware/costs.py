@@ -146,25 +146,32 @@ class Cluster:
         passes = kernel.moved / (self.gpu.bandwidth * self.gpu.passes)
         if kernel.kind == PASS:
             return max(passes, self.kernel)
-        flops = self.gpu.flops if kernel.low else self.gpu.flops_fp32
-        return max(kernel.done / (flops * self._share(kernel)), passes, self.kernel)
+        flops, large = self._peak(kernel)
+        return max(kernel.done / (flops * self._share(kernel, large)), passes, self.kernel)
 
     def slowest(self) -> float:
         """How much longer the slowest GPU of all takes, for which the others wait, than that of a
         run by which the shares in gpus.py were chosen."""
         return 1 + self.straggling * max(maximum(self.world_size) - maximum(CHOSEN_BY), 0.0)
 
-    def _share(self, kernel: Kernel) -> float:
-        """Of the data sheet's flops, those that arithmetic of this kind and shape reaches."""
+    def _peak(self, kernel: Kernel) -> tuple[float, float]:
+        """The data sheet's flops for this kind of number, and the share that large ones reach."""
+        gpu, product = self.gpu, kernel.kind == PRODUCT
+        if kernel.low:
+            return gpu.flops, gpu.products if product else gpu.attention
+        if kernel.tf32 and product:  # attention does not ask for it
+            return gpu.flops_tf32, gpu.products_tf32
+        return gpu.flops_fp32, gpu.products_fp32 if product else gpu.attention_fp32
+
+    def _share(self, kernel: Kernel, large: float) -> float:
+        """Of the data sheet's flops, those that arithmetic of this shape reaches."""
         *_, keys, inner = kernel.shape
         if kernel.kind == PRODUCT:
             begun = inner / (inner + self.gpu.tile_overhead)
-            gpu = self.gpu
-            filling = filled(kernel, gpu.tile, gpu.multiprocessors)
-            return gpu.products * filling * begun
+            return large * filled(kernel, self.gpu.tile, self.gpu.multiprocessors) * begun
         begun = keys / (keys + self.gpu.row_overhead)
         speed = relative_speed(kernel) * (TRITON[kernel.kind] if self.triton else 1.0)
-        return self.gpu.attention * speed * begun
+        return large * speed * begun
 
     def collective_seconds(self, sent: float, ranks: list[int], rounds: int = 1) -> float:
         """A collective over ``ranks``: on few nodes a ring, on many what NCCL would pick.

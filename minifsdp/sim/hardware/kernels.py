@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from minifsdp.sim.calls import Call
+from minifsdp.core.outputs import tensors_in
+from minifsdp.sim.calls import Call, nbytes
 
 PRODUCT, ATTENTION, ATTENTION_BACKWARD, PASS = "product", "attention", "attention backward", "pass"
 
@@ -33,6 +34,8 @@ class Kernel:
         done: of these, what the kernel really does.
         shape: of a product, ``(products, rows, columns, inner size)``; of attention,
             ``(batch x heads, queries, keys, head size)``.
+        tf32: if in 32 bits, its factors may be rounded to TF32, as
+            ``torch.backends.cuda.matmul.allow_tf32`` says, and cuDNN's for convolutions.
     """
 
     kind: str
@@ -41,6 +44,7 @@ class Kernel:
     flops: float = 0.0
     done: float = 0.0
     shape: tuple[int, int, int, int] = (0, 0, 0, 0)
+    tf32: bool = False
 
 
 def kernel_of(call: Call) -> Kernel:
@@ -52,9 +56,20 @@ def kernel_of(call: Call) -> Kernel:
         return _convolution(call, low)
     formula: Callable[..., int] | None = flop_registry.get(call.operation.overloadpacket)
     if formula is None:
-        return Kernel(PASS, call.moved, low)
+        again = sum(map(nbytes, tensors_in(_read_too(call))))
+        return Kernel(PASS, call.moved + again, low)
     flops = float(formula(*call.args, **call.kwargs, out_val=call.result))
-    return Kernel(PRODUCT, call.moved, low, flops, flops, _product(call, flops))
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    return Kernel(PRODUCT, call.moved, low, flops, flops, _product(call, flops), tf32)
+
+
+def _read_too(call: Call) -> list[Any]:
+    """What a kernel reads and writes, and is counted twice: a fused Adam's parameters and moments.
+    Of others that work in place the target is counted once, and the shares of gpus.py were fitted
+    so.
+    """
+    parameters, _, *moments = call.args[:4] if call.name.startswith("_fused_adam") else [[], []]
+    return [parameters, moments]
 
 
 def _attention(call: Call, low: bool) -> Kernel:
@@ -86,7 +101,8 @@ def _convolution(call: Call, low: bool) -> Kernel:
     out, weight, groups = given.get("grad_output", call.result), given["weight"], given["groups"]
     shape = groups, out.numel() // out.shape[1], out.shape[1] // groups, weight[0].numel()
     flops = 2.0 * prod(shape) * sum(given.get("output_mask", (True,))[:2])
-    return Kernel(PRODUCT, call.moved, low, flops, flops, shape)
+    tf32 = torch.backends.cudnn.allow_tf32  # which torch has on by default
+    return Kernel(PRODUCT, call.moved, low, flops, flops, shape, tf32)
 
 
 def _product(call: Call, flops: float) -> tuple[int, int, int, int]:

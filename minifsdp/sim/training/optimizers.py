@@ -1,13 +1,14 @@
 """Optimizers by name, and what their states take.
 
-==========  ========================  ============================================================
-sgd         nothing                   without momentum
-adam,       8 bytes a parameter       torch's, with its foreach kernels
+===========  ========================  ===========================================================
+sgd          nothing                   without momentum
+adam,        8 bytes a parameter       torch's, with its foreach kernels
 adamw
-adamw-8bit  2 bytes, and 8 for each   blockwise quantized: Dettmers et al., arXiv:2110.02861, with
-            block of 256 parameters   the block size of today's bitsandbytes; one kernel a tensor
-adamw-bf16  4 bytes                   as torchao's and torchdistx's; one kernel a tensor
-==========  ========================  ============================================================
+adamw-fused  8 bytes                   torch's with ``fused=True``: one kernel for all tensors
+adamw-8bit   2 bytes, and 8 for each   blockwise quantized: Dettmers et al., arXiv:2110.02861, with
+             block of 256 parameters   the block size of today's bitsandbytes; one kernel a tensor
+adamw-bf16   4 bytes                   as torchao's and torchdistx's; one kernel a tensor
+===========  ========================  ===========================================================
 """
 
 from collections.abc import Callable, Iterable
@@ -62,6 +63,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], optim.Optimizer]] = {
     "sgd": lambda params: optim.SGD(params, lr=1e-3, foreach=True),
     "adam": lambda params: optim.Adam(params, foreach=True),
     "adamw": lambda params: optim.AdamW(params, foreach=True),
+    "adamw-fused": lambda params: optim.AdamW(params, fused=True),
     "adamw-8bit": lambda params: LowBitAdamW(params, torch.uint8),
     "adamw-bf16": lambda params: LowBitAdamW(params, torch.bfloat16),
 }

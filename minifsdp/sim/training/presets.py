@@ -12,15 +12,11 @@ from minifsdp.sim.cli.blame import blaming
 from minifsdp.sim.training.llama import Llama, LlamaBlock
 from minifsdp.sim.training.models import T5, Block, Gpt, Job, Vit, classes, next_token
 from minifsdp.sim.training.plain import job_of
-from minifsdp.sim.training.sizes import SIZES
+from minifsdp.sim.training.sizes import SIZES, sized
 
 
-def _gpt(width: int, layers: int, heads: int) -> Job:
-    return Job(lambda: Gpt(width, layers, heads), (Block,), next_token)
-
-
-def _mpt(width: int, layers: int, heads: int) -> Job:
-    return Job(lambda: Gpt(width, layers, heads, 50368), (Block,), next_token)
+def _gpt(width: int, layers: int, heads: int, vocabulary: int) -> Job:
+    return Job(lambda: Gpt(width, layers, heads, vocabulary), (Block,), next_token)
 
 
 def _roberta(width: int, layers: int, heads: int, vocabulary: int) -> Job:
@@ -35,7 +31,6 @@ def _llama(width: int, layers: int, heads: int, keys: int, hidden: int, vocabula
 
 FAMILIES: dict[str, Callable[..., Job]] = {
     "gpt": _gpt,
-    "mpt": _mpt,
     "llama": _llama,
     "t5": lambda *sizes: Job(lambda: T5(*sizes), (Block,), next_token),
     "roberta": _roberta,
@@ -44,17 +39,23 @@ FAMILIES: dict[str, Callable[..., Job]] = {
 MODELS = {name: FAMILIES[family](*sizes) for name, (family, sizes) in SIZES.items()}
 
 
-def find(name: str, config: str = "", shape: str = "") -> Job:
+def find(
+    name: str, config: str = "", shape: str = "", changes: dict[str, int] | None = None
+) -> Job:
     """A preset; ``module:callable`` of the user's own, which returns a :class:`Job` or a plain
     ``nn.Module`` (plain.py); or ``hf:CLASS``, a class of transformers with a JSON file as its
     configuration.
 
     Args:
         shape: of one sample, for a plain module that does not take tokens: ``"3x224x224"``.
+        changes: sizes of a preset that are to be other than its own; see sizes.py.
 
     Raises:
         ValueError: there is no such thing, or it cannot be made.
     """
+    if changes:
+        family, sizes = sized(name, changes)
+        return FAMILIES[family](*sizes)
     if name in MODELS:
         return MODELS[name]
     module, colon, attribute = name.partition(":")

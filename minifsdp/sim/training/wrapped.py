@@ -1,10 +1,13 @@
 """The model in FSDP, with the settings of the command line."""
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from minifsdp import (
@@ -39,9 +42,22 @@ FORWARD: dict[str, ForwardPrefetch | Literal[False]] = {
 }
 PRECISION = {
     "fp32": None,
+    "tf32": None,  # the same, in tf32()
     "bf16": MixedPrecision(torch.bfloat16),
     "bf16-fp32": MixedPrecision(torch.bfloat16, torch.float32),
 }
+
+
+@contextmanager
+def tf32(precision: str) -> Iterator[None]:
+    """Inside, products of numbers in 32 bits round their factors to TF32, if ``--precision`` says
+    so, as with ``torch.set_float32_matmul_precision("high")``."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = before or precision == "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def wrapped(
@@ -59,6 +75,8 @@ def wrapped(
         "mixed_precision": PRECISION[options.precision],
         "cpu_offload": CPUOffload(options.offload == "yes"),
     }
+    if options.shard_group is not None:
+        settings["process_group"] = _groups(options.shard_group)
     backward, forward = BACKWARD[options.backward], FORWARD[options.forward]
     if options.engine != "minifsdp":
         approach = replace(ENGINES[options.engine], backward=backward, forward=forward or None)
@@ -88,6 +106,13 @@ def _units(
                 if sum(p.numel() for p in part.parameters()) > whole / 5:
                     chosen.add(part)
     return CustomPolicy(lambda inner: inner in chosen)
+
+
+def _groups(together: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Those of rank 0 in hybrid strategies: the ranks that share a model, and those that have the
+    same part of it."""
+    row, column = range(together), range(0, dist.get_world_size(), together)
+    return dist.new_group(list(row)), dist.new_group(list(column))
 
 
 def limit_of(given: str) -> bool | int:

@@ -88,7 +88,7 @@ def test_flops_are_counted_against_the_data_sheet_where_there_is_one():
     assert gpu.flops == H100.flops and gpu.products == pytest.approx(0.4)
     assert gpu.bandwidth == H100.bandwidth and gpu.passes == pytest.approx(0.5)
     assert other.products == 1 and other.flops == pytest.approx(0.4 * H100.flops)
-    assert other.name == "another" and not other.hopper and gpu.hopper
+    assert other.name == "another" and not other.prefers_cudnn and gpu.prefers_cudnn
 
 
 def test_what_was_not_measured_is_as_usual():
@@ -98,10 +98,14 @@ def test_what_was_not_measured_is_as_usual():
     assert constants == {**{n: getattr(Cluster(H100), n) for n in CLUSTER}, "gpus_per_node": 8}
 
 
-def test_products_in_fp32_alone_tell_the_share():
-    found = replace(NOTHING, products_fp32=samples_of(Cluster(H100), LIKE).products_fp32)
-    assert gpu_of(found, LIKE).products == pytest.approx(H100.products)
-    assert gpu_of(found, LIKE).flops_fp32 == pytest.approx(H100.flops_fp32)
+def test_products_in_fp32_tell_their_own_share_and_no_other():
+    slow = Cluster(replace(H100, products_fp32=0.5))
+    found = replace(NOTHING, products_fp32=samples_of(slow, LIKE).products_fp32)
+    gpu, other = gpu_of(found, LIKE), gpu_of(found, UNKNOWN)
+    assert gpu.products_fp32 == pytest.approx(0.5) and gpu.flops_fp32 == H100.flops_fp32
+    assert (gpu.products, gpu.products_tf32) == (H100.products, H100.products_tf32)
+    assert other.flops_fp32 == other.flops_tf32 == pytest.approx(0.5 * H100.flops_fp32)
+    assert other.products_fp32 == other.products_tf32 == 1
 
 
 def test_a_collective_that_is_longer_beside_products_counts_as_so_much_longer():

@@ -7,7 +7,7 @@ import pytest
 from minifsdp.sim.__main__ import main, parser
 from minifsdp.sim.cli.machine import machine
 from minifsdp.sim.cli.run import simulate
-from minifsdp.sim.hardware.cluster_file import CLUSTER, write
+from minifsdp.sim.hardware.cluster_file import CLUSTER, content
 from minifsdp.sim.hardware.costs import Cluster
 from minifsdp.sim.hardware.gpus import GB, GPUS, GiB
 from tests.sim.test_main import SMALL
@@ -18,7 +18,7 @@ CONSTANTS = {name: getattr(Cluster(GPUS["h200"]), name) for name in CLUSTER}
 @pytest.fixture
 def file(tmp_path):
     path = tmp_path / "cluster.json"
-    write(path, GPUS["h200"], {**CONSTANTS, "gpus_per_node": 4, "launch": 1e-3}, "")
+    path.write_text(content(GPUS["h200"], {**CONSTANTS, "gpus_per_node": 4, "launch": 1e-3}, ""))
     return str(path)
 
 
@@ -41,7 +41,8 @@ def test_what_is_said_otherwise_counts_before_the_file(file):
     words = "--gpus 16 --launch 7 --latency 9 --products 0.3 --memory 100 --network 80"
     its = found(f"--cluster {file} {words}")
     assert (its.gpus_per_node, its.launch, its.alpha_network) == pytest.approx((16, 7e-6, 9e-6))
-    assert its.gpu.products == 0.3 and its.capacity == 100 * GiB and its.network == 10 * GB
+    shares = its.gpu.products, its.gpu.products_tf32, its.gpu.products_fp32
+    assert shares == (0.3, 0.3, 0.3) and its.capacity == 100 * GiB and its.network == 10 * GB
 
 
 def test_a_run_and_a_plan_use_it(file, capsys):
@@ -67,7 +68,7 @@ def test_a_run_and_a_plan_use_it(file, capsys):
             "says which GPU there is, and so does --gpu h100; give one",
         ),
         ("--cluster {file}x", "x': No such file or directory; minifsdp calibrate"),
-        ("--cluster {bad}", "bad' is of format 7, and this is 1; calibrate again"),
+        ("--cluster {bad}", "bad' is of format 7, and this is 2; calibrate again"),
         ("--cluster {file} --memory 150", "--memory 150: h200 has 139.8 GiB; take less"),
         ("--cluster {file} --nodes 16384 --gpus 9", "--gpus 9 each are more than 131,072 GPUs"),
     ],

@@ -182,6 +182,19 @@ def test_what_makes_no_difference_stays_as_it_usually_is(capsys):
     assert best == "--limit 2 --backward pre --forward none"
 
 
+def test_what_cannot_be_run_is_left_out_with_a_word(capsys):
+    """The kernel "flash" knows no 32 bits."""
+    words = ["--model", "gpt-125m", "--layers", "2", "--attention", "flash", "--seq", "64"]
+    fixed = [*FIXED[2:], "--strategy", "full_shard", "--limit", "2", "--backward", "pre"]
+    assert main(["plan", *words, "--batch", "1", *fixed, "--forward", "none"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(
+        r"^--precision fp32 +not possible: --attention: none of the attention", out, re.M
+    )
+    assert main(["plan", *words, *fixed, "--forward", "none", "--precision", "fp32"]) == 2
+    assert "--attention: none of the attention kernels" in capsys.readouterr().err
+
+
 def test_where_nothing_fits_that_is_said(capsys):
     assert main([*SMALL, *FIXED, "--model", "gpt-13b", "--strategy", "no_shard"]) == 1
     out = capsys.readouterr().out

@@ -74,6 +74,36 @@ def curious() -> Job:
     )
 
 
+def test_with_offload_a_model_is_wrapped_on_the_host(monkeypatch):
+    """Where there is no offload, a block is on the GPU in 32 bits, and flat beside it."""
+    words = "--model gpt-1.3b --width 1024 --layers 2 --vocab 512 --batch 1 --seq 64 --offload"
+    gpu = simulate(options(f"{words} yes"), steps=2)
+    assert gpu.races() == [] and gpu.report()["flops"] > 0
+    monkeypatch.setattr("minifsdp.sim.cli.run._train", lambda *args: None)
+    peaks = [simulate(options(f"{words} {w}"), 1).allocator.allocated.peak for w in ("no", "yes")]
+    assert peaks[0] > 2 * 4 * 12 * 1024**2 and peaks[1] == 0
+
+
+@pytest.mark.parametrize("together, nodes", [(4, 2), (16, 4)])
+def test_groups_of_more_or_less_than_a_node_share_a_model(together, nodes):
+    words = f"{SMALL} --nodes {nodes} --strategy hybrid_shard"
+    usual, _ = measure(options(words), steps=2)
+    its, gpu = measure(options(f"{words} --shard-group {together}"), steps=2)
+    assert gpu is not None
+    parameters = [f["peak allocated is"]["parameters"] for f in (usual, its)]
+    assert parameters[0] / parameters[1] == pytest.approx(together / 8, rel=0.02)
+    assert its["fits"] and its["flops"] == usual["flops"]
+
+
+def test_products_in_tf32_are_faster_and_the_switch_is_put_back():
+    steps = {}
+    for precision in ("fp32", "tf32", "bf16"):
+        figures, _ = measure(options(f"{SMALL} --batch 4096 --precision {precision}"), steps=2)
+        steps[precision] = figures["compute"]
+        assert 0 < figures["MFU"] < 1 and not torch.backends.cuda.matmul.allow_tf32
+    assert steps["fp32"] > 2 * steps["tf32"] > 2 * steps["bf16"]
+
+
 def test_a_model_that_looks_at_values_is_refused_by_name():
     model = "tests.sim.cli.test_run:curious"
     with pytest.raises(ValueError, match=f"model '{model}' cannot run on tensors without values"):

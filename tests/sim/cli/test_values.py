@@ -49,7 +49,16 @@ def test_what_is_not_is_refused_in_a_short_line(kind, given):
 
 @pytest.mark.parametrize(
     "given, name",
-    [("bacth", "batch"), ("BATCH", "batch"), ("bat", "batch"), ("limits", "limit"), ("colour", "")],
+    [
+        ("tp", ""),
+        ("thetas", ""),
+        ("limit-3", "limit"),
+        ("bacth", "batch"),
+        ("BATCH", "batch"),
+        ("bat", "batch"),
+        ("limits", "limit"),
+        ("colour", ""),
+    ],
 )
 def test_what_may_have_been_meant(given, name):
     assert meant(given, ["batch", "limit"]) == (f"; did you mean {name}?" if name else "")

@@ -33,6 +33,20 @@ def test_it_is_tried_and_helps(words, expected):
     assert saved > found.saves / 4 > WORTH / 4
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_twice_the_samples_also_hide_more_of_what_is_sent(batch):
+    """Where a network binds, they save more than half of the time that it keeps the GPU waiting."""
+    words = f"{BASE} --network 100 --strategy hybrid_shard --seq 2048 --batch {batch}"
+    figures, gpu = measure(options(words))
+    assert gpu is not None and figures["exposed communication"] > 0.2 * figures["step"]
+    found = advice(gpu, figures, options(words))
+    assert (found.name, found.value) == ("batch", str(2 * batch))
+    tried, _ = measure(options(f"{words} --batch {2 * batch}"))
+    saved = 1 - figures["tokens/s per GPU"] / tried["tokens/s per GPU"]
+    waiting = (figures["exposed communication"] + figures["idle"]) / figures["step"]
+    assert 1.2 * waiting / 2 < found.saves < 1.1 * saved
+
+
 def test_what_there_is_no_memory_for_is_not_advised():
     words = f"{BASE} --nodes 4 --network 100 --batch 1"
     figures, gpu = measure(options(words))

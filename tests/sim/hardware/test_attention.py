@@ -102,7 +102,7 @@ def test_it_runs_forward_and_backward_with_the_right_shapes(kind, keys, size, ma
         with only(kind), pytest.raises(RuntimeError, match="none of the attention kernels"):
             choose(q, k, v, mask, False, True)
         return
-    with attention(hopper=True), only(kind), Seen() as seen:
+    with attention(prefers_cudnn=True), only(kind), Seen() as seen:
         out = functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=keys < 4)
         out.sum().backward()
     assert out.shape == q.shape and out.dtype is BF16
@@ -126,9 +126,9 @@ def test_scores_are_not_stored():
 def test_triton_is_flash_with_a_time_of_its_own():
     q, k, v = (torch.empty(1, 16, 512, 64, dtype=BF16, device="meta") for _ in range(3))
     with only("triton"):
-        assert choose(q, k, v, None, True, hopper=True) == "flash"
+        assert choose(q, k, v, None, True, True) == "flash"
         with pytest.raises(RuntimeError, match="none of the attention kernels"):
-            choose(q.float(), k.float(), v.float(), None, True, hopper=True)
+            choose(q.float(), k.float(), v.float(), None, True, True)
     run = "--model gpt-125m --gpus 2 --batch 2 --seq 512 --attention {}"
     flash, triton = (
         simulate(parser().parse_args(run.format(kernel).split()), steps=1).report()

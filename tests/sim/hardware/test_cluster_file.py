@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 import pytest
 
 from minifsdp import __version__
-from minifsdp.sim.hardware.cluster_file import CLUSTER, FORMAT, read, write
+from minifsdp.sim.hardware.cluster_file import BETWEEN, CLUSTER, FORMAT, content, read
 from minifsdp.sim.hardware.costs import Cluster
 from minifsdp.sim.hardware.gpus import GPUS, Gpu
 
@@ -17,20 +17,20 @@ CONSTANTS = {name: getattr(Cluster(GPU), name) for name in CLUSTER}
 @pytest.fixture
 def file(tmp_path):
     path = tmp_path / "cluster.json"
-    write(path, GPU, CONSTANTS, "a test")
+    path.write_text(content(GPU, CONSTANTS, "a test"))
     return path
 
 
 def test_what_is_written_is_read(file):
     assert read(file) == (GPU, CONSTANTS)
-    content = json.loads(file.read_text())
-    assert (content["format"], content["minifsdp"]) == (FORMAT, __version__)
-    assert content["about"] == "a test"
+    found = json.loads(file.read_text())
+    assert (found["format"], found["minifsdp"]) == (FORMAT, __version__)
+    assert found["about"] == "a test"
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
 def test_every_preset_can_be_in_a_file(gpu, tmp_path):
-    write(tmp_path / "file", gpu, CONSTANTS, "")
+    (tmp_path / "file").write_text(content(gpu, CONSTANTS, ""))
     assert read(tmp_path / "file")[0] == gpu
 
 
@@ -38,17 +38,24 @@ def test_what_takes_no_time_may_be_zero(tmp_path):
     """As on CPUs, which have no kernels to launch and no memory to map."""
     nothing = dict.fromkeys(("taken", "kernel", "launch", "moment", "cuda_malloc"), 0)
     gpu = replace(GPU, tile_overhead=0.0, row_overhead=0)
-    write(tmp_path / "file", gpu, {**CONSTANTS, **nothing}, "")
+    (tmp_path / "file").write_text(content(gpu, {**CONSTANTS, **nothing}, ""))
     assert read(tmp_path / "file") == (gpu, {**CONSTANTS, **nothing})
 
 
+def test_what_is_between_nodes_may_be_there(tmp_path):
+    between = {name: getattr(Cluster(GPU, nodes=3), name) for name in BETWEEN}
+    path = tmp_path / "file"
+    path.write_text(content(GPU, {**CONSTANTS, **between}, ""))
+    assert read(path) == (GPU, {**CONSTANTS, **between}) and between["nodes"] == 3
+
+
 def test_constants_are_a_clusters():
-    assert set(CLUSTER) < {field.name for field in fields(Cluster)}
+    assert {*CLUSTER, *BETWEEN} < {field.name for field in fields(Cluster)}
 
 
 CHANGED = [
-    ("format", 2, "is of format 2, and this is 1; calibrate again"),
-    ("format", "1", "is of format '1', and this is 1"),
+    ("format", 1, "is of format 1, and this is 2; calibrate again"),
+    ("format", "2", "is of format '2', and this is 2"),
     ("minifsdp", "0.0.9", "is of minifsdp '0.0.9', and this is"),
     ("gpu", None, "has no 'gpu' with constants in it"),
     ("cluster", [1], "has no 'cluster' with constants in it"),
@@ -60,24 +67,26 @@ CHANGED = [
     ("gpu.passes", True, "gpu.passes should be a number above 0, and is True"),
     ("gpu.memory", 1.5, "gpu.memory should be a whole number above 0, and is 1.5"),
     ("gpu.name", 7, "gpu.name should be a name, and is 7"),
-    ("gpu.hopper", 1, "gpu.hopper should be true or false, and is 1"),
+    ("gpu.prefers_cudnn", 1, "gpu.prefers_cudnn should be true or false, and is 1"),
     ("gpu.colour", 1, "has gpu.colour, which is not known"),
     ("cluster.launch", -1e-6, "cluster.launch should be a number of at least 0, and is -1e-06"),
     ("cluster.host_computes", 0, "cluster.host_computes should be true or false, and is 0"),
     ("cluster.beside_collectives", 1.1, "should be a number above 0 and at most 1, and is 1.1"),
+    ("cluster.nodes", 1.5, "cluster.nodes should be a whole number above 0, and is 1.5"),
+    ("cluster.network", 0, "cluster.network should be a number above 0, and is 0"),
     ("cluster.gpus_per_node", 0, "gpus_per_node should be a whole number above 0, and is 0"),
 ]
 
 
 @pytest.mark.parametrize("field, value, message", CHANGED)
 def test_what_makes_no_sense_is_refused(field, value, message, file):
-    content = json.loads(file.read_text())
+    found = json.loads(file.read_text())
     part, _, name = field.partition(".")
     if name:
-        content[part][name] = value
+        found[part][name] = value
     else:
-        content[part] = value
-    file.write_text(json.dumps(content))
+        found[part] = value
+    file.write_text(json.dumps(found))
     with pytest.raises(ValueError) as error:
         read(file)
     assert message in str(error.value) and "\n" not in str(error.value)
@@ -88,10 +97,10 @@ def test_what_makes_no_sense_is_refused(field, value, message, file):
 )
 def test_no_field_may_be_missing(part, names, file):
     for name in names:
-        content = json.loads(file.read_text())
-        del content[part][name]
+        found = json.loads(file.read_text())
+        del found[part][name]
         other = file.with_name("other")
-        other.write_text(json.dumps(content))
+        other.write_text(json.dumps(found))
         with pytest.raises(ValueError, match=f"lacks {part}.{name}; calibrate again"):
             read(other)
 

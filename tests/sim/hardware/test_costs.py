@@ -9,7 +9,10 @@ from minifsdp.sim.hardware.costs import MICRO, Cluster
 from minifsdp.sim.hardware.gpus import GB, GPUS, GiB
 from minifsdp.sim.hardware.kernels import ATTENTION, ATTENTION_BACKWARD, PASS, PRODUCT, Kernel
 
-A100 = replace(GPUS["a100-40"], products=1.0, attention=1.0, passes=1.0)
+A100 = replace(
+    GPUS["a100-40"], products=1.0, products_tf32=1.0, products_fp32=1.0, attention=1.0,
+    attention_fp32=1.0, passes=1.0,
+)  # fmt: skip
 IDEAL = Cluster(A100, links_reached=1.0)
 
 TILE = TILE_OVERHEAD = 128
@@ -30,6 +33,20 @@ def test_a_kernel_takes_its_arithmetic_or_its_bytes_whichever_is_longer():
     assert IDEAL.kernel_seconds(Kernel(PASS, 0, True)) == IDEAL.kernel == 2 * MICRO
     thin = product(1, 1, 4096, 4096, moved=1555 * 10**9)
     assert IDEAL.kernel_seconds(thin) == 1.0
+
+
+def test_each_kind_of_number_has_its_peak_and_its_share():
+    """Of products, and of attention, which has no TF32."""
+    shares = {"products": 0.5, "products_tf32": 0.6, "products_fp32": 0.9, "attention": 0.4}
+    gpu = replace(A100, **shares, attention_fp32=0.7)
+    for kind, low, tf32, reached in (
+        (PRODUCT, True, False, 312 * 0.5), (PRODUCT, True, True, 312 * 0.5),
+        (PRODUCT, False, True, 156 * 0.6), (PRODUCT, False, False, 19.5 * 0.9),
+        (ATTENTION, True, False, 312 * 0.4), (ATTENTION, False, True, 19.5 * 0.7),
+    ):  # fmt: skip
+        kernel = Kernel(kind, 0, low, 1e18, 1e18, (108, TILE, 10**9, 10**9), tf32)
+        seconds = Cluster(gpu).kernel_seconds(kernel)
+        assert 1e18 / seconds / 1e12 == pytest.approx(reached, rel=1e-4)
 
 
 def test_a_product_is_cut_into_tiles_and_these_into_waves():

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from minifsdp.sim import cluster
 from minifsdp.sim.hardware.kernels import ATTENTION, ATTENTION_BACKWARD, PASS, PRODUCT, kernel_of
+from minifsdp.sim.training.wrapped import tf32
 
 
 def kernels_of(work) -> list:
@@ -89,3 +90,17 @@ def test_attention_is_counted_in_full_and_done_by_half_if_it_is_causal(which, ca
     assert (forward.flops, backward.flops) == (2 * product, 4 * product)
     done = (2 * product, 5 * product)
     assert (forward.done, backward.done) == tuple(d / (2 if causal else 1) for d in done)
+
+
+def test_tf32_is_used_where_torch_would_use_it():
+    """For products if it is switched on, and for convolutions if it is not switched off."""
+    x, y = (torch.empty(4, 4, device="meta") for _ in range(2))
+    image, weight = torch.empty(1, 2, 8, 8, device="meta"), torch.empty(3, 2, 3, 3, device="meta")
+
+    def found():
+        product, convolution = kernels_of(lambda: (x @ y, functional.conv2d(image, weight)))
+        return product[1].tf32, convolution[1].tf32
+
+    assert found() == (False, True)
+    with tf32("tf32"), torch.backends.cudnn.flags(allow_tf32=False):
+        assert found() == (True, False)

@@ -42,6 +42,18 @@ def test_what_the_states_of_a_parameter_take(name, size):
     assert stepped(name)[0] == size
 
 
+def test_a_fused_adamw_is_one_kernel_that_goes_through_memory_once():
+    """Reads a value, a gradient and two averages, and writes all but the gradient."""
+    taken, kernels = stepped("adamw-fused", 64 * NUMEL)
+    _, foreach = stepped("adamw", 64 * NUMEL)
+    assert taken == pytest.approx(8, rel=1e-4)  # and a step, counted there
+    kernel = max(kernels, key=lambda op: op.end - op.start)
+    assert kernel.name == "_fused_adamw_" and len(kernels) <= 2 < len(foreach)
+    passes = 1555e9 * 0.83
+    assert kernel.end - kernel.start == pytest.approx(28 * 3 * 64 * NUMEL / passes, rel=0.001)
+    assert kernel.end - kernel.start < sum(op.end - op.start for op in foreach)
+
+
 def test_small_tensors_keep_all_their_bits():
     assert stepped("adamw-8bit", SMALL - 1)[0] == 8
     assert stepped("adamw-8bit", SMALL)[0] == 2 + 8 / BLOCK

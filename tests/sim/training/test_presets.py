@@ -82,6 +82,16 @@ def raises() -> nn.Module:
     return ()[0]
 
 
+def test_a_preset_with_other_sizes():
+    """TinyLlama has 1.1 billion parameters."""
+    tiny = {"width": 2048, "layers": 22, "kv_heads": 4, "hidden": 5632}
+    with torch.device("meta"):
+        model = find("llama2-7b", changes=tiny).build()
+        small = find("gpt-125m", changes={"vocab": 1000, "layers": 3}).build()
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(1.1e9, rel=0.001)
+    assert small.tokens.weight.shape == (1000, 768) and len(small.blocks) == 3
+
+
 def test_a_job_of_ones_own_is_found_by_its_module():
     assert find("gpt-7b") is MODELS["gpt-7b"]
     assert isinstance(find("tests.sim.training.test_presets:mine").build(), nn.Linear)

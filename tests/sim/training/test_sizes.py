@@ -3,7 +3,7 @@
 import pytest
 
 from minifsdp.sim.training.presets import FAMILIES
-from minifsdp.sim.training.sizes import SIZES
+from minifsdp.sim.training.sizes import FIELDS, NAMES, SIZES, sized
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -18,6 +18,34 @@ def test_bigger_names_are_bigger_models():
         its = [sizes for name, (_, sizes) in SIZES.items() if name.startswith(family)]
         products = [width * width * layers for width, layers, *_ in its]
         assert products == sorted(products) and len(its) > 1
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_each_size_may_be_another_one(name):
+    family, sizes = SIZES[name]
+    assert len(sizes) == len(FIELDS[family]) and set(FIELDS[family]) <= set(NAMES)
+    assert sized(name, {}) == SIZES[name]
+    for at, field in enumerate(FIELDS[family]):
+        other = sizes[at] // 2 if "heads" in field else 2 * sizes[at]
+        keys = {"kv_heads": 4} if field == "heads" and family == "llama" else {}
+        _, found = sized(name, {field: other, **keys})
+        changed = [FIELDS[family][i] for i, size in enumerate(found) if size != sizes[i]]
+        assert found[at] == other and set(changed) == {field, *keys}
+
+
+def test_what_a_family_has_not_and_what_does_not_fit_together_is_refused():
+    with pytest.raises(
+        ValueError, match=r"^--kv-heads: gpt-7b has no such size; it has --width, --"
+    ):
+        sized("gpt-7b", {"kv_heads": 8})
+    with pytest.raises(
+        ValueError, match=r"^gpt-7b with heads 30: they have to divide its width, 40"
+    ):
+        sized("gpt-7b", {"heads": 30})
+    with pytest.raises(
+        ValueError, match=r"^llama2-7b with kv-heads 5: they have to divide its hea"
+    ):
+        sized("llama2-7b", {"kv_heads": 5})
 
 
 def test_only_llamas_largest_and_its_third_version_share_keys():
