@@ -26,7 +26,7 @@ arXiv:2503.09917). What kernels reach:
   as fast as a product in fp32.
 - ``error``: three of four runs by which constants were chosen are within this of their prediction
   (11 % on the GPU with the largest errors, and so taken for all of them; runs unlike these have a
-  wider range, see figures/likely.py). Of H200, B200, GB200, MI300X and the two with 64 GB nobody's
+  wider range, see figures/likely.py). Of H200, B200, GB200, MI300X and the H100 with 64 GB nobody's
   runs were compared: theirs is twice as large.
 """
 
@@ -87,7 +87,7 @@ GPUS = {
         ),
         replace(
             A100, name="a100-64", memory=int(63.4 * GiB), bandwidth=1640 * GB, flops=358 * TERA,
-            flops_tf32=179 * TERA, flops_fp32=22.4 * TERA, multiprocessors=124, error=0.22,
+            flops_tf32=179 * TERA, flops_fp32=22.4 * TERA, multiprocessors=124,
         ),
         A100,
         replace(  # four of the six stacks of memory of the next one
