@@ -103,7 +103,7 @@ def fully_shard(
     with ignoring(whole, ignored_states=params_only(ignored_params)):
         for position, one in enumerate(modules):
             check_wrappable(one, str(position) if one is not whole else "")
-        check_inside(whole)
+        check_inside(whole, mesh)
         settings = fsdp2_settings(mesh, reshard_after_forward, mp_policy, offload_policy)
         unit = build_unit(whole, settings, stays_on_meta=True)
         unit.is_list, unit.unreduced_dtype = whole is not modules[0], mp_policy.reduce_dtype
