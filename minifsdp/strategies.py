@@ -29,10 +29,10 @@ Both have ``unit.comm`` do what travels, and that depends on the device::
 
 views.py has the modules of a unit compute with what ``unit.view_maker`` makes::
 
-    as a rule                      SplitViews                               views.py
-    sharded, on a CPU              PieceViews                               support/piece_views.py
-    in rows                        MarkedSplitViews, MarkedPieceViews       support/marked_views.py
-        of DTensors                --TensorParallelViews-->                 support/tensor_parallel.py
+    as a rule                      SplitViews                          views.py
+    sharded, on a CPU              PieceViews                          support/piece_views.py
+    in rows                        MarkedSplitViews, MarkedPieceViews  support/marked_views.py
+        of DTensors                --TensorParallelViews-->            support/tensor_parallel.py
 
 and ``unit.places`` show them to the modules, and take them away::
 

@@ -67,7 +67,11 @@ class Placeholder(Tensor):
 
     def __new__(cls, unit: Any, info: ParamInfo) -> "Placeholder":
         self: Placeholder = Tensor._make_wrapper_subclass(
-            cls, info.spec.shape if info.spec else info.shape, dtype=unit.dtype, device=unit.device, storage_size=0
+            cls,
+            info.spec.shape if info.spec else info.shape,
+            dtype=unit.dtype,
+            device=unit.device,
+            storage_size=0,
         )
         self.__dict__.update(_unit=weakref.ref(unit), _info=info, _name=info.name)
         return self

@@ -121,10 +121,6 @@ def _lookalike(tensor: Tensor) -> Tensor:
     return tensor.new_empty(()).expand(tensor.shape)
 
 
-def _of(spec: DTensorSpec | None, local: Tensor) -> Tensor:
-    return local if spec is None else distributed(local, spec)
-
-
 class _Pack:
     """The hook that is called to save a tensor. It calls the one around it, since torch calls the
     innermost only."""
@@ -154,9 +150,10 @@ class _Pack:
             if self.outer is not None:
                 return self.outer[0](tensor)
             return _detached(tensor), tensor._version
-        outer = None
+        outer: Any = None
         if self.outer is not None:
-            outer = self.outer[0](_of(spec, _lookalike(local)))
+            outer = _lookalike(local)
+            outer = self.outer[0](outer if spec is None else distributed(outer, spec))
         place = (local.shape, local.stride(), local.storage_offset())
         mark = chain[-1].unsharded.saved[0]
         return PackedParameter(self.saved, chain, *place, outer, mark, spec)
@@ -189,7 +186,8 @@ class _Hooks(saved_tensors_hooks):
                 # UnshardedFlatParam.release), but would count as a change of this tensor if they
                 # shared a version counter.
                 memory = memory.data
-            return _of(saved.spec, _view(memory, saved.shape, saved.stride, saved.offset))
+            view = _view(memory, saved.shape, saved.stride, saved.offset)
+            return view if saved.spec is None else distributed(view, saved.spec)
         if self.outer is not None:
             found: Tensor = self.outer[1](saved)
             return found

@@ -1,30 +1,34 @@
-"""Tensor parallelism inside of a unit in rows: parameters that are DTensors on another mesh already.
+"""Tensor parallelism inside of units in rows: parameters that are DTensors on another mesh already.
 
 ``parallelize_module(model, mesh["tp"], plan)`` divides a weight among the ranks of ``mesh["tp"]``.
-``fully_shard(block, mesh=mesh["dp"])`` divides what each of them has once more, among the ranks of
-``mesh["dp"]``. With a weight [8, 6] that ``ColwiseParallel`` has cut in rows, and 2 x 2 ranks::
+``fully_shard(block, mesh=mesh["dp"])`` divides what each of these ranks has once more, among the
+ranks of ``mesh["dp"]``. Of a weight [8, 6] that ``ColwiseParallel`` has cut, on 2 x 2 ranks::
 
-    what FSDP divides            [4, 6]   this rank's part, a plain tensor
-    what its modules see         [8, 6]   DTensor on ("tp",): Shard(0)             TensorParallelViews
-    what an optimizer sees       [8, 6]   DTensor on ("dp", "tp"): _StridedShard(0, split_factor=2),
-                                          Shard(0)                                 on_both_meshes
+    a unit divides           [4, 6]   this rank's part, a plain tensor
+    its modules compute with [8, 6]   DTensor on ("tp",), Shard(0); local tensor [4, 6]
+    an optimizer sees        [8, 6]   DTensor on ("dp", "tp"), (_StridedShard(0, split_factor=2),
+                                      Shard(0)); local tensor [2, 6]
 
-``_StridedShard`` says that the first dimension of the mesh cuts what the second one has cut before:
-the rows of the ranks are those of the parts of "tp", and not those of a division by four.
+``_StridedShard`` says that "tp" has cut these rows first, although "dp" comes first in the mesh. So
+the rank (dp=0, tp=1) has the first half of the second half, which are rows 4 and 5.
 
-Layers compute on the "tp" mesh, and nothing of that is known to the engine. A gradient may come as
-a sum that is still to be added up over "tp" (of a norm that each rank computes for a part of a
-sequence). It is made what the parameter is before FSDP takes it.
+The layers communicate on ``mesh["tp"]`` by themselves, of which the engine knows nothing. The
+gradient of a parameter may be distributed in another way than the parameter is: where each rank of
+"tp" runs a norm on a part of the sequence, each has a summand of the norm's gradient. It is
+redistributed before the unit takes it, in each backward. (torch does that once for all backwards of
+an accumulation, which adds the same numbers in a different order.)
 
-Sources: pytorch/pytorch#114299, "per-parameter-sharding FSDP"; ``torch.distributed.fsdp``
-(pytorch 2.13), which gives the same placements; Shoeybi et al., "Megatron-LM", arXiv:1909.08053.
+A hook of a program on such a parameter (``register_hook``) gets this rank's part of its gradient.
+
+Sources: ``torch.distributed.fsdp.fully_shard`` (pytorch 2.13), which gives these placements;
+Shoeybi et al., "Megatron-LM", arXiv:1909.08053; Liang et al., "TorchTitan", arXiv:2410.06511.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -96,7 +100,7 @@ class TensorParallelViews:
     def make(self, unit: Any) -> list[Tensor]:
         """See :class:`~minifsdp.core.views.ViewMaker`."""
         views = zip(self._inner.make(unit), self._specs, strict=True)
-        return [view if spec is None else _OnMesh.apply(view, spec) for view, spec in views]
+        return [view if spec is None else _on_mesh(view, spec) for view, spec in views]
 
 
 class _OnMesh(torch.autograd.Function):
@@ -105,11 +109,14 @@ class _OnMesh(torch.autograd.Function):
     would read it before it is there.)"""
 
     @staticmethod
-    def forward(ctx: Any, view: Tensor, spec: DTensorSpec) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, view: Tensor, spec: DTensorSpec) -> Tensor:
         ctx.spec = spec
         return distributed(view.view_as(view), spec)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: DTensor) -> Any:
         local = grad.redistribute(ctx.spec.mesh, ctx.spec.placements).to_local()
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local, None
+
+
+_on_mesh: Any = _OnMesh.apply
