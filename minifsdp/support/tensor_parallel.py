@@ -111,7 +111,7 @@ class _OnMesh(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, view: Tensor, spec: DTensorSpec) -> Tensor:
         ctx.spec = spec
-        return distributed(view.view_as(view), spec)
+        return distributed(view.detach(), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
