@@ -517,6 +517,6 @@ def test_meshes_that_do_not_fit_are_refused():
 def test_a_plain_parameter_among_dtensors_is_torchs_error():
     """It is no parameter of a unit inside, which a message of ours is about."""
     model = sharded(plan={"up": ColwiseParallel(use_local_output=False)}, rest=None)
-    with pytest.raises(RuntimeError, match="got mixed torch.Tensor and DTensor") as error:
+    with pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor") as error:
         model.blocks[0](torch.randn(2, WIDTH, device=device()))
     assert "units inside of it" not in str(error.value)
