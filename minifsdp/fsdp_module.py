@@ -91,9 +91,9 @@ def fully_shard(
 
     Raises:
         ValueError: parameters that cannot share a unit, or that two units would share; a parameter
-            without a dimension; a DTensor on a mesh that is not beside ``mesh``; a module that is sharded already, or that has no forward; a mesh of
-            more than two dimensions; a number of ranks that does not divide those of the mesh; an
-            empty list.
+            without a dimension; a DTensor on a mesh that is not beside ``mesh``; a module that is
+            sharded already, or that has no forward; a mesh of more than two dimensions; a number of
+            ranks that does not divide those of the mesh; an empty list.
         TypeError: something else than modules; ignored things that are no parameters.
         RuntimeError: there is no process group, or an optimizer was built before.
         NotImplementedError: an argument that minifsdp does not have yet.

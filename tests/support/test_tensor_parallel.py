@@ -5,6 +5,7 @@ import copy
 import tempfile
 import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
+import minifsdp
 from minifsdp import FullyShardedDataParallel, fully_shard
 from minifsdp.core.unit_state import ShardedState
 from minifsdp.support.tensor_parallel import _on_mesh
@@ -374,6 +376,18 @@ def test_hooks_get_this_ranks_part_and_attributes_are_kept():
     model.head.weight.register_post_accumulate_grad_hook(lambda p: shapes.append(p.grad.shape))
     loss_of(model, words(0, 0)).backward()
     assert shapes == [(WORDS // 2, WIDTH), (WORDS, WIDTH)]
+
+
+@on_ranks(4)
+def test_the_example_on_the_page_for_users():
+    page = Path(minifsdp.__file__).parent.parent / "tutorials/reference/using.md"
+    section = page.read_text().split("## Tensor-parallel layers")[1]
+    code = section.split("```")[1].replace("(2, 4)", "(2, 2)").replace('"cuda"', "kind")
+    model = build()
+    names = {**globals(), "model": model, "layers": model.blocks, "kind": device().type}
+    exec(code, names)
+    theirs = sharded(torchs_fully_shard, plan=COLUMNS_AND_ROWS, rest=None)
+    assert train(model) == train(theirs) and differ(model, theirs) == []
 
 
 # ------------------------------------------------------------------------------------- checkpoints
