@@ -361,8 +361,6 @@ MUTANTS = [
     Mutant("support/tensor_parallel", "modules compute with what this rank has", "view if spec is None else _on_mesh(view, spec)", "view"),
     Mutant("support/tensor_parallel", "summands are taken for gradients", "grad.redistribute(ctx.spec.mesh, ctx.spec.placements).to_local()", "grad.to_local()"),
     Mutant("support/tensor_parallel", "a gradient is taken while it is on its way", "local.wait() if isinstance(local, AsyncCollectiveTensor) else local", "local"),
-    Mutant("support/tensor_parallel", "gradients of gradients lose their graph", "ctx.spec.placements).to_local()", "ctx.spec.placements)._local_tensor"),
-    Mutant("support/tensor_parallel", "a forward may change it unnoticed", "distributed(view.detach(), spec)", "distributed(view.data, spec)"),
     Mutant("support/tensor_parallel", "any mesh will do", "    if mesh is None:\n        raise", "    if False:\n        raise"),
     Mutant("support/tensor_parallel", "summands are divided", "placement.is_partial() for placement", "False for placement"),
     Mutant("support/divided_param", "an optimizer sees one mesh of two", "            made = on_both_meshes(made, info.spec)\n", "            pass\n", noticed_by="support/tensor_parallel"),
