@@ -72,7 +72,8 @@ def fully_shard(
             Those that are below others of the list, or in it twice, are left out.
         mesh: of one dimension: the ranks to shard over, all of them if None; or of two, (replicate,
             shard), for hybrid sharding. Parameters and buffers are moved to its device, except
-            from the meta device.
+            from the meta device. Parameters that are DTensors on another dimension of the same mesh
+            are divided further; see support/tensor_parallel.py.
         reshard_after_forward: whether to free the parameters between forward and backward. None is
             True. The root keeps them in any case, since its backward comes next. A number: that of
             the ranks to share them then; all is True, 1 is False, and others need more memory and
@@ -90,9 +91,9 @@ def fully_shard(
 
     Raises:
         ValueError: parameters that cannot share a unit, or that two units would share; a parameter
-            without a dimension; a module that is sharded already, or that has no forward; a mesh of
-            more than two dimensions; a number of ranks that does not divide those of the mesh; an
-            empty list.
+            without a dimension; a DTensor on a mesh that is not beside ``mesh``; a module that is
+            sharded already, or that has no forward; a mesh of more than two dimensions; a number of
+            ranks that does not divide those of the mesh; an empty list.
         TypeError: something else than modules; ignored things that are no parameters.
         RuntimeError: there is no process group, or an optimizer was built before.
         NotImplementedError: an argument that minifsdp does not have yet.
@@ -103,7 +104,7 @@ def fully_shard(
     with ignoring(whole, ignored_states=params_only(ignored_params)):
         for position, one in enumerate(modules):
             check_wrappable(one, str(position) if one is not whole else "")
-        check_inside(whole)
+        check_inside(whole, mesh)
         settings = fsdp2_settings(mesh, reshard_after_forward, mp_policy, offload_policy)
         unit = build_unit(whole, settings, stays_on_meta=True)
         unit.is_list, unit.unreduced_dtype = whole is not modules[0], mp_policy.reduce_dtype

@@ -29,9 +29,10 @@ Both have ``unit.comm`` do what travels, and that depends on the device::
 
 views.py has the modules of a unit compute with what ``unit.view_maker`` makes::
 
-    as a rule                      SplitViews                               views.py
-    sharded, on a CPU              PieceViews                               support/piece_views.py
-    in rows                        MarkedSplitViews, MarkedPieceViews       support/marked_views.py
+    as a rule                      SplitViews                          views.py
+    sharded, on a CPU              PieceViews                          support/piece_views.py
+    in rows                        MarkedSplitViews, MarkedPieceViews  support/marked_views.py
+        of DTensors                --TensorParallelViews-->            support/tensor_parallel.py
 
 and ``unit.places`` show them to the modules, and take them away::
 
@@ -59,6 +60,7 @@ from minifsdp.rows import Rows
 from minifsdp.support.marked_views import MarkedPieceViews, MarkedSplitViews
 from minifsdp.support.param_views import Placeholders
 from minifsdp.support.piece_views import PieceViews
+from minifsdp.support.tensor_parallel import TensorParallelViews
 from minifsdp.users_comm import UsersCollectives, with_choices
 
 
@@ -113,9 +115,11 @@ def view_maker_of(unit: FeaturedUnit, device: torch.device) -> ViewMaker:
     """What makes the views of a unit, and takes their gradients."""
     # An all-reduce writes its result to the flat gradient, and so has no use for pieces.
     in_pieces = _direct(unit, device) and unit.shard_group is not None
+    maker: ViewMaker = PieceViews() if in_pieces else SplitViews()
     if isinstance(unit.layout, Rows) and unit.layout.marks:
-        return MarkedPieceViews() if in_pieces else MarkedSplitViews()
-    return PieceViews() if in_pieces else SplitViews()
+        maker = MarkedPieceViews() if in_pieces else MarkedSplitViews()
+    specs = [info.spec for info in unit.param_infos]
+    return TensorParallelViews(maker, specs) if any(specs) else maker
 
 
 def stages_of(unit: FeaturedUnit, streams: Streams) -> list[Stage]:

@@ -147,7 +147,7 @@ def rows(*shapes, ranks):
     """What the choice asks of a unit in rows."""
     layout = Rows([torch.Size(shape) for shape in shapes], [True] * len(shapes), ranks)
     group = object() if ranks > 1 else None
-    return SimpleNamespace(layout=layout, shard_group=group, users_comm=UsersComm())
+    return SimpleNamespace(layout=layout, shard_group=group, users_comm=UsersComm(), param_infos=())
 
 
 @pytest.mark.direct

@@ -45,7 +45,7 @@ from minifsdp.chunks.unit_dtensors import mesh_of_unit
 from minifsdp.core.outputs import tensors_in
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.rows import local_shape
-from minifsdp.support.dtensors import dtensor, standalone
+from minifsdp.support.dtensors import dtensor, local_of, standalone
 from minifsdp.wrapping.module_tree import unit_of
 
 
@@ -156,8 +156,7 @@ def _units(model: nn.Module) -> list[FeaturedUnit]:
 
 def _storage(value: Tensor) -> int:
     """The address of the storage that a tensor has, or this rank's part of a DTensor."""
-    local = value._local_tensor if isinstance(value, DTensor) else value
-    address: int = local.untyped_storage()._cdata
+    address: int = local_of(value).untyped_storage()._cdata
     return address
 
 

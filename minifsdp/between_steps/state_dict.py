@@ -34,7 +34,7 @@ from minifsdp.between_steps.checkpoint_calls import ModelStateDict, WrapperRef, 
 from minifsdp.between_steps.full_params import Options, full_params, is_first
 from minifsdp.between_steps.state_dict_calls import StateDictCalls
 from minifsdp.chunks.unit_dtensors import EXCHANGED, Form, detached, divide_alike
-from minifsdp.support.dtensors import standalone
+from minifsdp.support.dtensors import local_of, standalone
 from minifsdp.wrapping.module_tree import (
     WRAPPER_PREFIX,
     clean,
@@ -109,9 +109,8 @@ def _after_save(
     storages = _own_storages(module) if form is None or form.copies else ()
     for key in _names_below(state, prefix):
         value = state[key]
-        local = value._local_tensor if isinstance(value, DTensor) else value
-        if isinstance(local, Tensor) and local.untyped_storage().data_ptr() in storages:
-            place = (local.data_ptr(), value.shape, value.dtype)
+        if isinstance(value, Tensor) and local_of(value).untyped_storage().data_ptr() in storages:
+            place = (local_of(value).data_ptr(), value.shape, value.dtype)
             if place not in copies:
                 copies[place] = detached(value, to_cpu)
             state[key] = copies[place]
@@ -179,7 +178,7 @@ def _clean_names(messages: tuple[list[str], ...]) -> None:
 def _own_storages(module: nn.Module) -> set[int]:
     """The addresses of parameters and buffers of this unit, without those of nested units."""
     tensors = [
-        tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        local_of(tensor)
         for own in own_modules(module).values()
         for tensor in (*own._parameters.values(), *own._buffers.values())
         if tensor is not None

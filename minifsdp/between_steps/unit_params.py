@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from minifsdp.comm.blocks import Blocks, of_rank
 from minifsdp.core.views import FLAT_PARAM, hide_views
 from minifsdp.featured_unit import FeaturedUnit
+from minifsdp.support.dtensors import distributed
 
 
 @dataclass
@@ -46,7 +47,10 @@ class SummonedParams:
         for info, view, grad, trained in zip(
             self.unit.param_infos, self._views(), self._grads(), self.unit.trained, strict=True
         ):
-            param = nn.Parameter(view.detach(), requires_grad=trained)
+            value = view.detach()
+            if info.spec is not None:
+                value = distributed(value, info.spec)
+            param = nn.Parameter(value, requires_grad=trained)
             param.grad = grad
             vars(param).update(info.attributes)
             for module, attribute in info.owners:

@@ -162,8 +162,8 @@ def refuse_mixed(unit: FeaturedUnit, units: Sequence[FeaturedUnit], error: Runti
     Raises:
         RuntimeError: ``error`` is that refusal.
     """
-    if "got mixed torch.Tensor and DTensor" in str(error):
-        inside = [u.label for u in units if unit in u.ancestors and not u.shows_views]
+    inside = [u.label for u in units if unit in u.ancestors and not u.shows_views]
+    if inside and "got mixed torch.Tensor and DTensor" in str(error):
         raise RuntimeError(
             f"an operation in the forward of unit {unit.label} got a parameter that is sharded now "
             f"(torch says: {str(error).split(',')[0]}). The parameters of the units inside of it "

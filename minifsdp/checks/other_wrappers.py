@@ -18,6 +18,7 @@ wrapping/attributes.py. None of this runs in a step.
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
 from torch.distributed.tensor import DTensor
@@ -27,16 +28,21 @@ from torch.nn.parameter import UninitializedParameter
 
 from minifsdp.checks.members import WRAPPED
 from minifsdp.support.divided_param import is_optimized
+from minifsdp.support.tensor_parallel import check_meshes
 from minifsdp.wrapping.module_tree import clean, is_ignored, unit_of
 
 AROUND = (DistributedDataParallel, DataParallel)
 OTHERS = (*AROUND, TorchsFSDP, FSDPModule)
 
 
-def check_inside(module: nn.Module) -> None:
+def check_inside(module: nn.Module, mesh: DeviceMesh | None = None) -> None:
     """Refuse to wrap a module that contains another wrapper, or what cannot be cut into chunks:
     scripted modules, sparse tensors, gradients of sparse embeddings, distributed tensors, tensors
     of classes with operations of their own. In what is ignored they may be.
+
+    Args:
+        mesh: of the ranks to share the parameters, if they may be distributed on another one
+            already (tensor_parallel.py).
 
     Raises:
         ValueError: naming the module or parameter.
@@ -71,10 +77,7 @@ def check_inside(module: nn.Module) -> None:
                     f"of a flat tensor. FullyShardedDataParallel takes dense tensors."
                 )
             if isinstance(param, DTensor) and not is_optimized(param):
-                raise ValueError(
-                    f"parameter {where!r} is a DTensor, which "
-                    f"is distributed already. FullyShardedDataParallel takes plain tensors."
-                )
+                check_meshes(where, param, mesh)
             if isinstance(param, UninitializedParameter):
                 raise ValueError(
                     f"parameter {where!r} has no shape yet: {type(inner).__name__} finds it out in "
@@ -93,9 +96,10 @@ def check_inside(module: nn.Module) -> None:
 
 def _has_own_operations(param: Tensor) -> bool:
     """Whether the class of a parameter does more than to add attributes to nn.Parameter: that of a
-    quantized tensor, for example, in which one number is made of several."""
+    quantized tensor, for example, in which one number is made of several. (For DTensors see
+    tensor_parallel.py.)"""
     cls, plain = type(param), nn.Parameter
-    return (cls.__torch_function__, cls.__torch_dispatch__) != (
+    return cls is not DTensor and (cls.__torch_function__, cls.__torch_dispatch__) != (
         plain.__torch_function__, plain.__torch_dispatch__,
     )  # fmt: skip
 

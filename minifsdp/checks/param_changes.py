@@ -14,10 +14,13 @@ In plain PyTorch autograd refuses the last one. Here what it has saved of a unit
 from collections.abc import Sequence
 from typing import Any
 
+from torch.distributed.tensor import DTensor
+
 from minifsdp.checks.rank_agreement import CHECKED_STEPS, RankAgreement
 from minifsdp.core.layers import Call, Layer
 from minifsdp.core.views import FLAT_PARAM
 from minifsdp.featured_unit import FeaturedUnit
+from minifsdp.support.dtensors import local_of
 from minifsdp.support.fingerprint import fingerprint
 from minifsdp.support.param_views import replaced
 
@@ -63,7 +66,7 @@ def check_unreplaced_by_hand(unit: FeaturedUnit) -> None:
         for module, name in info.owners:
             param = module._parameters.get(name)
             memory = unit.unsharded.storage._cdata
-            if param is None or param.untyped_storage()._cdata != memory:
+            if param is None or local_of(param).untyped_storage()._cdata != memory:
                 raise replaced(unit, info.name, param)
 
 
@@ -133,7 +136,8 @@ def check_untouched(unit: FeaturedUnit, before: Values, failed: bool = False) ->
         for module, name in info.owners:
             if module._parameters.get(name) is not view:
                 how = f"replaced ({info.name!r})"
-        if view.untyped_storage()._cdata != memory:
+        local = view._local_tensor if type(view) is DTensor else view
+        if local.untyped_storage()._cdata != memory:
             how = f"given other data ({info.name!r}.data = ...)"
     if how:
         raise RuntimeError(

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from minifsdp.support.param_access import ParamInfo
 
@@ -27,9 +28,8 @@ _MISSING = object()
 
 
 def attributes_of(param: nn.Parameter) -> dict[str, Any]:
-    """What a program has set on a parameter. None of a subclass, which has attributes of its own,
-    or of a DTensor."""
-    given = vars(param) if type(param) is nn.Parameter else {}
+    """What a program has set on a parameter. None of a subclass, which has its own."""
+    given = vars(param) if type(param) in (nn.Parameter, DTensor) else {}
     return {
         name: value
         for name, value in given.items()

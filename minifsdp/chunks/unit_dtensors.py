@@ -28,7 +28,7 @@ from minifsdp.comm.groups import Placement, mesh_of
 from minifsdp.core.views import FLAT_PARAM, hide_views
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.rows import block_numel, local_shape
-from minifsdp.support.dtensors import divided_alike, dtensor, like
+from minifsdp.support.dtensors import divided_alike, dtensor, like, local_of
 
 
 def chunk_to_dtensors(unit: FeaturedUnit, chunk: Tensor) -> list[DTensor]:
@@ -216,9 +216,8 @@ def divide_alike(value: Tensor, param: DTensor) -> DTensor:
     shape, offset = compute_local_shape_and_global_offset(
         param.shape, param.device_mesh, param.placements
     )
-    if shape:
-        whole = whole[offset[0] : offset[0] + shape[0]]
-    return like(param, whole)
+    own = tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
+    return like(param, whole[own])
 
 
 def detached(value: Tensor, to_cpu: bool) -> Tensor:
@@ -227,7 +226,7 @@ def detached(value: Tensor, to_cpu: bool) -> Tensor:
     Args:
         to_cpu: in the host's memory.
     """
-    local = (value._local_tensor if isinstance(value, DTensor) else value).detach()
+    local = local_of(value).detach()
     copy = local.to("cpu" if to_cpu else local.device, copy=True)
     return like(value, copy) if isinstance(value, DTensor) else copy
 

@@ -9,6 +9,7 @@ tensor_attribute.py    where a module has a parameter or a buffer
 param_access.py        what a module finds where it had a parameter: a view or a placeholder
 piece_views.py         views to compute with, whose gradients stay where autograd leaves them
 marked_views.py        views of units in rows, which tell which parameters have no gradient
+tensor_parallel.py     parameters that are DTensors on another mesh already
 param_views.py         when it finds which: views while unsharded, placeholders while sharded
 saved_tensors.py       what autograd saves of parameters: where to find them, not their memory
 grad_hooks.py          the gradient hooks that users register on flat parameters

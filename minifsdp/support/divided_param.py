@@ -27,6 +27,7 @@ from minifsdp.chunks.flat_parameter import FlatParameter
 from minifsdp.offload import host_copy
 from minifsdp.rows import Rows
 from minifsdp.support.dtensors import dtensor, like
+from minifsdp.support.tensor_parallel import on_both_meshes
 
 
 class DividedParameter(FlatParameter):
@@ -114,6 +115,8 @@ def divided_parameter(unit: Any, trained: list[bool]) -> DividedParameter:
     local = unit.layout.local_tensors(unit.padded_shard, unit.shard_rank)
     for info, tensor, requires_grad in zip(unit.param_infos, local, trained, strict=True):
         made = dtensor(unit, unit.mesh, info.shape, tensor)
+        if info.spec is not None:
+            made = on_both_meshes(made, info.spec)
         params.append(nn.Parameter(made, requires_grad))
     _watch_steps()
     return _flat_behind(unit, params)

@@ -25,16 +25,27 @@ def dtensor(unit: Any, mesh: DeviceMesh, shape: torch.Size, local: Tensor) -> DT
     rows = [group is unit.shard_group and len(shape) > 0 for group in groups]
     placements = tuple(Shard(0) if divided else Replicate() for divided in rows)
     stride = torch.empty(shape, device="meta").stride()
-    return _dtensor(local, DTensorSpec(mesh, placements, TensorMeta(shape, stride, local.dtype)))
+    meta = TensorMeta(shape, stride, local.dtype)
+    return distributed(local, DTensorSpec(mesh, placements, meta))
 
 
 def like(param: DTensor, local: Tensor) -> DTensor:
     """A DTensor of which ``local`` is this rank's part, distributed as ``param`` is."""
-    spec = param._spec
-    if local.dtype is not param.dtype:
-        meta = TensorMeta(spec.shape, spec.stride, local.dtype)
+    return distributed(local, param._spec)
+
+
+def distributed(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """The same, distributed as ``spec`` says; its dtype is that of ``local``."""
+    meta: Any = spec.tensor_meta
+    if local.dtype is not meta.dtype:
+        meta = TensorMeta(meta.shape, meta.stride, local.dtype)
         spec = DTensorSpec(spec.mesh, spec.placements, meta)
-    return _dtensor(local, spec)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor: of a plain one, all."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def divided_alike(found: object, param: DTensor) -> bool:
@@ -61,7 +72,3 @@ def standalone(value: Tensor) -> Tensor:
     begins, size = local.storage_offset() * local.itemsize, local.numel() * local.itemsize
     storage = local.untyped_storage()[begins : begins + size]  # it keeps all of the memory alive
     return like(value, local.new_empty(0).set_(storage, 0, local.shape, local.stride()))
-
-
-def _dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]

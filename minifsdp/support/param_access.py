@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_map
 
 from minifsdp.core import unit
@@ -30,10 +31,21 @@ class ParamInfo(unit.ParamInfo):
     Attributes:
         owners: where modules have it; several if it is shared.
         attributes: what a program has set on it; see param_attributes.py.
+        spec: how it is distributed already, and then ``shape`` is that of what this rank has
+            (tensor_parallel.py); None for a plain parameter.
     """
 
     owners: list[TensorAttribute] = field(default_factory=list)
     attributes: dict[str, Any] = field(default_factory=dict)
+    spec: DTensorSpec | None = None
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """As in the core; of one that is distributed already, what this rank has."""
+        found: Any = super().parameter
+        if self.spec is None:
+            return found  # type: ignore[no-any-return]
+        return nn.Parameter(found._local_tensor, found.requires_grad)
 
 
 class Placeholder(Tensor):
@@ -55,7 +67,11 @@ class Placeholder(Tensor):
 
     def __new__(cls, unit: Any, info: ParamInfo) -> "Placeholder":
         self: Placeholder = Tensor._make_wrapper_subclass(
-            cls, info.shape, dtype=unit.dtype, device=unit.device, storage_size=0
+            cls,
+            info.spec.shape if info.spec else info.shape,
+            dtype=unit.dtype,
+            device=unit.device,
+            storage_size=0,
         )
         self.__dict__.update(_unit=weakref.ref(unit), _info=info, _name=info.name)
         return self
@@ -117,7 +133,8 @@ class Placeholder(Tensor):
         unit = self._unit()
         if unit is None or not unit.on_demand(unit):
             self._refuse()
-        return self._info.parameter
+        found: Tensor = self._info.owners[0].get()
+        return found
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"<Placeholder: {self._message()}>"

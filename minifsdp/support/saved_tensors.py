@@ -29,11 +29,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._composable.checkpoint_activation import checkpoint
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from minifsdp.core.layers import Call, Chain
 from minifsdp.core.unit_state import TrainingState
 from minifsdp.dispatch_modes import without_modes
 from minifsdp.featured_unit import FeaturedUnit
+from minifsdp.support.dtensors import distributed
 
 Hook = Callable[[Any], Any]
 
@@ -48,6 +51,7 @@ class PackedParameter(NamedTuple):
     offset: Any  # in the unsharded flat parameter, in elements
     outer: object  # what the hooks around ours have packed for a tensor that looks like it
     mark: object  # while there is a reference to it, autograd has something saved of the unit
+    spec: DTensorSpec | None  # of a DTensor, whose part on this rank the rest is about
 
 
 class SavedParameters:
@@ -136,19 +140,23 @@ class _Pack:
         return outer  # type: ignore[no-any-return]
 
     def __call__(self, tensor: Tensor) -> object:
-        chain = self.saved.chain_of(tensor)
+        local, spec = tensor, None
+        if type(tensor) is DTensor:
+            local, spec = tensor._local_tensor, tensor._spec
+        chain = self.saved.chain_of(local)
         # A PackedParameter has no other dtype (of `weight.view(dtype)`) and no conjugate flag. Such
         # a tensor is saved itself, which keeps its memory alive (see UnshardedFlatParam.release).
         if chain is None or tensor.dtype is not chain[-1].unsharded.dtype or tensor.is_conj():
             if self.outer is not None:
                 return self.outer[0](tensor)
             return _detached(tensor), tensor._version
-        outer = None
+        outer: Any = None
         if self.outer is not None:
-            outer = self.outer[0](_lookalike(tensor))
-        place = (tensor.shape, tensor.stride(), tensor.storage_offset())
+            outer = _lookalike(local)
+            outer = self.outer[0](outer if spec is None else distributed(outer, spec))
+        place = (local.shape, local.stride(), local.storage_offset())
         mark = chain[-1].unsharded.saved[0]
-        return PackedParameter(self.saved, chain, *place, outer, mark)
+        return PackedParameter(self.saved, chain, *place, outer, mark, spec)
 
 
 class _Hooks(saved_tensors_hooks):
@@ -178,7 +186,8 @@ class _Hooks(saved_tensors_hooks):
                 # UnshardedFlatParam.release), but would count as a change of this tensor if they
                 # shared a version counter.
                 memory = memory.data
-            return _view(memory, saved.shape, saved.stride, saved.offset)
+            view = _view(memory, saved.shape, saved.stride, saved.offset)
+            return view if saved.spec is None else distributed(view, saved.spec)
         if self.outer is not None:
             found: Tensor = self.outer[1](saved)
             return found

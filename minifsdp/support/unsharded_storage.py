@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.distributed.tensor import DTensor
 
 from minifsdp.core.autograd_hooks import when_complete
 from minifsdp.core.storage import UnshardedFlatParam
@@ -51,6 +52,11 @@ class FeaturedFlatParam(UnshardedFlatParam):
         """
         if max(map(sys.getrefcount, views), default=0) > _ONE_REFERENCE:
             return True
+        for view in views:
+            # In no_grad, to_local() of a DTensor returns the very tensor that it refers to.
+            local = [view._local_tensor] if type(view) is DTensor else ()
+            if max(map(sys.getrefcount, local), default=0) > _ONE_REFERENCE + 1:
+                return True
         # ``flat_param``, ``data``, ``storage``, and perhaps ``frozen``
         ours = 3 + (self.frozen is not None) + len(views)
         return torch._C._storage_Use_Count(self.storage._cdata) > ours

@@ -14,6 +14,7 @@ from minifsdp.chunks.param_attributes import attributes_of
 from minifsdp.core import auto_wrap
 from minifsdp.core.auto_wrap import Policy, has_forward
 from minifsdp.support.divided_param import is_optimized
+from minifsdp.support.dtensors import local_of
 from minifsdp.support.param_access import ParamInfo
 from minifsdp.wrapping.module_tree import (
     clean,
@@ -141,7 +142,9 @@ def make_param_infos(module: nn.Module) -> list[ParamInfo]:
             first = clean(join_names(names[there.module], there.name))
             raise _shared(first, its_name, name, "")
         if param not in param_infos:
-            param_infos[param] = ParamInfo(name, param.shape, attributes=attributes_of(param))
+            shape, attributes = local_of(param).shape, attributes_of(param)
+            spec = getattr(param, "_spec", None)  # of a DTensor
+            param_infos[param] = ParamInfo(name, shape, attributes=attributes, spec=spec)
         param_infos[param].owners.append(attribute)
     return list(param_infos.values())
 

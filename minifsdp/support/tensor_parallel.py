@@ -1,0 +1,122 @@
+"""Tensor parallelism inside of units in rows: parameters that are DTensors on another mesh already.
+
+``parallelize_module(model, mesh["tp"], plan)`` divides a weight among the ranks of ``mesh["tp"]``.
+``fully_shard(block, mesh=mesh["dp"])`` divides what each of these ranks has once more, among the
+ranks of ``mesh["dp"]``. Of a weight [8, 6] that ``ColwiseParallel`` has cut, on 2 x 2 ranks::
+
+    a unit divides           [4, 6]   this rank's part, a plain tensor
+    its modules compute with [8, 6]   DTensor on ("tp",), Shard(0); local tensor [4, 6]
+    an optimizer sees        [8, 6]   DTensor on ("dp", "tp"), (_StridedShard(0, split_factor=2),
+                                      Shard(0)); local tensor [2, 6]
+
+``_StridedShard`` says that "tp" has cut these rows first, although "dp" comes first in the mesh. So
+the rank (dp=0, tp=1) has the first half of the second half, which are rows 4 and 5.
+
+The layers communicate on ``mesh["tp"]`` by themselves, of which the engine knows nothing. The
+gradient of a parameter may be distributed in another way than the parameter is: where each rank of
+"tp" runs a norm on a part of the sequence, each has a summand of the norm's gradient. It is
+redistributed before the unit takes it, in each backward. (torch does that once for all backwards of
+an accumulation, which adds the same numbers in a different order.)
+
+A hook of a program on such a parameter (``register_hook``) gets this rank's part of its gradient.
+
+Sources: ``torch.distributed.fsdp.fully_shard`` (pytorch 2.13), which gives these placements;
+Shoeybi et al., "Megatron-LM", arXiv:1909.08053; Liang et al., "TorchTitan", arXiv:2410.06511.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from minifsdp.core.views import ViewMaker
+from minifsdp.support.dtensors import distributed
+
+
+def check_meshes(name: str, param: DTensor, mesh: DeviceMesh | None) -> None:
+    """Refuse a parameter that is a DTensor, unless FSDP can divide what each rank has of it.
+
+    Args:
+        name: of the parameter.
+        mesh: of the ranks that are to divide it further.
+
+    Raises:
+        ValueError: there is no such mesh; or the two are not different dimensions of one mesh; or
+            the parameter is a sum that is still to be added up.
+    """
+    found = f"parameter {name!r} is a DTensor with {param.placements} on {param.device_mesh}"
+    if any(placement.is_partial() for placement in param.placements):
+        raise ValueError(f"{found}, of which each rank has a summand. Add them up before.")
+    try:
+        mesh is not None and DeviceMesh._concatenate([mesh, param.device_mesh])
+    except (RuntimeError, ValueError):
+        mesh, found = None, f"{found}, and mesh={mesh}"
+    if mesh is None:
+        raise ValueError(
+            f"{found}. What is distributed already is divided further by fully_shard(module, "
+            f'mesh=...), over other dimensions of the same mesh: mesh = init_device_mesh("cuda", '
+            f'(2, 4), mesh_dim_names=("dp", "tp")), then parallelize_module(model, mesh["tp"], '
+            f'plan), then fully_shard(block, mesh=mesh["dp"]) for each block and for the model.'
+        )
+
+
+def on_both_meshes(divided: DTensor, spec: DTensorSpec) -> DTensor:
+    """What the optimizer sees of a parameter.
+
+    Args:
+        divided: this rank's rows of the part that it has by ``spec``, on the mesh of its unit.
+        spec: how the parameter is distributed on a mesh of its own.
+    """
+    parts = spec.num_shards_map[0]  # of its first dimension, on that mesh
+    rows = [
+        _StridedShard(0, split_factor=parts) if placement.is_shard() and parts > 1 else placement
+        for placement in divided.placements
+    ]
+    mesh = DeviceMesh._concatenate([divided.device_mesh, spec.mesh])
+    both = DTensorSpec(mesh, (*rows, *spec.placements), spec.tensor_meta)
+    return distributed(divided._local_tensor, both)
+
+
+class TensorParallelViews:
+    """A :class:`~minifsdp.core.views.ViewMaker`: what another one makes, as DTensors where the
+    parameters were.
+
+    Args:
+        inner: the other one.
+        specs: of each parameter of the unit; None for a plain one.
+    """
+
+    def __init__(self, inner: ViewMaker, specs: Sequence[DTensorSpec | None]) -> None:
+        self._inner, self._specs = inner, specs
+        self.has_gradient, self.take_gradient = inner.has_gradient, inner.take_gradient
+        self.drop_gradient = inner.drop_gradient
+
+    def make(self, unit: Any) -> list[Tensor]:
+        """See :class:`~minifsdp.core.views.ViewMaker`."""
+        views = zip(self._inner.make(unit), self._specs, strict=True)
+        return [view if spec is None else _on_mesh(view, spec) for view, spec in views]
+
+
+class _OnMesh(torch.autograd.Function):
+    """From what a rank has of a parameter to the parameter, and from its gradient to what this rank
+    has of it. (``DTensor.from_local`` may leave the latter on its way, and collectives of our own
+    would read it before it is there.)"""
+
+    @staticmethod
+    def forward(ctx: Any, view: Tensor, spec: DTensorSpec) -> Tensor:
+        ctx.spec = spec
+        return distributed(view.detach(), spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> Any:
+        local = grad.redistribute(ctx.spec.mesh, ctx.spec.placements).to_local()
+        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local, None
+
+
+_on_mesh: Any = _OnMesh.apply
