@@ -45,6 +45,7 @@ from minifsdp.support.listed_modules import ListedModules, outermost
 from minifsdp.support.pytree import map_tensors
 from minifsdp.support.shard_changes import adopt
 from minifsdp.users_comm import checked, group_for_reductions, hybrid_of
+from minifsdp.wrapping.attributes import AVERAGES
 from minifsdp.wrapping.auto_wrap import check_wrappable
 from minifsdp.wrapping.build import build_unit
 from minifsdp.wrapping.compiled import compiled, uncompiled
@@ -354,7 +355,8 @@ class FSDPModule:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             "a module that fully_shard has changed cannot be copied or pickled: it is one part of "
-            "something that is spread over processes. Save state_dict(), or build a second model."
+            "something that is spread over processes. Save state_dict(), or build a second model. "
+            + AVERAGES
         )
 
     @property
@@ -413,6 +415,6 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
 
 add_missing(
     FSDPModule,
-    "set_allocate_memory_from_process_group_for_comm set_reduce_scatter_max_input_buffers "
-    "set_symm_mem_for_comm",
+    "_get_fsdp_state set_allocate_memory_from_process_group_for_comm "
+    "set_reduce_scatter_max_input_buffers set_symm_mem_for_comm",
 )

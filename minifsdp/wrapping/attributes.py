@@ -26,6 +26,11 @@ from minifsdp.wrapping.module_tree import clean, is_ignored, unit_of
 from minifsdp.wrapping.torch_attributes import TORCH_ATTRIBUTES
 
 KINDS = ("_parameters", "_buffers", "_modules")
+AVERAGES = (  # a copy is mostly wanted for these: AveragedModel makes one
+    "For averages of the parameters (EMA, SWA), make AveragedModel(model) before you shard the "
+    "model, and shard its .module in the same way; or keep [p.detach().clone() for p in "
+    "model.parameters()] and update these, as by torch._foreach_lerp_()."
+)
 FALLBACK = {"engine": "_engine"}  # the wrapper's own, if the wrapped module has none of this name
 
 
@@ -151,7 +156,7 @@ class ModuleWrapper(nn.Module):
         raise TypeError(
             "a FullyShardedDataParallel cannot be copied or pickled: it is one part of something "
             "that is spread over processes. Save state_dict(), or build a second model and let it "
-            "load_state_dict() of this one's."
+            "load_state_dict() of this one's. " + AVERAGES
         )
 
     def _fqn_modifiers(self) -> dict[str, str]:
