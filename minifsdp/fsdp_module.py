@@ -33,7 +33,7 @@ from minifsdp.between_steps.state_dict import register_rows_hook
 from minifsdp.checks.misplaced_calls import check_root_and_idle
 from minifsdp.checks.other_wrappers import check_inside
 from minifsdp.checks.param_changes import check_unreplaced_by_hand
-from minifsdp.checks.unsupported import add_missing, refuse
+from minifsdp.checks.unsupported import add_missing, join_hook, refuse
 from minifsdp.core.api import BackwardPrefetch
 from minifsdp.core.streams import Streams
 from minifsdp.featured_engine import FeaturedEngine
@@ -125,6 +125,7 @@ class FSDPModule:
     _unit: Any
     _hooks: Any
     _output_dtype: Any
+    join_hook = join_hook
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A module of the class from before: ``model[:2]`` makes one of the class of ``model``, and

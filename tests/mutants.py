@@ -1437,6 +1437,8 @@ MUTANTS = [
     Mutant("fsdp_module", "nobody says how to have averages of DTensors", "            + AVERAGES\n", "", noticed_by="promises/averages"),
     Mutant("chunks/optimizers", "DTensors may have any optimizer", "if isinstance(optimizer, _NOT_OF_DTENSORS) and any(", "if False and any(", noticed_by="promises/whole_matrices"),
     Mutant("chunks/optimizers", "plain tensors have fewer optimizers", "        isinstance(param, DTensor) and is_optimized(param)\n", "        True\n", noticed_by="promises/whole_matrices"),
+    Mutant("fsdp_module", "a module of fully_shard has no Join to refuse", "    join_hook = join_hook\n", "", noticed_by="checks/unsupported"),
+    Mutant("wrapping/attributes", "a wrapper has no Join to refuse", "    join_hook = join_hook\n", "", noticed_by="checks/unsupported"),
     Mutant("checks/first_step", "buffers may be on meta", "(*module._parameters.items(), *module._buffers.items())", "module._parameters.items()"),
     Mutant("checks/first_step", "parameters may be on meta", "(*module._parameters.items(), *module._buffers.items())", "module._buffers.items()"),
     Mutant("checks/first_step", "what is ignored may not", "isinstance(tensor, FlatParameter) or is_ignored(tensor)", "isinstance(tensor, FlatParameter)"),

@@ -7,9 +7,9 @@ optimizer is built or at its first step:
 ============================================  =====================================================
 an optimizer that looks at whole tensors      refused, by the name of its class. If a name says
 (Adafactor, Muon, LAMB) or at all             nothing, the optimizer is taken to be element-wise,
-parameters together (LBFGS)                   because there is no way to find out. Of rows they are
-                                              DTensors, which are whole to an optimizer, so only what
-                                              torch's DTensor cannot do is refused
+parameters together (LBFGS)                   because there is no way to find out. In rows
+                                              it gets DTensors, and is refused if torch's
+                                              DTensor cannot do what it does
 an optimizer that holds parameters from       refused: nothing computes with those any more
 before the wrapping
 its state, loaded by a rank with another      refused, see optim_state.py
@@ -158,9 +158,9 @@ def _refuse_by_name(optimizer: Optimizer, groups: Groups) -> None:
         for param in _tensors(group["params"])
     ):
         raise RuntimeError(
-            f"{type(optimizer).__name__} computes with parameters in ways that torch's DTensor does "
-            f"not know, and the model's parameters are DTensors. Use one that treats each element "
-            f"by itself, as SGD, AdamW, Adagrad or RMSprop do, or torch.optim.Muon for matrices."
+            f"{type(optimizer).__name__} computes with parameters in ways that torch's DTensor "
+            f"does not know, and the model's parameters are DTensors. Use one that treats each "
+            f"element by itself, as SGD, AdamW, Adagrad or RMSprop do, or torch.optim.Muon for matrices."
         )
     # Base classes too: a subclass of LBFGS is an LBFGS, whatever its name is.
     flat = [param for group in groups for param in _flat(group["params"])]

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from minifsdp.checks.members import FSDP_MARK, WRAPPED, check_part
 from minifsdp.checks.other_wrappers import refuse_around
+from minifsdp.checks.unsupported import join_hook
 from minifsdp.support.divided_param import is_optimized
 from minifsdp.support.param_views import OTHER_WEIGHTS
 from minifsdp.wrapping.module_tree import clean, is_ignored, unit_of
@@ -50,6 +51,8 @@ class ModuleWrapper(nn.Module):
         AttributeError: neither of the two has an attribute.
         RuntimeError: a parameter of the wrapped module is set or deleted, which is sharded.
     """
+
+    join_hook = join_hook
 
     def __getattr__(self, name: str) -> Any:
         # Python calls this for what is neither in __dict__ nor in the class, also for submodules.

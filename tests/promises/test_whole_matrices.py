@@ -93,7 +93,7 @@ def test_torchs_muon_rounds_otherwise_by_no_more_than_bfloat16_does(way):
         return torch.cat([(one[n] - other[n]).view(-1) for n in names]).norm().item()
 
     of_rounding = distance(expected, reference)
-    assert 0 < of_rounding
+    assert of_rounding > 0
     assert distance(found, reference) < 1.5 * of_rounding
     assert distance(found, expected) < 2 * of_rounding
     assert distance(expected, seeded(parameters_before, ddp)) > 5 * of_rounding
