@@ -160,7 +160,8 @@ def _refuse_by_name(optimizer: Optimizer, groups: Groups) -> None:
         raise RuntimeError(
             f"{type(optimizer).__name__} computes with parameters in ways that torch's DTensor "
             f"does not know, and the model's parameters are DTensors. Use one that treats each "
-            f"element by itself, as SGD, AdamW, Adagrad or RMSprop do, or torch.optim.Muon for matrices."
+            f"element by itself, as SGD, AdamW, Adagrad or RMSprop do, or torch.optim.Muon for "
+            f"matrices."
         )
     # Base classes too: a subclass of LBFGS is an LBFGS, whatever its name is.
     flat = [param for group in groups for param in _flat(group["params"])]
