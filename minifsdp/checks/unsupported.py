@@ -66,8 +66,8 @@ def join_hook(self: object, **kwargs: Any) -> NoReturn:
     batches. Raises NotImplementedError."""
     raise NotImplementedError(
         "minifsdp: Join is not there, and torch's FSDP has none either: a rank without a batch "
-        "would have to gather and reduce each unit all the same. Let all ranks run the same number of "
-        "steps: DistributedSampler(data, drop_last=True); or run a batch again, with its loss "
+        "would have to gather and reduce each unit all the same. Let all ranks run the same number "
+        "of steps: DistributedSampler(data, drop_last=True); or run a batch again, with its loss "
         "times zero."
     )
 
