@@ -41,7 +41,7 @@ def layers_of(hooks: HooksWithoutModes) -> Iterator[Layer]:
     yield Summoned(hooks)
     # What a program has done since the last step, before anything is gathered or sent. no_sync
     # frees units whose shards have changed, before these are followed.
-    yield FirstStep(engine)
+    yield FirstStep(engine, agreement)
     yield no_sync
     yield ShardChanges(engine)
     if any(unit.precision.cast_forward_inputs for unit in units):

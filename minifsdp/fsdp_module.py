@@ -33,7 +33,7 @@ from minifsdp.between_steps.state_dict import register_rows_hook
 from minifsdp.checks.misplaced_calls import check_root_and_idle
 from minifsdp.checks.other_wrappers import check_inside
 from minifsdp.checks.param_changes import check_unreplaced_by_hand
-from minifsdp.checks.unsupported import add_missing, refuse
+from minifsdp.checks.unsupported import add_missing, join_hook, refuse
 from minifsdp.core.api import BackwardPrefetch
 from minifsdp.core.streams import Streams
 from minifsdp.featured_engine import FeaturedEngine
@@ -45,6 +45,7 @@ from minifsdp.support.listed_modules import ListedModules, outermost
 from minifsdp.support.pytree import map_tensors
 from minifsdp.support.shard_changes import adopt
 from minifsdp.users_comm import checked, group_for_reductions, hybrid_of
+from minifsdp.wrapping.attributes import AVERAGES
 from minifsdp.wrapping.auto_wrap import check_wrappable
 from minifsdp.wrapping.build import build_unit
 from minifsdp.wrapping.compiled import compiled, uncompiled
@@ -125,6 +126,7 @@ class FSDPModule:
     _unit: Any
     _hooks: Any
     _output_dtype: Any
+    join_hook = join_hook
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A module of the class from before: ``model[:2]`` makes one of the class of ``model``, and
@@ -355,7 +357,8 @@ class FSDPModule:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             "a module that fully_shard has changed cannot be copied or pickled: it is one part of "
-            "something that is spread over processes. Save state_dict(), or build a second model."
+            "something that is spread over processes. Save state_dict(), or build a second model. "
+            + AVERAGES
         )
 
     @property
@@ -414,6 +417,6 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
 
 add_missing(
     FSDPModule,
-    "set_allocate_memory_from_process_group_for_comm set_reduce_scatter_max_input_buffers "
-    "set_symm_mem_for_comm",
+    "_get_fsdp_state set_allocate_memory_from_process_group_for_comm "
+    "set_reduce_scatter_max_input_buffers set_symm_mem_for_comm",
 )

@@ -12,12 +12,20 @@ never has more memory than its part of the model takes, and the program says wha
     fully_shard(model)                         # DTensors on meta
     model.to_empty(device="cuda")              # memory for this rank's rows
     model.init_weights()                       # or load_state_dict(state, assign=True)
+
+What is wrong on one rank ends the start on all ranks: the others come to compare their models
+(rank_agreement.py), and would wait there for the one that has raised an error.
 """
+
+from contextlib import suppress
+from typing import Any
 
 from torch import nn
 
 from minifsdp.checks.held_values import check_held
 from minifsdp.checks.members import check_lists, check_tree
+from minifsdp.checks.param_changes import check_unreplaced
+from minifsdp.checks.rank_agreement import RankAgreement
 from minifsdp.chunks.flat_parameter import FlatParameter
 from minifsdp.core.engine import Engine
 from minifsdp.core.layers import Layer
@@ -29,19 +37,32 @@ from minifsdp.wrapping.module_tree import clean, is_ignored, join_names
 
 
 class FirstStep(Layer):
-    """Checks a model at each start, till its first forward is over."""
+    """Checks a model at each start, till its first forward is over.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._over = engine, False
+    Args:
+        agreement: by which the other ranks hear of what is wrong on this one.
+    """
+
+    def __init__(self, engine: Engine, agreement: RankAgreement) -> None:
+        self._engine, self._agreement, self._over = engine, agreement, False
 
     def start(self, purpose: Purpose) -> None:
         """Raises RuntimeError or ValueError: see the checks."""
         if self._over:
             return
-        root, units = self._engine.root.module, self._engine.units
+        try:
+            self._check(self._engine.root.module, self._engine.units)
+        except (RuntimeError, ValueError) as error:
+            with suppress(RuntimeError, ValueError):  # this rank's own error says more
+                self._agreement.start(purpose, str(error))
+            raise
+
+    def _check(self, root: nn.Module, units: list[Any]) -> None:
         check_tree(root)
         check_lists(units)
         for unit in units:
+            if unit.mesh is not None and not unit.shows_views:
+                check_unreplaced(unit)
             if unit.offload_from is not None:
                 check_on_host(unit)
         check_on_meta(root)

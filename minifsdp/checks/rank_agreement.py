@@ -114,12 +114,15 @@ class RankAgreement(Layer):
 
     # ------------------------------------------------------------------------------------- steps
 
-    def start(self, purpose: Purpose) -> None:
+    def start(self, purpose: Purpose, problem: str | None = None) -> None:
         """The first time, compare what was wrapped; and values, the first time before a forward.
+
+        Args:
+            problem: what this rank has found wrong with its model already, in words.
 
         Raises:
             ValueError: ranks have wrapped different modules, or the same with other settings or
-                other values. All ranks raise it.
+                other values; or one has a problem. All ranks raise it.
             RuntimeError: an exception has ended the last step of this rank, but not of the others;
                 or the process group was destroyed.
         """
@@ -135,7 +138,7 @@ class RankAgreement(Layer):
             self.steps = 0  # on all ranks, so that they check the same steps from here on
         self._all_failed = False
         if not self._compared or (forward and not self._compared_values):
-            self._compare(forward)
+            self._compare(forward, problem)
         if forward:
             self.steps += 1
             self._training = torch.is_grad_enabled()
@@ -159,10 +162,10 @@ class RankAgreement(Layer):
         active = self._training or messages_started() != self._started_before
         self._failed |= not self._all_failed and active
 
-    def _compare(self, forward: bool) -> None:
+    def _compare(self, forward: bool, problem: str | None) -> None:
         for group in self._groups:
             watch(group.process_groups)
-        problem, forward = compare_models(self._groups, self._settings, forward)
+        problem, forward = compare_models(self._groups, self._settings, forward, problem)
         if problem is not None:
             self._all_failed = True
             raise ValueError(problem)

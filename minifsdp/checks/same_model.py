@@ -76,7 +76,7 @@ class Agreed(NamedTuple):
 
 
 def compare_models(
-    groups: list[AgreementGroup], settings: str, forward: bool
+    groups: list[AgreementGroup], settings: str, forward: bool, problem: str | None = None
 ) -> tuple[str | None, bool]:
     """Compare with the other ranks what was wrapped, and agree on the tags of the units.
 
@@ -85,11 +85,13 @@ def compare_models(
             all ranks, so all ranks find the same.
         settings: of the root, in words.
         forward: this rank is about to run a forward, so it can compare values.
+        problem: of this rank's model, in words, of which all ranks are to hear.
 
     Returns:
-        The first difference in words, or None; and whether values have been compared, too.
+        The first problem or difference in words, or None; and whether values have been compared,
+        too.
     """
-    agreed = Agreed(None, forward, [])
+    agreed = Agreed(problem and f"rank {dist.get_rank()}: {problem}", forward, [])
     for group in groups:
         units = [_describe(unit, agreed.forward) for unit in group.units]
         report = RankReport(dist.get_rank(), settings, units)

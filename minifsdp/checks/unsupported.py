@@ -61,6 +61,17 @@ def add_missing(cls: type, names: str) -> None:
         setattr(cls, name, _not_there(name))
 
 
+def join_hook(self: object, **kwargs: Any) -> NoReturn:
+    """A method for torch's ``Join([model])``, under which ranks may have different numbers of
+    batches. Raises NotImplementedError."""
+    raise NotImplementedError(
+        "minifsdp: Join is not there, and torch's FSDP has none either: a rank without a batch "
+        "would have to gather and reduce each unit all the same. Let all ranks run the same number "
+        "of steps: DistributedSampler(data, drop_last=True); or run a batch again, with its loss "
+        "times zero."
+    )
+
+
 def _not_there(name: str) -> Callable[..., NoReturn]:
     def method(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"minifsdp: {name} is not there yet")

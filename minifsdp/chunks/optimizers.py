@@ -7,7 +7,9 @@ optimizer is built or at its first step:
 ============================================  =====================================================
 an optimizer that looks at whole tensors      refused, by the name of its class. If a name says
 (Adafactor, Muon, LAMB) or at all             nothing, the optimizer is taken to be element-wise,
-parameters together (LBFGS)                   because there is no way to find out
+parameters together (LBFGS)                   because there is no way to find out. In rows
+                                              it gets DTensors, and is refused if torch's
+                                              DTensor cannot do what it does
 an optimizer that holds parameters from       refused: nothing computes with those any more
 before the wrapping
 its state, loaded by a rank with another      refused, see optim_state.py
@@ -38,6 +40,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from minifsdp.chunks import optim_state
 from minifsdp.chunks.flat_parameter import FlatParameter
 from minifsdp.core.unit_state import TrainingState
+from minifsdp.support.divided_param import is_optimized
 from minifsdp.wrapping.orig_params import unit_of_orig_param
 
 Groups = list[dict[str, Any]]
@@ -49,6 +52,7 @@ _BY_TENSOR = re.compile(
     "adafactor|muon|lamb(?!da)|lars|shampoo|soap|novograd|adam_?mini|galore|^came|sm3|kfac"
 )
 _BY_MODEL = re.compile("lbfgs|prodigy|dadapt|^sam$|zeroredundancy|localsgd")
+_NOT_OF_DTENSORS = (torch.optim.Adafactor, torch.optim.LBFGS)
 _INSIDE = re.compile(r"torch\.|minifsdp\.")
 
 
@@ -148,6 +152,17 @@ def _has_no_gradient(groups: Groups) -> bool:
 
 
 def _refuse_by_name(optimizer: Optimizer, groups: Groups) -> None:
+    if isinstance(optimizer, _NOT_OF_DTENSORS) and any(
+        isinstance(param, DTensor) and is_optimized(param)
+        for group in groups
+        for param in _tensors(group["params"])
+    ):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} computes with parameters in ways that torch's DTensor "
+            f"does not know, and the model's parameters are DTensors. Use one that treats each "
+            f"element by itself, as SGD, AdamW, Adagrad or RMSprop do, or torch.optim.Muon for "
+            f"matrices."
+        )
     # Base classes too: a subclass of LBFGS is an LBFGS, whatever its name is.
     flat = [param for group in groups for param in _flat(group["params"])]
     # It depends on the parameters, too: where each rank has the whole of one vector, even Adafactor

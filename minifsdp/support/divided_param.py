@@ -26,7 +26,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from minifsdp.chunks.flat_parameter import FlatParameter
 from minifsdp.offload import host_copy
 from minifsdp.rows import Rows
-from minifsdp.support.dtensors import dtensor, like
+from minifsdp.support.dtensors import dtensor, like, standalone
 from minifsdp.support.tensor_parallel import on_both_meshes
 
 
@@ -114,7 +114,8 @@ def divided_parameter(unit: Any, trained: list[bool]) -> DividedParameter:
     params: list[Any] = []
     local = unit.layout.local_tensors(unit.padded_shard, unit.shard_rank)
     for info, tensor, requires_grad in zip(unit.param_infos, local, trained, strict=True):
-        made = dtensor(unit, unit.mesh, info.shape, tensor)
+        # Without standalone() deepcopy would look for memory in it, where it has an offset.
+        made = standalone(dtensor(unit, unit.mesh, info.shape, tensor))
         if info.spec is not None:
             made = on_both_meshes(made, info.spec)
         params.append(nn.Parameter(made, requires_grad))
@@ -190,7 +191,7 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
     """
     lost = []
     for param in (param for group in optimizer.param_groups for param in group["params"]):
-        grad: Any = param.grad if hasattr(param, "minifsdp_unit") else None
+        grad: Any = param.grad if is_optimized(param) else None
         # One that a program has assigned to param.grad itself is right as it is.
         if hasattr(grad, "minifsdp_storage") and grad.minifsdp_storage != _storage(grad):
             lost.append(_name_of(param))
@@ -210,12 +211,19 @@ def _name_of(param: Any) -> str:
     return found[0] if found else "a parameter"
 
 
+class UnitRef(ref[Any]):
+    """To the unit that a DTensor is of. A deep copy of the DTensor is of none."""
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+
 def mark(unit: Any, flat: DividedParameter) -> None:
     """Write to each DTensor whose it is, and what a program had set on its parameter.
     ``module.to()`` swaps all that a DTensor has, its attributes too, for what another one has."""
     for info, param in zip(unit.param_infos, flat.params, strict=True):
         if unit_of_param(param) is not unit:
-            param.minifsdp_unit = ref(unit)
+            param.minifsdp_unit = UnitRef(unit)
             vars(param).update(info.attributes)
             if unit.grad_dtype is not None and param.grad is None:
                 param.grad_dtype = unit.grad_dtype
@@ -337,7 +345,7 @@ def unit_of_param(param: object) -> Any:
 def is_optimized(param: object) -> bool:
     """Whether a tensor is what an optimizer sees of a unit: a flat parameter, or a DTensor of
     ours."""
-    return isinstance(param, FlatParameter) or hasattr(param, "minifsdp_unit")
+    return isinstance(param, FlatParameter) or bool(getattr(param, "minifsdp_unit", None))
 
 
 _GRAD: Any = Tensor.grad  # the descriptors that the properties here hide

@@ -92,6 +92,6 @@ def replaced(unit: FeaturedUnit, name: str, found: object) -> RuntimeError:
     return RuntimeError(
         f"in the place of parameter {name!r} of unit {unit.label} there is {there}, which was put "
         f"there by functional_call, or by a program that writes to module._parameters. The unit "
-        f"would compute with its own parameter all the same. {OTHER_WEIGHTS} Otherwise change the "
-        f"model before you wrap it."
+        f"would compute with its own parameter all the same. To set its values, use "
+        f"load_state_dict(). {OTHER_WEIGHTS} Otherwise change the model before you wrap it."
     )

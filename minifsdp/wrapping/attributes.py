@@ -20,12 +20,18 @@ from torch.distributed.tensor import DTensor
 
 from minifsdp.checks.members import FSDP_MARK, WRAPPED, check_part
 from minifsdp.checks.other_wrappers import refuse_around
+from minifsdp.checks.unsupported import join_hook
 from minifsdp.support.divided_param import is_optimized
 from minifsdp.support.param_views import OTHER_WEIGHTS
 from minifsdp.wrapping.module_tree import clean, is_ignored, unit_of
 from minifsdp.wrapping.torch_attributes import TORCH_ATTRIBUTES
 
 KINDS = ("_parameters", "_buffers", "_modules")
+AVERAGES = (  # a copy is mostly wanted for these: AveragedModel makes one
+    "For averages of the parameters (EMA, SWA), make AveragedModel(model) before you shard the "
+    "model, and shard its .module in the same way; or keep [p.detach().clone() for p in "
+    "model.parameters()] and update these, as by torch._foreach_lerp_()."
+)
 FALLBACK = {"engine": "_engine"}  # the wrapper's own, if the wrapped module has none of this name
 
 
@@ -45,6 +51,8 @@ class ModuleWrapper(nn.Module):
         AttributeError: neither of the two has an attribute.
         RuntimeError: a parameter of the wrapped module is set or deleted, which is sharded.
     """
+
+    join_hook = join_hook
 
     def __getattr__(self, name: str) -> Any:
         # Python calls this for what is neither in __dict__ nor in the class, also for submodules.
@@ -151,7 +159,7 @@ class ModuleWrapper(nn.Module):
         raise TypeError(
             "a FullyShardedDataParallel cannot be copied or pickled: it is one part of something "
             "that is spread over processes. Save state_dict(), or build a second model and let it "
-            "load_state_dict() of this one's."
+            "load_state_dict() of this one's. " + AVERAGES
         )
 
     def _fqn_modifiers(self) -> dict[str, str]:

@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import fully_shard
+from minifsdp.support import shard_changes
+from tests.live_bytes import bytes_at
 from tests.ranks import device, on_ranks
 
 
@@ -242,6 +244,63 @@ def test_its_own_state_goes_back_in_the_middle_of_a_training():
     assert train(model, optimizer) == train(expected, its)
 
 
+# -------------------------------------------------------------------------------- a rank's memory
+
+WIDTH, LAYERS = 64, 6
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+
+def all_at_once(model: nn.Module, state: dict[str, Tensor]) -> None:
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state, options=options)
+
+
+def each_by_itself(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """As accelerate does it with ``cpu_ram_efficient_loading``."""
+    found = {}
+    for name, param in model.state_dict().items():
+        whole = torch.empty(param.shape, device=device())
+        if dist.get_rank() == 0:
+            whole.copy_(state[name])
+        dist.broadcast(whole, 0)
+        found[name] = distribute_tensor(whole, param.device_mesh, param.placements)
+        del whole
+    model.load_state_dict(found, assign=True)
+
+
+@pytest.mark.parametrize("load", [all_at_once, each_by_itself])
+@on_ranks(2)
+def test_a_rank_without_the_checkpoint_holds_one_unit_beyond_its_shards(load):
+    unit = 4 * WIDTH**2
+    shards, margin = LAYERS * unit // 2, unit // 4
+    state = layers().to(device()).state_dict() if dist.get_rank() == 0 else {}
+    with (
+        bytes_at(dist, "broadcast") as sent,
+        bytes_at(dist, "_broadcast_coalesced") as sent_by_other_releases,
+        bytes_at(shard_changes, "follow_changes") as followed,
+    ):
+        model = on_meta(layers)
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        load(model, state)
+        del state
+        with torch.no_grad():
+            model(torch.zeros(1, WIDTH, device=device()))
+    if dist.get_rank() == 0:
+        return
+    sent += sent_by_other_releases
+    # The tensor that has come, whole, and what is left here of those before it.
+    assert len(sent) >= LAYERS
+    assert all(unit <= found <= shards + unit + margin for found in sent)
+    # A shard is copied to where it stays, and its memory before that is let go.
+    assert len(followed) == LAYERS + 1
+    assert all(shards <= found <= shards + unit + margin for found in followed)
+
+
 # ---------------------------------------------------------------------------------- refused by name
 
 
@@ -288,3 +347,45 @@ def test_a_warning_says_that_values_were_not_loaded():
     model = shard(on_meta())
     with pytest.warns(UserWarning, match="embed.weight: copying from a non-meta parameter"):
         model.load_state_dict(filled().state_dict())
+
+
+@pytest.mark.parametrize("problem", ["meta", "strange parameter"])
+@on_ranks(2)
+def test_what_is_wrong_on_one_rank_is_refused_on_every_rank(problem):
+    """Or the other one would wait for it in vain."""
+    model, other = shard(filled()), dist.get_rank() == 1
+    if problem == "meta" and other:
+        model = shard(on_meta())
+        model.embed.to_empty(device=device())
+    elif other:
+        dict.__setitem__(model._modules, "strange", nn.Linear(1, 1))
+    name = "blocks.0.scale, .*: on the meta device" if problem == "meta" else "'strange'"
+    x = torch.zeros(1, dtype=torch.long, device=device())
+    for use in (model.unshard, lambda: model(x)):
+        begins = "^" if other else "^rank 1: "
+        with pytest.raises(RuntimeError if other else ValueError, match=begins + name):
+            use()
+    model._modules.pop("strange", None)
+    if problem == "meta" and other:
+        model.blocks.to_empty(device=device())
+        model.init_weights()
+    expected = shard(filled())
+    assert train(model, adamw(model)) == train(expected, adamw(expected))
+
+
+@on_ranks(2)
+def test_a_tensor_that_is_written_to_a_modules_parameters_is_refused_by_name():
+    """An optimizer may have either, and only one can be trained."""
+    model, x = shard(on_meta()), torch.zeros(1, dtype=torch.long, device=device())
+    linear, values = model.blocks[0].linear, torch.ones(7, device=device())
+    own = linear.bias
+    given = nn.Parameter(distribute_tensor(values, own.device_mesh, own.placements))
+    linear._parameters["bias"] = given
+    match = r"in the place of parameter 'linear.bias' of unit 'blocks.0' .* use load_state_dict\(\)"
+    with pytest.raises(RuntimeError, match=match):
+        model(x)
+    linear._parameters["bias"] = own
+    initialize(model, device())
+    linear.bias = given  # this is heard of
+    assert linear.bias is own and torch.equal(linear.bias.full_tensor(), values)
+    model(x)

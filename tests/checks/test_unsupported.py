@@ -5,12 +5,13 @@ import inspect
 import pytest
 import torch.distributed.fsdp as theirs
 from torch import nn
+from torch.distributed.algorithms.join import Join
 
 import minifsdp
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import fully_shard
 from minifsdp.checks.unsupported import MISSING
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 from tests.small import (
     stack,
 )
@@ -87,3 +88,11 @@ def test_every_name_of_torchs_modules_can_be_imported(place):
 @on_ranks(1)
 def test_every_method_of_torchs_is_there(name):
     assert hasattr(FSDP, name) and callable(getattr(stack(), name))
+
+
+@pytest.mark.parametrize("wrap", [FSDP, fully_shard])
+@on_ranks(2)
+def test_join_is_refused_and_says_what_to_do(wrap):
+    model = wrap(nn.Linear(2, 2).to(device()))
+    with pytest.raises(NotImplementedError, match=r"Join .* same number of steps.*drop_last=True"):
+        Join([model])

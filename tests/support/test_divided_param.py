@@ -593,3 +593,49 @@ def test_a_unit_may_be_frozen_and_thawed_however_many_marks_that_takes():
     assert marks == [16, 8, 16]
     for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(whole(param.detach()), expected.detach())
+
+
+def doubled(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() * 2 for name, value in model.state_dict().items()}
+
+
+def from_meta(model: nn.Module) -> None:
+    state = doubled(model)
+    model.to("meta").to_empty(device=device()).load_state_dict(state)
+
+
+CHANGES = {  # of all parameters, to twice what they were
+    "_apply": lambda model: model._apply(lambda tensor: tensor * 2),
+    "load_state_dict": lambda model: model.load_state_dict(doubled(model)),
+    "assign": lambda model: model.load_state_dict(doubled(model), assign=True),
+    "to_empty": from_meta,
+}
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+@on_ranks(2)
+def test_whatever_changes_all_parameters_an_optimizer_goes_on_with_the_same_ones(change, swap):
+    """What torch's FSDP2 does in reset_sharded_param(), which programs do not call. With
+    ``assign`` its optimizer would have the parameters from before, but for the setting."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        model, plain = fully_shard(layers(1, WIDTH)), ddp()
+        params = list(model.parameters())
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain)]
+        for at in range(4):
+            for each, optimizer in zip((model, plain), optimizers, strict=True):
+                backward(each, at)
+                optimizer.step()
+                optimizer.zero_grad()
+            if at == 1:
+                CHANGES[change](model)
+                with torch.no_grad():
+                    torch._foreach_mul_(list(plain.parameters()), 2)
+        assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
+        assert_same(model, plain)
+        with pytest.raises(NotImplementedError, match="_get_fsdp_state is not there"):
+            model._get_fsdp_state()  # it would have the reset_sharded_param() of each parameter
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)

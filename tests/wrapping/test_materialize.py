@@ -1,8 +1,5 @@
 """materialize.py: how parameters come to be: from the meta device, from another, from rank 0."""
 
-import gc
-import time
-from contextlib import contextmanager
 from functools import partial
 from unittest.mock import patch
 
@@ -11,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import minifsdp.core.shard
 import minifsdp.wrapping.build
@@ -20,6 +16,7 @@ from minifsdp import ModuleWrapPolicy, ShardingStrategy
 from minifsdp.comm.consensus import gather_objects
 from minifsdp.wrapping.materialize import materialize, move
 from minifsdp.wrapping.module_tree import own_modules
+from tests.live_bytes import bytes_at
 from tests.ranks import device, on_ranks
 from tests.small import Block, batch, step
 
@@ -352,43 +349,6 @@ def test_a_function_may_put_other_modules_and_shapes_in_place():
 
 
 # --------------------------------------------------------------------------------------- memory
-
-
-def live_bytes() -> int:
-    """Of all tensors on this rank, each piece of memory once."""
-    tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
-    # A DTensor has no memory of its own: its local tensor has.
-    tensors = [tensor for tensor in tensors if not issubclass(type(tensor), DTensor)]
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    # By the device of the storage: that of a FakeTensor, which torch.compile may have left here,
-    # is on meta, whatever the tensor says.
-    real = [storage for storage in storages if storage.device.type == device().type]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in real}.values())
-
-
-def settled_bytes() -> int:
-    """The same, when nothing is let go any more: gloo's threads may hold what they have received
-    last for a moment longer than anybody else."""
-    levels = [-1]
-    while levels[-5:] != 5 * levels[-1:]:
-        gc.collect()
-        time.sleep(0.01)
-        levels.append(live_bytes())
-    return levels[-1]
-
-
-@contextmanager
-def bytes_at(owner: object, function: str):
-    """A list of how many bytes there were, above those at the start, after each call."""
-    found, start, called = [], settled_bytes(), getattr(owner, function)
-
-    def counted(*args, **kwargs):
-        result = called(*args, **kwargs)
-        found.append(live_bytes() - start)
-        return result
-
-    with patch.object(owner, function, counted):
-        yield found
 
 
 @pytest.mark.parametrize("init_fn", [None, pytest.param(empty, marks=pytest.mark.slow)])

@@ -1,0 +1,48 @@
+"""How much memory tensors take on one rank, now and after each call of a function."""
+
+import gc
+import time
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests.ranks import device
+
+
+def live_bytes() -> int:
+    """Of all tensors on this rank, each piece of memory once."""
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
+    # A DTensor has no memory of its own: its local tensor has.
+    tensors = [tensor for tensor in tensors if not issubclass(type(tensor), DTensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    # By the device of the storage: that of a FakeTensor, which torch.compile may have left here,
+    # is on meta, whatever the tensor says.
+    real = [storage for storage in storages if storage.device.type == device().type]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in real}.values())
+
+
+def settled_bytes() -> int:
+    """The same, when nothing is let go any more: gloo's threads may hold what they have received
+    last for a moment longer than anybody else."""
+    levels = [-1]
+    while levels[-5:] != 5 * levels[-1:]:
+        gc.collect()
+        time.sleep(0.01)
+        levels.append(live_bytes())
+    return levels[-1]
+
+
+@contextmanager
+def bytes_at(owner: object, function: str):
+    """A list of how many bytes there were, above those at the start, after each call."""
+    found, start, called = [], settled_bytes(), getattr(owner, function)
+
+    def counted(*args, **kwargs):
+        result = called(*args, **kwargs)
+        found.append(live_bytes() - start)
+        return result
+
+    with patch.object(owner, function, counted):
+        yield found
