@@ -55,7 +55,7 @@ class Placeholder(Tensor):
 
     def __new__(cls, unit: Any, info: ParamInfo) -> "Placeholder":
         self: Placeholder = Tensor._make_wrapper_subclass(
-            cls, info.shape, dtype=unit.dtype, device=unit.device, storage_size=0
+            cls, info.shape, dtype=unit.dtype_of(info), device=unit.device, storage_size=0
         )
         self.__dict__.update(_unit=weakref.ref(unit), _info=info, _name=info.name)
         return self
@@ -64,7 +64,8 @@ class Placeholder(Tensor):
 
     @property
     def dtype(self) -> Any:  # type: ignore[override]
-        return self._living_unit().dtype  # of the computation: inputs may be cast to it
+        # Of the computation: inputs may be cast to it.
+        return self._living_unit().dtype_of(self._info)
 
     @property
     def device(self) -> Any:  # type: ignore[override]

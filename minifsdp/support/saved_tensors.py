@@ -46,6 +46,7 @@ class PackedParameter(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     offset: Any  # in the unsharded flat parameter, in elements
+    dtype: torch.dtype
     outer: object  # what the hooks around ours have packed for a tensor that looks like it
     mark: object  # while there is a reference to it, autograd has something saved of the unit
 
@@ -137,16 +138,17 @@ class _Pack:
 
     def __call__(self, tensor: Tensor) -> object:
         chain = self.saved.chain_of(tensor)
-        # A PackedParameter has no other dtype (of `weight.view(dtype)`) and no conjugate flag. Such
-        # a tensor is saved itself, which keeps its memory alive (see UnshardedFlatParam.release).
-        if chain is None or tensor.dtype is not chain[-1].unsharded.dtype or tensor.is_conj():
+        # A PackedParameter has the dtype of a parameter (of `weight.view(dtype)` it may be another)
+        # and no conjugate flag. What has not is saved itself, which keeps its memory alive (see
+        # UnshardedFlatParam.release).
+        if chain is None or tensor.dtype not in chain[-1].unsharded.dtypes or tensor.is_conj():
             if self.outer is not None:
                 return self.outer[0](tensor)
             return _detached(tensor), tensor._version
         outer = None
         if self.outer is not None:
             outer = self.outer[0](_lookalike(tensor))
-        place = (tensor.shape, tensor.stride(), tensor.storage_offset())
+        place = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
         mark = chain[-1].unsharded.saved[0]
         return PackedParameter(self.saved, chain, *place, outer, mark)
 
@@ -178,6 +180,8 @@ class _Hooks(saved_tensors_hooks):
                 # UnshardedFlatParam.release), but would count as a change of this tensor if they
                 # shared a version counter.
                 memory = memory.data
+            if saved.dtype is not memory.dtype:
+                memory = memory.view(saved.dtype)  # one of mixed_rows.py
             return _view(memory, saved.shape, saved.stride, saved.offset)
         if self.outer is not None:
             found: Tensor = self.outer[1](saved)
