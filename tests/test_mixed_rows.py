@@ -1,15 +1,19 @@
 """mixed_rows.py: units whose frozen parameters have dtypes of their own."""
 
 import copy
+import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as of_torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 import minifsdp
 from minifsdp import FullyShardedDataParallel as FSDP
@@ -17,6 +21,7 @@ from minifsdp import MixedPrecision, ModuleWrapPolicy, ShardingStrategy, fully_s
 from minifsdp.mixed_rows import MixedRows, rows_of
 from tests.ranks import device, on_ranks
 from tests.small import travels
+from tests.test_users_comm import all_gather
 
 LOW, FULL, CODES = torch.bfloat16, torch.float32, torch.uint8
 
@@ -431,3 +436,244 @@ def test_a_unit_of_one_dtype_may_become_one_of_two(policy):
     assert train(early) == train(late)
     assert_same(late, early)
     assert models[1][0].weight.dtype is LOW
+
+
+@by_way
+@on_ranks(2)
+def test_model_and_optimizer_are_saved_and_loaded(way):
+    """By torch.distributed.checkpoint, sharded; and full, into a plain model."""
+    models = [WAYS[way](adapted()) for _ in range(2)]
+    optimizers = []
+    for number, model in enumerate(models):
+        trained = [param for param in model.parameters() if param.requires_grad]
+        optimizers.append(torch.optim.AdamW(trained, lr=0.01))
+        for step in range(2 - number):
+            model(batch(step)).float().pow(2).sum().backward()
+            optimizers[-1].step()
+            optimizers[-1].zero_grad()
+    (first, second), (taught, fresh) = models, optimizers
+    with torch.no_grad():
+        for param in second.parameters():
+            param.fill_(1)  # so that loading has to change what is frozen, too
+    folder = shared_folder()
+    saved = dict(zip(("model", "optimizer"), of_torch.get_state_dict(first, taught), strict=True))
+    dcp.save(saved, checkpoint_id=folder)
+    found = dict(zip(("model", "optimizer"), of_torch.get_state_dict(second, fresh), strict=True))
+    dcp.load(found, checkpoint_id=folder)
+    of_torch.set_state_dict(
+        second, fresh, model_state_dict=found["model"], optim_state_dict=found["optimizer"]
+    )
+    assert_same(second, first)
+    options = of_torch.StateDictOptions(full_state_dict=True)
+    full = of_torch.get_model_state_dict(first, options=options)
+    if full:  # torch gives it to the first rank only
+        plain = adapted()
+        assert plain.load_state_dict(full) == ([], [])
+        assert full["0.base.weight"].dtype is LOW and full["0.codes"].dtype is CODES
+    whole_of_all = None if way == "FSDP" else options  # a wrapper takes it without them
+    of_torch.set_model_state_dict(second, adapted().state_dict(), options=whole_of_all)
+    assert_same(second, adapted())
+    of_torch.set_model_state_dict(second, saved["model"])
+    losses = []
+    for model, optimizer in zip(models, optimizers, strict=True):
+        model(batch(5)).float().pow(2).sum().backward()
+        optimizer.step()
+        losses.append(model(batch(6)).float().pow(2).sum().detach())
+    assert losses[0] == losses[1]
+    assert_same(second, first)
+
+
+def shared_folder() -> str:
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder, 0)
+    return folder[0]
+
+
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@on_ranks(2)
+def test_state_dicts_of_a_wrapper(kind):
+    first, second = in_rows(adapted()), in_rows(adapted())
+    train(first, 1)
+    with torch.no_grad():
+        for param in second.parameters():
+            param.fill_(1)
+    with FSDP.state_dict_type(first, minifsdp.StateDictType[kind]):
+        state = first.state_dict()
+    with FSDP.state_dict_type(second, minifsdp.StateDictType[kind]):
+        assert second.load_state_dict(state) == ([], [])
+    assert_same(second, first)
+    optimizers = [
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        for model in (first, second)
+    ]
+    first(batch()).float().sum().backward()
+    optimizers[0].step()
+    state = FSDP.optim_state_dict(first, optimizers[0])
+    assert all("lora" in name for name in state["state"])
+    loadable = FSDP.optim_state_dict_to_load(second, optimizers[1], state)
+    optimizers[1].load_state_dict(loadable)
+    again = FSDP.optim_state_dict(second, optimizers[1])
+    for name, values in state["state"].items():
+        for key, value in values.items():
+            assert torch.equal(again["state"][name][key], value), (name, key)
+
+
+@on_ranks(2)
+def test_bytes_are_written_back_as_they_are():
+    """As float32 four codes may be 0 and then -0, or NaN before and after."""
+    model = in_rows(adapted())
+    version = units(model)[0].sharded_flat_param._version
+    for value in ([0, 0, 0, 0], [0, 0, 0, 128], [0, 0, 192, 127]):
+        with FSDP.summon_full_params(model):
+            model[0].codes.data.view(-1)[:24] = torch.tensor(value * 6, dtype=CODES)
+        with FSDP.summon_full_params(model, writeback=False):
+            assert model[0].codes.view(-1)[:24].tolist() == value * 6
+    changed = units(model)[0].sharded_flat_param._version
+    with FSDP.summon_full_params(model):
+        pass
+    assert version < changed == units(model)[0].sharded_flat_param._version
+
+
+@on_ranks(2)
+def test_summoned_gradients_are_those_of_what_is_trained():
+    model, plain = in_rows(adapted()), adapted()
+    ddp = DDP(plain)
+    for either in (model, ddp):
+        either(batch()).float().pow(2).sum().backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        for (name, param), expected in zip(
+            model.module.named_parameters(), plain.parameters(), strict=True
+        ):
+            assert (param.grad is None) is (expected.grad is None), name
+            assert param.grad is None or torch.equal(param.grad, expected.grad)
+    total = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    torch.testing.assert_close(model.clip_grad_norm_(0.5), total)
+
+
+@by_way
+@on_ranks(2)
+def test_gradients_that_wait(way):
+    """no_sync, and the norm of torch."""
+    model, plain = WAYS[way](adapted()), adapted()
+    ddp = DDP(plain)
+    for either in (model, ddp):
+        if way == "fully_shard" and either is model:
+            model.set_requires_gradient_sync(False)
+            model(batch(1)).float().pow(2).sum().backward()
+            model.set_requires_gradient_sync(True)
+        else:
+            with either.no_sync():
+                either(batch(1)).float().pow(2).sum().backward()
+        either(batch(2)).float().pow(2).sum().backward()
+    norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (model, plain)]
+    torch.testing.assert_close(norms[0].full_tensor(), norms[1])
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        if expected.grad is not None:
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@by_way
+@on_ranks(2)
+def test_activation_checkpointing(way, reentrant):
+    class Again(Adapted):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    model, plain = adapted(), adapted()
+    for layer in model:
+        layer.__class__ = Again
+    if way == "FSDP":
+        model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Again}), use_orig_params=True)
+    else:
+        model = by_fully_shard(model)
+
+    for step in range(2):
+        losses = []
+        for either in (model, plain):
+            x = batch(step).requires_grad_()
+            losses.append(either(x).float().pow(2).sum())
+            losses[-1].backward()
+        assert torch.equal(*losses)
+    for name, value in plain.named_parameters():
+        if value.grad is not None:
+            dist.all_reduce(value.grad.div_(2))
+            assert value.grad.abs().sum() > 0, name
+    found = [param.grad for param in model.parameters() if param.grad is not None]
+    expected = [param.grad for param in plain.parameters() if param.grad is not None]
+    for grad, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(grad.full_tensor(), other)
+
+
+@by_way
+@on_ranks(2)
+def test_after_a_failed_forward_all_is_as_before(way):
+    model = WAYS[way](adapted())
+    with pytest.raises(RuntimeError):
+        model(batch()[:, :3])
+    for unit in units(model):
+        assert unit.unsharded.storage.size() == 0
+    check_parity(model, adapted())
+
+
+@on_ranks(2)
+def test_gathered_by_hand():
+    model, plain = by_fully_shard(adapted()), adapted()
+    for layer, expected in zip(model, plain, strict=True):
+        layer.unshard()
+        for param, value in zip(layer.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(param, value)
+        layer.reshard()
+    check_parity(model, plain)
+
+
+@on_ranks(2)
+def test_what_modules_find_while_it_is_sharded_has_its_dtype():
+    model = in_rows(adapted(), mixed_precision=MixedPrecision(LOW))
+    loss = model(batch()).float().sum()
+    kinds = {"codes": CODES, "norm.weight": LOW, "base.bias": LOW, "lora_a.weight": LOW}
+    for name, dtype in kinds.items():
+        module, _, attribute = name.rpartition(".")
+        placeholder = getattr(model.module[0].get_submodule(module), attribute)
+        assert placeholder.dtype is dtype and placeholder.element_size() == dtype.itemsize
+    loss.backward()
+
+
+@on_ranks(2)
+def test_values_of_the_first_rank_are_taken():
+    model, plain = adapted(), adapted()
+    if dist.get_rank():
+        for param in model.parameters():
+            param.data.fill_(2)
+    assert_same(in_rows(model, sync_module_states=True), plain)
+
+
+@on_ranks(2)
+def test_on_meta_until_it_has_values():
+    with torch.device("meta"):
+        model = nn.Sequential(*(Adapted() for _ in range(3)))
+    model, plain = by_fully_shard(model), adapted()
+    model.to_empty(device=device())
+    of_torch.set_model_state_dict(
+        model, plain.state_dict(), options=of_torch.StateDictOptions(full_state_dict=True)
+    )
+    assert_same(model, plain)
+    check_parity(model, plain)
+
+
+@on_ranks(2)
+def test_the_table_has_its_dtypes_and_bytes():
+    model = in_rows(adapted(), mixed_precision=MixedPrecision(LOW))
+    lines = minifsdp.between_steps.explain.table(model).splitlines()
+    assert "bfloat16, uint8  rows" in lines[1]
+    model(batch())
+    assert f"{units(model)[0].unsharded.nbytes} B" in lines[1]
+
+
+@on_ranks(2)
+def test_an_all_gather_of_the_program_gets_bytes():
+    model, gathers = by_fully_shard(adapted()), all_gather()
+    model[1].set_custom_all_gather(gathers)
+    check_parity(model, adapted(), 1)
+    sizes = {units(model)[1].unsharded.nbytes, units(model)[1].padded_shard.nbytes}
+    assert gathers.calls and all({*sizes} == {*call[:2]} for call in gathers.calls)
