@@ -36,6 +36,15 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = [
+    Mutant("mixed_rows", "integers are rounded", "low if dtype.is_floating_point else dtype for", "low for"),
+    Mutant("mixed_rows", "what is frozen is never cast", "            return shard\n        cast =", "            pass\n        return shard\n        cast ="),
+    Mutant("mixed_rows", "bytes begin anywhere", "[-sum(before) % _ALIGNED,", "[1,"),
+    Mutant("mixed_rows", "small numbers come first", "-dtypes[number].itemsize", "dtypes[number].itemsize"),
+    Mutant("mixed_rows", "trained parameters may differ", "if len(by_dtype) > 1:", "if False:"),
+    Mutant("mixed_rows", "views refer to others", "numbers.view(*shape[:-1], -1).view(dtype)", "numbers.view(dtype).view(shape)"),
+    Mutant("comm/unit_messages", "what has several dtypes is sent as elements", "        full, shard = full.view(torch.uint8), shard.view(torch.uint8)\n", "", noticed_by="mixed_rows"),
+    Mutant("support/saved_tensors", "what has another dtype is saved itself", "tensor.dtype not in chain[-1].unsharded.dtypes", "tensor.dtype is not chain[-1].unsharded.dtype", noticed_by="mixed_rows"),
+    Mutant("between_steps/unit_params", "0 and -0 are the same bytes", "torch.equal(own.view(torch.uint8), unit.padded_shard.view(torch.uint8))", "torch.equal(own, unit.padded_shard)", noticed_by="mixed_rows"),
     Mutant("core/storage", "what was freed stays", "        self.storage.resize_(0)\n", "        pass\n"),
     Mutant("core/storage", "memory for half of it", "self.storage.resize_(self.nbytes)", "self.storage.resize_(self.nbytes // 2)"),
     Mutant("core/storage", "numbers are counted, and not bytes", "self.data.numel() * self.data.itemsize", "self.data.numel()"),
@@ -181,7 +190,7 @@ MUTANTS = [
            "    unit.state.start_unshard()", "    unit.state.start_unshard()\n    unit.state.finish_unshard()"),
     Mutant("strategies", "shards stay on the host", "    if unit.offload_from is not None:\n", "    if False:\n"),
     Mutant("strategies", "shards are sent in full precision", "    if unit.precision.param_dtype is not None and", "    if unit.precision.buffer_dtype is not None and"),
-    Mutant("strategies", "a second copy of what is not sharded", " and unit.shard_group is not None:", ":"),
+    Mutant("strategies", "a second copy of what is not sharded", " and not copies:", ":"),
     Mutant("strategies", "every unit casts", "unit.precision.param_dtype is not None and ", ""),
     Mutant("strategies", "cast by the host", """    if unit.offload_from is not None:
         source = Upload(source)
@@ -243,7 +252,7 @@ MUTANTS = [
     Mutant("offload", "the shard stays where it was", "_host_memory(tensor, device).copy_(tensor)", "tensor"),
     Mutant("precision", "gradients are not cast", "return value.to(self._dtype), lambda", "return value, lambda"),
     Mutant("precision", "a cast takes a unit's time", 'on_host = "reduce", False, False', 'on_host = "reduce", True, False', noticed_by="core/gradients"),
-    Mutant("precision", "shards are not cast", "return self.inner.tensor(unit, streams).to(unit.unsharded.dtype)", "return self.inner.tensor(unit, streams)"),
+    Mutant("precision", "shards are not cast", "return shard.to(unit.unsharded.dtype)", "return shard"),
     Mutant("precision", "shards are cast in an evaluation, too", ".to(unit.unsharded.dtype)", ".to(unit.precision.param_dtype)", noticed_by="strategies"),
     Mutant("precision", "what is cast is not prepared", "        self.inner.prepare(unit, streams)\n", "", noticed_by="strategies"),
     Mutant("precision", "integers are cast, too", "both = tensor.is_floating_point() and", "both = True and"),
@@ -893,7 +902,7 @@ MUTANTS = [
     Mutant("wrapping/settings", "any precision will do", "if not isinstance(found, expected):", "if False:"),
     Mutant("wrapping/settings", "the environment is not asked", 'if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":', "if False:"),
     Mutant("between_steps/explain", "the shard's dtype is shown", "computed_in = low or kept", "computed_in = kept"),
-    Mutant("between_steps/explain", "padding is not counted", "unit.padded_numel * computed_in.itemsize", "unit.numel * computed_in.itemsize"),
+    Mutant("between_steps/explain", "padding is not counted", "layout.padded_numel * computed_in.itemsize", "unit.numel * computed_in.itemsize"),
     Mutant("between_steps/explain", "no unit is too large", "MOST = 0.5", "MOST = 1.0"),
     Mutant("between_steps/explain", "what is not sharded stays after forward", "if unit.shard_world_size > 1 and not", "if not"),
     Mutant("core/limiter", "True is one unit", "EventQueue(2 if limit is True else limit)", "EventQueue(limit)", noticed_by="wrapping/root_settings"),
@@ -1465,7 +1474,7 @@ MUTANTS = [
     Mutant("rows", "tensors come in the order in which they are laid", "zip(self.order, laid, strict=False)", "enumerate(laid)"),
     Mutant("rows", "no padding between parameters", "padded_shard_numel(shape[0], world_size) * shape[1:].numel()", "-(-shape.numel() // world_size)"),
     Mutant("rows", "padding counts as rows", "(unpadded_shard_numel(shape[0], rank, world_size), *shape[1:])", "(padded_shard_numel(shape[0], world_size), *shape[1:])"),
-    Mutant("rows", "padding is not cleared", "tensors[0].new_zeros(self.padded_numel", "tensors[0].new_ones(self.padded_numel"),
+    Mutant("rows", "padding is not cleared", "tensors[self.order[0]].new_zeros(self.padded_numel", "tensors[self.order[0]].new_ones(self.padded_numel"),
     Mutant("chunks/param_attributes", "what transformers sets is told of", '"_is_hf_initialized", ', ""),
     Mutant("chunks/param_attributes", "what one has all have", "return all(_equal(info", "return any(_equal(info"),
     Mutant("chunks/param_attributes", "nobody is told", "    if not lost:\n", "    if True:\n"),
