@@ -137,7 +137,7 @@ MUTANTS = [
            "shard.data_ptr() != given.data_ptr()", "False"),
     Mutant("featured_unit", "the originals stay alive", "        self.buffers, self.precision, self.offload_from = buffers, precision, offload_from\n", "        self.buffers, self.precision, self.offload_from = buffers, precision, offload_from\n        self.params = [info.parameter for info in param_infos]\n"),
     Mutant("support/unsharded_storage", "freezing is not noticed", "made.flat_param.requires_grad != requires_grad", "False"),
-    Mutant("support/unsharded_storage", "a full for the last dtype only", "        self._made[leaf.dtype] = made\n", "        self._made = {leaf.dtype: made}\n"),
+    Mutant("support/unsharded_storage", "a full for the last dtype only", "        self._made[leaf.dtype, layout] = made\n", "        self._made = {(leaf.dtype, layout): made}\n"),
     Mutant("support/unsharded_storage", "any full of that dtype will do", "any(made is unsharded for", "any(made.dtype is unsharded.dtype for", noticed_by="support/shard_changes"),
     Mutant("core/unit", "autograd keeps the unit alive", "weak = ref(unit)", "weak = lambda: unit"),
     Mutant("support/shard_changes", "a move away from the host is not noticed",
@@ -146,7 +146,7 @@ MUTANTS = [
     Mutant("featured_unit", "buffers do not follow", "self.buffers.place(self.device, self.exact)", "self.buffers.place(self.device, False)"),
     Mutant("featured_unit", "integers are rounded", "if low and kept.is_floating_point else", "if low else"),
     Mutant("featured_unit", "what is not sharded is never cast",
-           "whole = whole and dtype is self.padded_shard.dtype", "pass"),
+           "whole = whole and dtype is self.padded_shard.dtype and", "whole = whole and"),
     Mutant("core/unit_state", "a recomputation starts anew", "if self.training is not TrainingState.PRE_BACKWARD:", "if True:"),
     Mutant("core/unit_state", "idle units wait for a backward", "if self.training is not TrainingState.IDLE:", "if True:"),
     Mutant("core/unit_state", "a unit is gathered twice", "        assert self.sharded is ShardedState.SHARDED\n", ""),
@@ -196,9 +196,11 @@ MUTANTS = [
         source = Upload(source)
     # On the device, since a host casts slowly. A unit that is not sharded sends nothing: it copies
     # its shard, and copy_() casts on the way, without memory for a second copy.
-    if unit.precision.param_dtype is not None and unit.shard_group is not None:
+    copies = unit.shard_group is None and unit.mixed is None
+    if unit.precision.param_dtype is not None and not copies:
         source = CastShard(source)
-""", """    if unit.precision.param_dtype is not None and unit.shard_group is not None:
+""", """    copies = unit.shard_group is None and unit.mixed is None
+    if unit.precision.param_dtype is not None and not copies:
         source = CastShard(source)
     if unit.offload_from is not None:
         source = Upload(source)
@@ -525,7 +527,7 @@ MUTANTS = [
     Mutant("core/autograd_hooks", "everything is reached", "return torch._C._will_engine_execute_node(node)", "return True"),
     Mutant("checks/rank_agreement", "ranks do not meet after an exception", "            for group in self._groups:\n", "            for group in ():\n", noticed_by="promises/ranks_agree"),
     Mutant("checks/rank_agreement", "where all have failed, some wait for the others", "not self._all_failed and active", "active"),
-    Mutant("checks/rank_agreement", "modes are not compared", "return 0 if unit is None else 1 +", "return 0 if True else 1 +", noticed_by="promises/ranks_agree"),
+    Mutant("checks/rank_agreement", "modes are not compared", "        if unit is None:\n            return 0\n", "        if True:\n            return 0\n", noticed_by="promises/ranks_agree"),
     Mutant("checks/agreement_groups", "that of all ranks comes first", "key=lambda group: _count(group.process_groups))", "key=lambda group: -_count(group.process_groups))"),
     Mutant("comm/consensus", "a rank compares with itself", "group is not None and group.size() > 1", "group is not None"),
     Mutant("checks/agreement_groups", "only the last rank of several is named", "ranks.setdefault(text, []).append(rank)", "ranks[text] = [rank]"),
@@ -599,7 +601,7 @@ MUTANTS = [
     Mutant("wrapping/attributes", "a mark that was set by hand is refused", 'setter.startswith("torch.distributed.fsdp.")', "name == FSDP_MARK", noticed_by="checks/other_wrappers"),
     Mutant("checks/other_wrappers", "tensors of other classes go unnoticed", "    return (cls.__torch_function__, cls.__torch_dispatch__) != (", "    return () == ("),
     Mutant("checks/other_wrappers", "parameters without a shape go unnoticed", "if isinstance(param, UninitializedParameter):", "if False:"),
-    Mutant("support/divided_param", "as many marks as before", "given[0].new_zeros(sum(unit.layout.blocks))", "given[0].new_zeros(unit.padded_shard.numel())"),
+    Mutant("support/divided_param", "as many marks as before", "given[anew.order[0]].new_zeros(size)", "given[anew.order[0]].new_zeros(unit.padded_shard.numel())"),
     Mutant("support/divided_param", "an assignment to a gradient's data is lost", "            lost.append(_name_of(param))\n", "            pass\n"),
     Mutant("support/divided_param", "no gradient may be assigned", 'if hasattr(grad, "minifsdp_storage") and', "if grad is not None and"),
     Mutant("support/divided_param", "integers have gradients", "DividedParameter(data, requires_grad=False)", "DividedParameter(data)"),
