@@ -24,6 +24,7 @@ from minifsdp.core.flatten import check_flattenable
 from minifsdp.core.shard import Chunks
 from minifsdp.core.unit import Unit, gradient_hook
 from minifsdp.core.unit_state import Purpose, ShardedState
+from minifsdp.mixed_rows import MixedRows, rows_of
 from minifsdp.offload import host_copy
 from minifsdp.rows import Rows, check_divisible
 from minifsdp.support.buffers import Buffers
@@ -80,6 +81,7 @@ class FeaturedUnit(Unit):
         named = {info.name: info.parameter for info in param_infos}
         check_flattenable(named) if mesh is None else check_divisible(named)
         trained = [param.requires_grad for param in named.values()]
+        dtypes = {name: param.dtype for name, param in named.items()}
         named.clear()  # the unit lets them go
         shapes = [info.shape for info in param_infos]
         group = placement.shard_group
@@ -87,10 +89,13 @@ class FeaturedUnit(Unit):
         self.mesh = mesh if param_infos else None
         layout: Chunks | Rows = Chunks(shapes, world_size)
         if self.mesh is not None:
-            layout = Rows(shapes, trained, world_size)
+            layout = rows_of(shapes, trained, world_size, dtypes)
         super().__init__(module, param_infos, layout, *placement)
 
         self.buffers, self.precision, self.offload_from = buffers, precision, offload_from
+        # How the shard is laid, if its parameters differ in dtype. `layout` is then that of the
+        # unsharded flat parameter in use, which is another one if floating-point numbers are cast.
+        self.mixed = layout if isinstance(layout, MixedRows) else None
         self.exact = False  # it is computed in the dtype in which it is kept, whatever `precision`
         self.tag = tag
         self.launches = defaultdict[str, Launches](Launches)  # by name of a group
@@ -204,10 +209,21 @@ class FeaturedUnit(Unit):
         # An integer is no number to round: it may be an index, or a weight in somebody's own code.
         return low if low and kept.is_floating_point else kept
 
+    def dtype_of(self, info: ParamInfo) -> torch.dtype:
+        """The same for one parameter: that of the unit, if they do not differ."""
+        if self.mixed is None:
+            return self.dtype
+        return self._computed(self.mixed).dtypes[self.param_infos.index(info)]
+
+    def _computed(self, kept: MixedRows) -> MixedRows:
+        return kept.computed_in(None if self.exact else self.precision.param_dtype)
+
     def compute_in(self, dtype: torch.dtype) -> None:
         """Use the unsharded flat parameter of a dtype. The unit is sharded."""
         trained = self.sharded_flat_param.requires_grad
-        made = self.unsharded_by_dtype.get(dtype, trained) or self._new_unsharded(dtype, trained)
+        layout = self.layout if self.mixed is None else self._computed(self.mixed)
+        made = self.unsharded_by_dtype.get(dtype, trained, layout)
+        made = made or self._new_unsharded(dtype, trained, layout)
         if made is not self.unsharded:
             self._use(made)
 
@@ -226,22 +242,24 @@ class FeaturedUnit(Unit):
         self._use(unsharded)
 
     def _use(self, unsharded: FeaturedFlatParam) -> None:
-        self.unsharded = unsharded
+        self.unsharded, self.layout = unsharded, unsharded.layout
         self.views = []  # they are of another one
 
     @torch.inference_mode(False)  # what is made here outlives the mode that a forward may run in
-    def _new_unsharded(self, dtype: torch.dtype, trained: bool) -> FeaturedFlatParam:
+    def _new_unsharded(
+        self, dtype: torch.dtype, trained: bool, layout: Chunks | Rows
+    ) -> FeaturedFlatParam:
         whole = self.shard_group is None and self.offload_from is None
-        whole = whole and dtype is self.padded_shard.dtype
+        whole = whole and dtype is self.padded_shard.dtype and self.mixed in (None, layout)
         if whole:  # it is all there
             memory = self.padded_shard.data
         else:
-            memory = torch.empty(self.padded_numel, dtype=dtype, device=self.device)
+            memory = torch.empty(layout.padded_numel, dtype=dtype, device=self.device)
         return self.unsharded_by_dtype.add(
             memory,
             trained,
             needs_unshard=not whole and self.numel > 0,
-            trained_numel=self.layout.trained_numel,
+            layout=layout,
         )
 
     def release(self) -> None:

@@ -135,10 +135,14 @@ class CastShard:
         self.inner.prepare(unit, streams)
 
     def tensor(self, unit: FeaturedUnit, streams: Streams) -> Tensor:
-        """A copy of what ``inner`` sends, of the same shape; or itself, if it has the dtype."""
+        """A copy of what ``inner`` sends, of the same shape; or itself, if it has the dtype. The
+        shape may be another one if parameters differ in dtype (mixed_rows.py)."""
         # Cast before it is sent. Else twice as many bytes would be, and the all-gather would write
         # numbers of one dtype into memory of another one.
-        return self.inner.tensor(unit, streams).to(unit.unsharded.dtype)
+        shard = self.inner.tensor(unit, streams)
+        if unit.mixed is not None:
+            return unit.mixed.cast(shard, unit.unsharded.layout, unit.shard_rank)
+        return shard.to(unit.unsharded.dtype)
 
 
 def prepare_inputs(

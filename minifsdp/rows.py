@@ -22,7 +22,7 @@ are in other places, after each parameter, where they fill the blocks of the las
 
 So a block lies in one piece there, and collectives exchange blocks (comm/blocks.py). Parameters
 that are frozen come last. Then what has a gradient is one piece, too, and no memory and no message
-is spent on gradients of the others.
+is spent on gradients of the others. They may have dtypes of their own (mixed_rows.py).
 
 A parameter that no rank has used must not get a gradient, not even zeros: weight decay or momentum
 would change it. No rank knows that by itself. So a few elements for each rank, the *marks*, follow
@@ -55,8 +55,8 @@ def check_divisible(tensors: Mapping[str, Tensor]) -> None:
         tensors: fully qualified name -> parameter, for all parameters of one unit.
 
     Raises:
-        ValueError: one of them has no dimension, so it has no rows; or they differ in dtype or
-            device. They may differ in ``requires_grad``.
+        ValueError: one of them has no dimension, so it has no rows; or they differ in device. They
+            may differ in ``requires_grad``, and in dtype as far as mixed_rows.py takes them.
     """
     for name, tensor in tensors.items():
         if tensor.dim() == 0:
@@ -67,7 +67,11 @@ def check_divisible(tensors: Mapping[str, Tensor]) -> None:
                 f"of FullyShardedDataParallel (its gradient is not reduced then); or cut units in "
                 f"chunks, with FullyShardedDataParallel(..., use_orig_params=False)."
             )
-    check_flattenable({name: tensor.detach() for name, tensor in tensors.items()})
+    same = {name: tensor.detach() for name, tensor in tensors.items()}
+    for name, tensor in same.items():
+        if tensor.is_contiguous():  # or torch would refuse it before we do
+            same[name] = tensor.view(torch.uint8)
+    check_flattenable(same)
 
 
 def local_shape(shape: torch.Size, rank: int, world_size: int) -> torch.Size:
@@ -133,7 +137,7 @@ class Rows:
             A new tensor ``[padded_numel]`` of their dtype and on their device, which needs no
             gradient. The padding is zero.
         """
-        flat = tensors[0].new_zeros(self.padded_numel, requires_grad=False)
+        flat = tensors[self.order[0]].new_zeros(self.padded_numel, requires_grad=False)
         for view, tensor in zip(self.unflatten(flat), tensors, strict=True):
             view.copy_(tensor.detach())
         return flat

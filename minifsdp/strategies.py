@@ -46,7 +46,7 @@ from collections.abc import Sequence
 import torch
 
 from minifsdp.comm.collectives import direct
-from minifsdp.comm.unit_messages import DirectMessages, InBlocks, Watched
+from minifsdp.comm.unit_messages import DirectMessages, InBlocks, InBytes, Watched
 from minifsdp.core.collectives import Comm, TorchCollectives
 from minifsdp.core.reduce import AllReduce, ReduceScatter, Stage
 from minifsdp.core.streams import Streams
@@ -54,6 +54,7 @@ from minifsdp.core.unshard import OwnShard, Source
 from minifsdp.core.views import SplitViews, ViewMaker
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.halves import FirstHalf, SecondHalf
+from minifsdp.mixed_rows import MixedRows
 from minifsdp.offload import Download, Upload
 from minifsdp.precision import Cast, CastShard
 from minifsdp.rows import Rows
@@ -73,16 +74,17 @@ def set_strategies(unit: FeaturedUnit) -> None:
 def source_of(unit: FeaturedUnit) -> Source:
     """What a unit sends of its shard, from the inside outwards.
 
-    Nothing that this depends on changes later: a model that is moved or cast has its shards
-    elsewhere, which the sources look up; and with ``full_precision_in_eval`` the cast has nothing
-    to do in an evaluation.
+    Of what this depends on only the layout changes later, see shard_changes.py: a model that is
+    moved or cast has its shards elsewhere, which the sources look up; and with
+    ``full_precision_in_eval`` the cast has nothing to do in an evaluation.
     """
     source: Source = OwnShard(unit.shard_group)
     if unit.offload_from is not None:
         source = Upload(source)
     # On the device, since a host casts slowly. A unit that is not sharded sends nothing: it copies
     # its shard, and copy_() casts on the way, without memory for a second copy.
-    if unit.precision.param_dtype is not None and unit.shard_group is not None:
+    copies = unit.shard_group is None and unit.mixed is None
+    if unit.precision.param_dtype is not None and not copies:
         source = CastShard(source)
     return source
 
@@ -99,8 +101,13 @@ def choose_strategies(units: Sequence[FeaturedUnit], streams: Streams) -> None:
         unit.stages = with_choices(unit, stages_of(unit, streams))
 
 
-def comm_of(unit: FeaturedUnit, device: torch.device) -> Comm | DirectMessages:
+def comm_of(unit: FeaturedUnit, device: torch.device) -> Comm | DirectMessages | InBytes:
     """How what a unit sends and receives travels."""
+    comm = _in_elements(unit, device)
+    return InBytes(comm) if isinstance(unit.layout, MixedRows) else comm
+
+
+def _in_elements(unit: FeaturedUnit, device: torch.device) -> Comm | DirectMessages:
     if _direct(unit, device):
         return DirectMessages()
     comm: Comm = TorchCollectives()

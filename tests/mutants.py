@@ -36,6 +36,15 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = [
+    Mutant("mixed_rows", "integers are rounded", "low if dtype.is_floating_point else dtype for", "low for"),
+    Mutant("mixed_rows", "what is frozen is never cast", "            return shard\n        cast =", "            pass\n        return shard\n        cast ="),
+    Mutant("mixed_rows", "bytes begin anywhere", "[-sum(before) % _ALIGNED,", "[1,"),
+    Mutant("mixed_rows", "small numbers come first", "-dtypes[number].itemsize", "dtypes[number].itemsize"),
+    Mutant("mixed_rows", "trained parameters may differ", "if len(by_dtype) > 1:", "if False:"),
+    Mutant("mixed_rows", "views refer to others", "numbers.view(*shape[:-1], -1).view(dtype)", "numbers.view(dtype).view(shape)"),
+    Mutant("comm/unit_messages", "what has several dtypes is sent as elements", "        full, shard = full.view(torch.uint8), shard.view(torch.uint8)\n", "", noticed_by="mixed_rows"),
+    Mutant("support/saved_tensors", "what has another dtype is saved itself", "tensor.dtype not in chain[-1].unsharded.dtypes", "tensor.dtype is not chain[-1].unsharded.dtype", noticed_by="mixed_rows"),
+    Mutant("between_steps/unit_params", "0 and -0 are the same bytes", "torch.equal(own.view(torch.uint8), unit.padded_shard.view(torch.uint8))", "torch.equal(own, unit.padded_shard)", noticed_by="mixed_rows"),
     Mutant("core/storage", "what was freed stays", "        self.storage.resize_(0)\n", "        pass\n"),
     Mutant("core/storage", "memory for half of it", "self.storage.resize_(self.nbytes)", "self.storage.resize_(self.nbytes // 2)"),
     Mutant("core/storage", "numbers are counted, and not bytes", "self.data.numel() * self.data.itemsize", "self.data.numel()"),
@@ -128,7 +137,7 @@ MUTANTS = [
            "shard.data_ptr() != given.data_ptr()", "False"),
     Mutant("featured_unit", "the originals stay alive", "        self.buffers, self.precision, self.offload_from = buffers, precision, offload_from\n", "        self.buffers, self.precision, self.offload_from = buffers, precision, offload_from\n        self.params = [info.parameter for info in param_infos]\n"),
     Mutant("support/unsharded_storage", "freezing is not noticed", "made.flat_param.requires_grad != requires_grad", "False"),
-    Mutant("support/unsharded_storage", "a full for the last dtype only", "        self._made[leaf.dtype] = made\n", "        self._made = {leaf.dtype: made}\n"),
+    Mutant("support/unsharded_storage", "a full for the last dtype only", "        self._made[leaf.dtype, layout] = made\n", "        self._made = {(leaf.dtype, layout): made}\n"),
     Mutant("support/unsharded_storage", "any full of that dtype will do", "any(made is unsharded for", "any(made.dtype is unsharded.dtype for", noticed_by="support/shard_changes"),
     Mutant("core/unit", "autograd keeps the unit alive", "weak = ref(unit)", "weak = lambda: unit"),
     Mutant("support/shard_changes", "a move away from the host is not noticed",
@@ -137,7 +146,7 @@ MUTANTS = [
     Mutant("featured_unit", "buffers do not follow", "self.buffers.place(self.device, self.exact)", "self.buffers.place(self.device, False)"),
     Mutant("featured_unit", "integers are rounded", "if low and kept.is_floating_point else", "if low else"),
     Mutant("featured_unit", "what is not sharded is never cast",
-           "whole = whole and dtype is self.padded_shard.dtype", "pass"),
+           "whole = whole and dtype is self.padded_shard.dtype and", "whole = whole and"),
     Mutant("core/unit_state", "a recomputation starts anew", "if self.training is not TrainingState.PRE_BACKWARD:", "if True:"),
     Mutant("core/unit_state", "idle units wait for a backward", "if self.training is not TrainingState.IDLE:", "if True:"),
     Mutant("core/unit_state", "a unit is gathered twice", "        assert self.sharded is ShardedState.SHARDED\n", ""),
@@ -181,15 +190,17 @@ MUTANTS = [
            "    unit.state.start_unshard()", "    unit.state.start_unshard()\n    unit.state.finish_unshard()"),
     Mutant("strategies", "shards stay on the host", "    if unit.offload_from is not None:\n", "    if False:\n"),
     Mutant("strategies", "shards are sent in full precision", "    if unit.precision.param_dtype is not None and", "    if unit.precision.buffer_dtype is not None and"),
-    Mutant("strategies", "a second copy of what is not sharded", " and unit.shard_group is not None:", ":"),
+    Mutant("strategies", "a second copy of what is not sharded", " and not copies:", ":"),
     Mutant("strategies", "every unit casts", "unit.precision.param_dtype is not None and ", ""),
     Mutant("strategies", "cast by the host", """    if unit.offload_from is not None:
         source = Upload(source)
     # On the device, since a host casts slowly. A unit that is not sharded sends nothing: it copies
     # its shard, and copy_() casts on the way, without memory for a second copy.
-    if unit.precision.param_dtype is not None and unit.shard_group is not None:
+    copies = unit.shard_group is None and unit.mixed is None
+    if unit.precision.param_dtype is not None and not copies:
         source = CastShard(source)
-""", """    if unit.precision.param_dtype is not None and unit.shard_group is not None:
+""", """    copies = unit.shard_group is None and unit.mixed is None
+    if unit.precision.param_dtype is not None and not copies:
         source = CastShard(source)
     if unit.offload_from is not None:
         source = Upload(source)
@@ -243,7 +254,7 @@ MUTANTS = [
     Mutant("offload", "the shard stays where it was", "_host_memory(tensor, device).copy_(tensor)", "tensor"),
     Mutant("precision", "gradients are not cast", "return value.to(self._dtype), lambda", "return value, lambda"),
     Mutant("precision", "a cast takes a unit's time", 'on_host = "reduce", False, False', 'on_host = "reduce", True, False', noticed_by="core/gradients"),
-    Mutant("precision", "shards are not cast", "return self.inner.tensor(unit, streams).to(unit.unsharded.dtype)", "return self.inner.tensor(unit, streams)"),
+    Mutant("precision", "shards are not cast", "return shard.to(unit.unsharded.dtype)", "return shard"),
     Mutant("precision", "shards are cast in an evaluation, too", ".to(unit.unsharded.dtype)", ".to(unit.precision.param_dtype)", noticed_by="strategies"),
     Mutant("precision", "what is cast is not prepared", "        self.inner.prepare(unit, streams)\n", "", noticed_by="strategies"),
     Mutant("precision", "integers are cast, too", "both = tensor.is_floating_point() and", "both = True and"),
@@ -533,7 +544,7 @@ MUTANTS = [
     Mutant("core/autograd_hooks", "everything is reached", "return torch._C._will_engine_execute_node(node)", "return True"),
     Mutant("checks/rank_agreement", "ranks do not meet after an exception", "            for group in self._groups:\n", "            for group in ():\n", noticed_by="promises/ranks_agree"),
     Mutant("checks/rank_agreement", "where all have failed, some wait for the others", "not self._all_failed and active", "active"),
-    Mutant("checks/rank_agreement", "modes are not compared", "return 0 if unit is None else 1 +", "return 0 if True else 1 +", noticed_by="promises/ranks_agree"),
+    Mutant("checks/rank_agreement", "modes are not compared", "        if unit is None:\n            return 0\n", "        if True:\n            return 0\n", noticed_by="promises/ranks_agree"),
     Mutant("checks/agreement_groups", "that of all ranks comes first", "key=lambda group: _count(group.process_groups))", "key=lambda group: -_count(group.process_groups))"),
     Mutant("comm/consensus", "a rank compares with itself", "group is not None and group.size() > 1", "group is not None"),
     Mutant("checks/agreement_groups", "only the last rank of several is named", "ranks.setdefault(text, []).append(rank)", "ranks[text] = [rank]"),
@@ -607,7 +618,7 @@ MUTANTS = [
     Mutant("wrapping/attributes", "a mark that was set by hand is refused", 'setter.startswith("torch.distributed.fsdp.")', "name == FSDP_MARK", noticed_by="checks/other_wrappers"),
     Mutant("checks/other_wrappers", "tensors of other classes go unnoticed", "    return cls is not DTensor and (cls.__torch_function__, cls.__torch_dispatch__) != (", "    return () == ("),
     Mutant("checks/other_wrappers", "parameters without a shape go unnoticed", "if isinstance(param, UninitializedParameter):", "if False:"),
-    Mutant("support/divided_param", "as many marks as before", "given[0].new_zeros(sum(unit.layout.blocks))", "given[0].new_zeros(unit.padded_shard.numel())"),
+    Mutant("support/divided_param", "as many marks as before", "given[anew.order[0]].new_zeros(size)", "given[anew.order[0]].new_zeros(unit.padded_shard.numel())"),
     Mutant("support/divided_param", "an assignment to a gradient's data is lost", "            lost.append(_name_of(param))\n", "            pass\n"),
     Mutant("support/divided_param", "no gradient may be assigned", 'if hasattr(grad, "minifsdp_storage") and', "if grad is not None and"),
     Mutant("support/divided_param", "integers have gradients", "DividedParameter(data, requires_grad=False)", "DividedParameter(data)"),
@@ -910,7 +921,7 @@ MUTANTS = [
     Mutant("wrapping/settings", "any precision will do", "if not isinstance(found, expected):", "if False:"),
     Mutant("wrapping/settings", "the environment is not asked", 'if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":', "if False:"),
     Mutant("between_steps/explain", "the shard's dtype is shown", "computed_in = low or kept", "computed_in = kept"),
-    Mutant("between_steps/explain", "padding is not counted", "unit.padded_numel * computed_in.itemsize", "unit.numel * computed_in.itemsize"),
+    Mutant("between_steps/explain", "padding is not counted", "layout.padded_numel * computed_in.itemsize", "unit.numel * computed_in.itemsize"),
     Mutant("between_steps/explain", "no unit is too large", "MOST = 0.5", "MOST = 1.0"),
     Mutant("between_steps/explain", "what is not sharded stays after forward", "if unit.shard_world_size > 1 and not", "if not"),
     Mutant("core/limiter", "True is one unit", "EventQueue(2 if limit is True else limit)", "EventQueue(limit)", noticed_by="wrapping/root_settings"),
@@ -1537,7 +1548,7 @@ MUTANTS = [
     Mutant("rows", "tensors come in the order in which they are laid", "zip(self.order, laid, strict=False)", "enumerate(laid)"),
     Mutant("rows", "no padding between parameters", "padded_shard_numel(shape[0], world_size) * shape[1:].numel()", "-(-shape.numel() // world_size)"),
     Mutant("rows", "padding counts as rows", "(unpadded_shard_numel(shape[0], rank, world_size), *shape[1:])", "(padded_shard_numel(shape[0], world_size), *shape[1:])"),
-    Mutant("rows", "padding is not cleared", "tensors[0].new_zeros(self.padded_numel", "tensors[0].new_ones(self.padded_numel"),
+    Mutant("rows", "padding is not cleared", "tensors[self.order[0]].new_zeros(self.padded_numel", "tensors[self.order[0]].new_ones(self.padded_numel"),
     Mutant("chunks/param_attributes", "what transformers sets is told of", '"_is_hf_initialized", ', ""),
     Mutant("chunks/param_attributes", "what one has all have", "return all(_equal(info", "return any(_equal(info"),
     Mutant("chunks/param_attributes", "nobody is told", "    if not lost:\n", "    if True:\n"),

@@ -22,7 +22,7 @@ MOST = 0.5
 
 def explain(model: nn.Module) -> None:
     """Print a line for each unit: how many parameters it has, the bytes of this rank's shard, those
-    that are allocated while it is gathered, the dtype to compute in, whether it is cut in chunks
+    that are allocated while it is gathered, the dtypes to compute in, whether it is cut in chunks
     (shard.py) or in rows (rows.py), and the ranks that share it. A last line counts the parameters
     that are in no unit because they are ignored (wrapping/ignored.py). Of units that are gathered
     now it says why they stay (unit_state.py). No rank waits for another.
@@ -68,7 +68,9 @@ def _row(unit: FeaturedUnit) -> tuple[str, ...]:
     kept = unit.padded_shard.dtype
     low = unit.precision.param_dtype if kept.is_floating_point else None
     computed_in = low or kept
-    gathered = unit.padded_numel * computed_in.itemsize
+    layout = unit.layout if unit.mixed is None else unit.mixed.computed_in(low)
+    gathered = layout.padded_numel * computed_in.itemsize
+    dtypes = dict.fromkeys((computed_in, *getattr(layout, "dtypes", ())))
     sharers = f"{unit.shard_world_size} rank{'s' * (unit.shard_world_size > 1)}"
     if unit.replicate_group is not None:
         sharers += f", {unit.replicate_group.size()} replicas"
@@ -79,7 +81,8 @@ def _row(unit: FeaturedUnit) -> tuple[str, ...]:
     return (
         unit.name or "<root>", f"{unit.numel:,}", _bytes(unit.padded_shard.nbytes),
         _bytes(gathered) if unit.shard_world_size > 1 or low or unit.offload_from else "as it is",
-        str(computed_in).removeprefix("torch."), "rows" if unit.mesh is not None else "chunks",
+        ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes),
+        "rows" if unit.mesh is not None else "chunks",
         sharers,
     )  # fmt: skip
 

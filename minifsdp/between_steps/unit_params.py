@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minifsdp.comm.blocks import Blocks, of_rank
+from minifsdp.comm.blocks import of_rank
 from minifsdp.core.views import FLAT_PARAM, hide_views
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.dtensors import distributed
@@ -94,20 +94,18 @@ class SummonedParams:
                     zero = grad.new_zeros(())
                     _copy_if_replaced(zero if param.grad is None else param.grad, grad)
         # With offload of either kind they are on two devices, and CUDA compares nothing across.
-        own = self._own_blocks(self.flat, unit.layout.blocks).to(unit.padded_shard.device)
+        own = unit.layout.shard(self.flat, unit.shard_rank).to(unit.padded_shard.device)
         # Without this check the shard's version would change even if its values do not, and a
         # backward that is still to come would be refused.
-        if not torch.equal(own, unit.padded_shard):
+        # (As bytes: as numbers of one dtype what has another one may be NaN, or -0 in place of 0.)
+        if not torch.equal(own.view(torch.uint8), unit.padded_shard.view(torch.uint8)):
             unit.padded_shard.copy_(own)
         shard = unit.sharded_flat_param
         if self.grad is not None and shard.grad is not None:
-            own = self._own_blocks(self.grad, unit.layout.trained_blocks)
+            blocks, ranks = unit.layout.trained_blocks, unit.shard_world_size
+            own = of_rank(self.grad, blocks, ranks, unit.shard_rank)
             shard.grad.copy_(own[: shard.numel()])
         return changed
-
-    def _own_blocks(self, flat: Tensor, blocks: Blocks | None) -> Tensor:
-        """This rank's part of what all ranks have."""
-        return of_rank(flat, blocks, self.unit.shard_world_size, self.unit.shard_rank)
 
     def _views(self) -> list[Tensor]:
         return self.unit.layout.unflatten(self.flat)

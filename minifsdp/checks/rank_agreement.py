@@ -330,7 +330,10 @@ class RankAgreement(Layer):
     def _mode(self) -> int:
         """0: the mode does not matter; 1: train(); 2: eval(), in full precision."""
         unit = self._by_mode
-        return 0 if unit is None else 1 + (unit.unsharded.dtype is unit.padded_shard.dtype)
+        if unit is None:
+            return 0
+        kept = unit.unsharded.dtype is unit.padded_shard.dtype
+        return 1 + (kept and unit.mixed in (None, unit.layout))
 
     def _gather(
         self, group: AgreementGroup, kind: Kind, about: str, mine: list[int]

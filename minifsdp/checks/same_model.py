@@ -108,6 +108,8 @@ def _describe(unit: FeaturedUnit, with_values: bool) -> UnitReport:
     copies = unit.replicate_group.size() if unit.replicate_group is not None else 1
     precision, dtype = unit.precision, unit.padded_shard.dtype
     dtypes = f"{dtype}, computed with as {precision.param_dtype or dtype}"
+    if unit.mixed is not None:
+        dtypes += f", {unit.mixed.dtypes}"
     trained = "trained" if unit.sharded_flat_param.requires_grad else "frozen"
     when = "freed" if unit.reshard_after_forward else "kept"
     if unit.post_forward_lines is not None:

@@ -5,9 +5,12 @@
     on a CPU                       DirectMessages
     elsewhere                      TorchCollectives --Watched-->
     elsewhere, divided in rows     TorchCollectives --Watched--> --InBlocks-->
+    parameters of several dtypes   any of these --InBytes-->
 
 Messages of a unit have its number in their tags, and its label in what errors say.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,3 +116,24 @@ class InBlocks:
         """See :class:`~minifsdp.core.collectives.Comm`."""
         sent = together(flat, unit.layout.trained_blocks, unit.shard_world_size)
         return self.inner.reduce_scatter(unit, sent, scale)
+
+
+class InBytes:
+    """Collectives of units whose parameters differ in dtype (mixed_rows.py): what is gathered is
+    bytes, and so are the numbers in ``unit.layout.blocks``.
+
+    Args:
+        inner: how these travel. It does all the rest: gradients are numbers as ever.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def all_gather(self, unit: FeaturedUnit, full: Tensor, shard: Tensor, group: Group) -> Finish:
+        """See :class:`~minifsdp.core.collectives.Comm`."""
+        full, shard = full.view(torch.uint8), shard.view(torch.uint8)
+        finish: Finish = self.inner.all_gather(unit, full, shard, group)
+        return finish

@@ -44,10 +44,10 @@ def check_flattenable(tensors: Mapping[str, Tensor]) -> None:
                 f"the same; a convolution takes its format from them, too."
             )
     advice = {
-        "dtype": "Convert them to one dtype, or wrap those of one dtype in a unit of their own.",
+        "dtype": "Convert them to one dtype, wrap those of one dtype in their own unit, or cut "
+        "units in rows (use_orig_params=True), where frozen ones may have any.",
         "device": "Move the module to one device before wrapping it.",
-        "requires_grad": "Freeze or train all of them, wrap the frozen ones in their own unit, or "
-        "cut units in rows (use_orig_params=True), which may be frozen in part.",
+        "requires_grad": "Wrap the frozen ones apart, or cut units in rows (use_orig_params=True).",
     }
     for attribute, remedy in advice.items():
         by_value: dict[object, list[str]] = {}

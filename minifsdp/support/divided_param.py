@@ -24,8 +24,8 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from minifsdp.chunks.flat_parameter import FlatParameter
+from minifsdp.mixed_rows import MixedRows, rows_of
 from minifsdp.offload import host_copy
-from minifsdp.rows import Rows
 from minifsdp.support.dtensors import dtensor, like, standalone
 from minifsdp.support.tensor_parallel import on_both_meshes
 
@@ -284,7 +284,7 @@ def divide_again(unit: Any) -> None:
     """Take over such a change. The unit is sharded.
 
     Raises:
-        ValueError: a DTensor has data of another shape.
+        ValueError: a DTensor has data of another shape, or those that are trained differ in dtype.
         RuntimeError: one was frozen or thawed while gradients of no_sync wait to be reduced, which
             are laid as the unit was.
     """
@@ -302,9 +302,12 @@ def divide_again(unit: Any) -> None:
                 f"parameter {info.name!r} of unit {unit.label} was given data of which this rank "
                 f"has {list(tensor.shape)}; it has to have {list(before.shape)}."
             )
+    dtypes = {info.name: local.dtype for info, local in zip(unit.param_infos, given, strict=True)}
+    anew = rows_of(layout.param_shapes, unit.trained, layout.world_size, dtypes)
     flat.hide_grad()  # laid as the unit was until now
-    unit.layout = Rows(layout.param_shapes, unit.trained, layout.world_size)
-    padded = given[0].new_zeros(sum(unit.layout.blocks))  # there may be more marks, or fewer
+    unit.layout, unit.mixed = anew, anew if isinstance(anew, MixedRows) else None
+    size = anew.padded_numel // anew.world_size  # there may be more marks, or fewer
+    padded = given[anew.order[0]].new_zeros(size)
     for place, tensor in zip(
         unit.layout.local_tensors(padded, unit.shard_rank), given, strict=True
     ):

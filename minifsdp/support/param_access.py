@@ -69,7 +69,7 @@ class Placeholder(Tensor):
         self: Placeholder = Tensor._make_wrapper_subclass(
             cls,
             info.spec.shape if info.spec else info.shape,
-            dtype=unit.dtype,
+            dtype=unit.dtype_of(info),
             device=unit.device,
             storage_size=0,
         )
@@ -80,7 +80,8 @@ class Placeholder(Tensor):
 
     @property
     def dtype(self) -> Any:  # type: ignore[override]
-        return self._living_unit().dtype  # of the computation: inputs may be cast to it
+        # Of the computation: inputs may be cast to it.
+        return self._living_unit().dtype_of(self._info)
 
     @property
     def device(self) -> Any:  # type: ignore[override]

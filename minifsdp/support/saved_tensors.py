@@ -49,6 +49,7 @@ class PackedParameter(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     offset: Any  # in the unsharded flat parameter, in elements
+    dtype: torch.dtype
     outer: object  # what the hooks around ours have packed for a tensor that looks like it
     mark: object  # while there is a reference to it, autograd has something saved of the unit
     spec: DTensorSpec | None  # of a DTensor, whose part on this rank the rest is about
@@ -144,9 +145,10 @@ class _Pack:
         if type(tensor) is DTensor:
             local, spec = tensor._local_tensor, tensor._spec
         chain = self.saved.chain_of(local)
-        # A PackedParameter has no other dtype (of `weight.view(dtype)`) and no conjugate flag. Such
-        # a tensor is saved itself, which keeps its memory alive (see UnshardedFlatParam.release).
-        if chain is None or tensor.dtype is not chain[-1].unsharded.dtype or tensor.is_conj():
+        # A PackedParameter has the dtype of a parameter (of `weight.view(dtype)` it may be another)
+        # and no conjugate flag. What has not is saved itself, which keeps its memory alive (see
+        # UnshardedFlatParam.release).
+        if chain is None or tensor.dtype not in chain[-1].unsharded.dtypes or tensor.is_conj():
             if self.outer is not None:
                 return self.outer[0](tensor)
             return _detached(tensor), tensor._version
@@ -154,7 +156,7 @@ class _Pack:
         if self.outer is not None:
             outer = _lookalike(local)
             outer = self.outer[0](outer if spec is None else distributed(outer, spec))
-        place = (local.shape, local.stride(), local.storage_offset())
+        place = (local.shape, local.stride(), local.storage_offset(), local.dtype)
         mark = chain[-1].unsharded.saved[0]
         return PackedParameter(self.saved, chain, *place, outer, mark, spec)
 
@@ -186,6 +188,8 @@ class _Hooks(saved_tensors_hooks):
                 # UnshardedFlatParam.release), but would count as a change of this tensor if they
                 # shared a version counter.
                 memory = memory.data
+            if saved.dtype is not memory.dtype:
+                memory = memory.view(saved.dtype)  # one of mixed_rows.py
             view = _view(memory, saved.shape, saved.stride, saved.offset)
             return view if saved.spec is None else distributed(view, saved.spec)
         if self.outer is not None:

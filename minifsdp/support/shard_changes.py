@@ -30,7 +30,7 @@ from minifsdp.core.views import FLAT_PARAM
 from minifsdp.featured_engine import FeaturedEngine
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.offload import HOST, has_memory, host_copy
-from minifsdp.strategies import choose_strategies
+from minifsdp.strategies import choose_strategies, source_of
 from minifsdp.support.divided_param import (
     check_assigned,
     divide_again,
@@ -58,7 +58,11 @@ class ShardChanges(Layer):
             self._device = device
             self.follow_to(device)
         for unit in units:
+            mixed = unit.mixed
             follow_changes(unit)
+            if unit.mixed is not mixed:  # its parameters were cast, and what it sends is laid anew
+                unit.source = unit.own_source = source_of(unit)
+                choose_strategies([unit], self._engine.streams)
 
     def follow_to(self, device: torch.device) -> None:
         """The units are on this device now: take its streams, and the strategies that suit it."""

@@ -8,6 +8,7 @@ has one for each dtype that it is computed in: mixed precision may be for traini
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,15 +27,18 @@ class FeaturedFlatParam(UnshardedFlatParam):
     Attributes:
         frozen: the rest of the memory, if the unit is frozen in part (rows.py): then ``flat_param``
             is the part that is not.
+        layout: where the parameters are in it (core/shard.py, rows.py); None until it is used.
         saved: one object, a new one for each graph. All that autograd has saved of the parameters
             in the last graph refers to it (saved_tensors.py), so the references to it tell whether
             there is still something.
     """
 
     frozen: Tensor | None = None
+    layout: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.dtypes = {self.dtype, *getattr(self.layout, "dtypes", ())}  # of the views
         self.saved = [object()]
 
     @property
@@ -101,13 +105,15 @@ class UnshardedFlatParams:
 
     def __init__(self, on_gradient: Callable[..., None]) -> None:
         self._on_gradient = on_gradient
-        self._made: dict[torch.dtype, FeaturedFlatParam] = {}
+        self._made: dict[tuple[torch.dtype, object], FeaturedFlatParam] = {}
         self.grad_accumulators: list[Node] = []
 
-    def get(self, dtype: torch.dtype, requires_grad: bool) -> FeaturedFlatParam | None:
-        """The one of this dtype; None if there is none, or if ``requires_grad`` was changed since:
-        a leaf that a graph was recorded with cannot change that."""
-        made = self._made.get(dtype)
+    def get(
+        self, dtype: torch.dtype, requires_grad: bool, layout: object
+    ) -> FeaturedFlatParam | None:
+        """The one of this dtype that is laid so; None if there is none, or if ``requires_grad`` was
+        changed since: a leaf that a graph was recorded with cannot change that."""
+        made = self._made.get((dtype, layout))
         return None if made is None or made.flat_param.requires_grad != requires_grad else made
 
     def __contains__(self, unsharded: FeaturedFlatParam) -> bool:
@@ -120,22 +126,22 @@ class UnshardedFlatParams:
         self.grad_accumulators = []
 
     def add(
-        self, data: Tensor, requires_grad: bool, needs_unshard: bool, trained_numel: int
+        self, data: Tensor, requires_grad: bool, needs_unshard: bool, layout: Any
     ) -> FeaturedFlatParam:
         """Make one and keep it. Inference mode has to be off: autograd refuses such tensors later.
 
         Args:
             data: ``[padded_numel]``, a new tensor or the shard itself, in the dtype to compute in.
-            trained_numel: how many of its elements, from the first on, can have a gradient.
+            layout: where the parameters are in it.
         """
         # ``.data`` makes a tensor of its own. As views they would hold one more reference to the
         # memory, and release() would take it for somebody else's.
-        leaf, rest = data[:trained_numel].data, data[trained_numel:].data
+        leaf, rest = data[: layout.trained_numel].data, data[layout.trained_numel :].data
         leaf.requires_grad_(requires_grad)
         frozen = rest if len(rest) else None
         node = when_complete(leaf, self._on_gradient) if requires_grad else None
-        made = FeaturedFlatParam(leaf, data.data, needs_unshard, node, frozen)
-        self._made[leaf.dtype] = made
+        made = FeaturedFlatParam(leaf, data.data, needs_unshard, node, frozen, layout)
+        self._made[leaf.dtype, layout] = made
         nodes = (made.grad_accumulator for made in self._made.values())
         self.grad_accumulators = [node for node in nodes if node is not None]
         if needs_unshard:

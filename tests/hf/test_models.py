@@ -182,6 +182,37 @@ def test_lora(name, way):
         assert torch.equal(value, state[key]), key
 
 
+def low_with_adapters(name: str, config: Callable[[], peft.PeftConfig]) -> nn.Module:
+    """As peft makes it: the model is low, and the adapters are full."""
+    model = make(name).to(torch.bfloat16)
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model = with_blocks(peft.get_peft_model(model, config()))
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16, torch.float32}
+    return model
+
+
+ADAPTERS = {
+    "LoRA": lambda: peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+    ),
+    "DoRA": lambda: peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, use_dora=True
+    ),
+    "prompt tuning": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+
+
+@pytest.mark.parametrize("way", ["rows", "fully_shard"])
+@pytest.mark.parametrize("kind", ADAPTERS)
+@on_ranks(2)
+def test_adapters_may_have_another_dtype_than_the_model(kind, way):
+    """peft's default for a model in bfloat16, without any cast by the program."""
+    model, plain = (low_with_adapters("llama", ADAPTERS[kind]) for _ in range(2))
+    compare(WAYS[way](model), plain, "llama")
+
+
 @contextmanager
 def counted_bytes() -> Iterator[Counter[str]]:
     """Bytes of the whole tensors that are gathered and that are reduced in the block."""

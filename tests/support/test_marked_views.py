@@ -20,9 +20,7 @@ def in_rows(trained=(True, True, True)):
     layout = Rows(SHAPES, trained, 2)
     params = [(torch.arange(shape.numel()) + 1.0).view(shape) for shape in SHAPES]
     flat = layout.flatten(params)
-    unsharded = UnshardedFlatParams(lambda *_: None).add(
-        flat, any(trained), False, layout.trained_numel
-    )
+    unsharded = UnshardedFlatParams(lambda *_: None).add(flat, any(trained), False, layout)
     return SimpleNamespace(
         layout=layout, unsharded=unsharded, device=flat.device, has_unused=False, label="'a'"
     )
