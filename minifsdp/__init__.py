@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; _HOMES says the same t
     from minifsdp.api import CPUOffload, MixedPrecision
     from minifsdp.between_steps.checkpoint_state import state_to_load, state_to_save
     from minifsdp.between_steps.explain import explain
+    from minifsdp.between_steps.local_params import local_params
     from minifsdp.chunks.as_dtensors import as_dtensors
     from minifsdp.chunks.flat_parameter import FlatParameter
     from minifsdp.chunks.grad_scaler import ShardedGradScaler
@@ -92,6 +93,7 @@ __all__ = [
     "explain",
     "fully_shard",
     "lambda_auto_wrap_policy",
+    "local_params",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "size_based_auto_wrap_policy",
@@ -109,6 +111,7 @@ _HOMES = (
     "minifsdp.chunks.as_dtensors",
     "minifsdp.between_steps.checkpoint_state",
     "minifsdp.between_steps.explain",
+    "minifsdp.between_steps.local_params",
     "minifsdp.chunks.grad_scaler",
     "minifsdp.fsdp_module",
     "minifsdp.fully_sharded",

@@ -88,7 +88,7 @@ class RankFailure(AssertionError):  # noqa: N818
 
 
 def on_ranks(
-    world_size: int, timeout: float = TIMEOUT, pretended_gpu: bool = False
+    world_size: int, *, timeout: float = TIMEOUT, pretended_gpu: bool = False
 ) -> Callable[[Callable], Callable]:
     """Run the decorated function of a test module on every rank of a world."""
 

@@ -14,6 +14,7 @@ checksums.py          whether it is what was saved
 checkpoint_calls.py   what torch.distributed.checkpoint does with a state dict
 state_dict_calls.py   calls of state_dict() that an exception has ended
 clip_grad.py          clip by the norm of all gradients
+local_params.py       element-wise optimizers that compute with local tensors
 explain.py            the units of a model, in a table
 comm_hooks.py         other ways to average gradients over ranks
 """

@@ -114,11 +114,11 @@ def divided_parameter(unit: Any, trained: list[bool]) -> DividedParameter:
     params: list[Any] = []
     local = unit.layout.local_tensors(unit.padded_shard, unit.shard_rank)
     for info, tensor, requires_grad in zip(unit.param_infos, local, trained, strict=True):
-        # Without standalone() deepcopy would look for memory in it, where it has an offset.
-        made = standalone(dtensor(unit, unit.mesh, info.shape, tensor))
+        made = dtensor(unit, unit.mesh, info.shape, tensor)
         if info.spec is not None:
             made = on_both_meshes(made, info.spec)
-        params.append(nn.Parameter(made, requires_grad))
+        # Without standalone() deepcopy would look for memory in it, where it has an offset.
+        params.append(nn.Parameter(standalone(made), requires_grad))
     _watch_steps()
     return _flat_behind(unit, params)
 
