@@ -1507,7 +1507,7 @@ MUTANTS = [
     Mutant("checks/first_step", "what a program writes to _parameters is overlooked", "                check_unreplaced(unit)\n", "                pass\n"),
     Mutant("checks/same_model", "the others hear of no problem", 'Agreed(problem and f"rank {dist.get_rank()}: {problem}", forward', "Agreed(None, forward", noticed_by="checks/first_step"),
     Mutant("support/divided_param", "what was there before meta keeps its memory", "    given = [param._local_tensor.detach() for", "    given = unit.kept = [param._local_tensor.detach() for", noticed_by="checks/first_step"),
-    Mutant("support/divided_param", "deepcopy looks for memory where there is none", "made = standalone(dtensor(unit, unit.mesh, info.shape, tensor))", "made = dtensor(unit, unit.mesh, info.shape, tensor)", noticed_by="promises/averages"),
+    Mutant("support/divided_param", "deepcopy looks for memory where there is none", "nn.Parameter(standalone(made), requires_grad)", "nn.Parameter(made, requires_grad)", noticed_by="promises/averages"),
     Mutant("support/divided_param", "a copy of a parameter is the unit's", "(self, memo: object) -> None:\n        return None\n", "(self, memo: object) -> Any:\n        return self\n", noticed_by="promises/averages"),
     Mutant("wrapping/attributes", "nobody says how to have averages", "one's. \" + AVERAGES", "one's. \"", noticed_by="promises/averages"),
     Mutant("fsdp_module", "nobody says how to have averages of DTensors", "            + AVERAGES\n", "", noticed_by="promises/averages"),

@@ -2,7 +2,8 @@
 ``python -m tests.bench.optimizers``.
 
 40 blocks of six parameters each, on one rank that has all of them, so that what is compared is what
-the host spends on each parameter. All take turns in each round; a ratio is the median of the rounds'.
+the host spends on each parameter. All take turns in each round, and a ratio is the median of all
+rounds.
 """
 
 import statistics

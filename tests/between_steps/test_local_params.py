@@ -30,7 +30,7 @@ OPTIMIZERS = {
 
 
 def model() -> nn.Module:
-    """Of an odd number of rows, so that a rank has fewer; of a bias of one, so that one has none."""
+    """One weight has an odd number of rows. A bias has one row, so the second rank has none."""
     torch.manual_seed(0)
     made = nn.Sequential(nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 1)).to(device())
     fully_shard(made[0])
