@@ -288,6 +288,9 @@ POLICIES = {
 }
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11"), reason="torch 2.11's own fully_shard takes no integers"
+)
 @pytest.mark.parametrize("full, low", [(FULL, LOW), (LOW, FULL)])
 @pytest.mark.parametrize("name", POLICIES)
 @on_ranks(2)

@@ -309,7 +309,8 @@ def test_evaluations_free_all_units_but_those_that_somebody_has_kept():
         # There torch (2.13) raises and catches an error in each linear layer, and that keeps the
         # arguments until Python's collector runs.
         warnings.filterwarnings("ignore", "a parameter of unit")
-        assert torch.equal(model(words(0, 0)), expected)
+        # And it may round in another way (2.14), with its own fully_shard, too.
+        assert torch.equal(model(words(0, 0)), theirs(words(0, 0)))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(model(words(0, 0)), expected)

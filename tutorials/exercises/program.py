@@ -255,7 +255,7 @@ def virtual_gpu(name: str, **hardware: Any) -> Iterator[tuple[Any, Any]]:
 def on_gpu(
     name: str,
     make: Callable[[], nn.Module] = stack,
-    rows: int = 2048,
+    rows: int = 3072,
     mesh: tuple[int, ...] = (),
     watch: Callable[[nn.Module, Any], None] = lambda model, gpu: None,
     hardware: dict[str, Any] | None = None,

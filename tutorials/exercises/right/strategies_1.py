@@ -12,7 +12,7 @@ from minifsdp.strategies import _all_reduce
 
 
 def source_of(unit: FeaturedUnit) -> Source:
-    sends = unit.shard_group is not None
+    sends = unit.shard_group is not None or unit.mixed is not None
     around = [Upload] * (unit.offload_from is not None)
     around += [CastShard] * (sends and unit.precision.param_dtype is not None)
     return reduce(lambda inner, kind: kind(inner), around, OwnShard(unit.shard_group))
