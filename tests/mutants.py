@@ -190,7 +190,7 @@ MUTANTS = [
            "    unit.state.start_unshard()", "    unit.state.start_unshard()\n    unit.state.finish_unshard()"),
     Mutant("strategies", "shards stay on the host", "    if unit.offload_from is not None:\n", "    if False:\n"),
     Mutant("strategies", "shards are sent in full precision", "    if unit.precision.param_dtype is not None and", "    if unit.precision.buffer_dtype is not None and"),
-    Mutant("strategies", "a second copy of what is not sharded", " and not copies:", ":"),
+    Mutant("strategies", "a second copy of what is not sharded", " is not None and sends:", " is not None:"),
     Mutant("strategies", "every unit casts", "unit.precision.param_dtype is not None and ", ""),
     Mutant("strategies", "cast by the host", """    if unit.offload_from is not None:
         source = Upload(source)
