@@ -196,11 +196,11 @@ MUTANTS = [
         source = Upload(source)
     # On the device, since a host casts slowly. A unit that is not sharded sends nothing: it copies
     # its shard, and copy_() casts on the way, without memory for a second copy.
-    copies = unit.shard_group is None and unit.mixed is None
-    if unit.precision.param_dtype is not None and not copies:
+    sends = unit.shard_group is not None or unit.mixed is not None  # which travels as bytes
+    if unit.precision.param_dtype is not None and sends:
         source = CastShard(source)
-""", """    copies = unit.shard_group is None and unit.mixed is None
-    if unit.precision.param_dtype is not None and not copies:
+""", """    sends = unit.shard_group is not None or unit.mixed is not None  # which travels as bytes
+    if unit.precision.param_dtype is not None and sends:
         source = CastShard(source)
     if unit.offload_from is not None:
         source = Upload(source)
