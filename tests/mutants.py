@@ -1457,7 +1457,7 @@ MUTANTS = [
     Mutant("sim/hardware/fusion", "what is handed on is written", "self._spared[buffer] = self._made.pop(buffer)", "pass"),
     Mutant("sim/hardware/fusion", "nothing was written after all", "moved += self._spared.pop(buffer, 0)", "pass"),
     Mutant("sim/hardware/fusion", "a product does not end a kernel", "        if kernel.kind != PASS:\n            self.end()\n", "        pass\n"),
-    Mutant("sim/hardware/fusion", "attention is faster, too", "speed = PRODUCTS if kernel.kind == PRODUCT else 1.0", "speed = PRODUCTS"),
+    Mutant("sim/hardware/fusion", "products pay for what was handed on twice", "return Cost(seconds + self._cluster.kernel_seconds(kernel), kernel.flops), True", "return Cost(seconds + 2 * self._cluster.kernel_seconds(kernel), kernel.flops), True"),
     Mutant("sim/device", "work of FSDP is part of the model's kernels", "            self._fusion.end()\n", "            pass\n", noticed_by="sim/hardware/fusion"),
     Mutant("sim/hardware/costs", "TF32 is as slow as fp32", "        if kernel.tf32 and product:  # attention does not ask for it\n", "        if False:\n"),
     Mutant("sim/hardware/costs", "fp32 has the share of 16 bits", "return gpu.flops_fp32, gpu.products_fp32 if product", "return gpu.flops_fp32, gpu.products if product"),

@@ -68,6 +68,10 @@ class Run:
         return FAMILIES[self.source]
 
     @property
+    def compiled(self) -> bool:
+        return self.option("compile") == "yes"
+
+    @property
     def gpus(self) -> int:
         return int(self.option("nodes", "1")) * int(self.option("gpus", "8"))
 
@@ -91,6 +95,8 @@ class Prediction:
     why: str = ""
 
 
+ALL = "all"
+"""That are not compiled."""
 FAMILIES = {source["name"]: source["family"] for source in PUBLISHED["source"]}
 RUNS = [Run(**run) for run in PUBLISHED["run"]]
 
@@ -103,7 +109,9 @@ def predict(run: Run) -> Prediction:
     except torch.OutOfMemoryError as error:
         return Prediction(why=str(error))
     figures = gpu.report()
-    far = sum(doublings(gpu.cluster, options.seq, options.precision).values())
+    far = sum(
+        doublings(gpu.cluster, options.seq, options.precision, options.compile == "yes").values()
+    )
     whole = accumulated(figures["step"], optimizer_seconds(gpu), run.micro_batches)
     return Prediction(
         tokens=run.micro_batches * options.batch * options.seq / whole,
@@ -152,8 +160,12 @@ def summary(found: list[tuple[Run, Prediction]]) -> str:
     """Errors by family, for each half of the runs, as a table."""
     lines = []
     for used in ("fit", "held out"):
-        for family in (*dict.fromkeys(FAMILIES.values()), "all"):
-            mine = [(r, p) for r, p in found if r.used == used and family in (r.family, "all")]
+        for family in (*dict.fromkeys(FAMILIES.values()), ALL):
+            mine = [
+                (r, p)
+                for r, p in found
+                if r.used == used and (r.family == family or (family, r.compiled) == (ALL, False))
+            ]
             ratios = [x for r, p in mine if (x := ratio(r, p)) is not None]
             if not ratios:
                 continue

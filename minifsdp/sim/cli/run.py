@@ -147,7 +147,7 @@ def measure(
     samples = options.batch * options.accumulate
     work = model_flops(gpu.tape), peak, samples, options.seq, options.price
     figures |= throughput(figures, *work)
-    far = doublings(gpu.cluster, options.seq, options.precision)
+    far = doublings(gpu.cluster, options.seq, options.precision, options.compile == "yes")
     speed = figures["tokens/s per GPU"]
     figures["tokens/s, range"] = likely(speed, gpu.cluster.gpu, sum(far.values()))
     if far:

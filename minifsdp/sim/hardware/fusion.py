@@ -17,23 +17,17 @@ of:
 - The host launches the first part only.
 
 A kernel ends where something else begins: a product, attention, or work of FSDP, whose hooks cut
-the graph. Attention and products are the same kernels as before. That products are faster by
-:data:`PRODUCTS` is what published compiled runs have beyond what this explains.
+the graph. Attention and products are the same kernels as before.
 
 Source: Ansel et al., "PyTorch 2", ASPLOS 2024, section 4 (TorchInductor).
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from minifsdp.sim.calls import Call
 from minifsdp.sim.hardware.costs import Cluster, Cost
-from minifsdp.sim.hardware.kernels import PASS, PRODUCT, kernel_of
+from minifsdp.sim.hardware.kernels import PASS, kernel_of
 from minifsdp.sim.tape import Buffer
-
-PRODUCTS = 1.1
-"""Speed of a product in a compiled step, to that in an eager one. Fitted: with it, the median
-family of the published compiled runs that were drawn for it comes out right (README.md)."""
 
 Sized = Iterable[tuple[Buffer, int]]
 """Memory, and how many bytes of it are read or written."""
@@ -78,9 +72,7 @@ class Fusion:
         gpu = self._cluster.gpu
         seconds = moved / (gpu.bandwidth * gpu.passes)
         if kernel.kind != PASS:
-            speed = PRODUCTS if kernel.kind == PRODUCT else 1.0
-            faster = replace(kernel, done=kernel.done / speed)
-            return Cost(seconds + self._cluster.kernel_seconds(faster), kernel.flops), True
+            return Cost(seconds + self._cluster.kernel_seconds(kernel), kernel.flops), True
         for buffer, size in writes:
             self._here.add(buffer)
             self._made[buffer] = size

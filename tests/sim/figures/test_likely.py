@@ -39,10 +39,15 @@ def test_runs_like_those_that_were_published_are_not_far_away():
         ({}, 128, "bf16", {"texts of 128 tokens": 2}),
         ({}, 2048, "fp32", {"fp32": 2}),
         ({"nodes": 32}, 2048, "fp32", {"32 nodes": 1, "fp32": 2}),
+        ({}, 2048, "tf32", {"tf32": 2}),
     ],
 )
 def test_what_was_not_published_widens_it_and_is_named(changed, length, precision, expected):
     assert doublings(replace(USUAL, **changed), length, precision) == pytest.approx(expected)
+
+
+def test_it_is_wider_for_compiled_models():
+    assert doublings(USUAL, 2048, "bf16", compiled=True) == {"a compiled model": 1}
 
 
 def test_a_run_says_its_range_and_why_it_is_wide():

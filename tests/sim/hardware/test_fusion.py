@@ -6,7 +6,6 @@ import torch
 import minifsdp.sim
 from minifsdp.sim.cli.run import measure, simulate
 from minifsdp.sim.figures.report import last_step
-from minifsdp.sim.hardware.fusion import PRODUCTS
 from minifsdp.sim.tape import Op
 from tests.sim.cli.test_run import options
 
@@ -97,17 +96,16 @@ def test_work_on_another_stream_ends_a_kernel():
     assert moved(sum(mine)) == pytest.approx(3)  # x read; y written, and read
 
 
-def test_products_are_faster_by_what_was_fitted_and_attention_is_not():
+def test_products_and_attention_are_the_same_kernels():
     def work(gpu, x):
         y = torch.empty(4096, 4096, dtype=torch.bfloat16)
         y.mm(y)
         q = torch.empty(4, 16, 1024, 128, dtype=torch.bfloat16)
         torch.nn.functional.scaled_dot_product_attention(q, q, q)
 
-    (product, attention), _, _ = ops(work, compiled=False)
-    (faster, same), _, _ = ops(work)
-    assert product / faster == pytest.approx(PRODUCTS) and PRODUCTS > 1
-    assert attention == pytest.approx(same)
+    eager, _, _ = ops(work, compiled=False)
+    compiled, _, _ = ops(work)
+    assert compiled == pytest.approx(eager) and len(eager) == 2
 
 
 def test_a_compiled_step_is_faster_and_does_the_same():
