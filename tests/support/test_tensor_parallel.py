@@ -297,6 +297,18 @@ def test_unshard_shows_dtensors_of_the_other_mesh():
 
 
 @on_ranks(4)
+def test_between_forward_and_backward_no_block_has_memory():
+    """Autograd has saved DTensors, whose parts on this rank are gathered again for the backward."""
+    model = sharded()
+    loss = model(words(0, 0)).square().mean()
+    for block in model.blocks:
+        assert block._unit.state.sharded is ShardedState.SHARDED
+        assert block._unit.unsharded.storage.size() == 0
+    loss.backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@on_ranks(4)
 def test_evaluations_free_all_units_but_those_that_somebody_has_kept():
     theirs, model = sharded(torchs_fully_shard), sharded()
     expected = theirs(words(0, 0)).detach()
