@@ -207,18 +207,15 @@ def machine() -> dict[str, float]:
     }
 
 
-def predicted() -> dict[str, dict[str, str]]:
-    """How near predictions for such GPUs, and for all, were to runs that nothing was chosen by: the
-    rows of the table that `make predictions` has written into minifsdp/sim/README.md."""
+def predicted() -> dict[str, str]:
+    """How near predictions were to runs that nothing was chosen by: a row of the table that
+    `make predictions` has written into minifsdp/sim/README.md."""
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in README.read_text().splitlines()
     ]
-    head = next(cells for cells in rows if cells[:2] == ["runs", "GPU"])
-    return {
-        cells[1]: dict(zip(head, cells, strict=True))
-        for cells in rows
-        if cells[:1] == ["held out"] and cells[1] in (GPU, "all")
-    }
+    head = next(cells for cells in rows if cells[:2] == ["runs", "family"])
+    (row,) = [cells for cells in rows if cells[:2] == ["held out", "all"]]
+    return dict(zip(head, row, strict=True))
 
 
 def packed_all() -> dict[str, Any]:

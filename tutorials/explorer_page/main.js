@@ -245,9 +245,9 @@ legend(byId("legend"), [
   [ROOT, "the root"], [OPTIMIZER, "optimizer"], ["", "Other colours are units, numbers are blocks."],
 ]);
 fill(byId("lanes"), data.lanes_in_order.map((lane) => [lane, LANES[lane]]));
-const { [data.gpu]: mine, all } = data.predicted;
-byId("predicted").textContent = `How near it is to real GPUs: of ${all["within 15 %"].split(" of ")[1]} published runs that no constant was chosen by, ` +
-  `${all["within 15 %"].split(" of ")[0]} were within 15 % of the prediction, the median error was ${all["median error"]}, and the worst ${all.worst}; on GPUs as here, 3 of 4 were within ${mine["3 of 4 within"]}.`;
+const how = data.predicted, [within, compared] = how["within 15 %"].split(" of ");
+byId("predicted").textContent = `How near it is to real GPUs: of ${compared} published runs that no constant was chosen by, ${within} were within 15 % of the prediction, ` +
+  `3 of 4 within ${how["3 of 4 within"]}; the median error was ${how["median error"]}, and the worst ${how.worst}.`;
 byId("keep").addEventListener("click", () => { shown = [shown[0], { ...shown[0] }]; show(); });
 byId("swap").addEventListener("click", () => { shown.reverse(); makeControls(); show(); });
 byId("drop").addEventListener("click", () => { shown.length = 1; previous = null; show(); byId("keep").focus(); });
