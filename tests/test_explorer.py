@@ -363,13 +363,16 @@ def test_formulas_beside_the_figures_are_near_the_runs(data):
             }
             const f = runOf(its).figures, [bytes] = sentBy(its), [seconds] = sendingTakes(its, f);
             const hybrid = its.strategy === "hybrid_shard";
-            return [hybrid, bytes / f["bytes sent"], seconds / f.communication];
+            const many = Number(its.nodes) > data.machine.quiet;
+            return [hybrid, many, bytes / f["bytes sent"], seconds / f.communication];
         })"""
         )
         assert len(found) > 1000
-        assert all(abs(sent - 1) < 1e-4 for _, sent, _ in found)
-        # With hybrid sharding a node's collectives and those between nodes overlap.
-        assert all(0.97 < seconds < (1.2 if hybrid else 1.0) for hybrid, _, seconds in found)
+        assert all(abs(sent - 1) < 1e-4 for _, _, sent, _ in found)
+        # With hybrid sharding a node's collectives and those between nodes overlap. On many nodes
+        # messages wait for other traffic, too.
+        for hybrid, many, _, seconds in found:
+            assert (0.84 if many else 0.97) < seconds < (1.2 if hybrid else 1.0)
 
 
 @browser

@@ -204,6 +204,7 @@ def machine() -> dict[str, float]:
         "links": gpu.links * around.links_reached,
         "reached": around.links_reached,
         "pcie": gpu.pcie * around.links_reached,
+        "quiet": around.quiet,
     }
 
 
@@ -224,6 +225,7 @@ def packed_all() -> dict[str, Any]:
     Runs that are equal are there once. `index` of a model has for each combination of its settings
     the number of its run, and `advice` the number of a setting and of its value, plus one; or 0.
     """
+    near = predicted()  # before the runs, which take minutes
     lines = {m: [command(m, canonical(its)) for its in combinations(m)] for m in MODELS}
     every = list(dict.fromkeys(itertools.chain(*lines.values())))
     # Not forked: torch has threads by now.
@@ -251,7 +253,7 @@ def packed_all() -> dict[str, Any]:
             "advice": base64.b64encode(advised).decode(),
         }
     its = {"models": models, "only_with": ONLY_WITH, "advised": ADVISED, "worth": WORTH}
-    its |= {"gpu": GPU, "machine": machine(), "predicted": predicted(), "lanes_in_order": ORDER}
+    its |= {"gpu": GPU, "machine": machine(), "predicted": near, "lanes_in_order": ORDER}
     return KNOWN | its | together(list(numbers))
 
 

@@ -21,7 +21,7 @@ function sentBy(its) {
     `${b} bytes × (${gathers + 1} × ${G(params)}${less ? ` − ${G(less)} of the root` : ""}) × ${ranks - 1}/${ranks}`];
 }
 
-function sendingTakes(its, f) {  // bytes over bandwidth, without latency; and in words
+function sendingTakes(its, f) {  // bytes over bandwidth, without latency and other traffic; and in words
   const { links, reached } = data.machine, node = models[its.model].gpus, network = (Number(its.network) * 1e9 / 8) * reached;
   const slowest = its.nodes === "1" ? links : Math.min(links, network), gb = (rate) => `${(rate / 1e9).toPrecision(3)} GB/s`;
   const across = f["bytes sent by all-reduces"];
@@ -40,7 +40,8 @@ const FIGURES = {
   communication: ["Communication", ms, (f, its) => {
     const [seconds, how] = sendingTakes(its, f);
     const overlaps = its.strategy === "hybrid_shard" && its.nodes !== "1";
-    return `${how} = ${ms(seconds)}, and latency${overlaps ? "; both in part at the same time" : ""}`;
+    const more = Number(its.nodes) > data.machine.quiet ? "latency and other traffic" : "latency";
+    return `${how} = ${ms(seconds)}, and ${more}${overlaps ? "; both in part at the same time" : ""}`;
   }],
   "exposed communication": ["… not hidden", ms, (f) => `${ms(f.communication)} − ${ms(f.communication - f["exposed communication"])} beside computation`],
   idle: ["GPU has nothing to do", ms, () => ""],
