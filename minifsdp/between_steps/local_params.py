@@ -18,7 +18,7 @@ from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from minifsdp.support.dtensors import like
+from minifsdp.support.dtensors import like, local_of
 
 OF_WHOLE_MATRICES = ("Adafactor", "Muon")
 """Optimizers of torch that collect lists, and compute with rows, columns or the whole of one."""
@@ -52,10 +52,10 @@ def local_params(optimizer: Optimizer) -> Optimizer:
     @wraps(collect)
     def collect_local(group: Any, params: list[Tensor], *lists: Any, **more: Any) -> Any:
         found = collect(group, params, *lists, **more)
-        lent.extend((param, _local(param)) for param in params if isinstance(param, DTensor))
+        lent.extend((param, local_of(param)) for param in params if isinstance(param, DTensor))
         for tensors in (params, *lists):
             if isinstance(tensors, list):
-                tensors[:] = map(_local, tensors)
+                tensors[:] = map(local_of, tensors)
         return found
 
     def keep_state(*_: object) -> None:
@@ -68,7 +68,3 @@ def local_params(optimizer: Optimizer) -> Optimizer:
     optimizer._init_group = collect_local  # type: ignore[attr-defined]
     optimizer.register_step_post_hook(keep_state)
     return optimizer
-
-
-def _local(tensor: Any) -> Any:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

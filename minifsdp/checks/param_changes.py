@@ -14,8 +14,6 @@ In plain PyTorch autograd refuses the last one. Here what it has saved of a unit
 from collections.abc import Sequence
 from typing import Any
 
-from torch.distributed.tensor import DTensor
-
 from minifsdp.checks.rank_agreement import CHECKED_STEPS, RankAgreement
 from minifsdp.core.layers import Call, Layer
 from minifsdp.core.views import FLAT_PARAM
@@ -136,8 +134,7 @@ def check_untouched(unit: FeaturedUnit, before: Values, failed: bool = False) ->
         for module, name in info.owners:
             if module._parameters.get(name) is not view:
                 how = f"replaced ({info.name!r})"
-        local = view._local_tensor if type(view) is DTensor else view
-        if local.untyped_storage()._cdata != memory:
+        if local_of(view).untyped_storage()._cdata != memory:
             how = f"given other data ({info.name!r}.data = ...)"
     if how:
         raise RuntimeError(

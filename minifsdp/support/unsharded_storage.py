@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from minifsdp.core.autograd_hooks import when_complete
 from minifsdp.core.storage import UnshardedFlatParam
+from minifsdp.support.dtensors import local_of
 from minifsdp.support.freed_memory import keep_freed_memory
 
 
@@ -56,10 +57,10 @@ class FeaturedFlatParam(UnshardedFlatParam):
         """
         if max(map(sys.getrefcount, views), default=0) > _ONE_REFERENCE:
             return True
-        for view in views:
+        if DTensor in map(type, views):
             # In no_grad, to_local() of a DTensor returns the very tensor that it refers to.
-            local = [view._local_tensor] if type(view) is DTensor else ()
-            if max(map(sys.getrefcount, local), default=0) > _ONE_REFERENCE + 1:
+            parts = [local_of(view) for view in views if type(view) is DTensor]
+            if max(map(sys.getrefcount, parts)) > _ONE_REFERENCE + 1:
                 return True
         # ``flat_param``, ``data``, ``storage``, and perhaps ``frozen``
         ours = 3 + (self.frozen is not None) + len(views)

@@ -103,6 +103,18 @@ def parameters_before(wrap):
     return parameters(wrap(network()))
 
 
+def closure_of(model, optimizer):
+    """What LBFGS calls as often as it needs."""
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(batch(3, 16)).pow(2).sum()
+        loss.backward()
+        return loss
+
+    return closure
+
+
 REFUSED = {"Adafactor": {}, "LBFGS": {"lr": 0.1}}
 
 
@@ -113,12 +125,7 @@ def test_what_dtensors_cannot_do_is_refused_before_anything_is_changed(name, way
     model = seeded(lambda wrap: wrap(network()), WAYS[way])
     before = parameters(model)
     optimizer = getattr(torch.optim, name)(model.parameters(), **REFUSED[name])
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(batch(3, 16)).pow(2).sum()
-        loss.backward()
-        return loss
+    closure = closure_of(model, optimizer)
 
     for _ in range(2):
         with pytest.raises(RuntimeError, match=f"^{name} computes .* DTensors.*SGD, AdamW.*Muon"):
@@ -135,12 +142,7 @@ def test_with_torchs_fully_shard_they_fail_too(name):
     """If this no longer holds with a new torch, they need not be refused."""
     model = seeded(lambda wrap: torchs_fully_shard(network().to(device())), ddp)
     optimizer = getattr(torch.optim, name)(model.parameters(), **REFUSED[name])
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(batch(3, 16)).pow(2).sum()
-        loss.backward()
-        return loss
+    closure = closure_of(model, optimizer)
 
     closure()
     with pytest.raises(RuntimeError):
