@@ -28,7 +28,7 @@ from minifsdp.core.layers import Call, Layer
 from minifsdp.core.outputs import tensors_in
 from minifsdp.core.streams import Finish, Streams
 from minifsdp.core.unit_state import Purpose
-from minifsdp.core.unshard import Source
+from minifsdp.core.unshard import OwnShard
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.pytree import map_tensors
 
@@ -126,7 +126,7 @@ class CastShard:
         inner: what is cast, where it is: the unit's shard, or a copy of it on the device.
     """
 
-    def __init__(self, inner: Source) -> None:
+    def __init__(self, inner: OwnShard) -> None:
         self.inner = inner
         self.group: Group | None = inner.group
 

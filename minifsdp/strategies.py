@@ -42,16 +42,17 @@ What a unit does not need is not there, so it is neither asked nor called.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from minifsdp.comm.collectives import direct
 from minifsdp.comm.unit_messages import DirectMessages, InBlocks, InBytes, Watched
-from minifsdp.core.collectives import Comm, TorchCollectives
+from minifsdp.core.collectives import TorchCollectives
 from minifsdp.core.reduce import AllReduce, ReduceScatter, Stage
 from minifsdp.core.streams import Streams
-from minifsdp.core.unshard import OwnShard, Source
-from minifsdp.core.views import SplitViews, ViewMaker
+from minifsdp.core.unshard import OwnShard
+from minifsdp.core.views import SplitViews
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.halves import FirstHalf, SecondHalf
 from minifsdp.mixed_rows import MixedRows
@@ -71,14 +72,14 @@ def set_strategies(unit: FeaturedUnit) -> None:
     unit.places = Placeholders()
 
 
-def source_of(unit: FeaturedUnit) -> Source:
+def source_of(unit: FeaturedUnit) -> Any:
     """What a unit sends of its shard, from the inside outwards.
 
     Of what this depends on only the layout changes later, see shard_changes.py: a model that is
     moved or cast has its shards elsewhere, which the sources look up; and with
     ``full_precision_in_eval`` the cast has nothing to do in an evaluation.
     """
-    source: Source = OwnShard(unit.shard_group)
+    source: Any = OwnShard(unit.shard_group)
     if unit.offload_from is not None:
         source = Upload(source)
     # On the device, since a host casts slowly. A unit that is not sharded sends nothing: it copies
@@ -101,16 +102,16 @@ def choose_strategies(units: Sequence[FeaturedUnit], streams: Streams) -> None:
         unit.stages = with_choices(unit, stages_of(unit, streams))
 
 
-def comm_of(unit: FeaturedUnit, device: torch.device) -> Comm | DirectMessages | InBytes:
+def comm_of(unit: FeaturedUnit, device: torch.device) -> Any:
     """How what a unit sends and receives travels."""
     comm = _in_elements(unit, device)
     return InBytes(comm) if isinstance(unit.layout, MixedRows) else comm
 
 
-def _in_elements(unit: FeaturedUnit, device: torch.device) -> Comm | DirectMessages:
+def _in_elements(unit: FeaturedUnit, device: torch.device) -> Any:
     if _direct(unit, device):
         return DirectMessages()
-    comm: Comm = TorchCollectives()
+    comm: Any = TorchCollectives()
     if unit.users_comm.has_functions or unit.users_comm.reduce_group is not None:
         comm = UsersCollectives(comm, unit.users_comm)
     comm = Watched(comm)
@@ -118,11 +119,11 @@ def _in_elements(unit: FeaturedUnit, device: torch.device) -> Comm | DirectMessa
     return comm if len(unit.layout.blocks or ()) < 2 else InBlocks(comm)
 
 
-def view_maker_of(unit: FeaturedUnit, device: torch.device) -> ViewMaker:
+def view_maker_of(unit: FeaturedUnit, device: torch.device) -> Any:
     """What makes the views of a unit, and takes their gradients."""
     # An all-reduce writes its result to the flat gradient, and so has no use for pieces.
     in_pieces = _direct(unit, device) and unit.shard_group is not None
-    maker: ViewMaker = PieceViews() if in_pieces else SplitViews()
+    maker: Any = PieceViews() if in_pieces else SplitViews()
     if isinstance(unit.layout, Rows) and unit.layout.marks:
         maker = MarkedPieceViews() if in_pieces else MarkedSplitViews()
     specs = [info.spec for info in unit.param_infos]

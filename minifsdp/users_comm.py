@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minifsdp.core.collectives import Comm, Group, torch_reduce_scatter
+from minifsdp.core.collectives import Group, TorchCollectives, torch_reduce_scatter
 from minifsdp.core.reduce import ReduceScatter, Stage
 from minifsdp.core.streams import Finish
 
@@ -94,12 +94,12 @@ class UsersCollectives:
         choices: of the unit.
     """
 
-    def __init__(self, inner: Comm, choices: UsersComm) -> None:
+    def __init__(self, inner: TorchCollectives, choices: UsersComm) -> None:
         self.inner, self.choices, self.all_reduce = inner, choices, inner.all_reduce
 
     def all_gather(self, unit: Any, full: Tensor, shard: Tensor, group: Group) -> Finish:
-        """See :class:`~minifsdp.core.collectives.Comm`. The function writes to memory that its own
-        ``allocate`` has made, and which is copied from there."""
+        """See :class:`~minifsdp.core.collectives.TorchCollectives`. The function writes to memory
+        that its own ``allocate`` has made, and which is copied from there."""
         function = self.choices.all_gather
         if function is None:
             return self.inner.all_gather(unit, full, shard, group)
@@ -114,7 +114,7 @@ class UsersCollectives:
         return finish
 
     def reduce_scatter(self, unit: Any, flat: Tensor, scale: float) -> tuple[Tensor, Finish]:
-        """See :class:`~minifsdp.core.collectives.Comm`."""
+        """See :class:`~minifsdp.core.collectives.TorchCollectives`."""
         function, group = self.choices.reduce_scatter, self.choices.reduce_group
         group = unit.shard_group if group is None else group
         size, by_threads = flat.numel() // group.size(), flat.device.type == "cpu"

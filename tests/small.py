@@ -144,7 +144,7 @@ def travels(name: str, change: Callable[[Callable], Callable]) -> Iterator[None]
     """Change how the tensors of units travel, whatever the device.
 
     Args:
-        name: a method of :class:`~minifsdp.core.collectives.Comm`.
+        name: a method of :class:`~minifsdp.core.collectives.TorchCollectives`.
         change: makes of that another one, which gets ``(self, unit, ...)``.
     """
     with ExitStack() as stack:

@@ -20,7 +20,7 @@ from minifsdp.comm.collectives import all_gather, reduce_scatter
 from minifsdp.comm.message_tags import Kind, Message
 from minifsdp.comm.pieces import Pieces
 from minifsdp.comm.transport import watched
-from minifsdp.core.collectives import Comm, Group
+from minifsdp.core.collectives import Group, TorchCollectives
 from minifsdp.core.streams import Finish
 from minifsdp.featured_unit import FeaturedUnit
 
@@ -33,8 +33,8 @@ class DirectMessages:
     """
 
     def all_gather(self, unit: FeaturedUnit, full: Tensor, shard: Tensor, group: Group) -> Finish:
-        """As of :class:`~minifsdp.core.collectives.Comm`. Other ranks may read ``shard`` even after
-        ``finish``, until transport.wait_for_readers()."""
+        """As of :class:`~minifsdp.core.collectives.TorchCollectives`. Other ranks may read
+        ``shard`` even after ``finish``, until transport.wait_for_readers()."""
         # Another group than the unit's own may divide it anywhere (post_forward.py does).
         blocks = unit.layout.blocks if group is unit.shard_group else None
         return all_gather(full, shard, group, unit.tag, unit.label, blocks=blocks)
@@ -42,7 +42,7 @@ class DirectMessages:
     def reduce_scatter(
         self, unit: FeaturedUnit, flat: Tensor | Pieces, scale: float
     ) -> tuple[Tensor, Finish]:
-        """As of :class:`~minifsdp.core.collectives.Comm`. Nothing is overwritten."""
+        """As of :class:`~minifsdp.core.collectives.TorchCollectives`. Nothing is overwritten."""
         assert unit.shard_group is not None
         return reduce_scatter(
             flat, unit.shard_group, scale, unit.tag, unit.label,
@@ -58,11 +58,11 @@ class Watched:
         inner: whose ``finish`` is the ``wait`` of a ``dist.Work``, if it has to wait.
     """
 
-    def __init__(self, inner: Comm) -> None:
+    def __init__(self, inner: TorchCollectives) -> None:
         self.inner = inner
 
     def all_gather(self, unit: FeaturedUnit, full: Tensor, shard: Tensor, group: Group) -> Finish:
-        """See :class:`~minifsdp.core.collectives.Comm`."""
+        """See :class:`~minifsdp.core.collectives.TorchCollectives`."""
         message = Message(group, unit.tag, Kind.PARAMETERS, full.itemsize, unit.label)
         unit.launches[message.key[0]].add(message)
         return watched(self.inner.all_gather(unit, full, shard, group), message)
@@ -70,7 +70,7 @@ class Watched:
     def reduce_scatter(
         self, unit: FeaturedUnit, flat: Tensor, scale: float
     ) -> tuple[Tensor, Finish]:
-        """See :class:`~minifsdp.core.collectives.Comm`."""
+        """See :class:`~minifsdp.core.collectives.TorchCollectives`."""
         assert unit.shard_group is not None
         message = Message(unit.shard_group, unit.tag, Kind.REDUCTION, flat.itemsize, unit.label)
         unit.launches[message.key[0]].add(message)
@@ -78,7 +78,7 @@ class Watched:
         return total, watched(finish, message)
 
     def all_reduce(self, unit: FeaturedUnit, flat: Tensor, scale: float, group: Group) -> Finish:
-        """See :class:`~minifsdp.core.collectives.Comm`."""
+        """See :class:`~minifsdp.core.collectives.TorchCollectives`."""
         message = Message(group, unit.tag, Kind.ALL_REDUCTION, flat.itemsize, unit.label)
         unit.launches[message.key[0]].add(message)
         return watched(self.inner.all_reduce(unit, flat, scale, group), message)
@@ -92,11 +92,11 @@ class InBlocks:
         inner: collectives that need one piece of memory for each rank.
     """
 
-    def __init__(self, inner: Comm) -> None:
+    def __init__(self, inner: TorchCollectives) -> None:
         self.inner, self.all_reduce = inner, inner.all_reduce  # a shard is in one piece
 
     def all_gather(self, unit: FeaturedUnit, full: Tensor, shard: Tensor, group: Group) -> Finish:
-        """See :class:`~minifsdp.core.collectives.Comm`."""
+        """See :class:`~minifsdp.core.collectives.TorchCollectives`."""
         blocks = unit.layout.blocks
         if group is not unit.shard_group or blocks is None:
             # Another group may divide it anywhere, and it comes end to end (post_forward.py).
@@ -113,7 +113,7 @@ class InBlocks:
     def reduce_scatter(
         self, unit: FeaturedUnit, flat: Tensor, scale: float
     ) -> tuple[Tensor, Finish]:
-        """See :class:`~minifsdp.core.collectives.Comm`."""
+        """See :class:`~minifsdp.core.collectives.TorchCollectives`."""
         sent = together(flat, unit.layout.trained_blocks, unit.shard_world_size)
         return self.inner.reduce_scatter(unit, sent, scale)
 
@@ -126,14 +126,14 @@ class InBytes:
         inner: how these travel. It does all the rest: gradients are numbers as ever.
     """
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: TorchCollectives) -> None:
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def all_gather(self, unit: FeaturedUnit, full: Tensor, shard: Tensor, group: Group) -> Finish:
-        """See :class:`~minifsdp.core.collectives.Comm`."""
+        """See :class:`~minifsdp.core.collectives.TorchCollectives`."""
         full, shard = full.view(torch.uint8), shard.view(torch.uint8)
         finish: Finish = self.inner.all_gather(unit, full, shard, group)
         return finish

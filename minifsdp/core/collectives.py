@@ -20,7 +20,7 @@ Source: that FSDP needs the two halves of an all-reduce at different times is fr
 al., "ZeRO", arXiv:1910.02054.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -33,9 +33,16 @@ torch_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 torch_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Comm(Protocol):
-    """How the tensors of a unit travel. One way may wrap another one. All tensors are 1-D and on
-    the unit's device, and a rank that does not come makes ``finish`` raise a RuntimeError."""
+class TorchCollectives:
+    """torch's own. ``unit`` is divided in chunks (shard.py): a shard is in one piece. All tensors
+    are 1-D and on the unit's device. A rank that does not come makes ``finish`` raise a
+    RuntimeError. Another ``comm`` has the same methods, and may wrap this one.
+
+    On a CPU the threads of the network library send, and ``finish`` waits for them. On a GPU a
+    collective that is not asynchronous runs on the stream that it is called on, which is one of
+    ours, with its priority. (As ``async_op`` it would run on a stream of NCCL's, and two streams
+    would have to wait for each other.)
+    """
 
     def all_gather(self, unit: Any, full: Tensor, shard: Tensor, group: Group) -> Finish:
         """Fill ``full`` with what the ranks of ``group`` have.
@@ -47,8 +54,9 @@ class Comm(Protocol):
             shard: ``[padded_numel / group.size()]``, this rank's, of the same dtype.
             group: the ranks that take part.
         """
+        return _finish(torch_all_gather(full, shard, group=group, async_op=_by_threads(full)))
 
-    def reduce_scatter(self, unit: Any, flat: Any, scale: float) -> tuple[Tensor, Finish]:
+    def reduce_scatter(self, unit: Any, flat: Tensor, scale: float) -> tuple[Tensor, Finish]:
         """Add up ``scale * flat`` over the ranks that share the unit, and keep this rank's shard of
         the sum. Each rank's tensor is scaled before it is added, as by DistributedDataParallel:
         sums of gradients in half precision would overflow where their mean does not.
@@ -63,33 +71,13 @@ class Comm(Protocol):
             The sum, ``[trained_numel / world_size]``, of the dtype of ``flat``, in memory of its
             own, valid once ``finish`` has run; and ``finish``.
         """
-
-    def all_reduce(self, unit: Any, flat: Tensor, scale: float, group: Group) -> Finish:
-        """Replace ``flat``, ``[n]``, by the sum of ``scale * flat`` over the ranks of ``group``."""
-
-
-class TorchCollectives:
-    """torch's own. ``unit`` is divided in chunks (shard.py): a shard is in one piece.
-
-    On a CPU the threads of the network library send, and ``finish`` waits for them. On a GPU a
-    collective that is not asynchronous runs on the stream that it is called on, which is one of
-    ours, with its priority. (As ``async_op`` it would run on a stream of NCCL's, and two streams
-    would have to wait for each other.)
-    """
-
-    def all_gather(self, unit: Any, full: Tensor, shard: Tensor, group: Group) -> Finish:
-        """See :class:`Comm`."""
-        return _finish(torch_all_gather(full, shard, group=group, async_op=_by_threads(full)))
-
-    def reduce_scatter(self, unit: Any, flat: Tensor, scale: float) -> tuple[Tensor, Finish]:
-        """See :class:`Comm`."""
         group = unit.shard_group
         total = flat.new_empty(flat.numel() // group.size())
         sent, by_threads = flat.mul_(scale), _by_threads(flat)
         return total, _finish(torch_reduce_scatter(total, sent, group=group, async_op=by_threads))
 
     def all_reduce(self, unit: Any, flat: Tensor, scale: float, group: Group) -> Finish:
-        """See :class:`Comm`."""
+        """Replace ``flat``, ``[n]``, by the sum of ``scale * flat`` over the ranks of ``group``."""
         return _finish(dist.all_reduce(flat.mul_(scale), group=group, async_op=_by_threads(flat)))
 
 

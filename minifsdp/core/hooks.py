@@ -107,7 +107,8 @@ class Hooks:
             This call, and the arguments for the module.
         """
         engine, moments = self.engine, self.engine.moments
-        outermost = self._outermost
+        # In a forward that is not part of another one, nor of a backward.
+        outermost = self.depth == 1 and not self.backward.running
         if outermost and not self.summoned:  # a step begins
             self.backward.forget_failed()
             engine.start(Purpose.TRAIN if module.training else Purpose.EVAL)
@@ -153,18 +154,14 @@ class Hooks:
 
     def forward_failed(self, unit: Unit) -> None:
         """The module has raised. Leave everything so that the next forward finds it in order."""
-        if self._outermost and not self.summoned:
+        outermost = self.depth == 1 and not self.backward.running
+        if outermost and not self.summoned:
             self.engine.fail()
         else:  # only this one: its caller may catch the exception
             self.engine.leave(unit)
-        if self._outermost:
+        if outermost:
             for method in self.engine.moments.idle:
                 method(False)
-
-    @property
-    def _outermost(self) -> bool:
-        """In a forward that is not part of another, nor of a backward."""
-        return self.depth == 1 and not self.backward.running
 
     def _free_when_inputs_have_gradients(self, unit: Unit, args: object, kwargs: object) -> None:
         # A frozen unit has no gradient of its own to wait for. Its backward is over when its inputs

@@ -95,8 +95,9 @@ class EventQueue:
             False for a prefetch if other units that the host has not freed take all the room. A
             unit that is needed is always admitted.
         """
-        others = [u for u in self._alive if u not in unit.ancestors and u.is_limited]
-        room = self.limit - len(others) - 1  # for units that the device has not freed yet
+        room = self.limit - 1  # for units that the device has not freed yet
+        for other in self._alive:
+            room -= other.is_limited and other not in unit.ancestors
         if room < 0 and not needed:
             return False
         while self._freeing and len(self._freeing) > room:

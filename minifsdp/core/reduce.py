@@ -30,7 +30,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from .collectives import Comm
 from .streams import Finish, Stream, Streams
 from .unit import Unit
 
@@ -75,8 +74,8 @@ class ReduceScatter:
 
     def launch(self, unit: Unit, value: Any) -> tuple[Tensor, Finish]:
         """``value``: ``[padded_numel]``, on the unit's device. See :class:`Stage`."""
-        comm: Comm = unit.comm
-        return comm.reduce_scatter(unit, value, 1 / unit.shard_world_size)
+        total, finish = unit.comm.reduce_scatter(unit, value, 1 / unit.shard_world_size)
+        return total, finish
 
 
 class AllReduce:
@@ -94,10 +93,9 @@ class AllReduce:
     def launch(self, unit: Unit, value: Tensor) -> tuple[Tensor, Finish]:
         """``value``: shaped as ``unit.padded_shard``, on the unit's device; written. See
         :class:`Stage`."""
-        comm: Comm = unit.comm
         replicas = unit.replicate_group
         assert replicas is not None
-        return value, comm.all_reduce(unit, value, 1 / replicas.size(), replicas)
+        return value, unit.comm.all_reduce(unit, value, 1 / replicas.size(), replicas)
 
 
 class Reduction:
@@ -125,18 +123,17 @@ class Reduction:
 
     def start(self) -> None:
         """Start the stages that are left, up to the next one that travels, as one piece of work on
-        the stream of that one. Does nothing if none is left."""
-        stages: list[Stage] = []
-        while self._left and not (stages and stages[-1].travels):
+        the stream of that one."""
+        stages = [self._left.pop(0)]
+        while self._left and not stages[-1].travels:
             stages.append(self._left.pop(0))
-        if stages:
-            name = stages[-1].stream
-            stream: Stream = getattr(self._streams, name)
-            # Without this wait a stage would read what the backward, or the stage before, has yet
-            # to write.
-            stream.wait_event(self.event)
-            label = f"{NAMES[name]} {self.unit.label}"
-            self.event = stream.submit(partial(self._launch, stages), label)
+        name = stages[-1].stream
+        stream: Stream = getattr(self._streams, name)
+        # Without this wait a stage would read what the backward, or the stage before, has yet to
+        # write.
+        stream.wait_event(self.event)
+        label = f"{NAMES[name]} {self.unit.label}"
+        self.event = stream.submit(partial(self._launch, stages), label)
 
     def _launch(self, stages: list[Stage]) -> Finish:
         for stage in stages:
@@ -159,7 +156,8 @@ class Reduction:
             # would pile up behind a slow network.
             self.event.wait()
             self.sent = None
-        self.start()
+        if self._left:
+            self.start()
         return self._left != []
 
     def wait_for_result(self) -> None:

@@ -13,50 +13,35 @@ What a rank sends is a strategy of the unit, its ``source``: as a rule its shard
 How it travels is another one, its ``comm`` (collectives.py).
 """
 
-from typing import Any, Protocol
-
 from torch import Tensor
 
-from .collectives import Comm, Group
+from .collectives import Group
 from .streams import Finish, Streams
 from .unit import Unit
 from .unit_state import ShardedState
 
 
-class Source(Protocol):
-    """What this rank sends in a gather. One source may wrap another one: a cast, or an upload.
+class OwnShard:
+    """The source of a unit whose shard is where it is needed, as it is needed. Another source has
+    the same methods, and may wrap this one: a cast, or an upload.
 
-    Attributes:
+    Args:
         group: the ranks that gather; each of them sends a part of the same size. None: there is
             nobody to gather from, since this rank has all of it.
     """
-
-    @property
-    def group(self) -> Group | None: ...
-
-    def prepare(self, unit: Any, streams: Streams) -> None:
-        """The host is about to submit a gather: start copies that it needs, on their own streams,
-        and let the unshard stream wait for them."""
-
-    def tensor(self, unit: Any, streams: Streams) -> Tensor:
-        """What is sent, ``[padded_numel / group.size()]``, in the dtype of the unsharded flat
-        parameter and on its device. (If there is no group, in any dtype: it is copied, which casts
-        as well.) Called once after each :meth:`prepare`, on the stream that reads the tensor."""
-
-
-class OwnShard:
-    """The source of a unit whose shard is where it is needed, as it is needed."""
 
     def __init__(self, group: Group | None) -> None:
         self.group = group
 
     def prepare(self, unit: Unit, streams: Streams) -> None:
-        """Do nothing: it is there."""
+        """The host is about to submit a gather. A source starts the copies here that it needs, on
+        their own streams, and lets the unshard stream wait for them. This one needs none."""
 
     def tensor(self, unit: Unit, streams: Streams) -> Tensor:
-        """``unit.padded_shard`` itself."""
-        shard: Tensor = unit.padded_shard
-        return shard
+        """What is sent, ``[padded_numel / group.size()]``, in the dtype of the unsharded flat
+        parameter and on its device. (If there is no group, in any dtype: it is copied, which casts
+        as well.) Called once after each :meth:`prepare`, on the stream that reads the tensor."""
+        return unit.padded_shard
 
 
 def unshard(unit: Unit, streams: Streams) -> None:
@@ -66,8 +51,7 @@ def unshard(unit: Unit, streams: Streams) -> None:
     wait for the optimizer's last step. Otherwise the other ranks may get parameters of which some
     are from before that step.
     """
-    source: Source = unit.source
-    comm: Comm = unit.comm
+    source = unit.source
     assert unit.unsharded.needs_unshard, unit.label
     unit.state.start_unshard()  # first, so that reshard() frees the memory if what follows fails
     source.prepare(unit, streams)
@@ -82,7 +66,8 @@ def unshard(unit: Unit, streams: Streams) -> None:
         if group is None:
             full.copy_(shard)
             return lambda: None
-        return comm.all_gather(unit, full, shard, group)
+        finish: Finish = unit.comm.all_gather(unit, full, shard, group)
+        return finish
 
     unit.unshard_event = streams.unshard.submit(launch, f"all-gather {unit.label}")
 

@@ -14,7 +14,7 @@ else while it is sharded. Whoever makes a unit chooses both.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,20 +57,10 @@ def hide_views(unit: Unit) -> None:
         unit.places.hide(unit)
 
 
-class Places(Protocol):
-    """What the modules of a unit find where they had its parameters."""
-
-    def show(self, unit: Any, tensors: Sequence[Tensor]) -> None:
-        """Put these there, one for each parameter. ``module.parameters()`` lists them."""
-
-    def hide(self, unit: Any) -> None:
-        """Put there what is there while the unit is sharded, and let ``parameters()`` list what an
-        optimizer needs."""
-
-
 class InModules:
     """The views are attributes of the modules, and none of their parameters:
-    ``module.parameters()`` lists the sharded flat parameter at any time.
+    ``module.parameters()`` lists the sharded flat parameter at any time. Other ``places`` have the
+    same methods.
 
     Args:
         param_infos: of the unit.
@@ -85,12 +75,12 @@ class InModules:
         ]
 
     def show(self, unit: Any, tensors: Sequence[Tensor]) -> None:
-        """See :class:`Places`."""
+        """Put these there, one for each parameter."""
         for attributes, name, at in self._attributes:
             attributes[name] = tensors[at]
 
     def hide(self, unit: Any) -> None:
-        """See :class:`Places`."""
+        """Put there what is there while the unit is sharded."""
         for attributes, name, _ in self._attributes:
             attributes[name] = _SHARDED
 
@@ -103,52 +93,33 @@ class ShardedParameter:
 _SHARDED = ShardedParameter()
 
 
-class ViewMaker(Protocol):
-    """How the views of a unit are made, and how their gradients are taken.
-
-    A hook on the unsharded flat parameter is called when a backward has gone through every use of
-    the views; see unit.py.
-    """
+class SplitViews:
+    """The views of a unit, whose gradients autograd copies together. A hook on the unsharded flat
+    parameter is called when a backward has gone through every use of them (unit.py). Another
+    ``view_maker`` has the same methods."""
 
     def make(self, unit: Any) -> list[Tensor]:
         """A view of ``unit.unsharded`` for each parameter, in the parameter's shape, recorded by
         autograd if gradients are on."""
+        views: list[Tensor] = unit.layout.unflatten(unit.unsharded.flat_param)
+        return views
 
     def has_gradient(self, unit: Any) -> bool:
         """Whether a backward has computed some of the gradient, and nobody has taken it yet."""
+        return unit.unsharded.flat_param.grad is not None
 
     def take_gradient(self, unit: Any) -> Any:
         """What has arrived of the gradient, laid out as ``unit.unsharded.flat_param`` is and of its
         dtype. What has not, and the padding, is zero. Afterwards nothing has arrived.
 
         Returns:
-            A tensor ``[trained_numel]``, or what ``unit.comm`` reduces in place of one.
+            A tensor ``[trained_numel]``; of another view maker it may be what ``unit.comm`` reduces
+            in place of one.
         """
-
-    def drop_gradient(self, unit: Any) -> None:
-        """Forget what a backward has computed of the gradient."""
-
-
-class SplitViews:
-    """Autograd copies the gradients together."""
-
-    def make(self, unit: Any) -> list[Tensor]:
-        """See :class:`ViewMaker`."""
-        views: list[Tensor] = unit.layout.unflatten(unit.unsharded.flat_param)
-        return views
-
-    def has_gradient(self, unit: Any) -> bool:
-        """See :class:`ViewMaker`."""
-        return unit.unsharded.flat_param.grad is not None
-
-    def take_gradient(self, unit: Any) -> Tensor:
-        """See :class:`ViewMaker`."""
         flat_param = unit.unsharded.flat_param
-        grad: Tensor | None = flat_param.grad
-        assert grad is not None, unit.label
-        flat_param.grad = None
+        grad, flat_param.grad = flat_param.grad, None
         return grad
 
     def drop_gradient(self, unit: Any) -> None:
-        """See :class:`ViewMaker`."""
+        """Forget what a backward has computed of the gradient."""
         unit.unsharded.flat_param.grad = None

@@ -25,7 +25,7 @@ Used = dict[FeaturedFlatParam, set[int]]
 
 
 class MarkedSplitViews(SplitViews):
-    """A :class:`~minifsdp.core.views.ViewMaker`, as :class:`~minifsdp.core.views.SplitViews`.
+    """As :class:`~minifsdp.core.views.SplitViews`, and knows which parameters have a gradient.
 
     Attributes:
         used: of each dtype that the unit is computed in, the parameters that have a gradient which
@@ -36,14 +36,14 @@ class MarkedSplitViews(SplitViews):
         self.used: Used = {}
 
     def make(self, unit: FeaturedUnit) -> list[Tensor]:
-        """See :class:`~minifsdp.core.views.ViewMaker`."""
+        """See :class:`~minifsdp.core.views.SplitViews`."""
         unsharded = unit.unsharded
         views = unit.layout.unflatten(unsharded.flat_param, unsharded.frozen)
         before_joining(views, partial(_note, self.used, unsharded))
         return views
 
-    def take_gradient(self, unit: FeaturedUnit) -> Tensor:
-        """See :class:`~minifsdp.core.views.ViewMaker`."""
+    def take_gradient(self, unit: FeaturedUnit) -> Any:
+        """See :class:`~minifsdp.core.views.SplitViews`."""
         layout: Any = unit.layout
         used = self.used.pop(unit.unsharded)
         grad = super().take_gradient(unit)
@@ -51,17 +51,16 @@ class MarkedSplitViews(SplitViews):
         return grad
 
     def drop_gradient(self, unit: FeaturedUnit) -> None:
-        """See :class:`~minifsdp.core.views.ViewMaker`."""
+        """See :class:`~minifsdp.core.views.SplitViews`."""
         super().drop_gradient(unit)
         self.used.pop(unit.unsharded, None)
 
 
 class MarkedPieceViews(PieceViews):
-    """A :class:`~minifsdp.core.views.ViewMaker`, as
-    :class:`~minifsdp.support.piece_views.PieceViews`."""
+    """As :class:`~minifsdp.support.piece_views.PieceViews`, and marks what has no gradient."""
 
     def take_gradient(self, unit: FeaturedUnit) -> Any:
-        """See :class:`~minifsdp.core.views.ViewMaker`."""
+        """See :class:`~minifsdp.core.views.SplitViews`."""
         layout: Any = unit.layout
         grads = self.arrived[unit.unsharded][::2]  # without the padding after each
         unused = [number for number in layout.marked if grads[number] is None]

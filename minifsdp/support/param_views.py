@@ -24,11 +24,11 @@ OTHER_WEIGHTS = (
 
 
 class Placeholders:
-    """The :class:`~minifsdp.core.views.Places` of a unit whose modules have placeholders while it
-    is sharded."""
+    """The ``places`` of a unit whose modules have placeholders while it is sharded. The methods are
+    those of :class:`~minifsdp.core.views.InModules`."""
 
     def show(self, unit: FeaturedUnit, tensors: Sequence[Tensor]) -> None:
-        """See :class:`~minifsdp.core.views.Places`.
+        """See :class:`~minifsdp.core.views.InModules`.
 
         Args:
             unit: gathered; or in rows, between steps.
@@ -59,7 +59,7 @@ class Placeholders:
                 module._parameters[name] = tensor
 
     def hide(self, unit: FeaturedUnit) -> None:
-        """See :class:`~minifsdp.core.views.Places`."""
+        """See :class:`~minifsdp.core.views.InModules`."""
         unit.has_placeholders = True
         listed = unit.optimized_params if unit.mesh is not None else [None] * len(unit.param_infos)
         for info, placeholder, param in zip(

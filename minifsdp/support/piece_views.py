@@ -27,8 +27,7 @@ Arrived = dict[FeaturedFlatParam, list[Tensor | None]]
 
 
 class PieceViews:
-    """A :class:`~minifsdp.core.views.ViewMaker` of a unit that the ranks of a shard group share, on
-    CPUs.
+    """The ``view_maker`` of a unit that the ranks of a shard group share, on CPUs.
 
     Attributes:
         arrived: of each dtype that the unit is computed in, what nobody has taken yet.
@@ -38,18 +37,18 @@ class PieceViews:
         self.arrived: Arrived = {}
 
     def make(self, unit: FeaturedUnit) -> list[Tensor]:
-        """See :class:`~minifsdp.core.views.ViewMaker`."""
+        """See :class:`~minifsdp.core.views.SplitViews`."""
         unsharded = unit.unsharded
         views = unit.layout.unflatten(unsharded.flat_param, unsharded.frozen)
         before_joining(views, partial(_keep, self.arrived, unsharded))
         return views
 
     def has_gradient(self, unit: FeaturedUnit) -> bool:
-        """See :class:`~minifsdp.core.views.ViewMaker`."""
+        """See :class:`~minifsdp.core.views.SplitViews`."""
         return unit.unsharded in self.arrived
 
     def take_gradient(self, unit: FeaturedUnit) -> Any:
-        """See :class:`~minifsdp.core.views.ViewMaker`. Returns
+        """See :class:`~minifsdp.core.views.SplitViews`. Returns
         :class:`~minifsdp.comm.pieces.Pieces`, one for each of ``unit.layout.sizes``."""
         grads: list[Any] = self.arrived.pop(unit.unsharded)
         for number, size in enumerate(unit.layout.sizes):
@@ -58,7 +57,7 @@ class PieceViews:
         return Pieces(grads)
 
     def drop_gradient(self, unit: FeaturedUnit) -> None:
-        """See :class:`~minifsdp.core.views.ViewMaker`."""
+        """See :class:`~minifsdp.core.views.SplitViews`."""
         self.arrived.pop(unit.unsharded, None)
 
 

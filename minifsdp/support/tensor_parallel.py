@@ -35,7 +35,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from minifsdp.core.views import ViewMaker
 from minifsdp.support.dtensors import distributed
 
 
@@ -84,21 +83,20 @@ def on_both_meshes(divided: DTensor, spec: DTensorSpec) -> DTensor:
 
 
 class TensorParallelViews:
-    """A :class:`~minifsdp.core.views.ViewMaker`: what another one makes, as DTensors where the
-    parameters were.
+    """A ``view_maker``: what another one makes, as DTensors where the parameters were.
 
     Args:
         inner: the other one.
         specs: of each parameter of the unit; None for a plain one.
     """
 
-    def __init__(self, inner: ViewMaker, specs: Sequence[DTensorSpec | None]) -> None:
+    def __init__(self, inner: Any, specs: Sequence[DTensorSpec | None]) -> None:
         self._inner, self._specs = inner, specs
         self.has_gradient, self.take_gradient = inner.has_gradient, inner.take_gradient
         self.drop_gradient = inner.drop_gradient
 
     def make(self, unit: Any) -> list[Tensor]:
-        """See :class:`~minifsdp.core.views.ViewMaker`."""
+        """See :class:`~minifsdp.core.views.SplitViews`."""
         views = zip(self._inner.make(unit), self._specs, strict=True)
         return [view if spec is None else _on_mesh(view, spec) for view, spec in views]
 

@@ -57,7 +57,8 @@ def alone(here: torch.device, group: dist.ProcessGroup) -> list[Sample]:
 
 def _start_gather(full: torch.Tensor, group: dist.ProcessGroup) -> Finish:
     unit, chunk = chunks(full.numel(), group), full.new_empty(full.numel() // group.size())
-    return comm_of(unit, full.device).all_gather(unit, full, chunk, group)
+    finish: Finish = comm_of(unit, full.device).all_gather(unit, full, chunk, group)
+    return finish
 
 
 def _gather(full: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifsdp.core.collectives import Comm
 from minifsdp.core.streams import Event, Finish
 from minifsdp.core.unit import Unit
 from minifsdp.core.unit_state import PREFETCH, TrainingState
@@ -55,7 +54,6 @@ class StreamOrdered(CountedParameters):
 
     def _unshard(self, unit: Unit) -> None:
         source, dtype = unit.source, unit.unsharded.dtype
-        comm: Comm = unit.comm
         group = source.group
         if group is None:  # it is all here
             super()._unshard(unit)
@@ -70,7 +68,8 @@ class StreamOrdered(CountedParameters):
         def launch() -> Finish:
             gathered.append(torch.empty(unit.padded_numel, dtype=dtype, device=unit.device))
             shard = source.tensor(unit, self.streams)
-            return comm.all_gather(unit, gathered[0], shard, group)
+            finish: Finish = unit.comm.all_gather(unit, gathered[0], shard, group)
+            return finish
 
         event = self.streams.unshard.submit(launch, f"all-gather {unit.label}")
         unit.unshard_event = CopyOut(self, unit, gathered.pop(), event)

@@ -1,17 +1,18 @@
 """Right: a table of what there is to do, and of what it depends on."""
 
 from functools import reduce
+from typing import Any
 
 from minifsdp.core.reduce import ReduceScatter, Stage
 from minifsdp.core.streams import Streams
-from minifsdp.core.unshard import OwnShard, Source
+from minifsdp.core.unshard import OwnShard
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.offload import Download, Upload
 from minifsdp.precision import Cast, CastShard
 from minifsdp.strategies import _all_reduce
 
 
-def source_of(unit: FeaturedUnit) -> Source:
+def source_of(unit: FeaturedUnit) -> Any:
     sends = unit.shard_group is not None or unit.mixed is not None
     around = [Upload] * (unit.offload_from is not None)
     around += [CastShard] * (sends and unit.precision.param_dtype is not None)
