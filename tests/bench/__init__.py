@@ -10,5 +10,6 @@
     without.py        and what of that its promises take
     report.py         the table and the picture
 `make bench-checkpoints` (checkpoints.py): saving and loading
+By `python -m`: optimizers.py, steps of optimizers; start.py, what comes before the first step
 `make validate`: the virtual GPU against a real one (gpu.py), or against CPUs (cpu.py)
 """
