@@ -39,6 +39,7 @@ from minifsdp.comm.wait_reports import WaitReport, Waits, all_waits, called_from
 
 POLL = 0.5  # seconds
 PATIENCE = 4  # as many polls have to find the rank in the same wait before this reports it
+STORE_ANSWERS = 10.0  # seconds within which a store answers that can be reached
 # Keys in the store begin with this. <rank>: its report; asked/<rank>: how many new reports other
 # ranks have asked it for; why/<group>: the verdict with which the group was closed.
 _KEY = "minifsdp/watch"
@@ -77,11 +78,9 @@ def explain(message: Message, error: Exception) -> RuntimeError:
     this rank was waiting for, and the error.
     """
     if message.verdict is None:
-        with suppress(RuntimeError):  # the store may be gone, too
-            # Another rank may have found the deadlock first, and closed the connection.
-            for group in _groups.get(message.group.group_name, [message.group]):
-                if message.verdict is None and _store().check([f"{_KEY}/why/{group.group_name}"]):
-                    message.verdict = _store().get(f"{_KEY}/why/{group.group_name}").decode()
+        reader = threading.Thread(target=_read_verdict, args=[message], daemon=True)
+        reader.start()
+        reader.join(STORE_ANSWERS)  # without a limit a rank whose machine is cut off would hang here
     return RuntimeError(
         message.verdict
         or f"rank {dist.get_rank()} waited in {message}{called_from(sys._getframe())}, and lost "
@@ -89,6 +88,14 @@ def explain(message: Message, error: Exception) -> RuntimeError:
         f"late. All ranks need the same number of batches, and have to run the same units in the "
         f"same order."
     )
+
+
+def _read_verdict(message: Message) -> None:
+    """Another rank may have found the deadlock first, and closed the connection."""
+    with suppress(RuntimeError):  # the store may be gone, too
+        for group in _groups.get(message.group.group_name, [message.group]):
+            if message.verdict is None and _store().check([f"{_KEY}/why/{group.group_name}"]):
+                message.verdict = _store().get(f"{_KEY}/why/{group.group_name}").decode()
 
 
 def _run() -> None:

@@ -43,8 +43,11 @@ def exchange(
     # directions of the link would take turns. They are waited for last: of three ranks that have
     # parted ways, one that waits for a receive may not hear that the connections were closed.
     received = () if source in near else places()
-    receives = [group.recv([tensor], source, tag) for tensor in received]
-    sends = [] if to in near else [group.send([tensor], to, tag) for tensor in sent]
+    try:
+        receives = [group.recv([tensor], source, tag) for tensor in received]
+        sends = [] if to in near else [group.send([tensor], to, tag) for tensor in sent]
+    except RuntimeError as error:  # the other rank has ended, and gloo knows that already
+        raise deadlock_watch.explain(message, error) from error
     works: list[Work] = [*sends, *receives]
     if source in near:
         works.append(Fetch(near[source], places, message))
