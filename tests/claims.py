@@ -19,10 +19,12 @@ from minifsdp.core.limiter import EventQueue
 from minifsdp.sim import cluster
 from minifsdp.sim.__main__ import parser
 from minifsdp.sim.cli.run import simulate
+from minifsdp.sim.cli.terminal import end_tidily
 from minifsdp.sim.tape import Wait
 from minifsdp.sim.training.history import APPROACHES
 from minifsdp.sim.training.ordered import ORDERED
 from minifsdp.sim.training.wrapped import ENGINES
+from tests.all_cores import on_all_cores
 from tests.sim.training.test_history import Crooked, last_step, mistargets, straight, train
 
 README = Path(__file__).parents[1] / "minifsdp" / "sim" / "README.md"
@@ -375,15 +377,25 @@ def readme_with(target: str = "claims", **tables: str) -> str:
     return text
 
 
+TABLES: list[Callable[[], str]] = [t5_variations, room, allocators, approaches]
+
+
+def made(function: Callable[[], Any]) -> Any:
+    """What a claim or a table is, in a process of its own."""
+    return function()
+
+
 if __name__ == "__main__":
-    rows = []
-    for number, claim in enumerate(CLAIMS, 1):
-        rows.append(claim())
-        print(f"{number} of {len(CLAIMS)} claims: {claim.__name__}: {rows[-1].found}", flush=True)
-        if not rows[-1].holds:
-            sys.exit(f"does not hold any more: {rows[-1].claim}: {rows[-1].claimed}")
-    tables = {"claims": claims(rows)}
-    for write in (approaches, room, t5_variations, allocators):
-        print(f"the table of {write.__name__}", flush=True)
-        tables[write.__name__] = write()
-    README.write_text(readme_with(**tables))
+    end_tidily()
+    parts = [*TABLES, *CLAIMS]  # the longest first, or one core would do nothing in the end
+    rows, tables = [], {}
+    for part, found in zip(parts, on_all_cores(made, parts), strict=True):
+        if isinstance(found, str):
+            print(f"the table of {part.__name__}", flush=True)
+            tables[part.__name__] = found
+            continue
+        rows.append(found)
+        print(f"{len(rows)} of {len(CLAIMS)} claims: {part.__name__}: {found.found}", flush=True)
+        if not found.holds:
+            sys.exit(f"does not hold any more: {found.claim}: {found.claimed}")
+    README.write_text(readme_with(claims=claims(rows), **tables))

@@ -9,9 +9,7 @@ of the models of each family of runs, and the errors that count are those of the
 import re
 import statistics
 import sys
-import warnings
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -19,10 +17,11 @@ from pathlib import Path
 import torch
 
 from minifsdp.sim.cli.run import simulate
-from minifsdp.sim.cli.terminal import end_tidily, out_of_reach, progress
+from minifsdp.sim.cli.terminal import end_tidily, progress
 from minifsdp.sim.device import VirtualGpu
 from minifsdp.sim.figures.likely import doublings, likely
 from minifsdp.sim.tape import Note, Phase
+from tests.all_cores import on_all_cores
 from tests.claims import parser, table
 
 if sys.version_info >= (3, 11):
@@ -269,22 +268,13 @@ def with_tables(text: str, **tables: str) -> str:
 
 def predicted(runs: list[Run]) -> list[tuple[Run, Prediction]]:
     """All of them, on all cores."""
-    pool = ProcessPoolExecutor()  # without `with`, which would wait for runs after Ctrl-C
-    with out_of_reach():
-        predictions = pool.map(_alone, runs)
     found = []
+    predictions = on_all_cores(predict, runs)
     for number, (run, prediction) in enumerate(zip(runs, predictions, strict=True), 1):
         progress(f"{number} of {len(runs)} runs")
         found.append((run, prediction))
-    pool.shutdown()
     progress("")
     return found
-
-
-def _alone(run: Run) -> Prediction:
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    return predict(run)
 
 
 if __name__ == "__main__":

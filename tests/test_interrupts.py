@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -43,10 +44,21 @@ def started(mark):
     return found
 
 
+def computed(mark):
+    """Seconds of CPU time, of all that a command has started: on a busy machine, too, they say how
+    far it has come."""
+    ticks = 0
+    for pid in started(mark):
+        with suppress(OSError):  # it has ended meanwhile
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15]))  # its own, and of its children that have ended
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 @pytest.mark.parametrize("alone", [False, True], ids=["all get it", "one gets it"])
-@pytest.mark.parametrize("seconds", [2.0, 9.0])  # torch is being imported; it works
+@pytest.mark.parametrize("seconds", [1.0, 6.0])  # torch is being imported; it works
 @pytest.mark.parametrize("name", COMMANDS)
 def test_ctrl_c_is_one_line_and_nothing_stays(name, seconds, alone, tmp_path):
     """A terminal sends it to all processes of a command, `kill` and a notebook to the first."""
@@ -61,7 +73,8 @@ def test_ctrl_c_is_one_line_and_nothing_stays(name, seconds, alone, tmp_path):
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
-        time.sleep(seconds)
+        while computed(mark) < seconds and process.poll() is None:
+            time.sleep(0.1)
         (os.kill if alone else os.killpg)(process.pid, signal.SIGINT)
         _, errors = communicate(process)
         assert process.returncode == 130, errors

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.promises import WAYS, Block, batch, seeded
 from tests.ranks import on_ranks
 
-STEPS = 300
+STEPS = 50
 ways = pytest.mark.parametrize("way", WAYS)
 
 

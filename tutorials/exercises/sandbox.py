@@ -113,11 +113,12 @@ def run_all(jobs: Iterable[Job], workers: int, patience: float = 1) -> Iterator[
 
 @cache
 def prepare() -> None:
-    """Import minifsdp, for what it imports of torch, which takes seconds; and forget minifsdp."""
-    for name in ("minifsdp.sim", "torch._dynamo"):
+    """Import what checks import, for what that imports of torch, which takes seconds; and forget
+    minifsdp, and what has imported it."""
+    for name in ("minifsdp.sim", "torch._dynamo", "tests.lone_unit"):
         importlib.import_module(name)
     for name in list(sys.modules):
-        if name.partition(".")[0] == "minifsdp":
+        if name.partition(".")[0] == "minifsdp" or name.startswith("tests."):
             del sys.modules[name]
     gc.collect()
     gc.freeze()  # or each new process would copy all memory when it looks for garbage
