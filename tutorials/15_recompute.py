@@ -79,8 +79,9 @@ def what_a_forward_keeps() -> None:
 
 
 # %% [markdown]
-# The first line has ten times as much in activations as in parameters, those of the whole model.
-# They grow with the batch and with the length of its sequences, and more GPUs do not divide them.
+# In the first line the activations take ten times as much memory as the parameters of the whole
+# model. They grow with the batch and with the length of its sequences, and more GPUs do not divide
+# them.
 #
 # *Recomputation*, in PyTorch *activation checkpointing*
 # ([Chen et al.](https://arxiv.org/abs/1604.06174)), is the second line. Of a block it keeps nothing
@@ -138,14 +139,15 @@ def draw(tapes: dict[str, Any]) -> None:
 # What should full recomputation cost? A matrix product has two of its size in the backward, one for
 # the gradient of each operand. Forward and backward are three parts; a second forward makes it
 # four, 1.33 times the operations. It is less here, because the second forward stops as soon as
-# everything is there that the backward needs. A block's last product, a third of its
-# operations, is not among that: nothing in the block uses its result.
+# everything is there that the backward needs. A block's last product, a third of its operations, is
+# left out, because nothing in the block uses its result.
 #
 # ## Around the unit or inside of it
 #
 # With FSDP a forward is preceded by a gather. Does a second forward need a second gather? It
 # depends on what is wrapped in what. The checkpoint may be around the unit, so that the unit's
-# hooks run again with it, or inside of the unit, so that they do not. First in the file of page 06:
+# hooks run again with it, or inside of the unit, so that they do not. First, here it is in the file
+# of page 06:
 
 
 # %%
@@ -219,20 +221,20 @@ def in_the_engine() -> None:
 
 
 # %% [markdown]
-# The pre-backward hook gathers the unit and gives its modules views, so the inside works. And a
-# forward does not free a unit that is in its backward. It lets go of its own reason, FORWARD, and
-# BACKWARD is left:
+# The pre-backward hook gathers the unit and gives its modules views, so a checkpoint inside works.
+# And a forward does not free a unit that is in its backward. It lets go of its own reason, FORWARD,
+# and BACKWARD is left:
 #
 # {{ minifsdp/core/engine.py Engine.leave }}
 #
 # ## Taken out: the layer that gathers on demand
 #
-# Does the inside always work? The unit is gathered in the backward because a gradient arrives at
-# its output. Here is a module whose output plays no part in the loss. It computes a loss of its own
-# in a checkpoint, as routers of experts do, and puts it into a list. The backward comes straight to
-# that loss, and when it runs the checkpoint again, nobody has gathered the unit. So there is a
-# layer, `OnDemand` in [on_demand.py](../minifsdp/on_demand.py). While a unit is sharded, its
-# modules have *placeholders*, and the layer gathers the unit when somebody wants to use one.
+# Does a checkpoint inside always work? The unit is gathered in the backward because a gradient
+# arrives at its output. Here is a module whose output plays no part in the loss. It computes a loss
+# of its own in a checkpoint, as routers of experts do, and puts it into a list. The backward comes
+# straight to that loss, and when it runs the checkpoint again, nobody has gathered the unit. So
+# there is a layer, `OnDemand` in [on_demand.py](../minifsdp/on_demand.py). While a unit is sharded,
+# its modules have *placeholders*, and the layer gathers the unit when somebody wants to use one.
 # (`three_times` and `off_ddps` are in [taken_out.py](taken_out.py).)
 
 
