@@ -1,7 +1,7 @@
 """The rate limiter: python tutorials/11_limiter.py; the page is 11_limiter.md."""
 
 # %% [markdown]
-# # The limiter: a memory that filled up though nothing leaked
+# # The limiter: memory that filled up though nothing leaked
 #
 # In April 2022 a model of 175 billion parameters was trained with fairscale's FSDP on 1,024 A100.
 # Its log said that tensors never took more than 13.4 GB of a GPU, yet PyTorch held 75.4 GB. After a
