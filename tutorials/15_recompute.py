@@ -14,7 +14,6 @@
 
 # %% [hidden]
 import warnings
-from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 import fsdp_in_one_file
 import torch
+from freed_early import HOW, two_steps
 from launch import on_ranks
 from taken_out import layer, off_ddps, three_times
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ from train_gpt import BATCH, CONTEXT, GPT, Block
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
-from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.on_demand import OnDemand
 from minifsdp.sim.__main__ import parser
 from minifsdp.sim.cli.run import measure, simulate
@@ -272,62 +271,25 @@ def without_the_layer() -> None:
 #
 # A checkpoint defeats that question. Autograd saves nothing of what a checkpoint will run again, so
 # the unit seems to be done with when it is not. Here are two steps of a model whose root has no
-# layer between the blocks, then a plain one, then one in a checkpoint:
+# layer between the blocks, then a plain one, then one in a checkpoint (`two_steps` is in
+# [freed_early.py](freed_early.py)):
 
 
 # %%
-class Between(nn.Module):
-    def __init__(self, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.between, self.head = nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 9)
-        self.blocks, self.run = nn.ModuleList(nn.GRUCell(6, 6) for _ in range(3)), run
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.first(tokens)
-        for block in self.blocks:
-            x = self.run(self.between, block(x))
-        return self.head(x)
-
-
-@on_ranks(2)
-def freed_early(name: str) -> list[tuple[list[bool], int]]:
-    model, there, found = Between(HOW[name]), [], []
-    for block in model.blocks:
-        block.register_full_backward_pre_hook(lambda *_: there.append(has_memory(engine.root)))
-    model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.GRUCell}))
-    engine = model.engine
-    for step in (1, 2):
-        before = engine.stats.all_gathers
-        model(torch.arange(8)).sum().backward()
-        found.append(([*there], engine.stats.all_gathers - before))
-        if torch.distributed.get_rank() == 0:
-            print(f"{name:15} step {step}: {engine.stats.all_gathers - before} gathers; "
-                  f"the root is there at blocks 3, 2, 1: {there}")  # fmt: skip
-        there.clear()
-    return found
-
-
-# %% [hidden]
-HOW: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
-    "no layer": lambda layer, x: x,
-    "a plain layer": lambda layer, x: layer(x),
-    "in a checkpoint": partial(checkpoint, use_reentrant=False),
-}
-
-
-def has_memory(unit: FeaturedUnit) -> bool:
-    return unit.unsharded.storage.size() > 0
+def freed_early() -> None:
+    for how in HOW:
+        two_steps(how)
 
 
 # %% [markdown]
 # Without a layer between the blocks the root is free during all their backwards. A plain layer
-# keeps it until the first block is all that is left. In the checkpoint the root is freed too early
-# in step 1, and the second forward has it gathered once more. The layer remembers that, and from
-# step 2 on this root stays: otherwise every checkpoint in it would cost a gather.
+# keeps it until the first block is all that is left. With the checkpoint the root is freed too
+# early in step 1, and the second forward has it gathered once more. `OnDemand` remembers that. From
+# step 2 on this root stays, because otherwise every checkpoint in it would cost a gather.
 #
 # Two more things keep a unit from being freed early. Somebody may have kept one of its parameters.
-# And there may be a second graph, which the program has dropped. When Python's collector removes
-# that graph can differ from rank to rank, and all ranks have to free alike.
+# And there may be a second graph, which the program has dropped. Python's collector may remove that
+# graph at a different moment on each rank, and all ranks have to free alike.
 #
 # ## What breaks: a second forward that is not the first one
 #
@@ -390,10 +352,7 @@ def main() -> None:
     in_one_file()
     in_the_engine()
     without_the_layer()
-    found = {name: freed_early(name)[0] for name in HOW}
-    assert found["no layer"] == [([False] * 3, 7)] * 2
-    assert found["a plain layer"] == [([True, True, False], 7)] * 2
-    assert found["in a checkpoint"][0][1] == 8 and found["in a checkpoint"][1] == ([True] * 3, 7)
+    freed_early()
     dropout()
     answers()
 
