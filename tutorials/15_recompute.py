@@ -23,8 +23,8 @@ warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 import fsdp_in_one_file
 import torch
-from freed_early import HOW, two_steps
 from launch import on_ranks
+from recomputed import HOW, Around, two_steps
 from taken_out import layer, off_ddps, three_times
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -175,16 +175,6 @@ def in_one_file() -> None:
     print("inside:                            ", one_file_with("inside")[0])
 
 
-# %% [hidden]
-class Around(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.block, x, use_reentrant=False)
-
-
 # %% [markdown]
 # - **Around** it works, with a third gather for each block: one in the forward, one when the
 #   gradient arrives at the block's output, and one by the forward that is run again.
@@ -272,7 +262,7 @@ def without_the_layer() -> None:
 # A checkpoint defeats that question. Autograd saves nothing of what a checkpoint will run again, so
 # the unit seems to be done with when it is not. Here are two steps of a model whose root has no
 # layer between the blocks, then a plain one, then one in a checkpoint (`two_steps` is in
-# [freed_early.py](freed_early.py)):
+# [recomputed.py](recomputed.py)):
 
 
 # %%

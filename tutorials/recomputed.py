@@ -1,4 +1,4 @@
-"""When the root has memory in a backward, and how often units are gathered: page 15 asks."""
+"""What page 15 runs again: blocks in a checkpoint, and a layer of the root between blocks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,6 +29,19 @@ EXPECTED = {
 }
 
 
+class Around(nn.Module):
+    """A checkpoint around the call of a block, hooks and all."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's output."""
+        result: Tensor = checkpoint(self.block, x, use_reentrant=False)
+        return result
+
+
 class Between(nn.Module):
     """Three blocks between an embedding and a head, and a layer of the root's after each block."""
 
@@ -48,7 +61,7 @@ class Between(nn.Module):
 
 @on_ranks(2)
 def two_steps(how: str) -> None:
-    """Print it, for two steps."""
+    """Print when the root has memory in the backward, and how many gathers there are."""
     model: Any = Between(HOW[how])
     there: list[bool] = []
     for block in model.blocks:
