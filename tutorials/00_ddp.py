@@ -9,9 +9,9 @@
 # every rank has different gradients, because it saw different data. What must the ranks agree on
 # before the optimizer steps, and what happens if they do not?
 #
-# PyTorch's DistributedDataParallel (DDP) averages the gradients. Here is the idea of it, without
-# what makes it fast. A *hook* is a function that PyTorch calls for you at a certain moment; this
-# one is called when the gradient of a parameter is complete.
+# PyTorch's DistributedDataParallel (DDP) averages the gradients. Here is the idea, without what
+# makes it fast. A *hook* is a function that PyTorch calls for you at a certain moment; this one is
+# called when the gradient of a parameter is complete.
 
 # %% [hidden]
 from __future__ import annotations
@@ -97,7 +97,7 @@ def ours_and_torchs() -> None:
 # The losses of the ranks differ, because the data do. The models do not: they begin with the same
 # parameters and step with the same gradients, so they stay equal, and no rank has to check.
 #
-# PyTorch's DDP has two things on top. It sends gradients in buckets of 25 MB
+# PyTorch's DDP does two more things. It sends gradients in buckets of 25 MB
 # ([documentation](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html))
 # instead of one by one, and it sends them while the backward is still computing the others.
 #
@@ -143,8 +143,8 @@ def tested() -> list[float]:
 #
 # AdamW in fp32 needs sixteen bytes for each parameter: four for itself, four for its gradient, and
 # eight for the two averages that Adam keeps. While torch's AdamW steps, it needs four more. For our
-# GPT these are 17 MB. For one of 1.3 billion parameters they are 27 GB, on each rank. Here is what
-# one GPU holds at its fullest, under DDP and under FSDP (its strategy `FULL_SHARD`), where each GPU
+# GPT this is 17 MB. For one of 1.3 billion parameters it is 27 GB, on each rank. Here is what one
+# GPU holds at its fullest, under DDP and under FSDP (its strategy `FULL_SHARD`), where each GPU
 # keeps only a part of the parameters, the gradients and the averages:
 
 

@@ -5,16 +5,16 @@
 #
 # In each training step DDP calls `all_reduce`: each rank brings a gradient, and each gets the sum
 # of all of them. That operation has two halves. FSDP calls the halves one by one, at different
-# times of the step, and everything that it saves is saved in between. What is there between the
-# halves?
+# times of the step, and everything that it saves is saved in between. What do the ranks hold
+# between the halves?
 #
 # ## Three collectives
 #
 # A *collective* is a function that all ranks have to call, and in which they exchange tensors. A
 # rank that calls it early waits for the others. Here are three of them on two ranks, and each rank
 # brings four numbers. The functions are [the engine's](../minifsdp/comm/collectives.py); the
-# *engine* is minifsdp's code. Each starts its exchange and returns a function that waits for the
-# end of it. (`scale` is a factor for each addend. `tag` is a number that tells this exchange from
+# *engine* is minifsdp's code. Each starts its exchange and returns a function that waits until it
+# is over. (`scale` is a factor for each addend. `tag` is a number that tells this exchange from
 # others that are under way at the same time.)
 
 # %% [hidden]

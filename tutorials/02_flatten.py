@@ -169,25 +169,25 @@ def by_data() -> None:
 # and it skips parameters that have none. The model is never trained.
 #
 # Not all parameters can share a flat tensor. A tensor has one dtype, is on one device, and has a
-# gradient or has none. minifsdp refuses a mixture and names the parameters. (A mixture of the last
-# kind can be had with `use_orig_params=True`: page [26](26_rows.md).)
+# gradient or has none. minifsdp refuses a mixture and names the parameters. (With
+# `use_orig_params=True` a mixture of the last kind is possible; see page [26](26_rows.md).)
 #
 # ## Predict, then run
 #
 # 1. A bias is not used in the forward. In plain PyTorch its `grad` is then None, and the optimizer
 #    leaves it alone. What gradient do its numbers get in the flat tensor?
-# 2. Suppose that FSDP did not refuse it. What becomes of a bfloat16 matrix that is flattened
+# 2. Suppose FSDP did not refuse mixtures. What would become of a bfloat16 matrix that is flattened
 #    together with an fp32 bias?
 # 3. Ten blocks share one flat tensor instead of having one each. Is the all-gather much faster?
 #
 # <details><summary>Answers</summary>
 #
 # 1. Zeros. The optimizer does not skip what has a gradient of zeros: weight decay, for one, changes
-#    the bias now. So training differs from that without FSDP.
+#    the bias now. So training is no longer what it is without FSDP.
 # 2. It becomes fp32, because that is the dtype in which both fit. It takes twice the bytes, in
 #    memory and on the network, and nothing says so.
-# 3. No, by 8 % only: a block of this size is large beside the latency already. And all ten blocks
-#    would be in memory at once.
+# 3. No, by 8 % only: to send a block of this size already takes long compared with the latency. And
+#    all ten blocks would be in memory at once.
 #
 # </details>
 

@@ -8,9 +8,9 @@
 # ([05](05_hooks.md)). How much code is it to put them together, so that a GPT trains on two ranks
 # and gets the very numbers that DistributedDataParallel gets?
 #
-# It is [fsdp_in_one_file.py](fsdp_in_one_file.py): 106 lines, comments included, of plain
-# PyTorch. Open it beside this page. It is no part of minifsdp and imports nothing from it. To use
-# it you write one line, and then an ordinary training loop:
+# It is [fsdp_in_one_file.py](fsdp_in_one_file.py): 106 lines, comments included, of plain PyTorch.
+# Open it beside this page. It is not part of minifsdp and imports nothing from it. To use it you
+# write one line, and then an ordinary training loop:
 #
 # ```python
 # model = GPT(layers=4, width=128)
@@ -278,12 +278,13 @@ def tied(kinds: str) -> tuple[bool, int, int]:
 
 
 # %% [markdown]
-# Only one of the five changes gives other losses, and you would not see it either: Adam divides by
-# the size of the gradient, so a gradient that is twice too large makes nearly the same step. Three
-# give DDP's losses in every bit, and quietly take the memory that sharding was to save. (When views
-# are made once, their backward comes last, so no unit is freed before all are there: page 05.) One
-# is refused by autograd, which is the best that can happen. So a falling loss proves little. To
-# know that such a file is right, compare bits and count bytes; page [24](24_parity.md) shows how.
+# Only one of the five changes gives different losses, and you would not see it either: Adam divides
+# by the size of the gradient, so a gradient that is twice too large makes nearly the same step.
+# Three give DDP's losses in every bit, and quietly take the memory that sharding was to save. (When
+# views are made once, their backward comes last, so no unit is freed before all are there: page
+# 05.) One is refused by autograd, which is the best that can happen. So a falling loss proves
+# little. To know that such a file is right, compare bits and count bytes; page [24](24_parity.md)
+# shows how.
 #
 # ## Predict, then run
 #
@@ -298,8 +299,8 @@ def tied(kinds: str) -> tuple[bool, int, int]:
 #    It does not free the root after the forward, because the backward begins with it.
 # 2. Yes, bit for bit. Both owners get the same view, and autograd adds up its two gradients.
 # 3. No, and nothing complains. The head's weight stays with the root, and the embedding's unit has
-#    a copy of it. Each gets a part of the gradient, and after one step they differ. The losses are
-#    others than DDP's. minifsdp refuses this.
+#    a copy of it. Each gets a part of the gradient, and after one step they differ. The losses
+#    differ from DDP's. minifsdp refuses this.
 #
 # </details>
 
@@ -326,7 +327,7 @@ def answers() -> None:
 # </details>
 #
 # The file itself grows, too: ten [steps](29_steps.md) of some fifty lines each, at the end of the
-# pages that they belong to, make of it an FSDP that does all this and is as fast as minifsdp's.
+# pages that they belong to, turn it into an FSDP that does all this and is as fast as minifsdp's.
 #
 # What a step costs, in bytes and in seconds, fits on [a sheet of formulas](30_formulas.md).
 

@@ -50,8 +50,8 @@ def blocks_are_units() -> None:
 
 
 # %% [markdown]
-# Units may lie inside of others, and a parameter belongs to the innermost one around it. What is in
-# no block (the embeddings, the last norm and the head) belongs to the *root*, the model itself.
+# Units may lie inside other units, and a parameter belongs to the innermost one around it. What is
+# in no block (the embeddings, the last norm and the head) belongs to the *root*, the model itself.
 #
 # ## How large?
 #
@@ -122,9 +122,9 @@ def gpt_of(preset: str) -> nn.Module:
 #   communication is hidden behind computation.
 # - **Each half of a block.** The same bytes travel in three times as many messages. Each has the
 #   latency of page [02](02_flatten.md), which is 0.13 ms for a ring of 32 GPUs, and computing with
-#   half a block does not take long enough to hide it. (Libraries have ways with fewer steps for
-#   short messages; page [22](22_hybrid.md).) The memory is hardly less than with blocks, because
-#   a block is small beside everything else already.
+#   half a block does not take long enough to hide it. (For short messages libraries have ways with
+#   fewer steps; see page [22](22_hybrid.md).) The memory is hardly less than with blocks, because a
+#   block is already small beside everything else.
 #
 # So a unit should take longer to compute with than to gather, and it should be small beside the
 # model. The block that a model repeats is usually both.

@@ -69,9 +69,9 @@ def owners() -> None:
 # flat tensor once, and has two owners. During the forward both see the same view, and autograd adds
 # up the gradients of both uses.
 #
-# After the step both see a *placeholder*: an object with a shape, without values, and with a
-# message. Without it a module that is called at the wrong time would compute with freed memory.
-# This is the method that gives a view to all owners:
+# After the step both see a *placeholder*, an object that has a shape and a message but no values.
+# Without it, a module that is called at the wrong time would compute with freed memory. This method
+# gives a view to all owners:
 #
 # {{ minifsdp/support/param_views.py Placeholders.show -Or parameters -pop(FLAT_PARAM -hidden, unit
 # -attributes = -found = -if found -__setattr__ is -if hidden }}
@@ -79,10 +79,10 @@ def owners() -> None:
 # ## What breaks without it
 #
 # An embedding is large. Why not make it a unit of its own, so that it is freed while the blocks are
-# computed? Then its weight is in the flat tensor of that unit, and the weight of the head in the
-# root's. minifsdp refuses this. Here we switch its two checks off, train a GPT of two such blocks
+# computed? Then its weight is in that unit's flat tensor, and the head's weight is in the root's.
+# minifsdp refuses this. Here we switch off the two checks that refuse it, train a GPT of two blocks
 # to name the next letter of the alphabet, save it, and load it into a plain model. What do you
-# expect of the loss?
+# expect the loss to be?
 
 
 # %%
@@ -129,28 +129,30 @@ def draw() -> None:
 
 # %% [markdown]
 # ![Four bars of the loss. With blocks as units it is the same after loading. With the embeddings as
-# units, too, it is as small while training, and after loading many times as
-# large.](08_shared.svg)
+# units as well, it is just as small during training, and many times as large after
+# loading.](08_shared.svg)
 #
 # Two weights that began as copies have drifted apart. In training this looks like a success: the
-# loss is as low as with blocks. But the plain model has one weight for both places. It keeps the
-# one that it loads last, so it is not the model that was trained. You find out when you use the
-# checkpoint.
+# loss is as low as with blocks. But the plain model has one weight for both places. It keeps
+# whichever it loads last, so it is not the model that was trained. You find out only when you use
+# the checkpoint.
 #
-# PyTorch's first FSDP does just this ([seen with torch 2.13](../tests/test_lessons.py)), unless you
-# pass `use_orig_params=True`; then the forward fails. minifsdp refuses before it has changed
-# anything, and says what to do.
+# PyTorch's first FSDP does exactly this ([seen with torch 2.13](../tests/test_lessons.py)). With
+# `use_orig_params=True` its forward fails instead. minifsdp refuses before it has changed anything,
+# and says what to do.
 #
 # ## Predict, then run
 #
-# 1. The tied weight is counted once. How many parameters does the GPT have, which had 867,072?
-# 2. The embedding and the head are tied. Each is given to `FSDP` by itself, without a policy, and
-#    the model around them is not. Is that refused?
+# 1. Before its weights were tied, the GPT had 867,072 parameters. How many does it have now that
+#    the tied weight is counted once?
+# 2. The embedding and the head are tied. You wrap each of them in `FSDP` by itself, without a
+#    policy, and do not wrap the model around them. Is that refused?
 #
 # <details><summary>Answers</summary>
 #
-# 1. 834,304: the head's 32,768 are the embedding's now. The optimizer keeps averages for them once.
-# 2. Yes, when the second one is wrapped: the weight is in the unit of the first one already.
+# 1. 834,304: the head's 32,768 are now the embedding's. The optimizer, too, keeps its averages for
+#    them only once.
+# 2. Yes, when you wrap the second one: its weight is already in the first one's unit.
 #
 # </details>
 

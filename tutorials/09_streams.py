@@ -45,11 +45,11 @@ def a_product() -> None:
 # full.
 #
 # These times are from minifsdp's *virtual GPU*. It sees every operator that torch runs, on tensors
-# without values, and asks what it would take on an A100: its arithmetic at most at 66 % of the data
-# sheet or its bytes at 83 %, whichever is longer, and 6 microseconds of the host. [Half of others'
-# runs](../minifsdp/sim/README.md) are within 5 % of what it says. The engine runs on it as it is.
-# When a kernel is launched, it is already clear when it will run, and on the virtual GPU this is
-# all that a stream is:
+# without values, and asks how long it would take on an A100: its arithmetic at 66 % of the data
+# sheet's speed at most, or its bytes at 83 %, whichever takes longer, and 6 microseconds of the
+# host. [Half of others' runs](../minifsdp/sim/README.md) are within 5 % of what it says. The engine
+# runs on it as it is. When a kernel is launched, it is already clear when it will run, and on the
+# virtual GPU this is all that a stream is:
 #
 # {{ minifsdp/sim/hardware/clock.py Clock._start }}
 #
@@ -75,8 +75,8 @@ def two_streams(wait: bool) -> None:
 
 
 # %% [markdown]
-# The host is at second 0 all the while, until it waits for `b` itself: that `b` has to wait for `a`
-# goes into the queue as well. And `b` does not wait for `c`, which came into its stream behind the
+# The host stays at second 0 until it waits for `b` itself, because the order to wait for `a` goes
+# into the queue like everything else. And `b` does not wait for `c`, which was launched after the
 # mark.
 #
 # On a real GPU the same lines are these. `x.record_stream` is for the allocator, page
@@ -95,8 +95,8 @@ def two_streams(wait: bool) -> None:
 #
 # ## Reading a step
 #
-# FSDP has three streams: `compute`, `unshard` for all-gathers, `reduce` for reduce-scatters. (Three
-# more are for pages to come.) Here is a step of four layers, each a unit, on 8 GPUs:
+# FSDP has three streams: `compute`, `unshard` for all-gathers, `reduce` for reduce-scatters. (Later
+# pages add three more.) Here is a step of four layers, each a unit, on 8 GPUs:
 
 
 # %%
@@ -153,7 +153,7 @@ def timeline() -> None:
 #
 # ## What breaks without it
 #
-# All this hangs on a few waits. This is the one before a unit is computed with. Take it away:
+# All this depends on a few waits. This one comes just before a unit is used. Take it away:
 #
 # {{ minifsdp/core/unshard.py wait_for_unshard }}
 
@@ -168,12 +168,12 @@ def without_the_wait() -> None:
 # %% [markdown]
 # The step is faster, and nothing has failed. On a real GPU `addmm`, the first product of layer 0,
 # computes with what was in that memory before. But if compute happens to be busy just then, the
-# gather is there in time and all is right. So the numbers are wrong on some days.
+# gather is there in time and all is right. So the numbers are wrong only now and then.
 #
 # The virtual GPU notices it every time. It knows what each kernel reads and writes, and who was
-# told to wait for what. Of two kernels that use the same memory, one of them to write, one has to
-# come first by a stream or by a wait. If neither is so, it is a *race*, whenever they happen to
-# run.
+# told to wait for what. If two kernels use the same memory and at least one of them writes, a
+# stream or a wait has to put one before the other. If nothing does, it is a *race*, whenever they
+# happen to run.
 #
 # On a CPU the engine is the same, and the compute stream is the host. What it submits to `unshard`
 # is a function that *starts* a gather, in threads of the network library, and returns a second one,
@@ -191,7 +191,8 @@ def without_the_wait() -> None:
 #
 # <details><summary>Answers</summary>
 #
-# 1. More than its computation and its communication together: nothing would run beside anything.
+# 1. More than its computation and its communication together: nothing would run beside anything
+#    else.
 # 2. Yes. Nothing says which of the two comes first; they only came out that way.
 #
 # </details>

@@ -6,8 +6,8 @@
 # `nvidia-smi` says that your GPU is full. You add up your tensors, and they take a third of it.
 # Both are right. Between your tensors and the GPU is PyTorch's *caching allocator*. Asking the
 # driver for memory takes as long as a hundred small kernels, giving it back waits for the whole
-# device, and a training step makes thousands of tensors. So it keeps what is freed, for the next
-# tensor that fits. And it has three answers to "how much":
+# device, and a training step makes thousands of tensors. So the allocator keeps what is freed, for
+# the next tensor that fits. And it has three answers to "how much?":
 #
 # - **allocated**: memory that tensors live in;
 # - **reserved**: memory that PyTorch has asked the driver for, and not given back;
@@ -47,9 +47,9 @@ def asked_and_taken() -> None:
 
 # %% [markdown]
 # The driver is asked for *segments*, and tensors get *blocks* of them, in multiples of 512 bytes.
-# Blocks of up to 1 MiB come from segments of 2 MiB, larger ones from 20 MiB. From 10 MiB on a
-# segment for the block alone is asked for, in multiples of 2 MiB. What is left of it is not split
-# off if it is less than 1 MiB: so the last tensor has 16,777,216 bytes. A block is one piece: if
+# Blocks of up to 1 MiB come from segments of 2 MiB, larger ones from 20 MiB. From 10 MiB on, a
+# block gets a segment of its own, in multiples of 2 MiB. What is left of that segment is not split
+# off if it is less than 1 MiB, so the last tensor has 16,777,216 bytes. A block is one piece: if
 # ten tensors of 2 MiB fill a segment and every second one is dropped, 10 MiB are free, but not for
 # a tensor of 4 MiB. That is *fragmentation*.
 #
@@ -82,9 +82,9 @@ def growing(alloc: str) -> int:
 # keeps it.
 #
 # What if another stream has read it? Then the allocator has to be told, with
-# `tensor.record_stream(stream)`. Freeing the tensor now puts a mark into that stream. Until the
-# stream has passed the mark the block is not allocated any more, and not free: it is *active*. And
-# somebody has to look. That is done at the next allocation.
+# `tensor.record_stream(stream)`. When the tensor is freed, a mark is put into that stream. Until
+# the stream has passed the mark, the block is neither allocated nor free: it is *active*. The
+# allocator looks whether the mark has been passed when the next tensor is allocated.
 
 
 # %%
@@ -123,8 +123,9 @@ def freed_and_not_free() -> None:
 
 
 # %% [markdown]
-# (`busy` has 256 MiB.) Only `y` gets the memory of `x`. Next, six such copies one after the other.
-# The host does not wait, and no two of them are alive at once. With and without `record_stream`:
+# (`busy` has 256 MiB.) Only `y` gets the memory of `x`. Next come six such copies, one after the
+# other, with and without `record_stream`. The host does not wait, and no two of the copies are
+# alive at once:
 
 
 # %%
@@ -162,8 +163,8 @@ def with_and_without() -> None:
 # done with. *Reserved* (gray) is what it costs, and what `nvidia-smi` shows.
 #
 # Without `record_stream` one block is enough, and that is what breaks: the next copy is written to
-# it while the GPU has yet to read the last one. On a real GPU this gives wrong numbers on some
-# days. The virtual one knows what every kernel reads and writes, and reports it every time.
+# it while the GPU has yet to read the last one. On a real GPU this gives wrong numbers now and
+# then. The virtual one knows what every kernel reads and writes, and reports it every time.
 #
 # In minifsdp a unit's parameters are made on one stream and read on another, too:
 #

@@ -1,14 +1,13 @@
 """The rate limiter: python tutorials/11_limiter.py; the page is 11_limiter.md."""
 
 # %% [markdown]
-# # The limiter: a memory that filled up though nothing leaked
+# # The limiter: memory that filled up though nothing leaked
 #
 # In April 2022 a model of 175 billion parameters was trained with fairscale's FSDP on 1,024 A100.
-# Its log said that tensors never took more than 13.4 GB of a GPU, and that PyTorch held 75.4 GB of
-# it. After a small change PyTorch held 22.1 GB, and training was 2 % faster, which its author
-# thought might be chance ([fairscale#972](https://github.com/facebookresearch/fairscale/pull/972)).
-# The change gathered parameters earlier, and it had the host wait for the GPU whenever a layer was
-# freed.
+# Its log said that tensors never took more than 13.4 GB of a GPU, yet PyTorch held 75.4 GB. After a
+# small change PyTorch held 22.1 GB, and training was 2 % faster, which its author thought might be
+# chance ([fairscale#972](https://github.com/facebookresearch/fairscale/pull/972)). The change
+# gathered parameters earlier, and it had the host wait for the GPU whenever a layer was freed.
 #
 # In July a comment there reported which of the two had helped. In PyTorch's own FSDP, with a T5 of
 # 8 billion parameters, the wait alone took the reserved memory from 95 % of the GPU to 47 %. A line
@@ -114,35 +113,35 @@ def with_and_without() -> None:
 # at the same times.](11_limiter.svg)
 #
 # Follow the threads from the host's lane to the gathers. A gather *runs* when the network gets to
-# it, and that is nearly the same in both pictures. But its memory is taken when the host *launches*
-# it. Above, the host launches a whole forward's gathers in 3 ms, 65 ms before the last of them is
-# over. Below, it waits (orange) until there is room. That costs no time here, because the network
-# is as busy as before. (The third unit below is the model itself, around its layers. 48 above are
-# more than the model has: the backward gathers some again before the GPU is done with their
-# forward.)
+# it, and that moment is nearly the same in both pictures. But its memory is taken when the host
+# *launches* it. Above, the host launches a whole forward's gathers in 3 ms, 65 ms before the last
+# of them is over. Below, it waits (orange) until there is room. That costs no time here, because
+# the network is as busy as before. (Below, the third unit is the model itself, around its layers.
+# The 48 above are more than the model has, because the backward gathers some of them again before
+# the GPU is done with their forward.)
 #
 # ## How long to wait
 #
 # fairscale's line waits for *everything* that was launched on the compute stream. Then the GPU has
-# nothing left to do until the host has launched more. In the thread its readers feared that small
-# models would become slower.
+# nothing left to do until the host has launched more. Readers of the thread feared that this would
+# slow down small models.
 #
 # PyTorch waits for less ([#83666](https://github.com/pytorch/pytorch/pull/83666)). When the host
 # frees a unit it records an *event* on the compute stream, behind the last kernel that reads the
 # unit, and puts it into a queue. Before another gather it takes the oldest event from the queue and
 # waits for that one. So the host stays about one unit ahead, and the GPU has work. Here is that
-# queue as our simulator has it, on the engine of minifsdp:
+# queue as our simulator runs it, on minifsdp's engine:
 #
 # {{ minifsdp/sim/training/history.py DriftingQueue.admit }}
 #
-# `admit` is called before each gather; it returns whether the gather may be launched. (`needed` is
-# false for a prefetch, which page [12](12_prefetch.md) is about.)
+# `admit` is called before each gather and returns whether the gather may be launched. For a
+# prefetch, the subject of page [12](12_prefetch.md), `needed` is false.
 #
 # ## Count them
 #
 # PyTorch's documentation says that its limiter allows for the memory of [two
-# units](https://docs.pytorch.org/docs/stable/fsdp.html): the one that computes, and the next.
-# Twelve layers of equal size; how many are alive at once in the first three forwards?
+# units](https://docs.pytorch.org/docs/stable/fsdp.html): the one that computes, and the next. Here
+# are twelve layers of equal size. How many are alive at once in the first three forwards?
 
 
 # %%
@@ -166,17 +165,17 @@ def five_ways(name: str) -> tuple[list[int], float]:
 
 
 # %% [markdown]
-# With PyTorch's queue they are 2, and then 3. At the end of a step units are freed and nothing is
-# gathered, so their events stay in the queue. In the next step the oldest event is that of a unit
-# further back, and a third unit fits in. (The first version emptied the whole queue when it waited;
-# [#86165](https://github.com/pytorch/pytorch/pull/86165) made it take one event at a time,
-# expecting the same memory.) minifsdp counts the units that are alive, and not the events, so that
-# its limit holds in every step ([limiter.py](../minifsdp/core/limiter.py)).
+# With PyTorch's queue two are alive in the first forward, and three from then on. At the end of a
+# step units are freed and nothing is gathered, so their events stay in the queue. In the next step
+# the oldest event belongs to a unit further back, and a third unit fits in. (The first version
+# emptied the whole queue when it waited; [#86165](https://github.com/pytorch/pytorch/pull/86165)
+# made it take one event at a time, expecting the same memory.) minifsdp counts the units that are
+# alive instead of events, so its limit holds in every step
+# ([limiter.py](../minifsdp/core/limiter.py)).
 #
-# FSDP2 is in the table, too. Its host never waits, and it needs no limiter: it does not use
-# `record_stream`. The *streams* wait for each other, so each block of memory is used in the
-# order of one stream, and the allocator may give it out at once. Page [26](26_rows.md) shows
-# how.
+# FSDP2 is in the table, too. It needs no limiter and its host never waits, because it does not use
+# `record_stream`. Instead its *streams* wait for each other. So each block of memory is used in the
+# order of one stream, and the allocator may give it out at once. Page [26](26_rows.md) shows how.
 #
 # ## The whole story
 #
@@ -187,33 +186,34 @@ def five_ways(name: str) -> tuple[list[int], float]:
 #
 # 1. **[fairscale#865](https://github.com/facebookresearch/fairscale/pull/865)** gathered ahead in
 #    the backward, by the reversed order of the forward (page [12](12_prefetch.md)). Gathers and
-#    reductions no longer took turns. Of its first form
+#    reductions no longer took turns. For its first form
 #    ([#858](https://github.com/facebookresearch/fairscale/pull/858)) a gain of about 20 % was
-#    reported. It was closed in 2022, because fairscale had taken two process groups instead.
+#    reported. It was closed in 2022, because fairscale had chosen two process groups instead.
 # 2. **[pytorch#70235](https://github.com/pytorch/pytorch/pull/70235)** brought `BACKWARD_PRE` and
 #    `BACKWARD_POST`. With PRE its authors measured 20 % more speed and 10 % more memory. POST
 #    gained less, because it often gathered the wrong unit (page [13](13_targets.md)). The host
 #    still ran ahead.
 # 3. **[fairscale#972](https://github.com/facebookresearch/fairscale/pull/972)** prefetched in the
-#    forward, too, and had the host wait at every free: 22.1 GB instead of 75.4. For another
-#    cluster, 1,700 words per second were reported to become 3,200. The wait is longer than it has
-#    to be. Not merged.
+#    forward, too, and had the host wait at every free: 22.1 GB instead of 75.4. On another cluster
+#    the speed was reported to rise from 1,700 words per second to 3,200. The wait is longer than it
+#    has to be. It was not merged.
 # 4. **[fairscale#1052](https://github.com/facebookresearch/fairscale/pull/1052)** recorded a second
-#    order and prefetched *after* the free: one unit alive where #972 has two (above). It had
-#    trouble with recomputation. Its thread ends with the advice to use CUDA events. Not merged.
-# 5. **[pytorch#83666](https://github.com/pytorch/pytorch/pull/83666)** did that: an event for each
-#    free, and an argument `all_gather_issue_limit`. A T5 on 16 GPUs is reported to have taken 5,846
-#    MB instead of 6,784, in equal time. But users had one more number to choose.
-# 6. **[pytorch#83917](https://github.com/pytorch/pytorch/pull/83917)** made it `limit_all_gathers`,
-#    yes or no. Two units are "an empirically chosen constant", and other numbers showed no
-#    improvement. It was off by default.
+#    order and prefetched *after* the free, so that one unit is alive where the PR before it has two
+#    (see the counts above). It had trouble with recomputation, and was not merged. Its thread ends
+#    with the advice to use CUDA events.
+# 5. **[pytorch#83666](https://github.com/pytorch/pytorch/pull/83666)** did that, with an event for
+#    each free and an argument `all_gather_issue_limit`. A T5 on 16 GPUs is reported to have taken
+#    5,846 MB instead of 6,784, in equal time. But users had one more number to choose.
+# 6. **[pytorch#83917](https://github.com/pytorch/pytorch/pull/83917)** turned that number into a
+#    switch, `limit_all_gathers`. Two units are "an empirically chosen constant", and other numbers
+#    showed no improvement. It was off by default.
 # 7. **[pytorch#86165](https://github.com/pytorch/pytorch/pull/86165)** takes one event at a time
-#    from the queue. The host waits for less time; from the second step on three units fit in, as
-#    counted above.
+#    from the queue. The host waits for less time, but from the second step on three units fit in,
+#    as counted above.
 # 8. **[pytorch#98354](https://github.com/pytorch/pytorch/pull/98354)** tried to wait only if
 #    something was to be gathered. Its baseline is the clearest measurement that was published: 38.8
 #    GB and 247.6 ms without the limiter, 8.0 GB and 236.5 ms with it. The change itself made that
-#    10.9 GB, presumably because the wait had held back reductions, too. Not merged.
+#    10.9 GB, presumably because the wait had held back reductions, too. It was not merged.
 # 9. **[pytorch#104900](https://github.com/pytorch/pytorch/pull/104900)** made it the default, and
 #    gave the wait its name in profiles. A program whose host is hardly ahead loses some time
 #    (question 3).
@@ -226,7 +226,7 @@ def five_ways(name: str) -> tuple[list[int], float]:
 #
 # ## What breaks without it
 #
-# Seven billion parameters on 32 GPUs of 40 GB, and then of 16:
+# Here are seven billion parameters on 32 GPUs, which have 40 GB each, and then 16:
 
 
 # %%
@@ -242,17 +242,17 @@ def when_memory_ends() -> None:
 
 
 # %% [markdown]
-# Without the limiter the step takes 3.5 times the memory. On the larger GPU that is all, and nobody
-# notices until the batch grows. On the smaller one memory runs out. Before PyTorch gives up, it
-# gives all that it has cached back to the driver, waits for the device and asks again: this is a
-# *retry* (`num_alloc_retries` in `torch.cuda.memory_stats()`). So the host waits after all, and the
-# step takes 13 % longer. A user who met this
+# Without the limiter the step takes 3.5 times the memory. On the larger GPU nothing else happens,
+# and nobody notices until the batch grows. On the smaller one memory runs out. Before PyTorch gives
+# up, it returns everything that it has cached to the driver, waits for the device, and asks again.
+# This is a *retry* (`num_alloc_retries` in `torch.cuda.memory_stats()`). So the host waits after
+# all, and the step takes 13 % longer. A user who met this
 # ([pytorch#104509](https://github.com/pytorch/pytorch/issues/104509)) reports that the limiter
 # brought the retries to zero. The factor of almost two that was reported in fairscale's thread does
-# not come out here: a retry of the virtual GPU only costs its calls to the driver and the waiting.
+# not show here, because a retry on the virtual GPU costs only the wait and the calls to the driver.
 #
-# In a profile of a real run you can see the rate limiter at work. PyTorch and minifsdp give the
-# wait the same name, and only when there is one:
+# In a profile of a real run you can see the rate limiter at work. PyTorch and minifsdp record the
+# wait under the same name, and only when there is one:
 #
 # ```python
 # with torch.profiler.profile() as profile:
@@ -264,8 +264,9 @@ def when_memory_ends() -> None:
 # ## Predict, then run
 #
 # 1. `SHARD_GRAD_OP` keeps parameters from forward to backward. What does the limit change then?
-# 2. With a limit of 1 a unit is gathered when the one before is done with. What does that cost?
-# 3. And a limit of 2 on a small model, whose kernels are as short as their launches?
+# 2. With a limit of 1, a unit is gathered only when the GPU is done with the one before. What does
+#    that cost?
+# 3. What does a limit of 2 cost on a small model, whose kernels are as short as their launches?
 #
 # <details><summary>Answers</summary>
 #
@@ -294,7 +295,7 @@ EVENTS = """
 2021-12-21 blue    pytorch#70235   BACKWARD_PRE and BACKWARD_POST: 20 % faster, 10 % more memory
 2022-04-11 orange  fairscale#972   prefetch, and a wait at every free: 75.4 GB become 22.1
 2022-07-22 orange  fairscale#972   in a comment: the wait alone does it, 95 % become 47 % (reported)
-2022-08-03 orange  fairscale#1052  two recorded sequences; trouble with recomputation
+2022-08-03 orange  fairscale#1052  two recorded orders; trouble with recomputation
 2022-08-18 orange  pytorch#83666   an event for each free; all_gather_issue_limit
 2022-08-23 orange  pytorch#83917   limit_all_gathers: two units, off by default
 2022-10-03 orange  pytorch#86165   waits for one event at a time, where it emptied the queue

@@ -143,8 +143,8 @@ def nine_ways() -> None:
 # - **November 2022.** PRE is proposed as the default
 #   ([#88428](https://github.com/pytorch/pytorch/pull/88428)), which it is today.
 #
-# Here PRE saves 22 % of the backward. For a RoBERTa of 1 GB in fp32 on a slow network, as PyTorch's
-# authors had one, the virtual GPU predicts that it saves 12 to 17 % of a whole step
+# Here PRE saves 22 % of the backward. For a RoBERTa of 1 GB in fp32 on a slow network like that of
+# PyTorch's authors, the virtual GPU predicts that PRE saves 12 to 17 % of a whole step
 # ([table](../minifsdp/sim/README.md)).
 #
 # ## What breaks without it
@@ -195,8 +195,8 @@ HOOKS = {"": lambda block: None, "log": log_norms}
 # 1. Hardly: 11.8 ms instead of 11.9. One gather ahead is enough to hide it, if a block's backward
 #    takes longer than a gather.
 # 2. The host is not ahead in this forward, so each gather is launched when its block is needed.
-#    With forward prefetch it is launched before the block before, and hidden: forward and backward
-#    take 9 % less.
+#    With forward prefetch it is launched before the previous block runs, so it is hidden: forward
+#    and backward take 9 % less.
 # 3. The first one, where there is room for two. Gather 2 would not queue behind reduction 3. (The
 #    virtual GPU has one queue, as minifsdp and PyTorch use one group.)
 #

@@ -6,8 +6,8 @@
 # To gather ahead one has to know what comes next, and nobody has told the engine. It sees modules
 # being called, one at a time, and in the backward it sees gradients arrive. Models mostly do the
 # same in every step, so it writes down the units of one pass and guesses that the next pass has the
-# same order. **But which order? In which moment of a unit does one write it down?** Four
-# teams have given four answers.
+# same order. **But which order? And at which moment is a unit written down?** Four teams have given
+# four answers.
 #
 # A wrong guess changes no result: what is gathered early would have been gathered anyway, or is
 # freed at the end of the backward. But it costs time or memory. There are three ways to be wrong
@@ -198,7 +198,7 @@ def layer_drop() -> None:
 # other prefetch is admitted. The backward takes more than a third longer than with PyTorch's guess,
 # and longer than without any prefetch (18.9 ms). With room for three it takes 16.3 ms. PyTorch's
 # guess is from the forward of this very step, and right. Neither way is always better: minifsdp's
-# is exact for models that always do the same, also where the loss does not depend on all of them;
+# is exact for models that always do the same, even where the loss does not depend on all units;
 # PyTorch's is exact for models that change and use all that they compute.
 #
 # For a model of this kind, tell the engine what comes: FSDP2 and minifsdp have

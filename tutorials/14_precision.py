@@ -3,10 +3,10 @@
 # %% [markdown]
 # # Mixed precision: what may be rounded, and what must not
 #
-# A parameter has been 4 bytes so far. In *bfloat16* (bf16) it has 2, so every gather sends half as
-# much, and a GPU multiplies much faster: an A100 does 312 TFLOPS in bf16 and 19.5 in fp32, by
-# [its data sheet](https://www.nvidia.com/en-us/data-center/a100/). Then why not write
-# `model.bfloat16()` and be done? The GPT of `make demo`, both ways, with a small learning rate:
+# So far a parameter has had 4 bytes. In *bfloat16* (bf16) it has 2, so every gather sends half as
+# much, and a GPU multiplies much faster: an A100 does 312 TFLOPS in bf16 and 19.5 in fp32, by [its
+# data sheet](https://www.nvidia.com/en-us/data-center/a100/). Then why not write `model.bfloat16()`
+# and be done? The GPT of `make demo`, both ways, with a small learning rate:
 
 # %% [hidden]
 import warnings

@@ -24,6 +24,7 @@ warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 import fsdp_in_one_file
 import torch
 from launch import on_ranks
+from recomputed import HOW, Around, two_steps
 from taken_out import layer, off_ddps, three_times
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -77,8 +78,9 @@ def what_a_forward_keeps() -> None:
 
 
 # %% [markdown]
-# The first line has ten times as much in activations as in parameters, those of the whole model.
-# They grow with the batch and with the length of its sequences, and more GPUs do not divide them.
+# In the first line the activations take ten times as much memory as the parameters of the whole
+# model. They grow with the batch and with the length of its sequences, and more GPUs do not divide
+# them.
 #
 # *Recomputation*, in PyTorch *activation checkpointing*
 # ([Chen et al.](https://arxiv.org/abs/1604.06174)), is the second line. Of a block it keeps nothing
@@ -136,14 +138,15 @@ def draw(tapes: dict[str, Any]) -> None:
 # What should full recomputation cost? A matrix product has two of its size in the backward, one for
 # the gradient of each operand. Forward and backward are three parts; a second forward makes it
 # four, 1.33 times the operations. It is less here, because the second forward stops as soon as
-# everything is there that the backward needs. A block's last product, a third of its
-# operations, is not among that: nothing in the block uses its result.
+# everything is there that the backward needs. A block's last product, a third of its operations, is
+# left out, because nothing in the block uses its result.
 #
 # ## Around the unit or inside of it
 #
 # With FSDP a forward is preceded by a gather. Does a second forward need a second gather? It
 # depends on what is wrapped in what. The checkpoint may be around the unit, so that the unit's
-# hooks run again with it, or inside of the unit, so that they do not. First in the file of page 06:
+# hooks run again with it, or inside of the unit, so that they do not. First, here it is in the file
+# of page 06:
 
 
 # %%
@@ -170,16 +173,6 @@ def in_one_file() -> None:
     print("around:                            ", one_file_with("around")[0])
     print("around, the whole forward is run:  ", one_file_with("around", True)[0])
     print("inside:                            ", one_file_with("inside")[0])
-
-
-# %% [hidden]
-class Around(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.block, x, use_reentrant=False)
 
 
 # %% [markdown]
@@ -217,20 +210,20 @@ def in_the_engine() -> None:
 
 
 # %% [markdown]
-# The pre-backward hook gathers the unit and gives its modules views, so the inside works. And a
-# forward does not free a unit that is in its backward. It lets go of its own reason, FORWARD, and
-# BACKWARD is left:
+# The pre-backward hook gathers the unit and gives its modules views, so a checkpoint inside works.
+# And a forward does not free a unit that is in its backward. It lets go of its own reason, FORWARD,
+# and BACKWARD is left:
 #
 # {{ minifsdp/core/engine.py Engine.leave }}
 #
 # ## Taken out: the layer that gathers on demand
 #
-# Does the inside always work? The unit is gathered in the backward because a gradient arrives at
-# its output. Here is a module whose output plays no part in the loss. It computes a loss of its own
-# in a checkpoint, as routers of experts do, and puts it into a list. The backward comes straight to
-# that loss, and when it runs the checkpoint again, nobody has gathered the unit. So there is a
-# layer, `OnDemand` in [on_demand.py](../minifsdp/on_demand.py). While a unit is sharded, its
-# modules have *placeholders*, and the layer gathers the unit when somebody wants to use one.
+# Does a checkpoint inside always work? The unit is gathered in the backward because a gradient
+# arrives at its output. Here is a module whose output plays no part in the loss. It computes a loss
+# of its own in a checkpoint, as routers of experts do, and puts it into a list. The backward comes
+# straight to that loss, and when it runs the checkpoint again, nobody has gathered the unit. So
+# there is a layer, `OnDemand` in [on_demand.py](../minifsdp/on_demand.py). While a unit is sharded,
+# its modules have *placeholders*, and the layer gathers the unit when somebody wants to use one.
 # (`three_times` and `off_ddps` are in [taken_out.py](taken_out.py).)
 
 
@@ -257,6 +250,36 @@ def without_the_layer() -> None:
 # %% [markdown]
 # With the layer the gradient is DDP's. Without it the second forward finds a placeholder, which can
 # only say what parameter it stands for.
+#
+# ## Freed early, and needed again
+#
+# The layer also frees units early. A GPT's root has the embedding and the head. In the backward the
+# head comes first and the embedding last, with all blocks between them. So the root would stay
+# gathered throughout, although the backward of an embedding reads no parameter. But whenever the
+# backward gets to a unit inside another one, the layer asks of the outer one: is there anything
+# left that autograd has saved of its parameters? If not, the outer unit is freed.
+#
+# A checkpoint defeats that question. Autograd saves nothing of what a checkpoint will run again, so
+# the unit seems to be done with when it is not. Here are two steps of a model whose root has no
+# layer between the blocks, then a plain one, then one in a checkpoint (`two_steps` is in
+# [recomputed.py](recomputed.py)):
+
+
+# %%
+def freed_early() -> None:
+    for how in HOW:
+        two_steps(how)
+
+
+# %% [markdown]
+# Without a layer between the blocks the root is free during all their backwards. A plain layer
+# keeps it until the first block is all that is left. With the checkpoint the root is freed too
+# early in step 1, and the second forward has it gathered once more. `OnDemand` remembers that. From
+# step 2 on this root stays, because otherwise every checkpoint in it would cost a gather.
+#
+# Two more things keep a unit from being freed early. Somebody may have kept one of its parameters.
+# And there may be a second graph, which the program has dropped. Python's collector may remove that
+# graph at a different moment on each rank, and all ranks have to free alike.
 #
 # ## What breaks: a second forward that is not the first one
 #
@@ -319,6 +342,7 @@ def main() -> None:
     in_one_file()
     in_the_engine()
     without_the_layer()
+    freed_early()
     dropout()
     answers()
 

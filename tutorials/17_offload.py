@@ -248,10 +248,9 @@ def without_a_part() -> None:
 # wait there is no error.
 #
 # The operation `add_` is the optimizer's step: parameter plus update. It runs on the host and uses
-# a gradient, the memory of a download, before the copy has filled it. On a real GPU
-# the step would add whatever is in that memory: the gradient of the last step, zeros, or half of a
-# gradient. It depends on how busy the link is, so it happens on some days only, and no error says
-# so.
+# a gradient, the memory of a download, before the copy has filled it. On a real GPU the step would
+# add whatever is in that memory: the gradient of the last step, zeros, or half of a gradient. It
+# depends on how busy the link is, so it happens only now and then, and no error says so.
 #
 # PyTorch's first FSDP has a related problem. There the download writes straight into `.grad`, so
 # nobody can add. After two backwards with offload the gradients of the first one are gone ([seen

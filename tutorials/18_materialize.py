@@ -111,7 +111,7 @@ def draw() -> None:
 # a second time, in its flat tensor. If the model is on meta, the worst moment is one of the last
 # cuts: all shards, and one unit twice. The shards stay. For this small model the unit is a large
 # part. For the one with 7 billion parameters on eight ranks it is 1.6 GB, twice a block, beside 3.3
-# GB of shards: five in place of 27.
+# GB of shards: five instead of 27.
 #
 # ## Which values?
 #
@@ -154,7 +154,7 @@ def deviations() -> list[Any]:
 # module.
 #
 # Such a function should fill only what the module has itself (`recurse=False` above), and not what
-# is below it. PyTorch's first FSDP had that wrong in its own default until [a
+# is below it. PyTorch's first FSDP got that wrong in its own default until [a
 # rework](https://github.com/pytorch/pytorch/pull/104189): an outer unit gave new values to inner
 # ones that had theirs already.
 #

@@ -3,9 +3,9 @@
 # %% [markdown]
 # # Rank 0's values: one checkpoint for all ranks
 #
-# You want to go on with a model that was trained before. Its values are in a file, a *checkpoint*,
-# and rank 0 has read it. The other ranks have built the model with random values. You wrap the
-# model on all ranks, and each rank keeps its shard. Which model is it now?
+# You want to continue the training of a model. Its values are in a file, a *checkpoint*, which rank
+# 0 has read. The other ranks have built the model with random values. You wrap it on all ranks, and
+# each rank keeps its shard. Which model is it now?
 #
 # Here rank 0 has a GPT that knows the alphabet: its loss is near zero when it names the next
 # letter. Rank 1 has the same GPT, untrained. (`alphabet_loss` and `trained`, which is the
@@ -72,7 +72,7 @@ def built() -> GPT:
 def wrapped(sync: bool) -> list[float]:
     gpt = built()
     before = alphabet_loss(gpt).item()
-    with layer(RankAgreement):  # taken out, as is said below
+    with layer(RankAgreement):  # taken out; see below
         model = FSDP(gpt, auto_wrap_policy=BLOCKS, sync_module_states=sync)
     after = alphabet_loss(model).item()
     print(f"sync_module_states={sync}: loss before wrapping {before:5.2f}, after it {after:5.2f}")
@@ -111,39 +111,40 @@ def draw() -> None:
 
 # %% [markdown]
 # ![Two charts with a strip for each of five units. Without synchronization the left half of each
-# strip has values of the checkpoint and the right half random values. With it all of each strip has
-# values of the checkpoint.](19_sync_states.svg)
+# strip has values of the checkpoint and the right half random values. With it each strip has values
+# of the checkpoint from end to end.](19_sync_states.svg)
 #
-# Without `sync_module_states` each rank has cut its shard out of its own model. A gathered unit is
-# a patchwork then: the first half is trained, and the second is random. No rank has ever had such a
-# model, and it is as bad as the untrained one.
+# Without `sync_module_states` each rank has cut its shard out of its own model. So a gathered unit
+# is a patchwork, whose first half is trained and whose second half is random. No rank has ever had
+# such a model, and it is as bad as the untrained one.
 #
-# PyTorch's first FSDP does not say a word, and gets the same loss (`theirs`, in the program, runs
-# it). minifsdp refuses such a model. In the experiment above it did not, because a layer was taken
+# PyTorch's first FSDP says nothing, and gets the same loss (`theirs`, in the program, runs it).
+# minifsdp refuses such a model. It let this one pass only because one of its layers had been taken
 # out.
 #
 # ## A broadcast for each unit
 #
 # With `sync_module_states=True` rank 0's values are sent to all ranks before the cut. The
-# collective for it is a *broadcast*: one rank sends a tensor, and all others of the group receive
-# it. FSDP does it for each unit when it makes that unit:
+# collective that does this is a *broadcast*: one rank sends a tensor, and all others in the group
+# receive it. FSDP broadcasts each unit as soon as it has made it:
 #
 # {{ minifsdp/wrapping/materialize.py synchronize -Give all ranks -A shared tensor -_check_alike }}
 #
-# (`own_params` are the parameters and buffers of the unit. There are two groups with hybrid
-# sharding, page [22](22_hybrid.md): first the column of rank 0 gets the values, then each row.)
+# `own_params` are the unit's parameters and buffers. With hybrid sharding, on page
+# [22](22_hybrid.md), there are two groups. First the column of rank 0 gets the values, then each
+# row.
 #
-# DDP sends rank 0's values whenever it wraps a model, and FSDP only if it is asked to. At first
-# PyTorch's FSDP could not do it at all, until its authors [wanted it for problems with accuracy
+# DDP sends rank 0's values whenever it wraps a model. FSDP does so only if it is asked to. At first
+# PyTorch's FSDP could not do it at all, until its authors [wanted it because of accuracy problems
 # that are hard to find](https://github.com/pytorch/pytorch/issues/75870).
 #
 # ## Taken out: the step, and the layer that would have noticed
 #
-# The broadcast is a step of wrapping. The comparison is done by a layer, `RankAgreement` in
-# [rank_agreement.py](../minifsdp/checks/rank_agreement.py). Before the first forward it compares
-# what the ranks have wrapped, with which settings, and a *fingerprint* of the values
-# ([same_model.py](../minifsdp/checks/same_model.py)). Here the first program synchronizes and the
-# second one does not. From the first the step is taken out, and from the second the layer.
+# The broadcast is a step of wrapping. What notices a missing broadcast is a layer, `RankAgreement`
+# in [rank_agreement.py](../minifsdp/checks/rank_agreement.py). Before the first forward it compares
+# three things between the ranks: what they have wrapped, their settings, and a *fingerprint* of the
+# values ([same_model.py](../minifsdp/checks/same_model.py)). Below, the first program synchronizes,
+# until the step is taken out. The second program does not synchronize, and loses the layer.
 # (`three_times` is in [taken_out.py](taken_out.py).)
 
 
@@ -159,14 +160,14 @@ def without_a_part() -> None:
 
 
 # %% [markdown]
-# The error goes on with what to do: the same seed on all ranks, the same checkpoint on all, or
-# `sync_module_states=True`.
+# The error goes on to say what to do: use the same seed on all ranks, load the same checkpoint on
+# all ranks, or pass `sync_module_states=True`.
 #
 # ## Only rank 0 has the memory
 #
-# In this example rank 1 has built a model whose values are never used. It can build it on the meta
-# device instead (page [18](18_materialize.md)). Then `param_init_fn` gives it memory without
-# values, one unit at a time, and the broadcast brings the values:
+# In this example rank 1 has built a model whose values are never used. It could build the model on
+# the meta device instead (page [18](18_materialize.md)). Then `param_init_fn` allocates memory
+# without values, one unit at a time, and the broadcast fills it:
 
 
 # %%
@@ -189,18 +190,17 @@ def others_on_meta() -> float:
 
 
 # %% [markdown]
-# Only rank 0 has to have the whole model at once. That is one copy for the whole cluster, and not
-# one for each process. (Even that copy can be avoided: with a distributed checkpoint each rank
-# reads just what it needs, page [27](27_checkpoints.md).)
+# Now only rank 0 has to hold the whole model at once. That is one copy in the whole cluster instead
+# of one in each process. Even this copy can be avoided: with a distributed checkpoint (page
+# [27](27_checkpoints.md)) each rank reads just what it needs.
 #
 # ## What breaks: ranks that are not alike
 #
-# A broadcast of a tensor works only if all ranks have one of the same size and dtype to receive it.
-# Suppose that the checkpoint is in bfloat16, and that rank 0 has made its model so, but the others
-# have not. Then rank 0 sends 2 bytes for each number, and rank 1 waits for 4. With PyTorch's first
-# FSDP [a user found that all ranks hung for
-# ever](https://github.com/pytorch/pytorch/issues/105840), for this reason. minifsdp compares first,
-# and refuses on all ranks:
+# A broadcast works only if every rank has a tensor of the same size and dtype to receive it.
+# Suppose the checkpoint is in bfloat16, and rank 0 has made its model bfloat16 as well, but the
+# others have not. Then rank 0 sends 2 bytes for each number, and rank 1 waits for 4. For this
+# reason [all ranks of a user's program hung](https://github.com/pytorch/pytorch/issues/105840) with
+# PyTorch's first FSDP. minifsdp compares first, and refuses on all ranks:
 
 
 # %%
@@ -216,10 +216,10 @@ def other_dtypes() -> None:
 
 
 # %% [markdown]
-# The thread began with models whose accuracy was random after such a broadcast. One piece of advice
-# in it is [`recurse=False`](https://github.com/pytorch/pytorch/issues/105840), as in `memory_only`
-# above. Without it the function gives new memory to everything below a module, also to inner units
-# that have their values already.
+# That thread began with models whose accuracy was random after such a broadcast. One piece of
+# advice in it is [`recurse=False`](https://github.com/pytorch/pytorch/issues/105840), as in
+# `memory_only` above. Without it the function would give new memory to everything below a module,
+# including inner units that already have their values.
 #
 # ## Predict, then run
 #
@@ -230,12 +230,12 @@ def other_dtypes() -> None:
 #
 # <details><summary>Answers</summary>
 #
-# 1. Its own model: rank 0 the trained one, rank 1 a random one. Gradients are averaged from now on,
-#    so both get the same updates, and they stay as far apart as they are.
+# 1. Its own model: rank 0 has the trained one, rank 1 a random one. From now on gradients are
+#    averaged, so both models get the same updates and stay as far apart as they are.
 # 2. Two. The first row has the patchwork of rank 0 and rank 1. The second row has one of rank 2 and
 #    rank 3, in which nothing is trained.
-# 3. No: each rank cuts its shard out of the same values. The price is a copy of the whole model for
-#    each process, and each process reads the whole file.
+# 3. No: each rank cuts its shard out of the same values. The price is a copy of the whole model in
+#    each process, each of which has to read the whole file.
 #
 # </details>
 

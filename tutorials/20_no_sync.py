@@ -16,14 +16,14 @@
 # ## Two places to add up
 #
 # When the gradient of a unit is complete, each rank has all of it, computed from its own data. What
-# a rank needs is its own shard of the mean over all ranks. This starts to compute it, on a stream
-# of its own (`value` is the gradient):
+# a rank needs is its own shard of the mean over all ranks. This method starts to compute that, on a
+# stream of its own (`value` is the gradient):
 #
 # {{ minifsdp/core/reduce.py ReduceScatter.launch -``value`` }}
 #
-# (`unit.comm` is how what the unit sends travels: on a GPU by torch's own reduce-scatter, on a CPU
-# by messages as on page [01](01_collectives.md).) At the end of the backward the result goes to
-# where the optimizer looks:
+# (`unit.comm` sends what the unit has to send: on a GPU by torch's own reduce-scatter, on a CPU by
+# messages as on page [01](01_collectives.md).) At the end of the backward the result goes to where
+# the optimizer looks:
 #
 # {{ minifsdp/core/reduce.py store_gradient -Add the result }}
 #
@@ -137,8 +137,8 @@ def without_the_stage() -> None:
 #
 # ## What it saves, and what it costs
 #
-# The GPT of 1.3 billion parameters of page [16](16_groups.md), in bf16 and on the same eight
-# virtual GPUs with 100 Gbit/s between machines, and four micro-batches of 2,048 tokens:
+# Here is the GPT of page [16](16_groups.md), with 1.3 billion parameters in bf16, on the same eight
+# virtual GPUs with 100 Gbit/s between machines. It has four micro-batches of 2,048 tokens:
 
 
 # %%
@@ -192,8 +192,8 @@ def draw() -> None:
 
 
 # %% [markdown]
-# To gather the whole model, 2.7 GB in bf16, a rank sends seven eighths of it, 2.3 GB, and to reduce
-# its gradient as much. Count how often it does that in a step:
+# To gather the whole model, 2.7 GB in bf16, a rank sends seven eighths of it, 2.3 GB, and just as
+# much to reduce its gradient. Count how often it does that in a step:
 #
 # - `NO_SHARD`, like DDP, all-reduces once for each micro-batch, which is two times 2.3 GB.
 #   `no_sync` leaves one of four.
@@ -285,16 +285,16 @@ def all_in_no_sync() -> None:
 # %% [markdown]
 # ## Predict, then run
 #
-# 1. `ReduceScatter` scales what a rank brings by `1 / shards.size()`, *before* the sum. In fp16
-#    the largest number is 65,504. On two ranks a gradient is 40,000 each. What is the mean, if one
-#    adds first and divides then?
+# 1. `ReduceScatter` scales what a rank brings by `1 / shards.size()`, *before* the sum. In fp16 the
+#    largest number is 65,504. On each of two ranks a gradient is 40,000. What is the mean, if one
+#    adds first and divides afterwards?
 # 2. With two micro-batches instead of four, of which one is in `no_sync()`, what becomes of the
 #    peak of `FULL_SHARD`?
 #
 # <details><summary>Answers</summary>
 #
-# 1. Infinite: the sum does not fit into fp16, and half of infinity is infinity. Divided before, it
-#    is 40,000.
+# 1. Infinite: the sum does not fit into fp16, and half of infinity is infinity. If each is divided
+#    first, the mean is 40,000.
 # 2. It stays at 8.8 GB. The peak is between a forward and its backward. All activations are there
 #    then, and one set of whole gradients, which the first micro-batch has left.
 #

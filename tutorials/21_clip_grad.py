@@ -25,7 +25,8 @@
 # -dtype = -groups = -ranks = -grads = -for grad in grads -if largest: }}
 #
 # (`norm_type` is 2 and `largest` is False, unless the user wants another norm. `add_up` is the
-# all-reduce. `counts` is about replicas: of ranks that have the same shard one counts.)
+# all-reduce. `counts` is about replicas: of several ranks that have the same shard, only one
+# counts.)
 
 # %% [hidden]
 import math
@@ -102,8 +103,8 @@ def against_ddp() -> None:
 # ## Taken out: the sum over the ranks
 #
 # Clipping is not a layer, because nothing happens in a step: it is a function between two steps,
-# [clip_grad.py](../minifsdp/between_steps/clip_grad.py). What it has and PyTorch's has not is one
-# call, `add_up`. Take it out, and put it back (by `three_times`, in
+# [clip_grad.py](../minifsdp/between_steps/clip_grad.py). It has one call that PyTorch's function
+# does not have, `add_up`. Take it out, and put it back (by `three_times`, in
 # [taken_out.py](taken_out.py)):
 
 
@@ -204,7 +205,7 @@ def draw() -> None:
 # The more ranks there are, the smaller is each rank's part of the norm, and the less there is to
 # clip. With 512 ranks hardly anything is clipped. No error comes, and the ranks stay together,
 # since each shard is scaled by one rank. But the same program clips with 2 GPUs and does not with
-# 512, and the spike that it was to stop comes through.
+# 512, and the spike that it was meant to stop comes through.
 #
 # When PyTorch's first FSDP was new, it had no function of its own, and [an issue says what goes
 # wrong](https://github.com/pytorch/pytorch/issues/72548). It has one since. PyTorch's function is

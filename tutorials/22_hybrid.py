@@ -4,41 +4,40 @@
 # # Hybrid sharding: a fast road and a slow one
 #
 # A model of 1.85 billion parameters trains on one machine of 8 GPUs, and a step takes 145 ms. You
-# rent 127 machines more, 1,024 GPUs in all, and shard the model over all of them. Each GPU computes
-# as much as before, on data of its own. In a step it sends 10.6 GB instead of 9.3, which is hardly
-# more. And yet a step takes 1.9 seconds. Where do they come from?
+# rent 127 more machines, which makes 1,024 GPUs, and shard the model over all of them. Each GPU
+# computes as much as before, on data of its own. In a step it sends 10.6 GB instead of 9.3, which
+# is hardly more. And yet a step takes 1.9 seconds. Why?
 #
 # ## What a collective costs
 #
 # There are two kinds of road between GPUs. Inside a machine there is NVLink, which for an A100
-# moves 300 GB/s in each direction
-# ([its data sheet](https://www.nvidia.com/en-us/data-center/a100/) adds both up, to 600 GB/s).
-# Between machines there is a network, here one of 200 Gbit/s, which are 25 GB/s. That is what one
-# machine has, so its 8 GPUs share it.
+# moves 300 GB/s in each direction ([its data sheet](https://www.nvidia.com/en-us/data-center/a100/)
+# adds both up, to 600 GB/s). Between machines there is a network, here of 200 Gbit/s, or 25 GB/s.
+# The 8 GPUs of a machine have to share that.
 #
 # An all-gather is done in a *ring*: each rank passes on to the next rank what it has just got from
 # the one before, until everything has been everywhere. With `n` ranks that takes `n - 1` steps. The
 # virtual GPU computes the time of a collective from two things, the bytes and the number of steps.
-# (A machine is called a *node* in the code, as in most texts on clusters.)
+# The code, like most texts on clusters, calls a machine a *node*:
 #
 # {{ minifsdp/sim/hardware/costs.py Cluster.ring_seconds -if len(ranks) < 2 }}
 #
-# Now two of three reasons can be seen. First, *bandwidth*, how many bytes a road moves in a second:
-# a ring of all ranks crosses from each machine into the next one with all the bytes, so everybody
-# goes at the pace of the network. Second, *latency*: each step takes time even if it moves next to
-# nothing, here 3 microseconds within a machine and 12 between two. The ring of 1,024 ranks has
-# 1,023 steps, and 128 of them are between machines. That makes 4 ms for a gather, before its first
-# byte is counted.
+# Here you can see two of three reasons. The first is *bandwidth*, how many bytes a road moves in a
+# second. A ring of all ranks carries all the bytes from each machine into the next one, so
+# everybody goes at the pace of the network. The second is *latency*. Each step takes time even if
+# it moves next to nothing, here 3 microseconds within a machine and 12 between two. The ring of
+# 1,024 ranks has 1,023 steps, and 128 of them are between machines. That makes 4 ms for a gather,
+# before its first byte is counted.
 #
-# The third reason is not in these lines: a large cluster has other jobs, and their messages are in
-# the way. The virtual network has half a megabyte of them before each message that leaves a switch,
-# which four machines share. A port of 100 Gbit/s needs 50 microseconds for that, and each of the
-# 1,023 steps waits for the slowest message of all machines: another 50 ms. This number is not a law
-# of nature. It was chosen so that [published
+# The third reason is not in these lines: a large cluster runs other jobs, and their messages are in
+# the way. On the virtual network four machines share a switch, and each message that leaves the
+# switch waits behind half a megabyte of other traffic. A port of 100 Gbit/s needs 50 microseconds
+# for that. Each of the 1,023 steps waits for the slowest message of all machines, which makes
+# another 50 ms. This number is not a law of nature. It was chosen so that [published
 # runs](https://github.com/Modalities/modalities/blob/bf0e6d3/docs/scaling_experiments/scaling_leonardo.md)
-# on 64 and 256 A100, with four GPUs and 400 Gbit/s in a machine, come out right. (On more than four
+# on 64 and 256 A100, with four GPUs and 400 Gbit/s in a machine, come out right. On more than four
 # machines NCCL also picks protocols that send short messages with less latency, and trees in place
-# of long rings: [collectives.py](../minifsdp/sim/hardware/collectives.py).)
+# of long rings; [collectives.py](../minifsdp/sim/hardware/collectives.py) has them.
 #
 # ## A row for each machine
 #
@@ -47,15 +46,15 @@
 # gather stays on NVLink. A reduction has two *stages*. The first is a reduce-scatter along the row,
 # after which a rank has its chunk of the mean over its *machine*. The second is an all-reduce along
 # the column, between the ranks that have the same chunk, one in each machine. After it the chunk is
-# the mean over all ranks. This starts the first one and, when the gradient of the next unit is
-# complete, the second:
+# the mean over all ranks. This method starts the first stage and, when the gradient of the next
+# unit is complete, the second:
 #
 # {{ minifsdp/core/reduce.py Reduction.start }}
 #
-# (Other stages are a cast, which does not *travel*, and the download of page [17](17_offload.md).
-# With NCCL the all-reduce is one stage. On a CPU it is two, a reduce-scatter and an all-gather, as
-# on page [01](01_collectives.md).) It runs on a stream of its own, so that it can use the network
-# while the next reduce-scatter uses NVLink.
+# The all-reduce runs on a stream of its own, so that it can use the network while the next
+# reduce-scatter uses NVLink. With NCCL it is one stage. On a CPU it is two, a reduce-scatter and an
+# all-gather, as on page [01](01_collectives.md). A reduction can have other stages as well: a cast,
+# which does not *travel*, and the download of page [17](17_offload.md).
 #
 # The model is a quarter of a GPT of 7 billion parameters, 8 of its 32 layers, trained in bfloat16.
 # We try it on two networks, the one above and one that is 16 times as fast. `waits` is the part of
@@ -139,49 +138,49 @@ def leaves_a_machine(gpu: VirtualGpu) -> float:
 # FULL_SHARD and 434 ms for HYBRID_SHARD. With 3,200 Gbit/s only FULL_SHARD on 1,024 GPUs waits for
 # long, 281 ms.](22_hybrid.svg)
 #
-# The blue parts are all nearly as long as each other: every GPU computes the same. What more
-# machines add is waiting.
+# The blue parts are all nearly equal, because every GPU computes the same. What more machines add
+# is waiting.
 #
 # Read `FULL_SHARD` first. On the slow network 10.5 GB leave each machine, at 20 GB/s (the virtual
 # network reaches 80 % of its 25). That takes half a second, of which a quarter is hidden behind the
-# computation where there are 64 GPUs. From 64 to 1,024 GPUs the bytes stay the same, but each of
-# the 26 collectives of a step has 960 steps more. This makes the last 1.3 s.
+# computation on 64 GPUs. From 64 to 1,024 GPUs the bytes stay the same, but each of the 26
+# collectives goes through 960 more steps of its ring. They account for the other 1.3 s.
 #
 # `HYBRID_SHARD` sends less over the network, but not little. With `FULL_SHARD` the model leaves
 # each machine three times in a step: gathered for the forward, gathered for the backward, reduced.
 # With `HYBRID_SHARD` each of the 8 GPUs all-reduces the gradient of one eighth of the model. An
 # all-reduce is a reduce-scatter and a gather (page [01](01_collectives.md)), so the eight together
-# send the model twice. The rest of the gain is latency: a gather has 7 steps and not 1,023, and
-# none of them leaves its machine. With 64 GPUs the step is 1.4 times as fast as with `FULL_SHARD`,
-# with 1,024 GPUs 3.3 times.
+# send the model twice. The rest of the gain is latency: a gather has 7 steps instead of 1,023, and
+# none of them leaves its machine. On 64 GPUs the step is 1.4 times as fast as with `FULL_SHARD`,
+# and on 1,024 GPUs 3.3 times.
 #
-# The fast network moves 400 GB/s, more than NVLink, and with 64 GPUs `HYBRID_SHARD` even loses
-# there: gathers hide anyway. With 1,024 GPUs it is 2.7 times as fast. With a smaller model latency
-# weighs more. A GPT of 1.3 billion parameters has 74 collectives in a step. On 1,024 GPUs with the
-# fast network its step takes 1,096 ms, and 139 with `HYBRID_SHARD`.
+# The fast network moves 400 GB/s, more than NVLink. With 64 GPUs `HYBRID_SHARD` even loses there,
+# because gathers are hidden anyway. With 1,024 GPUs it is 2.7 times as fast. In a smaller model
+# latency weighs more. A GPT of 1.3 billion parameters has 74 collectives in a step. On 1,024 GPUs
+# with the fast network its step takes 1,096 ms, and 139 with `HYBRID_SHARD`.
 #
-# The price is memory. A chunk is an eighth of the model on any number of machines. Here chunk and
-# Adam's two averages take 2.8 GB, and with `FULL_SHARD` on 1,024 GPUs 0.02.
+# The price is memory. A chunk is an eighth of the model on any number of machines. Here a chunk and
+# Adam's two averages of it take 2.8 GB. With `FULL_SHARD` on 1,024 GPUs they take 0.02 GB.
 #
-# Trust which bar is longer, not the milliseconds. On the cluster of those
-# [published runs](https://github.com/Modalities/modalities/blob/bf0e6d3/docs/scaling_experiments/scaling_leonardo.md)
+# Trust which bar is longer, not the milliseconds. On the cluster of those [published
+# runs](https://github.com/Modalities/modalities/blob/bf0e6d3/docs/scaling_experiments/scaling_leonardo.md)
 # hybrid was 1.50, 1.39 and 1.63 times as fast as full on 64, 128 and 256 GPUs. No number here was
-# chosen by these six runs, and hybrid is predicted to be faster in all three
-# ([by how much](../minifsdp/sim/README.md#held-against-runs-that-others-published)). The wait for
-# other jobs rests on the fewest runs: another network can be quieter, or busier. NCCL also knows
-# [a way with fewer steps than a ring](https://arxiv.org/abs/2506.20252), which is not modelled. To
-# shard in groups that are as small as memory allows is the idea of
+# fitted to these six runs, and hybrid is predicted to be faster in all three cases ([by how
+# much](../minifsdp/sim/README.md#held-against-runs-that-others-published)). Of all numbers, the
+# wait for other jobs rests on the fewest runs, and your network may be quieter or busier. NCCL also
+# knows [a way with fewer steps than a ring](https://arxiv.org/abs/2506.20252), which is not
+# modelled. Sharding in groups as small as memory allows is the idea of
 # [MiCS](https://arxiv.org/abs/2205.00119), from 2022. `HYBRID_SHARD` came to PyTorch with
 # [pytorch#89915](https://github.com/pytorch/pytorch/pull/89915).
 #
 # ## What breaks without it
 #
-# Take the second part out of the engine, and nothing fails. It is one of the *stages* that
-# [strategies.py](../minifsdp/strategies.py) puts together for a unit, and on a CPU it is two of
-# them. Here is the GPT of `make demo` with two blocks, on four real ranks that pretend to be two
+# Take the second part of the reduction out of the engine, and nothing fails. It is one of the
+# *stages* that [strategies.py](../minifsdp/strategies.py) puts together for a unit; on a CPU, two
+# of them. Here is the GPT of `make demo` with two blocks, on four real ranks that pretend to be two
 # machines of two. They learn to name the next letter, each machine from its own half of the
 # alphabet. `three_times`, in [taken_out.py](taken_out.py), runs it as it is, without the stages,
-# and with the stages put back. Look at the losses, and tell which run is wrong:
+# and with the stages put back. Look at the losses, and say which run is wrong:
 
 
 # %%
@@ -219,15 +218,15 @@ def next_letter(model: nn.Module, letters: torch.Tensor) -> torch.Tensor:
 
 
 # %% [markdown]
-# (The two numbers are those of the two machines; `next_letter` is in
-# [the program](22_hybrid.py).) Without the second part the losses that you see while training are
-# as small as they should be, or smaller. But each machine has trained a model of its own, on its
-# own data, and is lost on the data of the other. A checkpoint has one of the two.
+# Each pair of losses has one for each machine. (`next_letter` is in [the program](22_hybrid.py).)
+# Without the second part the losses that you see during training are as small as they should be, or
+# smaller. But each machine has trained a model of its own, on its own data, and is lost on the
+# other's. A checkpoint contains one of the two models.
 #
-# A second mistake gives the right model, and takes its time. The groups are two, and are easily
-# swapped: a `process_group` is a pair (shard, replicate), and a `device_mesh` has the dimensions
-# (replicate, shard), the other way round, here and in PyTorch. If columns shard and machines
-# replicate, every gather goes over the network, and the 8 GPUs of a machine do that at once:
+# A second mistake gives the right model, but slowly. The two groups are easily swapped: a
+# `process_group` is a pair (shard, replicate), while a `device_mesh` has the dimensions (replicate,
+# shard), both here and in PyTorch. If columns shard and machines replicate, every gather goes over
+# the network, and the 8 GPUs of a machine all gather at once:
 
 
 # %%
@@ -242,8 +241,8 @@ def swapped_groups() -> None:
 # %% [markdown]
 # ## Predict, then run
 #
-# 1. How many times as long does it take to gather *nothing* among 1,024 GPUs as among the 8 of a
-#    row, if nobody else uses the network?
+# 1. Nobody else uses the network. How many times as long does it take to gather *nothing* among
+#    1,024 GPUs as among the 8 of a row?
 # 2. With 3,200 Gbit/s and 64 GPUs both strategies hardly wait. Why does `HYBRID_SHARD` compute for
 #    longer?
 # 3. Four ranks are two machines of two. On rank `r` the gradient is `r + 1`. Which mean does each
@@ -252,7 +251,7 @@ def swapped_groups() -> None:
 # <details><summary>Answers</summary>
 #
 # 1. 201 times: 128 steps of 12 microseconds and 895 of 3, against 7 of 3.
-# 2. Its optimizer has more to do. Each rank steps an eighth of the model and not a 64th. That
+# 2. Its optimizer has more to do. Each rank updates an eighth of the model instead of a 64th, which
 #    takes 6 ms more.
 # 3. Ranks 0 and 1 use 1.5, and ranks 2 and 3 use 3.5. The mean of all would be 2.5.
 #

@@ -109,12 +109,12 @@ def three_thresholds() -> None:
 #
 # ## From the formula to a step
 #
-# For a whole step measure first what computation takes, on *one node*, where the network plays no
-# part. Call that $c$; a third is the forward. Then add the *latency*: each collective takes some
-# time however small it is, about 3 microseconds for each GPU on its way around the ring, and 12
-# where it leaves a node. And a large cluster has other jobs, whose messages are in the way. The
-# virtual network has half a megabyte of them before each message that leaves a switch, which four
-# nodes share (published runs on 64 GPUs and more were that slow,
+# For a whole step, first measure how long the computation takes on *one node*, where the network
+# plays no part. Call that $c$; a third is the forward. Then add the *latency*: each collective
+# takes some time however small it is, about 3 microseconds for each GPU on its way around the ring,
+# and 12 where it leaves a node. And a large cluster has other jobs, whose messages are in the way.
+# The virtual network has half a megabyte of them before each message that leaves a switch, which
+# four nodes share (published runs on 64 GPUs and more were that slow,
 # [collectives.py](../minifsdp/sim/hardware/collectives.py)). With 8 nodes that is every second
 # message, and each step of the ring waits for it.
 
@@ -179,11 +179,11 @@ def bar(tokens: int, found: dict[str, Any]) -> Any:
 #
 # Formula and simulation agree within 12 %. The formula is a little low where gathers are hidden: it
 # knows nothing of the root's gather, which comes before any computation, and of its reduction,
-# which comes after all. Neither has anything to hide behind. $T^*$ itself is rather too high than
+# which comes after all. Neither has anything to hide behind. $T^*$ itself tends to be too high, not
 # too low: one node hides its gathers with 512 tokens already, because with products as small as
 # these a GPU reaches less than the $F$ that it reaches with large ones, and computes for longer.
-# Both are predictions. How far the simulator is from real machines is in
-# [its README](../minifsdp/sim/README.md).
+# Both are predictions. How far the simulator is from real machines is in [its
+# README](../minifsdp/sim/README.md).
 #
 # The latency is the reason why the size of a unit matters after all. It has to be small beside the
 # unit's own gather. For 64 GPUs it is 0.26 ms with the network to themselves, in which that network
@@ -232,8 +232,9 @@ def without_the_reason() -> None:
 
 
 # %% [markdown]
-# `FULL_SHARD`, but for the root. That stays from its forward to its backward with both of them, for
-# the same reason, and here it is gathered twice, too.
+# What is left is `FULL_SHARD`, except for the root. With both strategies the root stays from its
+# forward to its backward, and STRATEGY is the reason for that as well. So here it is gathered
+# twice, too.
 #
 # ## Questions to decide by
 #
@@ -257,7 +258,7 @@ def without_the_reason() -> None:
 # [11](11_limiter.md) and [12](12_prefetch.md)).
 #
 # You need not do this by hand. This command tries settings on the virtual GPU, prints the fastest
-# that fit, and says of each other one why it loses. What you give is kept, and the rest is searched
+# that fit, and says why each of the others loses. What you give is kept, and the rest is searched
 # (a minute or so):
 #
 # ```

@@ -231,8 +231,8 @@ def two_dimensions() -> int:
 
 
 # %% [markdown]
-# In each line a norm and 29 tensors of the model were compared, and both libraries have the same in
-# every bit. Now for the parts:
+# In each line a norm and 29 tensors of the model were compared, and the two libraries agree in
+# every bit. Here are the parts:
 #
 # - **Units.** There is no policy. You call `fully_shard` on each block and then on the model, the
 #   inner ones first. Make the optimizer afterwards, from the DTensors.
@@ -294,8 +294,10 @@ def two_dimensions() -> int:
 # `fully_shard`. In torchtitan the [order of
 # dimensions](https://github.com/pytorch/torchtitan/blob/main/torchtitan/distributed/parallel_dims.py)
 # is `pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`. (`cp`, context parallelism, cuts long texts, and
-# FSDP shards along `dp_shard` and `cp` together.) minifsdp does none of this. It refuses parameters
-# that are DTensors already, and torch's pipeline stages know torch's own `fully_shard` only.
+# FSDP shards along `dp_shard` and `cp` together.) minifsdp itself cuts no product. But its
+# `fully_shard` takes layers that are tensor-parallel already, and cuts their parameters once more,
+# as torch's does ([an example](reference/using.md#tensor-parallel-layers)). Torch's pipeline stages
+# know torch's own `fully_shard` only.
 #
 # ## What it costs
 #

@@ -155,9 +155,9 @@ def draw():
 # `blocks` is the size of one block for each parameter, `[4, 2]` for this layer. `_matrices` cuts
 # the flat tensor into parameters, and each of these into one block for each rank. For chunks
 # `blocks` is None. All-gather and reduce-scatter take `blocks` as an argument. On a CPU each block
-# is sent from its place to its place. NCCL wants all that belongs to one rank in one piece, so on a
-# GPU blocks are copied together before a reduction, and apart after a gather. This is the copy that
-# FSDP2 makes, too.
+# is sent straight from its place on one rank to its place on another. NCCL wants all that belongs
+# to one rank in one piece, so on a GPU blocks are copied together before a reduction, and apart
+# after a gather. This is the copy that FSDP2 makes, too.
 #
 # What the optimizer sees are `DTensor`s, which know that other ranks have more rows. The norm of a
 # DTensor is that of all its rows, on all ranks. So `torch.nn.utils.clip_grad_norm_`, which is

@@ -3,8 +3,8 @@
 # %% [markdown]
 # # Checkpoints: saved by two ranks, loaded by three
 #
-# A long training has to survive that a machine fails. So it saves its state from time to time, a
-# *checkpoint*, and goes on from there. With a whole model that is one call of `torch.save`. Here
+# A long training has to survive the failure of a machine. So from time to time it saves its state,
+# a *checkpoint*, from which it can go on. With a whole model that is one call of `torch.save`. Here
 # each rank has only a part. May every rank simply save its own part to a file of its own?
 #
 # Let us try it with the GPT of `make demo`, with two blocks. Two ranks train it and write a file
@@ -270,14 +270,14 @@ def killed(folder: str) -> None:
 # ## Predict, then run
 #
 # 1. You call `state = state_to_save(model)`, train one step, and only then `dcp.save(state)`. Is
-#    the model in the checkpoint that of before the step?
+#    the model in the checkpoint the one from before the step?
 # 2. The GPT has 470,528 parameters. How many numbers does each of two ranks write, with AdamW?
 # 3. Somebody has trained in rows, with less weight decay for biases. Can you go on in chunks?
 #
 # <details><summary>Answers</summary>
 #
-# 1. No, it is that of after it. Boxes are views, and what they show changes with the model. (After
-#    `dcp.save` or `dcp.async_save` has returned you may train on: it is written, or copied.)
+# 1. No, it is the one from after it. Boxes are views, and what they show changes with the model.
+#    (After `dcp.save` or `dcp.async_save` has returned you may train on: it is written, or copied.)
 # 2. 705,792: half of the parameters, and half of two averages for each. (And a few that count
 #    steps.)
 # 3. No. One flat parameter has one weight decay. `FSDP.optim_state_dict_to_load` says so, names two

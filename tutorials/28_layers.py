@@ -15,7 +15,7 @@
 #
 # It is called twice in the course of a step: when a module has its parameters, and when the first
 # gradient has reached the unit. (`again` is for a unit that runs twice.) An engine asks each layer
-# once which moments it has something to do at. Where no layer has, nothing is called. This is what
+# once at which moments it has something to do. Where no layer has, nothing is called. This is what
 # the layers of an ordinary model are called for, in the order in which they are called:
 
 # %% [hidden]
@@ -96,8 +96,8 @@ def draw() -> None:
 #
 # ## Without all of them
 #
-# A model that has three layers only, because it computes in the dtypes and on the device that they
-# choose, and because ranks of one machine read each other's memory: does it still train?
+# Here is a model that has only three layers, because it computes in the dtypes and on the device
+# that they choose, and because ranks of one machine read each other's memory. Does it still train?
 
 
 # %%
@@ -127,9 +127,9 @@ def with_three() -> bool:
 
 
 # %% [markdown]
-# It does, in every bit. So what are the other ones for? For programs that do something else than
-# train. Three of them follow. `three_times`, in [taken_out.py](taken_out.py), runs each as it is,
-# without one layer, and with that layer put back.
+# It does, in every bit. So what are the other ones for? For programs that do more than train. Three
+# of them follow. `three_times`, in [taken_out.py](taken_out.py), runs each as it is, without one
+# layer, and with that layer put back.
 #
 # **A step between a forward and its backward.** The gradient belongs to parameters that are gone.
 # In plain PyTorch autograd raises an error; it has saved the old tensors, and sees that they were
@@ -230,8 +230,8 @@ def without_grad_hooks() -> None:
 # Layers observe and check. What is *different* for some units is not in a layer: how a shard is cut
 # and sent, and what becomes of a gradient on its way, are the unit's
 # [strategies](../minifsdp/strategies.py). And whether a unit may be freed is asked of nobody.
-# Whoever needs it has said so before, with a [reason](../minifsdp/core/unit_state.py). Of these no
-# layer has to know another one's.
+# Whoever needs it has said so before, with a [reason](../minifsdp/core/unit_state.py). No layer has
+# to know another one's reasons.
 #
 # ## Predict, then run
 #

@@ -3,7 +3,7 @@
 # %% [markdown]
 # # One program that grows
 #
-# The [FSDP in one file](06_one_file.md) is whole, and slow. Ten steps make of it an FSDP that
+# The [FSDP in one file](06_one_file.md) is whole, and slow. Ten steps turn it into an FSDP that
 # overlaps, waits, prefetches, survives an exception, computes in bfloat16, shards within machines
 # and keeps the names of parameters. After each step the program is whole again, and trains as
 # DistributedDataParallel does. These are the steps:
@@ -237,10 +237,10 @@ def names(node: Any) -> list[str]:
 
 
 # %% [markdown]
-# Three of your steps are not in the core but around it, since they are one way of many to do a
-# thing: low precision is [`precision.py`](../minifsdp/precision.py), hybrid sharding is in
-# [`strategies.py`](../minifsdp/strategies.py), and rows are [`rows.py`](../minifsdp/rows.py). What
-# the core has, and your program has not:
+# Three of your steps are not in the core but around it, because each is only one of several ways to
+# do a thing: low precision is [`precision.py`](../minifsdp/precision.py), hybrid sharding is in
+# [`strategies.py`](../minifsdp/strategies.py), and rows are [`rows.py`](../minifsdp/rows.py). The
+# core also has what your program lacks:
 #
 # - a module may return any structure of tensors, and not just one (`outputs.py`);
 # - a unit whose parameters are frozen, and a backward that begins inside of a unit (`hooks.py`,
@@ -263,9 +263,9 @@ def names(node: Any) -> list[str]:
 #
 # 1. By 1 % at most. One unit ahead hides all that this network lets it hide.
 # 2. Two thirds. The backward then stands still while each gradient is reduced.
-# 3. The limiter, nearly: a CPU frees memory at once, and has no queue that the host could fill. (It
-#    still says how much may be prefetched.) Streams have one line of use there: a gather is started
-#    in one place and waited for in another.
+# 3. The limiter has hardly any use there: a CPU frees memory at once, and has no queue that the
+#    host could fill. (It still says how much may be prefetched.) Streams have one use: a gather is
+#    started in one place and waited for in another.
 #
 # </details>
 

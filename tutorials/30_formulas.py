@@ -25,7 +25,7 @@
 # | $\alpha$ | latency of a collective | s |
 # | $M$ | memory of a GPU that PyTorch can use | bytes |
 #
-# All runs on this page, where nothing else is said, are of a GPT of 1.3 billion parameters, with
+# Unless the text says otherwise, all runs on this page are of a GPT of 1.3 billion parameters, with
 # AdamW and in bf16, on two nodes of 8 A100 with 80 GB each, and 400 Gbit/s between the nodes. Its
 # 24 blocks are units, and what is in no block is the root.
 
@@ -228,9 +228,9 @@ def time_of_a_step() -> None:
 #
 # In the picture the two are equal between 4,096 and 6,144 tokens, at about 4,200. The formula says
 # 5,119, because it takes $F$ to be what large products reach, and leaves out all that is no
-# product. So who has $T^*$ tokens has enough. The last three lines are the whole step, with the
-# computation measured on one node. They are up to 10 % above the formula. The root's gather and its
-# reduction hide behind nothing, and a kernel is slower while a collective runs beside it.
+# product. So $T^*$ tokens are enough. The last three lines are the whole step, with the computation
+# measured on one node. They are up to 10 % above the formula. The root's gather and its reduction
+# hide behind nothing, and a kernel is slower while a collective runs beside it.
 #
 # ## How many GPUs at least?
 #

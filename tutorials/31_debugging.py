@@ -3,9 +3,9 @@
 # %% [markdown]
 # # When a run goes wrong
 #
-# Your run stands still. Or ranks compute different things, memory is full, or a step takes longer
-# than it should. These are four illnesses, and what heals one does nothing for the other three. So
-# **ask first which of the four it is, and then look at one thing**:
+# Your run hangs. Or its ranks compute different things, memory is full, or a step takes longer than
+# it should. These are four illnesses, and what cures one does nothing for the other three. So **ask
+# first which of the four it is, and then look at one thing**:
 #
 # | what you see | look first at | in plain PyTorch | in minifsdp |
 # | --- | --- | --- | --- |
@@ -224,10 +224,10 @@ def without_the_layer() -> None:
 #
 # ## Out of memory
 #
-# PyTorch's error says how much it wanted, and not what is there. So find that out before you turn
+# PyTorch's error says how much it wanted, but not what is there. So find that out before you turn
 # knobs. On a GPU, call `torch.cuda.memory._record_memory_history()` at the start, and
-# `_dump_snapshot(file)` where you catch the error. `minifsdp sim ... --against file`
-# sorts such a snapshot by who has asked for the memory, beside that of a virtual run.
+# `_dump_snapshot(file)` where you catch the error. `minifsdp sim ... --against file` sorts such a
+# snapshot by who has asked for the memory, beside that of a virtual run.
 #
 # Here is a virtual run: 1.3 billion parameters on two machines of 8 GPUs. At first PyTorch has 16
 # GiB of each A100. Then it has all of it, and each row changes one option of `python -m

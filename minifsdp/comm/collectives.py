@@ -63,9 +63,10 @@ def all_gather(
     """Fill ``full`` with the chunks of all ranks, in rank order.
 
     Args:
-        full: ``[world_size * n]``, on a CPU, written.
-        chunk: ``[n]``, this rank's part; same dtype and device as ``full``. Other ranks may read it
-            even after ``finish``, if it is of parameters, until transport.wait_for_readers().
+        full: ``[n]``, on a CPU, written. Where ranks cannot have equal parts of it, the first ones
+            have one element more, as with ``tensor_split``.
+        chunk: this rank's part; same dtype and device as ``full``. Other ranks may read it even
+            after ``finish``, if it is of parameters, until transport.wait_for_readers().
         group: the ranks that take part.
         tag: the unit's number, the same on all ranks. Several collectives may be under way at the
             same time; message_tags.py makes a tag for each of them.
@@ -104,15 +105,16 @@ def reduce_scatter(
     of gradients in half precision would overflow where their mean does not.
 
     Args:
-        flat: ``[world_size * n]``, floating point, on a CPU. It must stay alive until ``finish``
-            has run.
+        flat: ``[n]``, floating point, on a CPU, divided among ranks as in :func:`all_gather`. It
+            must stay alive until ``finish`` has run.
         group: the ranks that take part.
         scale: ``1 / world_size`` for a mean.
         tag, label, kind, blocks: as in :func:`all_gather`.
         sizes: of the pieces that ``flat`` has on some of the ranks; see pieces.py.
 
     Returns:
-        The sum, ``[n]``, of the dtype of ``flat``, valid once ``finish`` has run; and ``finish``.
+        This rank's chunk of the sum, of the dtype of ``flat``, valid once ``finish`` has run; and
+        ``finish``.
     """
     message = Message(group, tag, kind, flat.dtype.itemsize, label)
     parts = messages(flat, sizes, blocks, group.size())

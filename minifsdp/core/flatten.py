@@ -76,6 +76,9 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 def unflatten(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     """Views of ``flat``, one for each shape, in order.
 
+    They come from one split of ``flat``, of which the last piece is the padding, each by way of one
+    ``view``. An engine may take the gradients of all pieces there, before autograd joins them.
+
     Args:
         flat: ``[padded_numel]``, which is at least the sum of the shapes' numels. The elements
             after that are padding. Their gradient is zero, so that the gradient of ``flat`` is

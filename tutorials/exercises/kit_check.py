@@ -5,7 +5,8 @@
   program that has grown the earlier exercises are right as well.
 - Each exercise fails if its functions do nothing.
 - Each wrong solution in wrong/ is found, with a message that points the right way.
-- Each right but different solution in right/ passes.
+- Each right but different solution in right/ passes, and all of track two pass together.1 at once:
+  none of them breaks a rule that its own exercise says nothing of.
 - Each mistake in mistakes.toml can be seen, and is gone when its line is mended.
 - Of each lab the student's file is right and no better than the default, our solution is right and
   reaches the figure to beat, and the wrong solutions in labs/wrong.toml are found.
@@ -163,6 +164,19 @@ def check_solutions(folder: Path) -> list[str]:
     return problems
 
 
+def check_right_at_once(folder: Path) -> list[str]:
+    """Of the right but different solutions of track two: all of them in one engine."""
+    for exercise in exercises_alone(2):
+        (folder / exercise.file).write_text(exercise.reference)
+    for path in sorted((HERE / "right").glob("*.py")):
+        exercise = exercises()[".".join(path.stem.rsplit("_", 1))]
+        if exercise.track == 2 and exercise.key != "limiter.2":  # limiter.3 replaces it
+            with (folder / exercise.file).open("a") as file:
+                file.write(f"\n\n{path.read_text()}")
+    (result,) = grade_all([(folder, exercises()["together.1"])])
+    return [f"all right solutions at once: {result.message}"] if result.message else []
+
+
 def check_mistakes(folder: Path) -> list[str]:
     """Of mistakes.toml: each mistake has a symptom, which the reference does not have."""
     problems = []
@@ -242,6 +256,7 @@ PARTS: dict[str, Callable[[Path], list[str]]] = {
     "a new student's folder": check_student_folder,
     "the reference": check_reference,
     "wrong and right solutions": check_solutions,
+    "all right solutions of track two at once": check_right_at_once,
     "mistakes to find": check_mistakes,
     "the picture of the README": lambda folder: check_picture(),
     "the labs": check_labs,

@@ -25,6 +25,11 @@ def _gather(what: str, want: Any, got: Any) -> str | None:
         return "it should start the exchange and return; the returned function waits for it"
     if "sends before" in what:
         return "it sends only when it is waited for, so nothing travels while the rank computes"
+    if "elements among" in what:
+        return (
+            "the ranks' parts are not of equal length here: the first has one element more "
+            "(tensor_split), so receive into what belongs to the rank that sends"
+        )
     if "kinds" in what:
         return "a message of another kind was taken for it: use the tag of Message, not the unit's"
     if not isinstance(got, torch.Tensor) or got.shape != want.shape:
@@ -119,6 +124,11 @@ def _all_gathers() -> Iterator[Any]:
     for finish in finishes:
         finish()
     yield f"two kinds of one unit at once, {size} ranks", list(fulls.values())
+    uneven = torch.full((size + 1,), torch.nan)  # the first rank has one element more
+    chunk = _tensor(rank, 2)[: uneven.tensor_split(size)[rank].numel()]
+    all_gather(uneven, chunk, group, tag=1)()
+    dist.barrier()  # a rank that gloo has ended is noticed here
+    yield f"{size + 1} elements among {size} ranks", uneven
 
 
 @check("collectives.1", ranks=2, because=_gather)
@@ -161,6 +171,9 @@ def _reduce_scatters() -> Iterator[Any]:
         total, finish = reduce_scatter(_tensor(rank, size * numel, dtype), group, 1 / size, tag=1)
         finish()
         yield f"mean of {numel} elements of {dtype} over {size} ranks", total
+    total, finish = reduce_scatter(_tensor(rank, size + 1), group, 1 / size, tag=1)
+    finish()
+    yield f"mean of this rank's part of {size + 1} elements among {size} ranks", total
     large = torch.full((2 * size,), 60000.0, dtype=torch.float16)
     total, finish = reduce_scatter(large, group, 1 / size, tag=1)
     finish()
@@ -198,7 +211,7 @@ def all_reduce_of_three() -> Iterator[Any]:
     from minifsdp.comm.collectives import all_reduce
 
     size, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
-    for numel, scale in ((6, 1 / size), (6, 1.0)):
+    for numel, scale in ((6, 1 / size), (6, 1.0), (7, 1.0)):
         flat = _tensor(rank, numel)
         count = 0
         _slowly()

@@ -40,6 +40,11 @@ def elements_in_row_major_order() -> Iterator[Any]:
 def _shared(what: str, want: Any, got: Any) -> str | None:
     if "after flat was filled" in what:
         return "the pieces are copies, and should be views of the memory of flat"
+    if "autograd" in what:
+        return (
+            "all views come from one split, whose last piece is the padding (see the docstring): "
+            "the engine takes their gradients where autograd would join them"
+        )
     if "gradient" in what:
         return "autograd has to see the views as operations on flat, so do not detach"
     if "padding" in what or isinstance(got, dict):
@@ -64,6 +69,13 @@ def views_share_memory_and_gradient() -> Iterator[Any]:
     views = unflatten(memory, shapes)
     memory.fill_(7)
     yield "views after flat was filled with 7", views
+    views = unflatten(padded, shapes)
+    made_by: set[Any] = {view.grad_fn.next_functions[0][0] for view in views}
+    yield "operations of autograd that the views come from", len(made_by)
+    joined: list[int] = []
+    made_by.pop().register_prehook(lambda grads: joined.append(len(grads)))
+    torch.autograd.grad(sum(view.sum() for view in views), padded)
+    yield "gradients that autograd joins there, with that of the padding", joined
     yield (
         "views of bfloat16",
         unflatten(torch.rand(6).bfloat16(), [torch.Size((2, 2)), torch.Size(())]),

@@ -16,6 +16,11 @@ def _start(what: str, want: Any, got: Any) -> str | None:
             "write to unit.unsharded.data and not to flat_param: that requires a gradient, and to "
             "autograd a gather is no change"
         )
+    if isinstance(got, dict) and "not sharded" in what:
+        return (
+            "a unit that is not sharded has no group to gather among (source.group is None): copy "
+            "what the source gives"
+        )
     if isinstance(got, dict) and "raised" in got:
         return (
             "is the memory allocated, is the source prepared before it is asked, and is what it "

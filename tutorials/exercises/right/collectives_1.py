@@ -8,7 +8,7 @@ def all_gather(full, chunk, group, tag, label="", kind=Kind.PARAMETERS, blocks=N
     works = []
     for rank in range(group.size()):
         if rank != group.rank():
-            received[rank] = torch.empty_like(mine)
+            received[rank] = torch.empty_like(full.tensor_split(group.size())[rank])
             works += [
                 group.recv([received[rank]], rank, message.tag),
                 group.send([mine], rank, message.tag),

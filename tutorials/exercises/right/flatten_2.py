@@ -1,4 +1,4 @@
-"""With narrow() and an offset, instead of split()."""
+"""Sizes in a loop, what is left of flat as the last one, and reshape() in place of view()."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def unflatten(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    views, offset = [], 0
+    sizes, left = [], flat.numel()
     for shape in shapes:
-        numel = torch.Size(shape).numel()
-        views.append(flat.narrow(0, offset, numel).reshape(shape))
-        offset += numel
-    return views
+        sizes.append(torch.Size(shape).numel())
+        left -= sizes[-1]
+    *pieces, _ = torch.split(flat, [*sizes, left])
+    return [piece.reshape(tuple(shape)) for piece, shape in zip(pieces, shapes, strict=True)]
