@@ -292,6 +292,13 @@ class FSDPModule:
             unit.users_comm = replace(unit.users_comm, **choices)
         choose_strategies(units, self._engine.streams)
 
+    def _get_fsdp_state(self) -> NoReturn:
+        raise NotImplementedError(
+            "minifsdp: _get_fsdp_state is not there: it gives torch's own objects. Nothing needs "
+            "their reset_sharded_param(): load_state_dict(assign=True), to() and parameters that "
+            "are put in place of others are followed in the next step."
+        )
+
     def reset_iter_state(self) -> None:
         """Does nothing: the next forward or backward resets what an exception has left."""
 
@@ -324,7 +331,10 @@ class FSDPModule:
             ValueError: it is not True or False.
         """
         if not isinstance(reshard_after_forward, bool):
-            raise ValueError(f"reshard_after_forward={reshard_after_forward!r}: it is a bool here")
+            raise ValueError(
+                f"reshard_after_forward={reshard_after_forward!r}: it is True or False here, as in "
+                f"torch. A number of ranks is given to fully_shard, when the unit is made."
+            )
         for unit in self._units(recurse):
             unit.reshard_after_forward, unit.post_forward_lines = reshard_after_forward, None
 
@@ -417,6 +427,6 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
 
 add_missing(
     FSDPModule,
-    "_get_fsdp_state set_allocate_memory_from_process_group_for_comm "
-    "set_reduce_scatter_max_input_buffers set_symm_mem_for_comm",
+    "set_allocate_memory_from_process_group_for_comm set_reduce_scatter_max_input_buffers "
+    "set_symm_mem_for_comm",
 )

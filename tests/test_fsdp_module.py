@@ -341,7 +341,9 @@ def test_reshard_after_forward_can_be_changed():
         before = model._engine.stats.all_gathers
         model(x).sum().backward()
         assert model._engine.stats.all_gathers - before == gathers
-    with pytest.raises(ValueError, match="reshard_after_forward=2: it is a bool here"):
+    with pytest.raises(
+        ValueError, match="reshard_after_forward=2: it is True or False here.* given to fully_shard"
+    ):
         model.set_reshard_after_forward(2)
 
 

@@ -92,6 +92,20 @@ class DividedParameter(FlatParameter):
                 param.grad = like(param, param.grad._local_tensor.clone())
 
     @property
+    def data(self) -> Tensor:
+        """``[n]``. What is assigned, perhaps of another dtype, is given to the DTensors: so
+        accelerate casts a model."""
+        return _DATA.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        unit = self.unit()
+        given = unit.layout.local_tensors(value, unit.shard_rank)
+        for param, local in zip(self.params, given, strict=True):
+            if local is not None:  # frozen
+                take_over(unit, param, like(param, local).requires_grad_(param.requires_grad))
+
+    @property
     def requires_grad(self) -> bool:  # type: ignore[override]
         """Whether any of the DTensors does."""
         return any(param.requires_grad for param in self.params)
@@ -351,5 +365,6 @@ def is_optimized(param: object) -> bool:
     return isinstance(param, FlatParameter) or bool(getattr(param, "minifsdp_unit", None))
 
 
+_DATA: Any = Tensor.data
 _GRAD: Any = Tensor.grad  # the descriptors that the properties here hide
 _VERSION: Any = Tensor._version
