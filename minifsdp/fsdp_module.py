@@ -52,6 +52,7 @@ from minifsdp.wrapping.compiled import compiled, uncompiled
 from minifsdp.wrapping.fsdp2_settings import fsdp2_settings, post_forward_lines
 from minifsdp.wrapping.ignored import ignoring, params_only
 from minifsdp.wrapping.root_settings import make_limiter, make_prefetcher
+from minifsdp.wrapping.shard_placement import divided_dims
 
 
 def fully_shard(
@@ -59,7 +60,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Any = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # it is frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
@@ -79,13 +80,15 @@ def fully_shard(
             True. The root keeps them in any case, since its backward comes next. A number: that of
             the ranks to share them then; all is True, 1 is False, and others need more memory and
             gather them for the backward in smaller groups (post_forward.py).
+        shard_placement_fn: called with each parameter; returns ``Shard(dim)`` for one that is to be
+            divided along ``dim``, or None for the first dimension (wrapping/shard_placement.py).
         mp_policy: the dtypes to compute and to reduce in, and of the outputs.
         offload_policy: ``CPUOffloadPolicy()`` for shards in the host's memory (offload.py), always
             pinned where the device is a GPU.
         ignored_params: parameters that stay as they are; see wrapping/ignored.py. Their gradients
             are not reduced.
 
-    ``shard_placement_fn`` and ``dp_mesh_dims`` are not there yet, and refused.
+    ``dp_mesh_dims`` is not there yet, and refused.
 
     Returns:
         ``module``, which is an :class:`FSDPModule` now; or the same list of them.
@@ -99,7 +102,7 @@ def fully_shard(
         RuntimeError: there is no process group, or an optimizer was built before.
         NotImplementedError: an argument that minifsdp does not have yet.
     """
-    refuse(shard_placement_fn=shard_placement_fn, dp_mesh_dims=dp_mesh_dims)
+    refuse(dp_mesh_dims=dp_mesh_dims)
     modules = outermost(module)
     whole = modules[0] if len(modules) == 1 else ListedModules(modules)
     with ignoring(whole, ignored_states=params_only(ignored_params)):
@@ -107,7 +110,9 @@ def fully_shard(
             check_wrappable(one, str(position) if one is not whole else "")
         check_inside(whole, mesh)
         settings = fsdp2_settings(mesh, reshard_after_forward, mp_policy, offload_policy)
-        unit = build_unit(whole, settings, stays_on_meta=True)
+        group = settings.placement.shard_group
+        dims = divided_dims(whole, shard_placement_fn, 1 if group is None else group.size())
+        unit = build_unit(whole, settings, stays_on_meta=True, dims=dims)
         unit.is_list, unit.unreduced_dtype = whole is not modules[0], mp_policy.reduce_dtype
         unit.post_forward_lines = post_forward_lines(reshard_after_forward, unit.shard_group, mesh)
     for one in modules:

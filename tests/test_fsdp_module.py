@@ -342,7 +342,8 @@ def test_reshard_after_forward_can_be_changed():
         model(x).sum().backward()
         assert model._engine.stats.all_gathers - before == gathers
     with pytest.raises(
-        ValueError, match="reshard_after_forward=2: it is True or False here.* given to fully_shard"
+        ValueError,
+        match=r"reshard_after_forward=2: it is True or False here.* given to fully_shard",
     ):
         model.set_reshard_after_forward(2)
 

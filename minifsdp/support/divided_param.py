@@ -128,7 +128,7 @@ def divided_parameter(unit: Any, trained: list[bool]) -> DividedParameter:
     params: list[Any] = []
     local = unit.layout.local_tensors(unit.padded_shard, unit.shard_rank)
     for info, tensor, requires_grad in zip(unit.param_infos, local, trained, strict=True):
-        made = dtensor(unit, unit.mesh, info.shape, tensor)
+        made = dtensor(unit, unit.mesh, info.shape, tensor, info.dim)
         if info.spec is not None:
             made = on_both_meshes(made, info.spec)
         # Without standalone() deepcopy would look for memory in it, where it has an offset.
@@ -317,7 +317,7 @@ def divide_again(unit: Any) -> None:
                 f"has {list(tensor.shape)}; it has to have {list(before.shape)}."
             )
     dtypes = {info.name: local.dtype for info, local in zip(unit.param_infos, given, strict=True)}
-    anew = rows_of(layout.param_shapes, unit.trained, layout.world_size, dtypes)
+    anew = rows_of(layout.param_shapes, unit.trained, layout.world_size, dtypes, layout.dims)
     flat.hide_grad()  # laid as the unit was until now
     unit.layout, unit.mixed = anew, anew if isinstance(anew, MixedRows) else None
     size = anew.padded_numel // anew.world_size  # there may be more marks, or fewer

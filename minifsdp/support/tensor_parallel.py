@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -73,11 +73,11 @@ def on_both_meshes(divided: DTensor, spec: DTensorSpec) -> DTensor:
         divided: this rank's rows of the part that it has by ``spec``, on the mesh of its unit.
         spec: how the parameter is distributed on a mesh of its own.
     """
-    parts = spec.num_shards_map[0]  # of its first dimension, on that mesh
-    rows = [
-        _StridedShard(0, split_factor=parts) if placement.is_shard() and parts > 1 else placement
-        for placement in divided.placements
-    ]
+    rows: list[Any] = list(divided.placements)
+    for at, placement in enumerate(rows):
+        if isinstance(placement, Shard) and spec.num_shards_map[placement.dim] > 1:
+            parts = spec.num_shards_map[placement.dim]  # of that dimension, on that mesh
+            rows[at] = _StridedShard(placement.dim, split_factor=parts)
     mesh = DeviceMesh._concatenate([divided.device_mesh, spec.mesh])
     both = DTensorSpec(mesh, (*rows, *spec.placements), spec.tensor_meta)
     return distributed(divided._local_tensor, both)
