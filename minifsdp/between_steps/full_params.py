@@ -24,7 +24,6 @@ from minifsdp.between_steps.unit_params import SummonedParams
 from minifsdp.checks.rank_agreement import Moment, RankAgreement
 from minifsdp.checks.same_model import remember_values
 from minifsdp.chunks.unit_dtensors import Form, UnitDTensors
-from minifsdp.comm.blocks import segments
 from minifsdp.comm.collectives import gather
 from minifsdp.comm.message_tags import Kind
 from minifsdp.core.hooks import Hooks
@@ -180,7 +179,7 @@ def _unsharded_grad(unit: FeaturedUnit) -> Tensor | None:
     grad = unit.sharded_flat_param.grad
     if grad is None or not unit.numel:
         return None
-    numel, blocks = unit.layout.trained_numel, segments(unit.layout.trained_blocks)
+    numel, blocks = unit.layout.trained_numel, unit.layout.trained_blocks
     size = numel // unit.shard_world_size
     padded = torch.zeros(size, dtype=unit.padded_shard.dtype, device=unit.device)
     padded[: grad.numel()] = grad

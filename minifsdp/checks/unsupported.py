@@ -4,8 +4,8 @@ Scripts that were written for ``torch.distributed.fsdp`` pass arguments, call me
 names that minifsdp does not have. To ignore an argument would be worse than an error, because the
 model would be sharded in another way than the user asked for::
 
-    fully_shard(m, shard_placement_fn=f)     NotImplementedError: shard_placement_fn=...
-    fully_shard(m, shard_placement_fn=None)  fine: it asks for nothing
+    fully_shard(m, dp_mesh_dims=dims)        NotImplementedError: dp_mesh_dims=...
+    fully_shard(m, dp_mesh_dims=None)        fine: it asks for nothing
     from minifsdp import LocalStateDictConfig   fine: it may be needed for an annotation only
     LocalStateDictConfig(offload_to_cpu=True)   NotImplementedError
 

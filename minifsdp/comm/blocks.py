@@ -47,14 +47,6 @@ def in_one_piece(blocks: Blocks | None) -> bool:
     return blocks is None or (len(blocks) < 2 and Columns not in map(type, blocks))
 
 
-def segments(blocks: Blocks | None) -> Blocks | None:
-    """The same blocks without ``Columns``: each segment is a block of its own."""
-    if blocks is None or Columns not in map(type, blocks):
-        return blocks
-    counted = [(block, getattr(block, "segments", 1)) for block in blocks]
-    return [block // many for block, many in counted for _ in range(many)]
-
-
 def by_rank(flat: Tensor, blocks: Blocks | None, world_size: int) -> list[list[Tensor]]:
     """Views of the blocks, a list for each rank.
 

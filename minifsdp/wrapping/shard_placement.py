@@ -41,7 +41,7 @@ def divided_dims(module: nn.Module, choose: Any, ranks: int) -> dict[str, int]:
             a parameter that other ranks are to share.
     """
     dims: dict[str, int] = {}
-    for info in make_param_infos(module) if choose is not None else ():
+    for info in make_param_infos(module) if choose else ():
         found = choose(info.owners[0].get())
         if hasattr(found, "mesh_info"):
             raise NotImplementedError(
