@@ -376,6 +376,8 @@ MUTANTS = [
     Mutant("support/tensor_parallel", "summands are divided", "placement.is_partial() for placement", "False for placement"),
     Mutant("support/divided_param", "an optimizer sees one mesh of two", "            made = on_both_meshes(made, info.spec)\n", "            pass\n", noticed_by="support/tensor_parallel"),
     Mutant("support/param_access", "a placeholder has the shape of a part", "info.spec.shape if info.spec else info.shape", "info.shape", noticed_by="support/tensor_parallel"),
+    Mutant("support/param_access", "a placeholder stands for a part", "found: Tensor = self._info.owners[0].get()", "found: Tensor = self._info.parameter", noticed_by="support/tensor_parallel"),
+    Mutant("support/saved_tensors", "autograd keeps the memory of DTensors", "        if type(tensor) is DTensor:\n", "        if False:\n", noticed_by="support/tensor_parallel"),
     Mutant("support/saved_tensors", "a backward gets a part", "            return view if saved.spec is None else distributed(view, saved.spec)\n", "            return view\n", noticed_by="support/tensor_parallel"),
     Mutant("support/saved_tensors", "the hooks around get a part", "self.outer[0](outer if spec is None else distributed(outer, spec))", "self.outer[0](outer)", noticed_by="support/tensor_parallel"),
     Mutant("support/unsharded_storage", "what to_local() has returned is freed", "if DTensor in map(type, views):", "if False:", noticed_by="support/tensor_parallel"),
