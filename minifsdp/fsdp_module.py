@@ -44,6 +44,7 @@ from minifsdp.strategies import choose_strategies
 from minifsdp.support.listed_modules import ListedModules, outermost
 from minifsdp.support.pytree import map_tensors
 from minifsdp.support.shard_changes import adopt
+from minifsdp.support.tensor_parallel import data_mesh
 from minifsdp.users_comm import checked, group_for_reductions, hybrid_of
 from minifsdp.wrapping.attributes import AVERAGES
 from minifsdp.wrapping.auto_wrap import check_wrappable
@@ -87,8 +88,8 @@ def fully_shard(
             pinned where the device is a GPU.
         ignored_params: parameters that stay as they are; see wrapping/ignored.py. Their gradients
             are not reduced.
-
-    ``dp_mesh_dims`` is not there yet, and refused.
+        dp_mesh_dims: which dimensions of ``mesh`` are for data, if the parameters are DTensors on
+            all of it; see support/tensor_parallel.py.
 
     Returns:
         ``module``, which is an :class:`FSDPModule` now; or the same list of them.
@@ -102,13 +103,16 @@ def fully_shard(
         RuntimeError: there is no process group, or an optimizer was built before.
         NotImplementedError: an argument that minifsdp does not have yet.
     """
-    refuse(dp_mesh_dims=dp_mesh_dims)
+    on_mesh = mesh if dp_mesh_dims else None  # of all parameters
+    mesh = data_mesh(mesh, dp_mesh_dims or None)
+    if on_mesh is not None and type(reshard_after_forward) is int:
+        refuse(reshard_after_forward=f"{reshard_after_forward} with dp_mesh_dims")
     modules = outermost(module)
     whole = modules[0] if len(modules) == 1 else ListedModules(modules)
     with ignoring(whole, ignored_states=params_only(ignored_params)):
         for position, one in enumerate(modules):
             check_wrappable(one, str(position) if one is not whole else "")
-        check_inside(whole, mesh)
+        check_inside(whole, mesh, on_mesh)
         settings = fsdp2_settings(mesh, reshard_after_forward, mp_policy, offload_policy)
         group = settings.placement.shard_group
         dims = divided_dims(whole, shard_placement_fn, 1 if group is None else group.size())

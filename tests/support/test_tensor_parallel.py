@@ -367,7 +367,7 @@ def test_a_gradient_is_waited_for():
     on_its_way = all_reduce(torch.ones(4, 2), "sum", mesh)
     assert type(on_its_way) is AsyncCollectiveTensor
     grad = DTensor.from_local(on_its_way, mesh, [Replicate()], run_check=False)
-    _on_mesh(view, weight._spec).backward(grad)
+    _on_mesh(view, weight._spec, grid()["dp"]).backward(grad)
     assert seen == [torch.Tensor] and torch.equal(view.grad, torch.full((4, 2), 2.0))
 
 
