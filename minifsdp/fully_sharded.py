@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable.contract import REGISTRY_KEY, _get_registry
 
 from minifsdp.api import CPUOffload, MixedPrecision
 from minifsdp.between_steps.checkpoint_calls import refuse_full_options
@@ -130,7 +129,6 @@ class FullyShardedDataParallel(StateDictMethods, ModuleWrapper):
                 wrap_below(module, policy, settings, FullyShardedDataParallel)
             self._unit = build_unit(module, settings)
         self._fsdp_wrapped_module = module
-        self.__dict__[REGISTRY_KEY] = _get_registry(module)  # or replicate() would take chunks
         register_hooks(self)
         make_root(self, limiter, prefetcher)
         self.training = module.training

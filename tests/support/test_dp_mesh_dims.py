@@ -113,6 +113,22 @@ def check_bit_equal(kind: str) -> None:
 
 
 @on_ranks(4)
+def test_gradients_of_a_mean_over_the_whole_batch_are_those_of_a_plain_model():
+    """If they are added up, as using.md says."""
+    mesh, dims = grid(TWO, (2, 2)), minifsdp.DataParallelMeshDims("dp")
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block(), Block()).to(device())
+    model = sharded(fully_shard, mesh, dp_mesh_dims=dims)
+    for module in (model, *model):
+        module.set_gradient_divide_factor(1.0)
+    x = torch.randn(8, 8, device=device())
+    plain(x).square().mean().backward()
+    model(distribute_tensor(x, mesh, [Shard(0), Replicate()])).square().mean().backward()
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-5, atol=1e-7)
+
+
+@on_ranks(4)
 def test_mistakes_are_refused_by_name():
     mesh, dims = grid(TWO, (2, 2)), minifsdp.DataParallelMeshDims
     mistakes = {
