@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; _HOMES says the same t
         StateDictType,
     )
 
-    from minifsdp.api import CPUOffload, MixedPrecision
+    from minifsdp.api import CPUOffload, DataParallelMeshDims, MixedPrecision
     from minifsdp.between_steps.checkpoint_state import state_to_load, state_to_save
     from minifsdp.between_steps.explain import explain
     from minifsdp.between_steps.local_params import local_params
@@ -61,6 +61,7 @@ __all__ = [
     "CPUOffload",
     "CPUOffloadPolicy",
     "CustomPolicy",
+    "DataParallelMeshDims",
     "EventQueue",
     "FSDPModule",
     "FullOptimStateDictConfig",

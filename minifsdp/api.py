@@ -53,3 +53,16 @@ class MixedPrecision:
     full_precision_in_eval: bool = False
     """Compute in the shards' dtype while the root is in ``eval()``. With the environment variable
     FSDP_USE_FULL_PREC_IN_EVAL=1 each wrapper that is built later does this, as in PyTorch."""
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which dimensions of a mesh are for data, of ``fully_shard(..., dp_mesh_dims=...)``.
+
+    Attributes:
+        shard: the name of the one to shard over.
+        replicate: that of the one with replicas, for hybrid sharding.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None

@@ -89,7 +89,7 @@ class FeaturedUnit(Unit):
         self.mesh = mesh if param_infos else None
         layout: Chunks | Rows = Chunks(shapes, world_size)
         if self.mesh is not None:
-            layout = rows_of(shapes, trained, world_size, dtypes)
+            layout = rows_of(shapes, trained, world_size, dtypes, [i.dim for i in param_infos])
         super().__init__(module, param_infos, layout, *placement)
 
         self.buffers, self.precision, self.offload_from = buffers, precision, offload_from

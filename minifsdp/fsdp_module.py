@@ -44,6 +44,7 @@ from minifsdp.strategies import choose_strategies
 from minifsdp.support.listed_modules import ListedModules, outermost
 from minifsdp.support.pytree import map_tensors
 from minifsdp.support.shard_changes import adopt
+from minifsdp.support.tensor_parallel import data_mesh
 from minifsdp.users_comm import checked, group_for_reductions, hybrid_of
 from minifsdp.wrapping.attributes import AVERAGES
 from minifsdp.wrapping.auto_wrap import check_wrappable
@@ -52,6 +53,7 @@ from minifsdp.wrapping.compiled import compiled, uncompiled
 from minifsdp.wrapping.fsdp2_settings import fsdp2_settings, post_forward_lines
 from minifsdp.wrapping.ignored import ignoring, params_only
 from minifsdp.wrapping.root_settings import make_limiter, make_prefetcher
+from minifsdp.wrapping.shard_placement import divided_dims
 
 
 def fully_shard(
@@ -59,7 +61,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Any = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # it is frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
@@ -79,13 +81,15 @@ def fully_shard(
             True. The root keeps them in any case, since its backward comes next. A number: that of
             the ranks to share them then; all is True, 1 is False, and others need more memory and
             gather them for the backward in smaller groups (post_forward.py).
+        shard_placement_fn: called with each parameter; returns ``Shard(dim)`` for one that is to be
+            divided along ``dim``, or None for the first dimension (wrapping/shard_placement.py).
         mp_policy: the dtypes to compute and to reduce in, and of the outputs.
         offload_policy: ``CPUOffloadPolicy()`` for shards in the host's memory (offload.py), always
             pinned where the device is a GPU.
         ignored_params: parameters that stay as they are; see wrapping/ignored.py. Their gradients
             are not reduced.
-
-    ``shard_placement_fn`` and ``dp_mesh_dims`` are not there yet, and refused.
+        dp_mesh_dims: which dimensions of ``mesh`` are for data, if the parameters are DTensors on
+            all of it; see support/tensor_parallel.py.
 
     Returns:
         ``module``, which is an :class:`FSDPModule` now; or the same list of them.
@@ -99,15 +103,20 @@ def fully_shard(
         RuntimeError: there is no process group, or an optimizer was built before.
         NotImplementedError: an argument that minifsdp does not have yet.
     """
-    refuse(shard_placement_fn=shard_placement_fn, dp_mesh_dims=dp_mesh_dims)
+    on_mesh = mesh if dp_mesh_dims else None  # of all parameters
+    mesh = data_mesh(mesh, dp_mesh_dims or None)
+    if on_mesh is not None and type(reshard_after_forward) is int:
+        refuse(reshard_after_forward=f"{reshard_after_forward} with dp_mesh_dims")
     modules = outermost(module)
     whole = modules[0] if len(modules) == 1 else ListedModules(modules)
     with ignoring(whole, ignored_states=params_only(ignored_params)):
         for position, one in enumerate(modules):
             check_wrappable(one, str(position) if one is not whole else "")
-        check_inside(whole, mesh)
+        check_inside(whole, mesh, on_mesh)
         settings = fsdp2_settings(mesh, reshard_after_forward, mp_policy, offload_policy)
-        unit = build_unit(whole, settings, stays_on_meta=True)
+        group = settings.placement.shard_group
+        dims = divided_dims(whole, shard_placement_fn, 1 if group is None else group.size())
+        unit = build_unit(whole, settings, stays_on_meta=True, dims=dims)
         unit.is_list, unit.unreduced_dtype = whole is not modules[0], mp_policy.reduce_dtype
         unit.post_forward_lines = post_forward_lines(reshard_after_forward, unit.shard_group, mesh)
     for one in modules:
@@ -292,6 +301,13 @@ class FSDPModule:
             unit.users_comm = replace(unit.users_comm, **choices)
         choose_strategies(units, self._engine.streams)
 
+    def _get_fsdp_state(self) -> NoReturn:
+        raise NotImplementedError(
+            "minifsdp: _get_fsdp_state is not there: it gives torch's own objects. Nothing needs "
+            "their reset_sharded_param(): load_state_dict(assign=True), to() and parameters that "
+            "are put in place of others are followed in the next step."
+        )
+
     def reset_iter_state(self) -> None:
         """Does nothing: the next forward or backward resets what an exception has left."""
 
@@ -324,7 +340,10 @@ class FSDPModule:
             ValueError: it is not True or False.
         """
         if not isinstance(reshard_after_forward, bool):
-            raise ValueError(f"reshard_after_forward={reshard_after_forward!r}: it is a bool here")
+            raise ValueError(
+                f"reshard_after_forward={reshard_after_forward!r}: it is True or False here, as in "
+                f"torch. A number of ranks is given to fully_shard, when the unit is made."
+            )
         for unit in self._units(recurse):
             unit.reshard_after_forward, unit.post_forward_lines = reshard_after_forward, None
 
@@ -417,6 +436,6 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
 
 add_missing(
     FSDPModule,
-    "_get_fsdp_state set_allocate_memory_from_process_group_for_comm "
-    "set_reduce_scatter_max_input_buffers set_symm_mem_for_comm",
+    "set_allocate_memory_from_process_group_for_comm set_reduce_scatter_max_input_buffers "
+    "set_symm_mem_for_comm",
 )

@@ -42,18 +42,19 @@ def rows_of(
     trained: Sequence[bool],
     world_size: int,
     dtypes: Mapping[str, torch.dtype],
+    dims: Sequence[int] | None = None,
 ) -> Rows:
     """How a unit is divided in rows.
 
     Args:
-        shapes, trained, world_size: as of :class:`Rows`.
+        shapes, trained, world_size, dims: as of :class:`Rows`.
         dtypes: fully qualified name -> dtype, in the same order.
 
     Raises:
         ValueError: the trained parameters differ in dtype.
     """
     if len({*dtypes.values()}) < 2:
-        return Rows(shapes, trained, world_size)
+        return Rows(shapes, trained, world_size, dims)
     by_dtype: dict[torch.dtype, list[str]] = {}
     for (name, dtype), is_trained in zip(dtypes.items(), trained, strict=True):
         if is_trained:
@@ -65,7 +66,7 @@ def rows_of(
             f"same dtype; those that are frozen may have any. Found {found}. Convert the trained "
             f"ones to one dtype, or wrap those of each dtype in a unit of their own."
         )
-    return MixedRows(shapes, trained, world_size, list(dtypes.values()))
+    return MixedRows(shapes, trained, world_size, list(dtypes.values()), dims)
 
 
 class MixedRows(Rows):
@@ -86,18 +87,22 @@ class MixedRows(Rows):
         trained: Sequence[bool],
         world_size: int,
         dtypes: Sequence[torch.dtype],
+        dims: Sequence[int] | None = None,
     ) -> None:
         first = list(trained)
         if not any(trained):
             floats = [dtype.is_floating_point for dtype in dtypes]
             first[floats.index(True) if True in floats else 0] = True
-        super().__init__(shapes, first, world_size)
+        super().__init__(shapes, first, world_size, dims)
         self.trained, self.dtypes = list(trained), dtypes
         self.dtype = dtypes[self.with_grad[0]]
         # The largest numbers first: then each begins at a multiple of its size.
         as_bytes = self.order[len(self.with_grad) :]
         self._as_bytes = sorted(as_bytes, key=lambda number: -dtypes[number].itemsize)
-        blocks = [block_numel(shapes[n], world_size) * dtypes[n].itemsize for n in self._as_bytes]
+        blocks = [
+            block_numel(shapes[n], world_size, self.dims[n]) * dtypes[n].itemsize
+            for n in self._as_bytes
+        ]
         before = [block * self.dtype.itemsize for block in self.trained_blocks]
         # The last padding is never empty: a whole shard is longer than what has a gradient.
         self._ends = [-sum(before) % _ALIGNED, *blocks, _ALIGNED - sum(blocks) % _ALIGNED]
@@ -115,7 +120,7 @@ class MixedRows(Rows):
             return self
         if low not in self._computed_in:
             dtypes = [low if dtype.is_floating_point else dtype for dtype in self.dtypes]
-            cast = MixedRows(self.param_shapes, self.trained, self.world_size, dtypes)
+            cast = MixedRows(self.param_shapes, self.trained, self.world_size, dtypes, self.dims)
             self._computed_in[low] = cast
         return self._computed_in[low]
 
@@ -151,7 +156,8 @@ class MixedRows(Rows):
         trained = sum(self.trained_blocks)
         tensors = super().local_tensors(shard[:trained], rank)
         if shard.numel() > trained:
-            shapes = [local_shape(shape, rank, self.world_size) for shape in self.param_shapes]
+            pairs = zip(self.param_shapes, self.dims, strict=True)
+            shapes = [local_shape(shape, rank, self.world_size, dim) for shape, dim in pairs]
             self._read(shard[trained:], self._ends, shapes, tensors)
         return tensors
 

@@ -43,7 +43,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifsdp.comm.blocks import of_rank
+from minifsdp.comm.blocks import Columns, of_rank
 from minifsdp.core.flatten import check_flattenable
 from minifsdp.core.shard import padded_shard_numel, unpadded_shard_numel
 
@@ -74,17 +74,22 @@ def check_divisible(tensors: Mapping[str, Tensor]) -> None:
     check_flattenable(same)
 
 
-def local_shape(shape: torch.Size, rank: int, world_size: int) -> torch.Size:
+def local_shape(shape: torch.Size, rank: int, world_size: int, dim: int = 0) -> torch.Size:
     """The shape of what ``rank`` has of a parameter: some of its rows, or none.
 
     Args:
         shape: of the parameter; at least one dimension.
+        dim: the one that is divided.
     """
-    return torch.Size((unpadded_shard_numel(shape[0], rank, world_size), *shape[1:]))
+    part = unpadded_shard_numel(shape[dim], rank, world_size)
+    return torch.Size((*shape[:dim], part, *shape[dim + 1 :]))
 
 
-def block_numel(shape: torch.Size, world_size: int) -> int:
-    """Elements in each rank's block of a parameter: as many rows as rank 0 has, which has most."""
+def block_numel(shape: torch.Size, world_size: int, dim: int = 0) -> int:
+    """Elements in each rank's block of a parameter: as many rows as rank 0 has, which has most.
+    Along another dimension, which the ranks divide evenly, they are in segments."""
+    if dim:
+        return Columns(shape.numel() // world_size, shape[:dim].numel())
     return padded_shard_numel(shape[0], world_size) * shape[1:].numel()
 
 
@@ -99,6 +104,7 @@ class Rows:
         shapes: of the parameters. Each has at least one dimension.
         trained: whether each of them has a gradient. These are laid end to end first.
         world_size: ranks that share the unit.
+        dims: along which the parameters are divided (wrapping/shard_placement.py); None: the first.
 
     Attributes:
         order: the numbers of the parameters, in the order in which they are laid.
@@ -114,14 +120,21 @@ class Rows:
     """
 
     def __init__(
-        self, shapes: Sequence[torch.Size], trained: Sequence[bool], world_size: int
+        self,
+        shapes: Sequence[torch.Size],
+        trained: Sequence[bool],
+        world_size: int,
+        dims: Sequence[int] | None = None,
     ) -> None:
+        self.dims = dims or [0] * len(shapes)
         self.param_shapes, self.trained, self.world_size = shapes, list(trained), world_size
         self.order = sorted(range(len(shapes)), key=lambda number: not trained[number])
         self.with_grad = self.order[: sum(trained) or len(shapes)]
         self.shapes = [shapes[number] for number in self.order]
         self.marks = -(-len(self.with_grad) // _ALIGNED) * _ALIGNED if len(shapes) > 1 else 0
-        blocks = [block_numel(shape, world_size) for shape in self.shapes]
+        self._dims = [self.dims[number] for number in self.order]
+        pairs = zip(self.shapes, self._dims, strict=True)
+        blocks = [block_numel(shape, world_size, dim) for shape, dim in pairs]
         self.trained_blocks = blocks[: len(self.with_grad)] + [self.marks] * (self.marks > 0)
         self.blocks = self.trained_blocks + blocks[len(self.with_grad) :]
         self.padded_numel = sum(self.blocks) * world_size
@@ -185,8 +198,8 @@ class Rows:
         if self.marks and len(pieces) > trained:
             del pieces[trained]
         found = []
-        for shape, piece in zip(self.shapes, pieces, strict=False):
-            local = local_shape(shape, rank, self.world_size)
+        for shape, dim, piece in zip(self.shapes, self._dims, pieces, strict=False):
+            local = local_shape(shape, rank, self.world_size, dim)
             found.append(piece[: local.numel()].view(local))
         return self._in_order(found)
 

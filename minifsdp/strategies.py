@@ -46,6 +46,7 @@ from typing import Any
 
 import torch
 
+from minifsdp.comm.blocks import Columns, in_one_piece
 from minifsdp.comm.collectives import direct
 from minifsdp.comm.unit_messages import DirectMessages, InBlocks, InBytes, Watched
 from minifsdp.core.collectives import TorchCollectives
@@ -116,7 +117,7 @@ def _in_elements(unit: FeaturedUnit, device: torch.device) -> Any:
         comm = UsersCollectives(comm, unit.users_comm)
     comm = Watched(comm)
     # A unit of one parameter has one block for each rank, in rows as in chunks.
-    return comm if len(unit.layout.blocks or ()) < 2 else InBlocks(comm)
+    return comm if in_one_piece(unit.layout.blocks) else InBlocks(comm)
 
 
 def view_maker_of(unit: FeaturedUnit, device: torch.device) -> Any:
@@ -157,5 +158,7 @@ def _all_reduce(first: str, streams: Streams) -> list[Stage]:
 
 
 def _direct(unit: FeaturedUnit, device: torch.device) -> bool:
-    """Whether ranks send the unit to each other by themselves, and not by a program's function."""
-    return direct(device) and not unit.users_comm.has_functions
+    """Whether ranks send the unit to each other by themselves, and not by a program's function. Of
+    what is divided between columns each row would be a message."""
+    own = unit.users_comm.has_functions or Columns in map(type, unit.layout.blocks or ())
+    return direct(device) and not own

@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -78,6 +79,8 @@ def join(unit: FeaturedUnit, modules: Modules) -> None:
     for module in modules.values():
         _units[module] = ref(unit)
         module.__dict__.update(MARKS)
+        # By this torch's replicate() leaves the module alone, or refuses it.
+        module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
         if module is not unit.module:  # which lists the flat parameter, and can be frozen
             part = Part(module)
             module.__dict__.update(

@@ -28,14 +28,16 @@ from torch.nn.parameter import UninitializedParameter
 
 from minifsdp.checks.members import WRAPPED
 from minifsdp.support.divided_param import is_optimized
-from minifsdp.support.tensor_parallel import check_meshes
+from minifsdp.support.tensor_parallel import check_meshes, check_on_mesh
 from minifsdp.wrapping.module_tree import clean, is_ignored, unit_of
 
 AROUND = (DistributedDataParallel, DataParallel)
 OTHERS = (*AROUND, TorchsFSDP, FSDPModule)
 
 
-def check_inside(module: nn.Module, mesh: DeviceMesh | None = None) -> None:
+def check_inside(
+    module: nn.Module, mesh: DeviceMesh | None = None, whole: DeviceMesh | None = None
+) -> None:
     """Refuse to wrap a module that contains another wrapper, or what cannot be cut into chunks:
     scripted modules, sparse tensors, gradients of sparse embeddings, distributed tensors, tensors
     of classes with operations of their own. In what is ignored they may be.
@@ -43,6 +45,7 @@ def check_inside(module: nn.Module, mesh: DeviceMesh | None = None) -> None:
     Args:
         mesh: of the ranks to share the parameters, if they may be distributed on another one
             already (tensor_parallel.py).
+        whole: the mesh that they have to be distributed on, of which ``mesh`` is a part.
 
     Raises:
         ValueError: naming the module or parameter.
@@ -76,7 +79,10 @@ def check_inside(module: nn.Module, mesh: DeviceMesh | None = None) -> None:
                     f"parameter {where!r} has the layout {param.layout}, so it cannot be a part "
                     f"of a flat tensor. FullyShardedDataParallel takes dense tensors."
                 )
-            if isinstance(param, DTensor) and not is_optimized(param):
+            if whole is not None and param is not None and not is_optimized(param):
+                assert mesh is not None
+                check_on_mesh(where, param, whole, mesh)
+            elif isinstance(param, DTensor) and not is_optimized(param):
                 check_meshes(where, param, mesh)
             if isinstance(param, UninitializedParameter):
                 raise ValueError(

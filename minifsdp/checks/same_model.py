@@ -124,7 +124,10 @@ def _describe(unit: FeaturedUnit, with_values: bool) -> UnitReport:
         f" ({unit.numel} elements, {dtypes}, sharded over {unit.shard_world_size} and "
         f"replicated over {copies} ranks, {trained}, {when} after forward, "
         f"{precision}{lists}{hook})",
-        [f"{info.name!r} {list(info.shape)}" for info in unit.param_infos],
+        [
+            f"{info.name!r} {list(info.shape)}" + f", Shard({info.dim})" * (info.dim > 0)
+            for info in unit.param_infos
+        ],
         {format_ranks(dist.get_process_group_ranks(group)): group.group_name for group in groups},
         _current_values(unit) if with_values else Values(None, None, unit.shard_rank),
     )

@@ -4,8 +4,8 @@ Scripts that were written for ``torch.distributed.fsdp`` pass arguments, call me
 names that minifsdp does not have. To ignore an argument would be worse than an error, because the
 model would be sharded in another way than the user asked for::
 
-    fully_shard(m, shard_placement_fn=f)     NotImplementedError: shard_placement_fn=...
-    fully_shard(m, shard_placement_fn=None)  fine: it asks for nothing
+    model.set_all_reduce_hook(f, stream=s)     NotImplementedError: stream=...
+    model.set_all_reduce_hook(f, stream=None)  fine: it asks for nothing
     from minifsdp import LocalStateDictConfig   fine: it may be needed for an annotation only
     LocalStateDictConfig(offload_to_cpu=True)   NotImplementedError
 
@@ -16,7 +16,6 @@ from collections.abc import Callable, Sized
 from typing import Any, NoReturn
 
 NAMES = {
-    "DataParallelMeshDims": "which dimensions of a mesh are for data, and which for tensors",
     "FSDPMeshInfo": "a mesh and its groups, as a shard_placement_fn may return it",
     "LocalOptimStateDictConfig": "an optimizer's state as flat shards",
     "LocalStateDictConfig": "a state dict of flat shards",

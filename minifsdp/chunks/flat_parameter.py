@@ -75,6 +75,11 @@ class FlatParameter(nn.Parameter):
     def grad(self) -> None:
         _GRAD.__delete__(self)
 
+    @property
+    def _fqns(self) -> list[str]:
+        """The names of what is in it; accelerate prints them."""
+        return [info.name for info in self.unit().param_infos]
+
     def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
         """True. torch's ``fully_shard`` asks this before it changes anything.
 

@@ -6,6 +6,8 @@ for each size a block of every rank, one after the other::
     blocks = [n]       0 0 0 1 1 1 2 2 2              one block for each rank: a chunk
     blocks = [2, 1]    0 0 1 1 2 2 | 0 1 2            each rank's block of two parameters
 
+    blocks = [Columns(4, 2)]       0 0 1 1 | 0 0 1 1  each rank's block in two segments
+
 What one rank has is contiguous in its own shard (``0 0 0``), and not in the second tensor. gloo's
 messages go from each block to its place. NCCL's collectives need one piece of memory for each rank,
 so the blocks are copied together before a collective, or apart after it.
@@ -20,13 +22,38 @@ Blocks = Sequence[int]
 """Elements of one rank's block, for each of the parts that a tensor is made of."""
 
 
+class Columns(int):
+    """A block that lies in segments: of a matrix that is divided between columns, a piece of each
+    row. As a number it counts its elements.
+
+    Attributes:
+        segments: how many.
+    """
+
+    segments: int
+
+    def __new__(cls, numel: int, segments: int) -> "Columns":
+        made = super().__new__(cls, numel)
+        made.segments = segments
+        return made
+
+    def __mul__(self, factor: int) -> "Columns":
+        """The same in other units: in bytes, say."""
+        return Columns(int(self) * factor, self.segments)
+
+
+def in_one_piece(blocks: Blocks | None) -> bool:
+    """Whether what each rank has is in one piece in the tensor of all ranks."""
+    return blocks is None or (len(blocks) < 2 and Columns not in map(type, blocks))
+
+
 def by_rank(flat: Tensor, blocks: Blocks | None, world_size: int) -> list[list[Tensor]]:
     """Views of the blocks, a list for each rank.
 
     Args:
         flat: ``[world_size * sum(blocks)]``.
-        blocks: None is one block for each rank; then ``flat`` may have any number of elements, and
-            the first ranks have one more where they cannot have the same.
+        blocks: without ``Columns``. None is one block for each rank; then ``flat`` may have any
+            number of elements, and the first ranks have one more where they cannot have the same.
         world_size: 1 if ``flat`` is what one rank has.
     """
     if blocks is None:
@@ -43,7 +70,7 @@ def of_rank(flat: Tensor, blocks: Blocks | None, world_size: int, rank: int) -> 
         blocks, world_size: as in :func:`by_rank`, which would make views for all ranks.
     """
     blocks = [flat.numel() // world_size] if blocks is None else blocks
-    return torch.cat([matrix[rank] for matrix in _matrices(flat, blocks, world_size)])
+    return torch.cat([matrix[rank].reshape(-1) for matrix in _matrices(flat, blocks, world_size)])
 
 
 def together(flat: Tensor, blocks: Blocks | None, world_size: int) -> Tensor:
@@ -53,9 +80,12 @@ def together(flat: Tensor, blocks: Blocks | None, world_size: int) -> Tensor:
     Args:
         flat: ``[world_size * sum(blocks)]``.
     """
-    if blocks is None or len(blocks) == 1:
+    if blocks is None or in_one_piece(blocks):
         return flat
-    return torch.cat(_matrices(flat, blocks, world_size), dim=1).view(-1)
+    matrices = _matrices(flat, blocks, world_size)
+    if Columns in map(type, blocks):
+        matrices = [matrix.flatten(1) for matrix in matrices]
+    return torch.cat(matrices, dim=1).view(-1)
 
 
 def copy_apart(gathered: Tensor, flat: Tensor, blocks: Blocks, world_size: int) -> None:
@@ -65,11 +95,21 @@ def copy_apart(gathered: Tensor, flat: Tensor, blocks: Blocks, world_size: int) 
         gathered: ``[world_size * sum(blocks)]``, the blocks of rank 0, then of rank 1, ...
         flat: of the same shape; written.
     """
-    out = _matrices(flat, blocks, world_size)
-    torch.split_with_sizes_copy(gathered.view(world_size, -1), list(blocks), dim=1, out=out)
+    out, rows = _matrices(flat, blocks, world_size), gathered.view(world_size, -1)
+    if Columns not in map(type, blocks):
+        torch.split_with_sizes_copy(rows, list(blocks), dim=1, out=out)
+        return
+    for to, part in zip(out, torch.split(rows, list(blocks), dim=1), strict=True):
+        to.copy_(part.view(to.shape))
 
 
 def _matrices(flat: Tensor, blocks: Blocks, world_size: int) -> list[Tensor]:
-    """Each part of ``flat`` as ``[world_size, block]``."""
+    """Each part of ``flat`` as ``[world_size, block]``; of ``Columns``, as
+    ``[world_size, segments, elements of one]``."""
     parts = torch.split(flat, [block * world_size for block in blocks])
-    return [part.view(world_size, block) for part, block in zip(parts, blocks, strict=True)]
+    return [
+        part.view(world_size, block)
+        if type(block) is not Columns
+        else part.view(block.segments, world_size, -1).transpose(0, 1)
+        for part, block in zip(parts, blocks, strict=True)
+    ]

@@ -73,7 +73,7 @@ def all_gather(
         label: the unit's, for errors.
         kind: what is gathered.
         blocks: sizes of the pieces of ``chunk``, where these do not stay together in ``full``; see
-            blocks.py. None: they do. (In the exercises it is always None.)
+            blocks.py. Without ``Columns``. None: they do. (In the exercises it is always None.)
 
     Raises:
         RuntimeError: (``finish`` does) another rank does not take part, has ended, or is in another

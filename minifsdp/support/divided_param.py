@@ -92,6 +92,20 @@ class DividedParameter(FlatParameter):
                 param.grad = like(param, param.grad._local_tensor.clone())
 
     @property
+    def data(self) -> Tensor:
+        """``[n]``. What is assigned, perhaps of another dtype, is given to the DTensors: so
+        accelerate casts a model."""
+        return _DATA.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        unit = self.unit()
+        given = unit.layout.local_tensors(value, unit.shard_rank)
+        for param, local in zip(self.params, given, strict=True):
+            if local is not None:  # frozen
+                take_over(unit, param, like(param, local).requires_grad_(param.requires_grad))
+
+    @property
     def requires_grad(self) -> bool:  # type: ignore[override]
         """Whether any of the DTensors does."""
         return any(param.requires_grad for param in self.params)
@@ -114,7 +128,7 @@ def divided_parameter(unit: Any, trained: list[bool]) -> DividedParameter:
     params: list[Any] = []
     local = unit.layout.local_tensors(unit.padded_shard, unit.shard_rank)
     for info, tensor, requires_grad in zip(unit.param_infos, local, trained, strict=True):
-        made = dtensor(unit, unit.mesh, info.shape, tensor)
+        made = dtensor(unit, unit.mesh, info.shape, tensor, info.dim)
         if info.spec is not None:
             made = on_both_meshes(made, info.spec)
         # Without standalone() deepcopy would look for memory in it, where it has an offset.
@@ -303,7 +317,7 @@ def divide_again(unit: Any) -> None:
                 f"has {list(tensor.shape)}; it has to have {list(before.shape)}."
             )
     dtypes = {info.name: local.dtype for info, local in zip(unit.param_infos, given, strict=True)}
-    anew = rows_of(layout.param_shapes, unit.trained, layout.world_size, dtypes)
+    anew = rows_of(layout.param_shapes, unit.trained, layout.world_size, dtypes, layout.dims)
     flat.hide_grad()  # laid as the unit was until now
     unit.layout, unit.mixed = anew, anew if isinstance(anew, MixedRows) else None
     size = anew.padded_numel // anew.world_size  # there may be more marks, or fewer
@@ -351,5 +365,6 @@ def is_optimized(param: object) -> bool:
     return isinstance(param, FlatParameter) or bool(getattr(param, "minifsdp_unit", None))
 
 
+_DATA: Any = Tensor.data
 _GRAD: Any = Tensor.grad  # the descriptors that the properties here hide
 _VERSION: Any = Tensor._version

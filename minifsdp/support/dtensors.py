@@ -13,17 +13,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
-def dtensor(unit: Any, mesh: DeviceMesh, shape: torch.Size, local: Tensor) -> DTensor:
+def dtensor(unit: Any, mesh: DeviceMesh, shape: torch.Size, local: Tensor, dim: int = 0) -> DTensor:
     """A DTensor that is divided in rows among the ranks of a unit.
 
     Args:
         mesh: of these ranks; its dimensions are those of comm.groups.mesh_of.
         shape: of the whole. One without a dimension has no rows, and is whole on each rank.
         local: what this rank has of it.
+        dim: along which it is divided.
     """
     groups = [group for group in (unit.replicate_group, unit.shard_group) if group is not None]
     rows = [group is unit.shard_group and len(shape) > 0 for group in groups]
-    placements = tuple(Shard(0) if divided else Replicate() for divided in rows)
+    placements = tuple(Shard(dim) if divided else Replicate() for divided in rows)
     stride = torch.empty(shape, device="meta").stride()
     meta = TensorMeta(shape, stride, local.dtype)
     return distributed(local, DTensorSpec(mesh, placements, meta))

@@ -33,11 +33,13 @@ class ParamInfo(unit.ParamInfo):
         attributes: what a program has set on it; see param_attributes.py.
         spec: how it is distributed already, and then ``shape`` is that of what this rank has
             (tensor_parallel.py); None for a plain parameter.
+        dim: along which it is divided in rows (wrapping/shard_placement.py).
     """
 
     owners: list[TensorAttribute] = field(default_factory=list)
     attributes: dict[str, Any] = field(default_factory=dict)
     spec: DTensorSpec | None = None
+    dim: int = 0
 
     @property
     def parameter(self) -> nn.Parameter:

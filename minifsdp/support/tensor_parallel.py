@@ -18,12 +18,23 @@ gradient of a parameter may be distributed in another way than the parameter is:
 redistributed before the unit takes it, in each backward. (torch does that once for all backwards of
 an accumulation, which adds the same numbers in a different order.)
 
+With ``dp_mesh_dims`` parameters are DTensors of the whole mesh from the beginning, with
+``Replicate()`` on its dimensions for data; and so are the inputs. Then the modules compute with
+DTensors of the whole mesh, an optimizer sees such DTensors, too, and a gradient may be a summand on
+the dimensions for data, which the unit adds up::
+
+    fully_shard(block, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+
+    its modules compute with [8, 6]   DTensor on ("dp", "tp"), (Replicate(), Shard(0))
+    an optimizer sees        [8, 6]   as above
+
 A hook of a program on such a parameter (``register_hook``) gets this rank's part of its gradient.
 
 Sources: ``torch.distributed.fsdp.fully_shard`` (pytorch 2.13), which gives these placements;
 Shoeybi et al., "Megatron-LM", arXiv:1909.08053; Liang et al., "TorchTitan", arXiv:2410.06511.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,11 +42,65 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from minifsdp.support.dtensors import distributed
+
+
+def data_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh | None:
+    """The part of ``mesh`` that units are divided over: all of it, if ``dims`` is None.
+
+    Args:
+        dims: ``DataParallelMeshDims``, of minifsdp or of torch.
+
+    Raises:
+        ValueError: a dimension has no such name.
+        NotImplementedError: none of them is to shard over, or there are several of one kind.
+    """
+    if dims is None:
+        return mesh
+    known = (mesh and mesh.mesh_dim_names) or ()
+    names = [n for n in (dims.replicate, dims.shard) if n is not None]
+    names = [n[0] if isinstance(n, tuple) and len(n) == 1 else n for n in names]
+    if dims.shard is None or not all(isinstance(name, str) for name in names):
+        raise NotImplementedError(
+            f"minifsdp: dp_mesh_dims={dims} is not there yet: it takes one dimension to shard over "
+            f"and, for hybrid sharding, one of replicas. Make a mesh in which several are one."
+        )
+    for name in names:
+        if name not in known:
+            raise ValueError(f"Mesh dim name {name!r} not found in mesh.mesh_dim_names {known}")
+    assert mesh is not None
+    return mesh[tuple(names)] if len(names) > 1 else mesh[names[0]]
+
+
+def check_on_mesh(name: str, param: Any, mesh: DeviceMesh, data: DeviceMesh) -> None:
+    """Refuse a parameter that is not on all of ``mesh``, or is divided over its part ``data``.
+
+    Raises:
+        ValueError: naming it.
+    """
+    found = f"{param.placements} on {param.device_mesh}" if isinstance(param, DTensor) else "plain"
+    if not isinstance(param, DTensor) or param.device_mesh != mesh:
+        raise ValueError(
+            f"When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh "
+            f"{mesh}, as distribute_module makes them; parameter {name!r} is {found}."
+        )
+    for at in data_dims(mesh, data):
+        if not param.placements[at].is_replicate():
+            raise ValueError(
+                f"Expected Replicate() on DP dim {mesh.mesh_dim_names[at]!r} (index {at}) of "  # type: ignore[index]
+                f"parameter {name!r}, which is {found}: fully_shard divides it there."
+            )
+
+
+def data_dims(mesh: DeviceMesh, data: DeviceMesh) -> list[int]:
+    """The numbers of those dimensions of ``mesh`` that ``data`` has, too, in the order of ``data``;
+    empty if they are of different parts of a larger mesh."""
+    names = list(mesh.mesh_dim_names or ())
+    return [names.index(name) for name in data.mesh_dim_names or () if name in names]
 
 
 def check_meshes(name: str, param: DTensor, mesh: DeviceMesh | None) -> None:
@@ -72,14 +137,25 @@ def on_both_meshes(divided: DTensor, spec: DTensorSpec) -> DTensor:
         divided: this rank's rows of the part that it has by ``spec``, on the mesh of its unit.
         spec: how the parameter is distributed on a mesh of its own.
     """
-    parts = spec.num_shards_map[0]  # of its first dimension, on that mesh
-    rows = [
-        _StridedShard(0, split_factor=parts) if placement.is_shard() and parts > 1 else placement
-        for placement in divided.placements
-    ]
-    mesh = DeviceMesh._concatenate([divided.device_mesh, spec.mesh])
-    both = DTensorSpec(mesh, (*rows, *spec.placements), spec.tensor_meta)
+    mesh, placements = spec.mesh, [*spec.placements]
+    own = data_dims(mesh, divided.device_mesh)
+    if not own:
+        mesh = DeviceMesh._concatenate([divided.device_mesh, mesh])
+        own = list(range(divided.device_mesh.ndim))
+        placements = [*divided.placements, *placements]
+    for at, rows in zip(own, divided.placements, strict=True):
+        placements[at] = rows
+        if isinstance(rows, Shard):
+            cut = [j for j in range(at + 1, mesh.ndim) if _cuts(placements[j], rows.dim)]
+            parts = math.prod(mesh.size(j) for j in cut)  # of that dimension, which come first
+            if parts > 1:
+                placements[at] = _StridedShard(rows.dim, split_factor=parts)
+    both = DTensorSpec(mesh, tuple(placements), spec.tensor_meta)
     return distributed(divided._local_tensor, both)
+
+
+def _cuts(placement: Any, dim: int) -> bool:
+    return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
 
 
 class TensorParallelViews:
@@ -98,7 +174,7 @@ class TensorParallelViews:
     def make(self, unit: Any) -> list[Tensor]:
         """See :class:`~minifsdp.core.views.SplitViews`."""
         views = zip(self._inner.make(unit), self._specs, strict=True)
-        return [view if spec is None else _on_mesh(view, spec) for view, spec in views]
+        return [view if spec is None else _on_mesh(view, spec, unit.mesh) for view, spec in views]
 
 
 class _OnMesh(torch.autograd.Function):
@@ -107,14 +183,17 @@ class _OnMesh(torch.autograd.Function):
     would read it before it is there.)"""
 
     @staticmethod
-    def forward(ctx: Any, view: Tensor, spec: DTensorSpec) -> Tensor:
-        ctx.spec = spec
+    def forward(ctx: Any, view: Tensor, spec: DTensorSpec, data: DeviceMesh) -> Tensor:
+        ctx.spec, ctx.data = spec, data
         return distributed(view.detach(), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
-        local = grad.redistribute(ctx.spec.mesh, ctx.spec.placements).to_local()
-        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local, None
+        placements = list(ctx.spec.placements)
+        for at in data_dims(ctx.spec.mesh, ctx.data):  # the unit adds up what is a summand there
+            placements[at] = grad.placements[at]
+        local = grad.redistribute(ctx.spec.mesh, placements).to_local()
+        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local, None, None
 
 
 _on_mesh: Any = _OnMesh.apply

@@ -12,8 +12,9 @@ and is refused or, in rows, gets the DTensors.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -92,12 +93,18 @@ def wrap_below(
     wrap_inside(module, arguments, wrapper)
 
 
-def build_unit(module: nn.Module, settings: Settings, stays_on_meta: bool = False) -> FeaturedUnit:
+def build_unit(
+    module: nn.Module,
+    settings: Settings,
+    stays_on_meta: bool = False,
+    dims: Mapping[str, int] = MappingProxyType({}),
+) -> FeaturedUnit:
     """Make a unit of the parameters below ``module`` that no unit inside has.
 
     Args:
         stays_on_meta: what is on the meta device gets no memory here. The program gives it some
             later (``module.to_empty()``), and then it is this rank's part only.
+        dims: of parameters that are divided along another dimension than their first, by name.
 
     Raises:
         ValueError: they cannot share a unit, or one of them is in another unit too, or they are on
@@ -118,6 +125,7 @@ def build_unit(module: nn.Module, settings: Settings, stays_on_meta: bool = Fals
     param_infos = make_param_infos(module)
     for info in param_infos:  # what gets memory in place of the meta device is a new parameter
         info.attributes = {**given.get(info.name, {}), **info.attributes}
+        info.dim = dims.get(info.name, 0)
     if device is not None:
         move(modules, device)
     if settings.sync_module_states:

@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.distributed._composable.contract import _get_registry
 
 from minifsdp.checks.members import check_free
 from minifsdp.support.divided_param import is_optimized
@@ -62,7 +63,8 @@ def ignoring(
             sharded already; or another wrapper, which is not below ``module``, ignores a part of it
             that this one would shard.
     """
-    marked = _mark(module, _items(ignored_modules, ignored_states))
+    items = _items(ignored_modules, ignored_states)
+    marked = _mark(module, [*items, *_replicated(module)])
     _being_wrapped.append(module)
     try:
         _check_elsewhere(module)
@@ -82,6 +84,22 @@ def params_only(ignored_params: Any) -> list[nn.Parameter]:
         TypeError: it is no iterable of parameters.
     """
     return _checked("ignored_params", ignored_params, nn.Parameter)
+
+
+def _replicated(module: nn.Module) -> list[nn.Module]:
+    """The modules below ``module`` that torch's ``replicate()`` averages the gradients of.
+
+    Raises:
+        ValueError: ``module`` itself is one of them.
+    """
+    found = [m for m in module.modules() if "replicate" in (_get_registry(m) or ())]
+    if module in found:
+        raise ValueError(
+            f"replicate() has {type(module).__name__} already, whole on each rank, so it cannot be "
+            f"sharded. Leave replicate() out, and for replicas give a mesh of (replicate, shard); "
+            f"or shard parts of the model first, and then call replicate() for the rest."
+        )
+    return found
 
 
 def _items(ignored_modules: Any, ignored_states: Any) -> list[Any]:

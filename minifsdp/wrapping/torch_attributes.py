@@ -50,6 +50,17 @@ def sharding_strategy(unit: FeaturedUnit) -> ShardingStrategy:
     return full if unit.reshard_after_forward else zero2
 
 
+class Handle:
+    """What accelerate and verl use of torch's ``FlatParamHandle``. It takes any attribute:
+    accelerate notes there that it has cast ``flat_param``, which is followed in any case."""
+
+    def __init__(self, unit: FeaturedUnit) -> None:
+        self.flat_param = unit.sharded_flat_param
+
+    def reshard(self, free_unsharded_flat_param: bool = True) -> None:
+        """Nothing: between steps all units are free."""
+
+
 def params(unit: FeaturedUnit) -> list[nn.Parameter]:
     """What the optimizer sees of the unit: its sharded flat parameter or, in rows, a DTensor for
     each parameter. (torch has its flat parameter there in both cases.) Empty for a unit that has no
@@ -88,8 +99,10 @@ def training_state(wrapper: Any) -> TorchTrainingState:
 
 TORCH_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "_flat_param": lambda w: w._unit.sharded_flat_param if w._unit.numel else None,
+    "_handle": lambda w: Handle(w._unit) if w._unit.numel else None,
     "_has_params": lambda w: w._unit.numel > 0,
     "_is_root": lambda w: w.check_is_root(),
+    "_use_orig_params": lambda w: w._unit.mesh is not None,
     "backward_prefetch": lambda w: w._engine.prefetcher.backward,
     "compute_device": lambda w: compute_device(w._unit),
     "cpu_offload": lambda w: cpu_offload(w._unit),

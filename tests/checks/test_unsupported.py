@@ -63,9 +63,9 @@ def test_other_names_are_just_not_there():
 @pytest.mark.parametrize("value", [print, [nn.Linear(2, 2)], {"dp": 0}, True, 3, iter([])])
 @on_ranks(1)
 def test_what_is_not_there_yet_says_so(value):
-    for argument in ("shard_placement_fn", "dp_mesh_dims"):
-        with pytest.raises(NotImplementedError, match=f"(?s){argument}.* is not there yet"):
-            fully_shard(nn.Linear(2, 2), **{argument: value})
+    model = fully_shard(nn.Linear(2, 2))
+    with pytest.raises(NotImplementedError, match=r"(?s)stream.* is not there yet"):
+        model.set_all_reduce_hook(print, stream=value)
 
 
 @pytest.mark.parametrize("value", [None, False, (), [], {}, set()])

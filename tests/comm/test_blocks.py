@@ -7,7 +7,14 @@ import torch
 import torch.distributed as dist
 
 from minifsdp.comm import collectives
-from minifsdp.comm.blocks import by_rank, copy_apart, of_rank, together
+from minifsdp.comm.blocks import (
+    Columns,
+    by_rank,
+    copy_apart,
+    in_one_piece,
+    of_rank,
+    together,
+)
 from tests.comm import one_unit
 from tests.ranks import device, run
 
@@ -107,3 +114,30 @@ def check_reduce_scatter(blocks, native):
 @every_size
 def test_a_collective_of_blocks_is_that_of_chunks_bit_for_bit(check, native, world_size, blocks):
     run(check, world_size, blocks, native)
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("blocks", [[Columns(6, 3)], [2, Columns(6, 3), Columns(4, 1), 5]])
+def test_columns_are_what_their_segments_are(blocks):
+    """As blocks of their own: in the tensor of all ranks, and in what one rank has."""
+    counted = [(block, getattr(block, "segments", 1)) for block in blocks]
+    plain = [block // many for block, many in counted for _ in range(many)]
+    for ranks in (1, 2, 3):
+        flat = torch.arange(ranks * sum(blocks))
+        for rank in range(ranks):
+            own = of_rank(flat, blocks, ranks, rank)
+            assert torch.equal(own, of_rank(flat, plain, ranks, rank))
+        gathered = together(flat, blocks, ranks)
+        assert torch.equal(gathered, together(flat, plain, ranks))
+        copy_apart(gathered, out := torch.zeros_like(flat), blocks, ranks)
+        assert torch.equal(out, flat)
+
+
+@pytest.mark.direct
+def test_the_columns_of_the_picture():
+    flat = torch.tensor([0, 0, 1, 1, 0, 0, 1, 1])
+    assert together(flat, [Columns(4, 2)], 2).tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    found = [in_one_piece(blocks) for blocks in (None, [4], [Columns(4, 2)], [2, 2])]
+    assert found == [True, True, False, False]
+    in_bytes = Columns(4, 2) * 4
+    assert (in_bytes, in_bytes.segments) == (16, 2)

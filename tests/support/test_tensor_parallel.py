@@ -37,6 +37,7 @@ from torch.utils.checkpoint import checkpoint
 import minifsdp
 from minifsdp import FullyShardedDataParallel, fully_shard
 from minifsdp.core.unit_state import ShardedState
+from minifsdp.support.param_access import Placeholder
 from minifsdp.support.tensor_parallel import _on_mesh
 from tests.ranks import cached_in_a_world, device, on_ranks
 
@@ -304,8 +305,22 @@ def test_between_forward_and_backward_no_block_has_memory():
     for block in model.blocks:
         assert block._unit.state.sharded is ShardedState.SHARDED
         assert block._unit.unsharded.storage.size() == 0
+        assert block._unit.leaks == 0  # or this is another memory, and autograd has the one of then
     loss.backward()
     assert all(param.grad is not None for param in model.parameters())
+
+
+@on_ranks(4)
+def test_an_evaluation_finds_the_whole_of_a_weight_that_is_sharded():
+    """Also if another module reads it."""
+    model, seen = sharded(), []
+    weight = build().blocks[0].up.weight
+    up = model.blocks[0].up
+    model.norm.register_forward_hook(lambda *_: seen.extend([type(up.weight), up.weight * 2]))
+    with torch.no_grad():
+        model(words(0, 0))
+    assert seen[0] is Placeholder
+    assert seen[1].shape == weight.shape and torch.equal(seen[1].full_tensor(), weight * 2)
 
 
 @on_ranks(4)
@@ -352,7 +367,7 @@ def test_a_gradient_is_waited_for():
     on_its_way = all_reduce(torch.ones(4, 2), "sum", mesh)
     assert type(on_its_way) is AsyncCollectiveTensor
     grad = DTensor.from_local(on_its_way, mesh, [Replicate()], run_check=False)
-    _on_mesh(view, weight._spec).backward(grad)
+    _on_mesh(view, weight._spec, grid()["dp"]).backward(grad)
     assert seen == [torch.Tensor] and torch.equal(view.grad, torch.full((4, 2), 2.0))
 
 

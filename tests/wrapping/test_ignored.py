@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate as by_ddp
+from torch.distributed._composable.replicate_with_fsdp import replicate as by_fsdp2
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -25,7 +27,7 @@ from minifsdp import CPUOffload, MixedPrecision, ModuleWrapPolicy, ShardingStrat
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.between_steps.explain import table
 from minifsdp.wrapping.module_tree import ignored_params, is_ignored
-from tests.ranks import device, on_ranks
+from tests.ranks import device, on_ranks, run
 from tests.small import scripted
 
 
@@ -573,3 +575,89 @@ def test_what_another_wrapper_ignores_cannot_be_sharded():
     del plain, wrapped
     gc.collect()
     assert FSDP(experts)._unit.numel == 54  # nobody ignores it any more
+
+
+def replicate(how: str, module: nn.Module) -> None:
+    if how == "by DDP":
+        by_ddp(module)
+    else:
+        by_fsdp2(module, mesh=init_device_mesh(device().type, (dist.get_world_size(),)))
+
+
+REPLICATED = {
+    "around": lambda m, shard, rep: (shard(m.blocks[0]), rep(m)),
+    "below": lambda m, shard, rep: (rep(m.blocks[0]), shard(m.blocks[1]), shard(m)),
+    "two levels below": lambda m, shard, rep: (
+        rep(m.blocks[0].adapter), shard(m.blocks[0]), shard(m),
+    ),
+    "beside": lambda m, shard, rep: (rep(m.blocks[0]), shard(m.blocks[1])),
+}  # fmt: skip
+
+
+class Small(nn.Module):
+    """All of it may be replicated."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(3, 6), nn.Linear(6, 2)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x):
+        return self.head(self.blocks[1](self.blocks[0](self.first(x))))
+
+
+@pytest.mark.parametrize("place", REPLICATED)
+@pytest.mark.parametrize("how", ["by DDP", "by FSDP2"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_replicate_is_composed_as_with_torchs(place, how, ranks):
+    run(check_replicate, ranks, place, how)
+
+
+def check_replicate(place: str, how: str) -> None:
+    found = []
+    for shard in (torchs_fully_shard, fully_shard):
+        torch.manual_seed(0)
+        model = Small().to(device())
+        REPLICATED[place](model, shard, partial(replicate, how))
+        losses = train(model, lambda: None)
+        values = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+        found.append((losses, [*model.state_dict()], values))
+    (losses, names, values), mine = found
+    assert mine[:2] == (losses, names)
+    assert all(map(torch.equal, mine[2], values))
+
+
+@pytest.mark.parametrize("how", ["by DDP", "by FSDP2"])
+@on_ranks(2)
+def test_replicate_and_shards_of_the_same_module_are_refused(how):
+    again = "Cannot apply `replicate\\(\\)` on a Module already managed by `fully_shard`"
+    for shard in (fully_shard, FSDP):
+        model = net()
+        replicate(how, model)
+        with pytest.raises(
+            ValueError, match=r"replicate\(\) has \w*Net already.* \(replicate, shard\)"
+        ):
+            shard(model)
+        model = shard(net())
+        for module in (model, model.experts[0]):  # the second would be a part of a unit
+            match = f"{again}|replicate\\(\\) cannot wrap this: the model is a minifsdp"
+            with pytest.raises((RuntimeError, TypeError), match=match):
+                replicate(how, module)
+
+
+@pytest.mark.parametrize("how", ["by DDP", "by FSDP2"])
+@on_ranks(2)
+def test_replicate_around_and_below_wrappers(how):
+    found = []
+    for place in ("nowhere", "around", "below"):
+        torch.manual_seed(0)
+        model = Small().to(device())
+        if place == "below":
+            replicate(how, model.blocks[0].adapter)
+        model.blocks[0] = FSDP(model.blocks[0])
+        if place == "around":
+            replicate(how, model)
+        else:
+            model = FSDP(model)
+        found.append(train(model, lambda: None))
+    assert found[0] == found[1] == found[2]

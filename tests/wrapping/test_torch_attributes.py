@@ -134,3 +134,58 @@ def test_the_training_state_is_in_torchs_words():
     names = [state.name for state in seen]
     assert names == ["FORWARD_BACKWARD", "IDLE", "SUMMON_FULL_PARAMS", "IDLE"]
     assert ours.training_state.name == "IDLE"
+
+
+def casts_as_accelerate_does(wrap, low, rows):
+    policy = theirs.wrap.ModuleWrapPolicy({Block})
+    settings = {"mixed_precision": low, "use_orig_params": rows, "auto_wrap_policy": policy}
+    model = wrap(layers(1, 8).bfloat16(), device_id=device(), **settings)
+    names = []
+    for module in wrap.fsdp_modules(model):
+        assert module._has_params and module._use_orig_params is rows
+        param = module._flat_param
+        names.append(param._fqns)
+        param.data = param.data.to(torch.float32)
+        module._handle._orig_param_dtype = torch.float32
+        assert module._handle.flat_param is param
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for _ in range(2):
+        model(batch(8)).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with wrap.summon_full_params(model):
+        return names, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@on_ranks(2)
+def test_accelerate_casts_a_model_by_its_flat_parameters(rows):
+    of_torchs = theirs.MixedPrecision(torch.bfloat16, torch.float32)
+    names, values = casts_as_accelerate_does(theirs.FullyShardedDataParallel, of_torchs, rows)
+    found, ours = casts_as_accelerate_does(
+        FSDP, MixedPrecision(torch.bfloat16, torch.float32), rows
+    )
+    assert found == names
+    for (name, value), mine in zip(values.items(), ours.values(), strict=True):
+        assert mine.dtype is value.dtype is torch.float32 and torch.equal(mine, value), name
+
+
+@on_ranks(2)
+def test_a_flat_parameter_of_rows_casts_what_is_trained():
+    block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device(), torch.bfloat16)
+    block[0].requires_grad_(False)
+    model = FSDP(block, use_orig_params=True)
+    model._flat_param.data = model._flat_param.data.double()
+    assert [(p.dtype, p.requires_grad) for p in model.parameters()] == [
+        *[(torch.bfloat16, False)] * 2,
+        *[(torch.float64, True)] * 2,
+    ]
+
+
+@on_ranks(2)
+def test_a_unit_is_free_between_steps_when_verl_frees_it():
+    model = stack(1, 8)
+    with torch.no_grad():
+        model(batch(8))
+    model._handle.reshard(True)
+    assert [unit.unsharded.storage.nbytes() for unit in model._engine.units] == [0, 0]
