@@ -80,9 +80,8 @@ def explain(message: Message, error: Exception) -> RuntimeError:
     if message.verdict is None:
         reader = threading.Thread(target=_read_verdict, args=[message], daemon=True)
         reader.start()
-        reader.join(
-            STORE_ANSWERS
-        )  # without a limit a rank whose machine is cut off would hang here
+        # With a limit: else a rank whose machine is cut off would hang here.
+        reader.join(STORE_ANSWERS)
     return RuntimeError(
         message.verdict
         or f"rank {dist.get_rank()} waited in {message}{called_from(sys._getframe())}, and lost "

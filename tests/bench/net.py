@@ -2,6 +2,7 @@
 
 Each rank has a namespace of its own, with one interface, on a bridge in another one. What it sends
 passes a token bucket (`tbf`) of the rate that was asked for. It takes Linux, root, `ip` and `tc`.
+tests/test_two_nodes.py has all the ranks of a node in one namespace.
 """
 
 import ctypes
@@ -68,6 +69,25 @@ def enter(rank: int, parent: int) -> None:
         if libc.setns(namespace.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
+
+
+def set_link(rank: int, there: bool) -> None:
+    """Cut the cable of a rank, or mend it: neither end is told of what is lost."""
+    state = "up" if there else "down"
+    _ip("-n", _name("bridge"), "link", "set", f"port{rank}", state)
+
+
+def command(rank: int) -> list[str]:
+    """What begins a command that runs in the namespace of a rank."""
+    return ["ip", "netns", "exec", _name(rank)]
+
+
+def processes(rank: int) -> list[int]:
+    """The processes that run in the namespace of a rank."""
+    listed = subprocess.run(
+        ["ip", "netns", "pids", _name(rank)], check=True, capture_output=True, text=True
+    )
+    return [int(pid) for pid in listed.stdout.split()]
 
 
 def _name(what: int | str, process: int | None = None) -> str:

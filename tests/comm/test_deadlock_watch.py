@@ -2,6 +2,7 @@
 
 import re
 import threading
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -135,3 +136,22 @@ def test_there_is_one_thread_and_without_a_verdict_the_error_itself_is_told():
         assert threads == 1
         assert f"rank {rank} waited in the reduction of the gradient of unit 'a'" in said
         assert "too late" in said
+
+
+def cut_off():
+    """The store does not answer, as if the cable to its machine were cut."""
+    mended = threading.Event()
+    silent = SimpleNamespace(check=lambda keys: mended.wait())
+    message = Message(dist.group.WORLD, 5, Kind.REDUCTION, 4, "'a'")
+    with (
+        patch.object(deadlock_watch, "_store", lambda: silent),
+        patch.object(deadlock_watch, "STORE_ANSWERS", 0.2),
+    ):
+        said = str(deadlock_watch.explain(message, RuntimeError("too late")))
+    mended.set()
+    return said
+
+
+def test_a_rank_that_is_cut_off_says_what_it_waited_for():
+    (said,) = alone_in_the_world(cut_off, ranks=1)
+    assert "waited in the reduction of the gradient of unit 'a'" in said and "too late" in said

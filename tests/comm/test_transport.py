@@ -16,7 +16,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
 from minifsdp.comm import collectives, deadlock_watch, same_machine
 from minifsdp.comm.collectives import all_gather
-from minifsdp.comm.message_tags import Kind
+from minifsdp.comm.message_tags import Kind, Message
 from minifsdp.comm.transport import exchange, wait_for, wait_for_readers
 from tests.comm.near import NEEDED, check_all, mine, near, say, wait_until_said
 from tests.patience import Patience
@@ -27,6 +27,22 @@ def reads_memory(test):
     for mark in NEEDED:
         test = mark(test)
     return test
+
+
+@on_ranks(1)
+def test_that_the_other_rank_has_ended_is_told_where_a_message_begins():
+    """gloo knows by then that the connection is closed, and says nothing of units."""
+
+    def closed(*_):
+        raise RuntimeError("Connection closed by peer")
+
+    name = dist.group.WORLD.group_name
+    group = Mock(group_name=name, recv=closed, send=closed)
+    message = Message(dist.group.WORLD, 5, Kind.PARAMETERS, 4, "'a'")
+    message.group = group
+    for sent, received in (([torch.ones(1)], []), ([], [torch.ones(1)])):
+        with pytest.raises(RuntimeError, match=r"parameters of unit 'a'.*closed by peer"):
+            exchange(sent, 1, lambda received=received: received, 1, message)
 
 
 @reads_memory
