@@ -102,7 +102,7 @@ def filled_again() -> None:
 # with parameters on the host, page [17](17_offload.md), it is copied first.) Find the line that
 # makes room, and the one that gathers:
 #
-# {{ minifsdp/core/unshard.py unshard -Start to -assert -start_unshard -comm: -Taken before
+# {{ minifsdp/core/unshard.py unshard -Start to -assert -start_unshard -Taken before
 # -Allocated -all-gather can -if group is }}
 #
 # Now the GPT of `make demo`. Each of its four blocks is a unit. What is in no block, the embeddings
