@@ -4,6 +4,7 @@ core/engine.py has the engine itself. Here it counts (support/stats.py), holds g
 (support/held_gradients.py), and follows a model that moves to another device.
 """
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -55,6 +56,15 @@ class FeaturedEngine(Engine):
         if event is None or self.streams.device.type != "cuda":
             return super().written()
         return CudaEvent(event, self.streams.device)
+
+    def fail(self) -> None:
+        """As in the core. If another rank is lost, the gathers that are under way have failed as
+        well. Their errors would hide the first, and leave the units that come after gathered."""
+        for unit in self.units:
+            if unit.unshard_event is not None:
+                with suppress(RuntimeError):
+                    unit.unshard_event.wait()
+        super().fail()
 
     def compute_on(self, device: torch.device) -> None:
         """The units are on this device now, so its streams are needed."""

@@ -444,6 +444,8 @@ MUTANTS = [
     Mutant("support/held_gradients", "of what waits the last part is kept", "part if before is None else before.add_(part)", "part"),
     Mutant("support/held_gradients", "a failed backward leaves what waits", "        self.held.clear()\n", ""),
     Mutant("support/held_gradients", "no gradient is a gradient of zeros", "        mark_unused(unit, zeros, [*unit.layout.marked])\n", "        pass\n"),
+    Mutant("featured_engine", "what has failed is not put away", "        super().fail()\n", "        pass\n"),
+    Mutant("featured_engine", "a gather that fails in passing hides the first", "with suppress(RuntimeError):", "with suppress(KeyError):"),
     Mutant("featured_engine", "a model that moves prefetches as before", "        self.prefetcher.adapt_to(streams.host_runs_ahead)\n", ""),
     Mutant("featured_engine", "what is gathered is not counted with the rest", "kind(streams, limiter, prefetcher, self.stats)", "kind(streams, limiter, prefetcher, Stats())"),
     Mutant("featured_engine", "gradients are reduced on the streams of the old device", "self.streams = self.parameters.streams = self.gradients.streams = streams", "self.streams = self.parameters.streams = streams"),

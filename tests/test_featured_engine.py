@@ -7,9 +7,12 @@ import torch
 
 from minifsdp import ForwardPrefetch, NoLimit
 from minifsdp.core.streams import BACKENDS, CpuStream, Streams
+from minifsdp.core.unit_state import ShardedState
 from minifsdp.featured_engine import FeaturedEngine
 from minifsdp.support.prefetch_stats import CountedPrefetcher
 from tests.lone_unit import lone_unit
+from tests.ranks import on_ranks
+from tests.small import stack, step, travels
 
 
 @pytest.mark.direct
@@ -34,3 +37,32 @@ def test_all_that_counts_has_the_same_counts():
     with lone_unit() as lone:
         engine = FeaturedEngine([lone.unit], NoLimit(), CountedPrefetcher(None, None))
         assert engine.stats is engine.parameters.stats is engine.gradients.stats
+
+
+@on_ranks(2)
+def test_a_rank_that_is_lost_is_told_of_once_and_leaves_no_unit_gathered():
+    """The gather that fails is not the only one under way: another was started ahead."""
+    model = stack(forward_prefetch=True)
+    step(model)  # so that the order is known
+    begun = []
+
+    def lost(all_gather):
+        def start(self, unit, *args):
+            finish, number = all_gather(self, unit, *args), len(begun)
+            begun.append(unit)
+
+            def fail():
+                finish()
+                if number:  # the root's is not lost
+                    raise RuntimeError(f"lost in gather {number}")
+
+            return fail
+
+        return start
+
+    with travels("all_gather", lost), pytest.raises(RuntimeError) as error:
+        step(model)
+    assert len(begun) == 3 and str(error.value) == "lost in gather 1"
+    assert error.value.__context__ is None
+    assert {unit.state.sharded for unit in model.engine.units} == {ShardedState.SHARDED}
+    step(model)  # if the others were not lost after all

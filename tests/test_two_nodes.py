@@ -166,6 +166,7 @@ def test_a_link_that_is_cut_for_good_ends_the_ranks_of_both_nodes(tmp_path):
         for node in range(2):
             running.wait_until(lambda node=node: not ranks_of(node), 60)
             assert re.search(LOST.format(f"[{2 * node}{2 * node + 1}]"), running.said(node))
+            assert "another exception" not in running.said(node)  # which would hide this one
 
 
 def ranks_of(node):
