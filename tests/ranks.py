@@ -95,6 +95,11 @@ def on_ranks(
     def decorate(body: Callable) -> Callable:
         @functools.wraps(body)
         def test(*args: Any, **kwargs: Any) -> None:
+            if any(isinstance(value, pytest.MonkeyPatch) for value in (*args, *kwargs.values())):
+                # A copy of it, whose changes nobody takes back: the next test has the same ranks.
+                raise TypeError(
+                    "ranks would keep what monkeypatch changes; use unittest.mock.patch"
+                )
             run(test, world_size, *args, timeout=timeout, pretended_gpu=pretended_gpu, **kwargs)
 
         test.body = body  # what a rank runs, found under the test's own name

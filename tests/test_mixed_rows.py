@@ -2,6 +2,7 @@
 
 import copy
 import tempfile
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -305,11 +306,11 @@ def test_with_mixed_precision_as_torchs_fully_shard(name, full, low):
 
 
 @on_ranks(2)
-def test_an_evaluation_in_full_precision_is_of_the_unsharded_model(monkeypatch):
+def test_an_evaluation_in_full_precision_is_of_the_unsharded_model():
     """What is trained has the low dtype already, and what is frozen has not."""
-    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
     plain = adapted(low=FULL, full=LOW)
-    model = in_rows(adapted(low=FULL, full=LOW), mixed_precision=MixedPrecision(LOW))
+    with patch.dict("os.environ", {"FSDP_USE_FULL_PREC_IN_EVAL": "1"}):
+        model = in_rows(adapted(low=FULL, full=LOW), mixed_precision=MixedPrecision(LOW))
     for _ in range(2):
         model.train()
         low = model(batch())

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -170,6 +171,16 @@ def test_the_decorator_runs_the_body_in_a_group():
 
 def skip():
     pytest.skip("because")
+
+
+def test_a_monkeypatch_is_refused_since_ranks_would_keep_its_changes(monkeypatch):
+    @on_ranks(2)
+    def changes(monkeypatch):
+        monkeypatch.setenv("MINIFSDP_LEFT_BEHIND", "1")
+
+    for call in (partial(changes, monkeypatch), partial(changes, monkeypatch=monkeypatch)):
+        with pytest.raises(TypeError, match=r"use unittest\.mock\.patch"):
+            call()
 
 
 def test_skipping_reaches_pytest():
