@@ -404,11 +404,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Does nothing if ``module`` was not given to :func:`fully_shard`, as in torch.
 
     Raises:
-        AttributeError: the module has no such method.
+        ValueError: the module has no such method.
     """
     if not isinstance(module, FSDPModule):
         return
-    method = getattr(module, method_name)
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r} to gather for")
 
     def gathered(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
         return self._gathered(method, None, args, kwargs)

@@ -328,7 +328,7 @@ def test_other_methods_that_are_registered_gather_too():
     register_fsdp_forward_method(model[1], "twice")
     assert torch.equal(model[1].twice(x), plain[1].twice(x))
     register_fsdp_forward_method(model[0], "reset_parameters")  # nothing: it is no unit
-    with pytest.raises(AttributeError, match="thrice"):
+    with pytest.raises(ValueError, match="no method 'thrice'"):
         register_fsdp_forward_method(model[1], "thrice")
 
 
