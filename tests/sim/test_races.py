@@ -83,7 +83,7 @@ def without(wait: Wait | None):
 
 
 def races(forgotten: Wait | None, strategy: ShardingStrategy, **settings):
-    """Those of two steps, of an evaluation, and of a forward and a backward that fail."""
+    """Those of two steps, of evaluations, and of a forward and a backward that fail."""
     with cluster(nodes=2, gpus_per_node=2, kind="cpu") as gpu, without(forgotten):
         model = stack(3, sharding_strategy=strategy, **settings)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -95,9 +95,10 @@ def races(forgotten: Wait | None, strategy: ShardingStrategy, **settings):
             model(batch())
         fail(model, model.module[2].register_full_backward_hook)
         fail(model, model.module[1].register_forward_hook)
-        if settings.get("cpu_offload") is None:  # else the host steps, which waits for gradients
-            with torch.no_grad():
-                model.engine.units[2].sharded_flat_param.mul_(0.9)  # prefetched, and not used
+        with torch.no_grad():
+            model.module[1](batch())  # the next unit is prefetched, and not used
+            if settings.get("cpu_offload") is None:  # else the host writes, and waits for gradients
+                model.engine.units[2].sharded_flat_param.mul_(0.9)
         step(model)
         optimizer.step()
     return gpu.races()
