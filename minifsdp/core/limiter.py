@@ -97,7 +97,8 @@ class EventQueue:
         """
         room = self.limit - 1  # for units that the device has not freed yet
         for other in self._alive:
-            room -= other.is_limited and other not in unit.ancestors
+            if other.is_limited and other not in unit.ancestors:
+                room -= 1
         if room < 0 and not needed:
             return False
         while self._freeing and len(self._freeing) > room:
