@@ -49,6 +49,7 @@ def train(
             layers += [nn.Linear(before, width, bias=False)] * (before != width) + [Block(width)]
         settings = {"auto_wrap_policy": ModuleWrapPolicy({Block}), **settings}
         model = FullyShardedDataParallel(nn.Sequential(*layers), **settings)
+        gpu.allocator.empty_cache()  # what shards were cut out of is no memory of a step
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(steps):
             x = torch.empty(rows, widths[0])
