@@ -444,7 +444,8 @@ def start_ranks(ranks: int, program: list[str]) -> None:
         torchrun(["--standalone", "--nproc-per-node", str(ranks), *program])
     except (KeyboardInterrupt, SignalException):
         say_stopped("\nstopped; all ranks have ended")
-        sys.exit(INTERRUPTED)
+        sys.stdout.flush()
+        os._exit(INTERRUPTED)  # a thread of torchrun's store may abort a Python that ends as usual
     except ChildFailedError as failure:
         sys.exit(failure.get_first_failure()[1].exitcode)
 

@@ -11,7 +11,6 @@ import minifsdp, beyond torch's own.
 """
 
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, fully_shard
+from tests.bench.meters import forget_resident_peak, resident_peak
 
 ROUNDS, RANKS = 3, (2, 1024)
 WIDTH, HIDDEN, WORDS, BLOCKS = 4096, 11_008, 32_000, 32
@@ -93,16 +93,12 @@ def measured(contender: str, ranks: int) -> dict[str, float]:
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     made = model()
-    began, before = time.process_time(), _peak()
+    began, before = time.process_time(), forget_resident_peak()
     wrapped = CONTENDERS[contender](made)
-    found = {"wrap": time.process_time() - began, "bytes": _peak() - before}
+    found = {"wrap": time.process_time() - began, "bytes": resident_peak() - before}
     del wrapped
     dist.destroy_process_group()
     return found
-
-
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def main() -> None:
