@@ -24,7 +24,6 @@ from minifsdp.checks.other_wrappers import check_inside
 from minifsdp.chunks.param_names import as_before_wrapping
 from minifsdp.core import fully_sharded as core
 from minifsdp.core.api import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
-from minifsdp.core.auto_wrap import Policy
 from minifsdp.core.limiter import Limiter
 from minifsdp.dispatch_modes import BackwardWithoutModes, HooksWithoutModes
 from minifsdp.featured_engine import FeaturedEngine
@@ -35,7 +34,7 @@ from minifsdp.support.prefetch_stats import CountedPrefetcher
 from minifsdp.support.shard_changes import adopt
 from minifsdp.support.stats import CountedParameters
 from minifsdp.wrapping.attributes import Forward, ModuleWrapper
-from minifsdp.wrapping.auto_wrap import check_wrappable
+from minifsdp.wrapping.auto_wrap import Policy, check_wrappable
 from minifsdp.wrapping.build import build_unit, wrap_below
 from minifsdp.wrapping.compiled import compiled, uncompiled
 from minifsdp.wrapping.ignored import ignoring

@@ -8,18 +8,12 @@ A good unit is the block that a model repeats::
       blocks.0   -> FSDP     a unit
       blocks.1   -> FSDP     a unit
 
-A *policy* chooses the modules. It is a function that is asked twice about a module. Before its
-children: ``recurse=True``, look inside? After its children: ``recurse=False``, does it become a
-unit? (The root becomes one in any case.) To the second question it may answer with a dict of
-arguments that this unit's wrapper gets in place of the root's. For blocks of two linear layers and
-``ModuleWrapPolicy({Block})``::
+A *policy* chooses the modules: a function of a module, which says whether it becomes a unit. The
+root becomes one in any case, and with ``ModuleWrapPolicy({Block})`` so does every block.
 
-    root   recurse=True -> True
-      block  recurse=True -> True
-        linear, linear    recurse=True -> True, recurse=False -> False
-      block  recurse=False -> True: a unit
-
-The names and arguments are those of ``torch.distributed.fsdp.wrap``.
+The name and argument of that class are those of ``torch.distributed.fsdp.wrap``. Policies that are
+asked what to look into, that count parameters, or that answer with settings for a unit are in
+minifsdp's wrapping/policies.py.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -29,11 +23,6 @@ from torch import nn
 
 from .flatten import check_flattenable
 from .unit import ParamInfo
-
-Answer = bool | dict[str, Any]
-Policy = Callable[..., Answer]
-"""``policy(module=, recurse=, nonwrapped_numel=)``. ``nonwrapped_numel`` is the number of elements
-of the parameters at and below ``module`` that are in no unit inside."""
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -57,72 +46,21 @@ class ModuleWrapPolicy:
 
 
 def select(
-    root: nn.Module, policy: Policy, left_alone: Callable[[Any], bool]
-) -> dict[nn.Module, dict[str, Any]]:
-    """Ask ``policy`` which modules below ``root`` to wrap.
+    root: nn.Module, policy: Callable[[nn.Module], bool], is_taken: Callable[[Any], bool]
+) -> dict[nn.Module, None]:
+    """The modules below ``root`` that ``policy`` wants, inner ones before those around them.
 
     Args:
-        left_alone: whether a module, with all below it, or a parameter belongs to a unit already,
-            or to none. The policy is not asked about these modules, and these parameters do not
-            count for it.
-
-    Returns:
-        The modules, inner ones before those around them, each with the arguments of its own that
-        the policy has for its wrapper.
-
-    Raises:
-        TypeError: ``policy`` is not a policy.
+        is_taken: whether a module, with all below it, belongs to units already. The policy is not
+            asked about it.
     """
-    if not callable(policy):
-        raise TypeError(
-            f"auto_wrap_policy takes a policy, such as ModuleWrapPolicy({{Block}}), not {policy!r}"
-        )
-    selected: dict[nn.Module, dict[str, Any]] = {}
-    seen = {root}
-    numel = _numel(_params(root, left_alone))
-    if policy(module=root, recurse=True, nonwrapped_numel=numel):
-        for child in root.children():
-            _select(child, policy, left_alone, selected, seen)
+    selected: dict[nn.Module, None] = {}  # a module may be in two places
+    for child in root.children():
+        if not is_taken(child):
+            selected |= select(child, policy, is_taken)
+            if policy(child):
+                selected[child] = None
     return selected
-
-
-# Not functions inside of those that call them: a function that calls itself there is in a circle
-# with all that it refers to, and would keep the original parameters until the garbage collector
-# comes, which is the memory of a whole model.
-
-
-def _select(
-    module: nn.Module,
-    policy: Policy,
-    left_alone: Callable[[Any], bool],
-    selected: dict[nn.Module, dict[str, Any]],
-    seen: set[nn.Module],
-) -> set[nn.Parameter]:
-    """Select at and below ``module``; the parameters that are in no selected module."""
-    if module in seen or left_alone(module):
-        return set()
-    seen.add(module)
-    params = _params(module, left_alone)
-    if not policy(module=module, recurse=True, nonwrapped_numel=_numel(params)):
-        return params
-    params = _params(module, left_alone, recurse=False)
-    for child in module.children():
-        params |= _select(child, policy, left_alone, selected, seen)
-    answer = policy(module=module, recurse=False, nonwrapped_numel=_numel(params))
-    if not answer or not (params or has_forward(module)):  # a container without own parameters
-        return params
-    selected[module] = answer if isinstance(answer, dict) else {}
-    return set()
-
-
-def _params(
-    module: nn.Module, left_alone: Callable[[Any], bool], recurse: bool = True
-) -> set[nn.Parameter]:
-    return {param for param in module.parameters(recurse) if not left_alone(param)}
-
-
-def _numel(params: set[nn.Parameter]) -> int:
-    return sum(param.numel() for param in params)  # a shared parameter counts once
 
 
 def wrap_inside(
@@ -140,12 +78,12 @@ def wrap_inside(
 
 
 def params_of_units(
-    root: nn.Module, wrapped: Collection[nn.Module], left_alone: Callable[[Any], bool]
+    root: nn.Module, wrapped: Collection[nn.Module], is_taken: Callable[[Any], bool]
 ) -> dict[nn.Module, list[ParamInfo]]:
     """The parameters of the units of ``root`` and of ``wrapped``, modules below it.
 
     Args:
-        left_alone: as in :func:`select`.
+        is_taken: whether a module or a parameter belongs to a unit already.
 
     Raises:
         ValueError: two units would have one parameter; the module of a unit has no forward; the
@@ -157,7 +95,7 @@ def params_of_units(
     to_visit = [(root, root, "")]  # a module, that of its unit, and its name below that
     while to_visit:
         module, unit, name = to_visit.pop()
-        if left_alone(module):
+        if is_taken(module):
             continue
         unit, prefix = (module, "") if module in units else (unit, name)
         for attribute, param in module._parameters.items():
@@ -165,7 +103,7 @@ def params_of_units(
                 continue
             info = ParamInfo(prefix + attribute, param.shape)
             owner, info = found.setdefault(param, (unit, info))
-            if owner is not unit or left_alone(param):
+            if owner is not unit or is_taken(param):
                 raise ValueError(
                     f"{prefix + attribute!r} of {names[unit] or 'the root'} is in another unit as "
                     f"well. Units gather and free their parameters each by itself, so the two "
@@ -180,11 +118,10 @@ def params_of_units(
             if child is not None:
                 to_visit.append((child, unit, f"{prefix}{attribute}."))
     for module, infos in units.items():
-        if infos and not has_forward(module):
+        if not has_forward(module):
             raise ValueError(
                 f"{names[module] or 'the root'} ({type(module).__name__}) has no forward, so there "
-                f"is no moment to gather its unit, which would have {infos[0].name!r}. Wrap the "
-                f"modules in it, or the one that holds it."
+                f"is no moment to gather its unit. Wrap the modules in it, or the one around it."
             )
         check_flattenable({info.name: info.parameter for info in infos})
     return units

@@ -26,7 +26,8 @@ the core does not promise, and the file of minifsdp that does:
   over hosts (strategies.py), a parameter as rows for the optimizer (rows.py), shards for the time
   after the forward (post_forward.py), several modules in one unit (support/listed_modules.py)
 - modules on the meta device, and one rank's values for all (wrapping/materialize.py); what is to be
-  ignored (wrapping/ignored.py); an attribute that is set on the wrapper is not set on the module
+  ignored (wrapping/ignored.py); policies that count parameters, or that have settings for a unit
+  (wrapping/policies.py); an attribute that is set on the wrapper is not set on the module
   (wrapping/attributes.py); torch.compile (wrapping/compiled.py); ``fully_shard`` (fsdp_module.py)
 - messages of ranks on one machine without a network library (comm/same_machine.py)
 - what the engine does is hidden from a program's dispatch modes, such as selective activation
@@ -41,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .api import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
-from .auto_wrap import Policy, params_of_units, select, wrap_inside
+from .auto_wrap import params_of_units, select, wrap_inside
 from .backward import Backward
 from .collectives import TorchCollectives
 from .engine import Engine
@@ -97,7 +98,7 @@ class FullyShardedDataParallel(nn.Module):
         module: nn.Module,
         process_group: dist.ProcessGroup | None = None,
         sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
-        auto_wrap_policy: Policy | None = None,
+        auto_wrap_policy: Callable[[nn.Module], bool] | None = None,
         backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
         forward_prefetch: bool | ForwardPrefetch | None = None,
         limit_all_gathers: bool | int | Limiter = True,
@@ -106,9 +107,8 @@ class FullyShardedDataParallel(nn.Module):
         settings = {"process_group": process_group, "sharding_strategy": sharding_strategy}
         inside = {} if auto_wrap_policy is None else select(module, auto_wrap_policy, _is_taken)
         # What cannot be is refused before the first unit is made.
-        params = params_of_units(module, inside.keys(), _is_taken)
-        arguments = {inner: settings | own for inner, own in inside.items()}
-        wrap_inside(module, arguments, FullyShardedDataParallel)
+        params = params_of_units(module, inside, _is_taken)
+        wrap_inside(module, dict.fromkeys(inside, settings), FullyShardedDataParallel)
         group = process_group or dist.group.WORLD
         self._unit = build_unit(module, params[module], group, sharding_strategy)
         self._fsdp_wrapped_module = module

@@ -1,18 +1,28 @@
 """The modules to wrap, and refusals: a parameter that two units would have, a unit without a call.
 
-core/auto_wrap.py asks the policy. Here is what may be in the way: wrappers that are there already,
-modules and parameters that are ignored, containers.
+A *policy* chooses the modules. In the core (core/auto_wrap.py) it is asked one question: does a
+module become a unit? Here it is asked twice about a module. Before its children: ``recurse=True``,
+look inside? After its children: ``recurse=False``, does it become a unit? To the second question it
+may answer with a dict of arguments that this unit's wrapper gets in place of the root's. For blocks
+of two linear layers and ``ModuleWrapPolicy({Block})``::
+
+    root   recurse=True -> True
+      block  recurse=True -> True
+        linear, linear    recurse=True -> True, recurse=False -> False
+      block  recurse=False -> True: a unit
+
+And there is what may be in the way: wrappers that are there already, modules and parameters that
+are ignored, containers.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import takewhile
 from typing import Any
 
 from torch import nn
 
 from minifsdp.chunks.param_attributes import attributes_of
-from minifsdp.core import auto_wrap
-from minifsdp.core.auto_wrap import Policy, has_forward
+from minifsdp.core.auto_wrap import has_forward
 from minifsdp.support.divided_param import is_optimized
 from minifsdp.support.dtensors import local_of
 from minifsdp.support.param_access import ParamInfo
@@ -26,26 +36,74 @@ from minifsdp.wrapping.module_tree import (
 )
 from minifsdp.wrapping.orig_params import unit_of_orig_param
 
+Answer = bool | dict[str, Any]
+Policy = Callable[..., Answer]
+"""``policy(module=, recurse=, nonwrapped_numel=)``. ``nonwrapped_numel`` is the number of elements
+of the parameters at and below ``module`` that are in no unit inside."""
+
 
 def select(root: nn.Module, policy: Policy) -> dict[nn.Module, dict[str, Any]]:
     """Ask ``policy`` which modules below ``root`` to wrap. It is not asked about wrappers, what is
-    ignored, and what is below them. See :func:`minifsdp.core.auto_wrap.select`.
+    ignored, and what is below them; and their parameters do not count for it.
+
+    Returns:
+        The modules, inner ones before those around them, each with the arguments of its own that
+        the policy has for its wrapper.
 
     Raises:
         TypeError: ``policy`` is not a policy.
         ValueError: the policy wants to wrap something that cannot be wrapped.
     """
-    selected = auto_wrap.select(root, policy, _left_alone)
+    if not callable(policy):
+        raise TypeError(
+            f"auto_wrap_policy takes a policy, such as ModuleWrapPolicy({{Block}}), not {policy!r}"
+        )
+    selected: dict[nn.Module, dict[str, Any]] = {}
+    seen = {root}
+    if policy(module=root, recurse=True, nonwrapped_numel=_numel(_params(root))):
+        for child in root.children():
+            _select(child, policy, selected, seen)
     for name, module in root.named_modules():
         if module in selected:
             check_wrappable(module, name, selected.keys() - {module})
     return selected
 
 
-def _left_alone(item: Any) -> bool:
-    if isinstance(item, nn.Module) and unit_of(item) is not None:
-        return True
-    return is_optimized(item) or is_ignored(item)
+# Not functions inside of those that call them: a function that calls itself there is in a circle
+# with all that it refers to, and would keep the original parameters until the garbage collector
+# comes, which is the memory of a whole model.
+
+
+def _select(
+    module: nn.Module,
+    policy: Policy,
+    selected: dict[nn.Module, dict[str, Any]],
+    seen: set[nn.Module],
+) -> set[nn.Parameter]:
+    """Select at and below ``module``; the parameters that are in no selected module."""
+    if module in seen or unit_of(module) is not None or is_ignored(module):
+        return set()
+    seen.add(module)
+    params = _params(module)
+    if not policy(module=module, recurse=True, nonwrapped_numel=_numel(params)):
+        return params
+    params = _params(module, recurse=False)
+    for child in module.children():
+        params |= _select(child, policy, selected, seen)
+    answer = policy(module=module, recurse=False, nonwrapped_numel=_numel(params))
+    if not answer or not (params or has_forward(module)):  # a container without own parameters
+        return params
+    selected[module] = answer if isinstance(answer, dict) else {}
+    return set()
+
+
+def _params(module: nn.Module, recurse: bool = True) -> set[nn.Parameter]:
+    found = module.parameters(recurse)
+    return {param for param in found if not (is_optimized(param) or is_ignored(param))}
+
+
+def _numel(params: set[nn.Parameter]) -> int:
+    return sum(param.numel() for param in params)  # a shared parameter counts once
 
 
 def check_wrappable(module: nn.Module, name: str = "", to_wrap: Collection[nn.Module] = ()) -> None:

@@ -29,7 +29,7 @@ from minifsdp.chunks.optimizers import watch_optimizers
 from minifsdp.chunks.param_attributes import warn_of_lost_attributes
 from minifsdp.comm.consensus import groups_with_peers
 from minifsdp.comm.groups import mesh_of
-from minifsdp.core.auto_wrap import ModuleWrapPolicy, Policy, wrap_inside
+from minifsdp.core.auto_wrap import ModuleWrapPolicy, wrap_inside
 from minifsdp.core.views import hide_views
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.offload import has_memory
@@ -39,6 +39,7 @@ from minifsdp.support.buffers import Buffers
 from minifsdp.support.fingerprint import fingerprint
 from minifsdp.support.shard_changes import watch_steps
 from minifsdp.wrapping.auto_wrap import (
+    Policy,
     check_sharing,
     check_wrappable,
     make_param_infos,

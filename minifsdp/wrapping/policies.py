@@ -1,6 +1,6 @@
 """Which modules become units: more policies.
 
-core/auto_wrap.py says what a policy is, and has ``ModuleWrapPolicy``, which is the one to use.
+auto_wrap.py says what a policy is, and core/auto_wrap.py has the one to use, ``ModuleWrapPolicy``.
 
 The names and arguments are those of ``torch.distributed.fsdp.wrap``.
 """
@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from minifsdp.core.auto_wrap import Answer, Policy, classes_of, has_forward
+from minifsdp.core.auto_wrap import classes_of, has_forward
+from minifsdp.wrapping.auto_wrap import Answer, Policy
 
 
 class CustomPolicy:

@@ -25,29 +25,17 @@ def test_inner_ones_come_first_and_the_root_is_not_asked_for():
     assert list(select(outer, ModuleWrapPolicy({Block}), nothing)) == [inner]
 
 
-def test_a_policy_may_answer_with_arguments():
-    def policy(module, recurse, nonwrapped_numel):
-        return recurse or (isinstance(module, nn.Linear) and {"limit": nonwrapped_numel})
-
-    assert list(select(model(), policy, nothing).values()) == [{"limit": 6}] * 3
-
-
-def test_what_is_taken_is_not_asked_about_and_does_not_count():
-    root, counts = model(), []
-
-    def policy(module, recurse, nonwrapped_numel):
-        counts.append(nonwrapped_numel)
-        return recurse
-
-    taken = {root[1], *root[1].parameters()}
-    select(root, policy, lambda item: item in taken)
-    assert counts == [6, 6, 6]  # the root, and twice its first layer
+def test_what_is_taken_is_not_asked_about():
+    root, asked = model(), []
+    assert not select(root, asked.append, {root[1]}.__contains__)
+    assert asked == [root[0]]
 
 
-@pytest.mark.parametrize("wrong", [None, "Block", {Block}])
-def test_what_is_no_policy_is_refused(wrong):
-    with pytest.raises(TypeError, match="auto_wrap_policy takes a policy, such as"):
-        select(model(), wrong, nothing)
+def test_a_module_in_two_places_is_wrapped_before_both():
+    inner = Block(nn.Linear(2, 2))
+    first, second = Block(inner), Block(inner)
+    root = nn.Sequential(first, second)
+    assert list(select(root, ModuleWrapPolicy({Block}), nothing)) == [inner, first, second]
 
 
 @pytest.mark.parametrize("wrong", [Block, [Block()], {int}, 3])
@@ -94,7 +82,7 @@ def test_a_unit_that_is_never_called_is_refused():
         pass
 
     root = nn.Sequential(Pair([nn.Linear(2, 2)]))
-    with pytest.raises(ValueError, match=r"0 \(Pair\) has no forward.*'0.weight'"):
+    with pytest.raises(ValueError, match=r"0 \(Pair\) has no forward"):
         params_of_units(root, [root[0]], nothing)
 
 
@@ -103,29 +91,3 @@ def test_all_places_of_a_module_are_wrapped():
     root = nn.Sequential(layer, nn.Sequential(layer), nn.ReLU())
     wrap_inside(root, {layer: {"inplace": True}}, lambda module, inplace: nn.ReLU(inplace))
     assert isinstance(root[0], nn.ReLU) and root[1][0] is root[0] and root[0].inplace
-
-
-def test_what_a_unit_has_taken_does_not_count_for_the_units_around_it():
-    counts = []
-
-    def policy(module, recurse, nonwrapped_numel):
-        if not recurse:
-            counts.append((type(module).__name__, nonwrapped_numel))
-        return True
-
-    root = nn.Sequential(Block(nn.Linear(2, 2), nn.Linear(2, 1)))
-    select(root, policy, nothing)
-    assert counts == [("Linear", 6), ("Linear", 3), ("Block", 0)]
-
-
-def test_a_container_without_parameters_of_its_own_is_no_unit():
-    root = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]))
-    assert list(select(root, lambda **_: True, nothing)) == [root[0][0]]
-
-
-def test_a_policy_says_what_is_not_looked_into():
-    def policy(module, recurse, nonwrapped_numel):
-        return not recurse or not isinstance(module, Block)
-
-    root = model()
-    assert list(select(root, policy, nothing)) == [root[0]]

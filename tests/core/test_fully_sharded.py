@@ -57,13 +57,11 @@ def test_the_units_of_a_model_and_their_names():
 
 
 @on_ranks(2)
-def test_a_policy_may_give_a_unit_a_strategy_of_its_own():
-    def policy(module, recurse, nonwrapped_numel):
-        own = {"sharding_strategy": ShardingStrategy.NO_SHARD}
-        return recurse or (isinstance(module, Block) and own)
-
-    model = sharded(mlp(1), auto_wrap_policy=policy)
-    assert [unit.shard_world_size for unit in model.engine.units] == [2, 1]
+def test_units_of_a_policy_have_the_strategy_of_the_root_and_those_wrapped_by_hand_their_own():
+    model = mlp(2)
+    model[1] = sharded(model[1], auto_wrap_policy=None)
+    model = sharded(model, sharding_strategy=ShardingStrategy.NO_SHARD)
+    assert [unit.shard_world_size for unit in model.engine.units] == [1, 2, 1]
     model(batch()).sum().backward()
 
 
