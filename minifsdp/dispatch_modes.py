@@ -24,10 +24,6 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
-from minifsdp.core.backward import Backward
-from minifsdp.core.hooks import Hooks
-from minifsdp.featured_engine import FeaturedEngine
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -54,22 +50,3 @@ def _modes_off() -> Iterator[None]:
     finally:
         for mode in reversed(off):
             _push_mode(mode)
-
-
-class BackwardWithoutModes(Backward):
-    """The moments of a backward, of which a program's modes see nothing."""
-
-    before_backward = without_modes(Backward.before_backward)
-    after_gradient = without_modes(Backward.after_gradient)
-    end_of_backward = without_modes(Backward.end_of_backward)
-
-
-class HooksWithoutModes(Hooks):
-    """The moments of a forward, of which a program's modes see nothing but the module's own."""
-
-    engine: FeaturedEngine
-
-    before_forward = without_modes(Hooks.before_forward)
-    after_forward = without_modes(Hooks.after_forward)
-    forward_failed = without_modes(Hooks.forward_failed)
-    inputs_have_gradients = without_modes(Hooks.inputs_have_gradients)

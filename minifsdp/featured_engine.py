@@ -5,16 +5,19 @@ core/engine.py has the engine itself. Here it counts (support/stats.py), holds g
 """
 
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from minifsdp.core.engine import Engine
+from minifsdp.core.layers import Layer
 from minifsdp.core.limiter import Limiter
 from minifsdp.core.streams import CudaEvent, Event, Streams
 from minifsdp.support.held_gradients import HeldGradients
 from minifsdp.support.prefetch_stats import CountedPrefetcher
 from minifsdp.support.stats import CountedParameters, Stats
+
+L = TypeVar("L", bound=Layer)
 
 
 class FeaturedEngine(Engine):
@@ -49,6 +52,17 @@ class FeaturedEngine(Engine):
         parameters = kind(streams, limiter, prefetcher, self.stats)
         super().__init__(units, parameters, HeldGradients(streams, self.stats))
         prefetcher.adapt_to(streams.host_runs_ahead)
+
+    def layer(self, kind: type[L]) -> L:
+        """The layer of a class.
+
+        Raises:
+            LookupError: there is none.
+        """
+        for layer in self.moments.layers:
+            if isinstance(layer, kind):
+                return layer
+        raise LookupError(f"this root has no {kind.__name__}")
 
     def written(self) -> Event:
         """As in the core; or the program's own event, which may be passed earlier."""

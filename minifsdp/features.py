@@ -16,7 +16,7 @@ from minifsdp.checks.param_changes import Unchanged, Unreplaced, Untouched
 from minifsdp.checks.rank_agreement import RankAgreement
 from minifsdp.checks.same_launches import SameLaunches
 from minifsdp.core.layers import Layer
-from minifsdp.dispatch_modes import HooksWithoutModes
+from minifsdp.featured_hooks import FeaturedHooks
 from minifsdp.no_sync import NoSync
 from minifsdp.on_demand import OnDemand
 from minifsdp.post_forward import PostForward
@@ -28,7 +28,7 @@ from minifsdp.support.prefetch_stats import Mistargets
 from minifsdp.support.shard_changes import ShardChanges
 
 
-def layers_of(hooks: HooksWithoutModes) -> Iterator[Layer]:
+def layers_of(hooks: FeaturedHooks) -> Iterator[Layer]:
     """The layers for one root."""
     engine = hooks.engine
     units = engine.units

@@ -156,7 +156,10 @@ class FSDPModule:
         called = function if callback is None else compiled(function, callback)
         if any(call.unit is self._unit for call in self._hooks.calls):
             return called(*args, **kwargs)  # a registered method that calls its own module
-        output = self._hooks.forward(self._unit, self, called, args, kwargs)
+        forward = self._hooks.forward
+        if self._hooks.summoned:
+            forward = self._hooks.forward_between_steps
+        output = forward(self._unit, self, called, args, kwargs)
         if self._output_dtype is None:
             return output
 
@@ -198,7 +201,7 @@ class FSDPModule:
             RuntimeError: a forward or backward is running.
         """
         units = self._units_between_steps("set_requires_gradient_sync", recurse)
-        no_sync = self._engine.moments.of(NoSync)
+        no_sync = self._engine.layer(NoSync)
         change = no_sync.unreduced.difference if requires_gradient_sync else no_sync.unreduced.union
         no_sync.unreduced = change(units)
         self._choose(hybrid_of(units), all_reduces=requires_gradient_sync)
@@ -208,7 +211,7 @@ class FSDPModule:
         shard group, and keeps the sum of several backwards there. Without hybrid sharding it
         changes nothing. Raises as :meth:`set_requires_gradient_sync`."""
         units = self._units_between_steps("set_requires_all_reduce", recurse)
-        self._engine.moments.of(NoSync).begin_to_use()
+        self._engine.layer(NoSync).begin_to_use()
         self._choose(hybrid_of(units), all_reduces=requires_all_reduce)
 
     def set_reshard_after_backward(
@@ -219,7 +222,7 @@ class FSDPModule:
         costs their memory. Raises as :meth:`set_requires_gradient_sync`."""
         for unit in self._units_between_steps("set_reshard_after_backward", recurse):
             unit.reshard_after_backward = reshard_after_backward
-        self._engine.moments.of(NoSync).begin_to_use()
+        self._engine.layer(NoSync).begin_to_use()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this unit's gradients over all ranks by ``factor``, and not by the

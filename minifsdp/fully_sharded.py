@@ -25,8 +25,8 @@ from minifsdp.chunks.param_names import as_before_wrapping
 from minifsdp.core import fully_sharded as core
 from minifsdp.core.api import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
 from minifsdp.core.limiter import Limiter
-from minifsdp.dispatch_modes import BackwardWithoutModes, HooksWithoutModes
 from minifsdp.featured_engine import FeaturedEngine
+from minifsdp.featured_hooks import FeaturedBackward, FeaturedHooks
 from minifsdp.features import layers_of
 from minifsdp.no_sync import NoSync
 from minifsdp.strategies import choose_strategies
@@ -139,6 +139,8 @@ class FullyShardedDataParallel(StateDictMethods, ModuleWrapper):
         # Looked up as an attribute it would take as long as all that a gather needs of the host.
         module: Any = self._modules["_fsdp_wrapped_module"]
         called = module if callback is None else compiled(module, callback)
+        if self._hooks.summoned:
+            return self._hooks.forward_between_steps(self._unit, module, called, args, kwargs)
         return self._hooks.forward(self._unit, module, called, args, kwargs)
 
     def check_is_root(self) -> bool:
@@ -184,7 +186,7 @@ class FullyShardedDataParallel(StateDictMethods, ModuleWrapper):
             RuntimeError: this is not the root, or a forward or backward is under way.
         """
         self._check_root_and_idle("no_sync")
-        return self._engine.moments.of(NoSync)()
+        return self._engine.layer(NoSync)()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
@@ -267,9 +269,9 @@ def make_root(
     """Name the units at and below ``module``, and give them hooks and layers of their own. See
     :func:`minifsdp.core.fully_sharded.make_root`."""
 
-    def hooks_of(units: list[Any]) -> HooksWithoutModes:
+    def hooks_of(units: list[Any]) -> FeaturedHooks:
         engine = FeaturedEngine(units, limiter, prefetcher, kind)
-        return HooksWithoutModes(BackwardWithoutModes(engine))
+        return FeaturedHooks(FeaturedBackward(engine))
 
     hooks = core.make_root(name_units(module), hooks_of)
     choose_strategies(hooks.engine.units, hooks.engine.streams)

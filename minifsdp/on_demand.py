@@ -24,7 +24,8 @@ from minifsdp.core.streams import Event
 from minifsdp.core.unit_state import BACKWARD, STRATEGY, Purpose, ShardedState
 from minifsdp.core.unshard import wait_for_unshard
 from minifsdp.core.views import hide_views, show_views
-from minifsdp.dispatch_modes import HooksWithoutModes, without_modes
+from minifsdp.dispatch_modes import without_modes
+from minifsdp.featured_hooks import FeaturedHooks
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.saved_tensors import SavedParameters
 
@@ -41,7 +42,7 @@ class OnDemand(Layer):
 
     frees_early = True
 
-    def __init__(self, hooks: HooksWithoutModes, agreement: RankAgreement) -> None:
+    def __init__(self, hooks: FeaturedHooks, agreement: RankAgreement) -> None:
         self.hooks, self.agreement = hooks, agreement
         self.engine, self.backward = hooks.engine, hooks.backward
         self.saved = SavedParameters(self.gather)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from minifsdp import ForwardPrefetch, NoLimit
+from minifsdp.core.layers import Layer
 from minifsdp.core.streams import BACKENDS, CpuStream, Streams
 from minifsdp.core.unit_state import ShardedState
 from minifsdp.featured_engine import FeaturedEngine
@@ -66,3 +67,22 @@ def test_a_rank_that_is_lost_is_told_of_once_and_leaves_no_unit_gathered():
     assert error.value.__context__ is None
     assert {unit.state.sharded for unit in model.engine.units} == {ShardedState.SHARDED}
     step(model)  # if the others were not lost after all
+
+
+@pytest.mark.direct
+def test_a_layer_is_found_by_its_class():
+    first = Counted()
+    with lone_unit() as lone:
+        engine = FeaturedEngine([lone.unit], NoLimit(), CountedPrefetcher(None, None))
+        engine.use([Layer(), first])
+        assert engine.layer(Counted) is first
+        with pytest.raises(LookupError, match="this root has no Other"):
+            engine.layer(Other)
+
+
+class Counted(Layer):
+    pass
+
+
+class Other(Layer):
+    pass

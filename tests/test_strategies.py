@@ -255,7 +255,7 @@ def test_they_are_those_of_the_device_that_the_model_is_on():
     with patch.dict(
         BACKENDS, meta=lambda device: Streams(device, *(CpuStream() for _ in range(6)))
     ):
-        engine.moments.of(ShardChanges).follow_to(torch.device("meta"))
+        engine.layer(ShardChanges).follow_to(torch.device("meta"))
     for unit in engine.units:
         assert names(unit.stages) == ["AllReduce on reduce"]
         assert chain(unit.comm)[:2] == [TorchCollectives, Watched]

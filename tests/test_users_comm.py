@@ -413,4 +413,4 @@ def test_what_nobody_has_asked_for_is_not_there():
     model = fully_shard(nn.Linear(2, 1).to(device()))
     backward_stages = [type(stage).__name__ for stage in model._unit.stages]
     assert "Scale" not in backward_stages and "UsersHook" not in backward_stages
-    assert model._engine.moments.of(NoSync).unreduced == set()
+    assert model._engine.layer(NoSync).unreduced == set()

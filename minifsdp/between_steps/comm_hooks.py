@@ -35,8 +35,8 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 from minifsdp.checks.rank_agreement import RankAgreement
 from minifsdp.comm.blocks import together
 from minifsdp.comm.pieces import Pieces, whole
-from minifsdp.core.engine import Engine
 from minifsdp.core.streams import Finish
+from minifsdp.featured_engine import FeaturedEngine
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.strategies import choose_strategies
 
@@ -50,7 +50,7 @@ _DTYPES: dict[Any, torch.dtype | None] = {
 _registered: "WeakKeyDictionary[FeaturedUnit, Hook]" = WeakKeyDictionary()
 
 
-def register_comm_hook(engine: Engine, state: object, hook: Hook) -> None:
+def register_comm_hook(engine: FeaturedEngine, state: object, hook: Hook) -> None:
     """Reduce the gradients of all units with ``hook`` from now on.
 
     Args:
@@ -62,7 +62,7 @@ def register_comm_hook(engine: Engine, state: object, hook: Hook) -> None:
         TypeError: ``hook`` cannot be called with the arguments that a unit's strategy needs.
         ValueError: a unit has a hybrid strategy.
     """
-    if engine.moments.of(RankAgreement).steps:
+    if engine.layer(RankAgreement).steps:
         raise RuntimeError(
             "register_comm_hook was called after the first step. Call it before, since the ranks "
             "compare their settings in the first step."

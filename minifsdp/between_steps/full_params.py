@@ -26,9 +26,9 @@ from minifsdp.checks.same_model import remember_values
 from minifsdp.chunks.unit_dtensors import Form, UnitDTensors
 from minifsdp.comm.collectives import gather
 from minifsdp.comm.message_tags import Kind
-from minifsdp.core.hooks import Hooks
 from minifsdp.core.unit_state import Purpose
 from minifsdp.core.unshard import wait_for_unshard
+from minifsdp.featured_hooks import FeaturedHooks
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.offload import HOST
 from minifsdp.precision import Precision
@@ -49,13 +49,13 @@ class Options:
 
 
 @contextmanager
-def summon(units: Iterable[tuple[Hooks, FeaturedUnit]], options: Options) -> Iterator[None]:
+def summon(units: Iterable[tuple[FeaturedHooks, FeaturedUnit]], options: Options) -> Iterator[None]:
     """:func:`full_params` of units that may have several roots.
 
     Args:
         units: each with the hooks of its root.
     """
-    by_root: dict[Hooks, list[FeaturedUnit]] = {}
+    by_root: dict[FeaturedHooks, list[FeaturedUnit]] = {}
     for hooks, unit in units:
         by_root.setdefault(hooks, []).append(unit)
     with ExitStack() as stack:
@@ -65,7 +65,9 @@ def summon(units: Iterable[tuple[Hooks, FeaturedUnit]], options: Options) -> Ite
 
 
 @contextmanager
-def full_params(hooks: Hooks, units: list[FeaturedUnit], options: Options) -> Iterator[None]:
+def full_params(
+    hooks: FeaturedHooks, units: list[FeaturedUnit], options: Options
+) -> Iterator[None]:
     """Inside, the modules of ``units`` have unsharded parameters under their original names.
 
     Every rank has to take part. If units are unsharded already by a block around this one, they
@@ -81,8 +83,8 @@ def full_params(hooks: Hooks, units: list[FeaturedUnit], options: Options) -> It
             or, with ``writeback``, a parameter was removed or its shape changed.
     """
     engine = hooks.engine
-    agreement = engine.moments.of(RankAgreement)
-    engine.moments.of(StateDictCalls).close_aborted()
+    agreement = engine.layer(RankAgreement)
+    engine.layer(StateDictCalls).close_aborted()
     if not hooks.idle:
         raise RuntimeError(
             "summon_full_params was called in a forward or in a backward of this model (as "
@@ -117,7 +119,7 @@ def full_params(hooks: Hooks, units: list[FeaturedUnit], options: Options) -> It
             if shown:
                 params.register()
                 summoned.append(params)
-        engine.moments.of(Readers).wait()  # the block may change parameters: they are written back
+        engine.layer(Readers).wait()  # the block may change parameters: they are written back
         yield
         if options.writeback:
             for params in summoned:  # check all before any is written
@@ -135,11 +137,11 @@ def full_params(hooks: Hooks, units: list[FeaturedUnit], options: Options) -> It
             engine.parameters.reshard(unit)  # let_go() would warn of what the program has kept
         show_divided_params(shown_before)
         if not hooks.summoned:
-            engine.moments.of(Precision).restore()  # a backward may follow, of a forward before
+            engine.layer(Precision).restore()  # a backward may follow, of a forward before
 
 
 def _summon(
-    hooks: Hooks, unit: FeaturedUnit, options: Options, shown: bool
+    hooks: FeaturedHooks, unit: FeaturedUnit, options: Options, shown: bool
 ) -> SummonedParams | UnitDTensors:
     # Gradients are disabled for the gathering only. The caller decides about those in the block.
     with torch.no_grad():

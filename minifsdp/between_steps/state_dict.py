@@ -155,7 +155,7 @@ def _wrapper_of(module: nn.Module, ref: WrapperRef) -> Any:
 
 
 def _unshard_unit(wrapper: Any, writeback: bool, form: Form | None, *messages: list[str]) -> None:
-    unit, calls = wrapper._unit, wrapper._engine.moments.of(StateDictCalls)
+    unit, calls = wrapper._unit, wrapper._engine.layer(StateDictCalls)
     calls.close_aborted(unit)
     with ExitStack() as stack:
         stack.callback(_clean_names, messages)
@@ -166,7 +166,7 @@ def _unshard_unit(wrapper: Any, writeback: bool, form: Form | None, *messages: l
 
 
 def _reshard_unit(wrapper: Any) -> None:
-    wrapper._engine.moments.of(StateDictCalls).held.pop(wrapper._unit).close()
+    wrapper._engine.layer(StateDictCalls).held.pop(wrapper._unit).close()
 
 
 def _clean_names(messages: tuple[list[str], ...]) -> None:

@@ -30,8 +30,12 @@ class StateDictCalls(Layer):
     def __init__(self) -> None:
         self.held: dict[FeaturedUnit, ExitStack] = {}
 
-    def between_steps(self, unit: FeaturedUnit | None) -> None:
+    def enter(self, unit: FeaturedUnit) -> None:
         """The call is over, or was ended by an exception."""
+        self.close_aborted()
+
+    def enter_backward(self) -> None:
+        """As :meth:`enter`."""
         self.close_aborted()
 
     def close_aborted(self, unit: FeaturedUnit | None = None) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from minifsdp.core.hooks import Hooks
 from minifsdp.core.layers import Call, Layer
+from minifsdp.featured_hooks import FeaturedHooks
 from minifsdp.featured_unit import FeaturedUnit
 
 
@@ -39,15 +39,16 @@ def check_root_and_idle(unit: FeaturedUnit, root: FeaturedUnit, idle: bool, meth
 class Summoned(Layer):
     """Refuses a forward with gradients, and a backward, while parameters are out."""
 
-    def __init__(self, hooks: Hooks) -> None:
+    def __init__(self, hooks: FeaturedHooks) -> None:
         self._units, self._summoned = hooks.engine.units, hooks.summoned
 
-    def between_steps(self, unit: FeaturedUnit | None) -> None:
-        """Raises RuntimeError: see :func:`check_summoned` and :func:`check_backward_outside`."""
-        if unit is not None:
-            if self._summoned:  # else they were out for a state dict that an exception has ended
-                check_summoned(unit, self._units, any(self._summoned.values()))
-            return
+    def enter(self, unit: FeaturedUnit) -> None:
+        """Raises RuntimeError: see :func:`check_summoned`."""
+        if self._summoned:
+            check_summoned(unit, self._units, any(self._summoned.values()))
+
+    def enter_backward(self) -> None:
+        """Raises RuntimeError: see :func:`check_backward_outside`."""
         for one in [*self._summoned]:
             one.end_by_hand()  # it is gathered once more, by its own turn
         check_backward_outside(self._summoned)
@@ -91,7 +92,7 @@ def check_backward_outside(summoned: Iterable[FeaturedUnit]) -> None:
 class OneThread(Layer):
     """Refuses a forward beside one, or beside a backward, that another thread runs."""
 
-    def __init__(self, hooks: Hooks) -> None:
+    def __init__(self, hooks: FeaturedHooks) -> None:
         self._hooks = hooks
         self._threads: dict[str, int] = {}  # the one that runs the outermost forward
 

@@ -49,7 +49,7 @@ from minifsdp.core.collectives import Group
 from minifsdp.core.layers import Call, Layer
 from minifsdp.core.reduce import Reduction
 from minifsdp.core.unit_state import Purpose
-from minifsdp.dispatch_modes import HooksWithoutModes
+from minifsdp.featured_hooks import FeaturedHooks
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.no_sync import NoSync
 
@@ -92,7 +92,7 @@ class RankAgreement(Layer):
             that, it waits for DIVERGED: some ranks may never have it.
     """
 
-    def __init__(self, hooks: HooksWithoutModes, no_sync: NoSync) -> None:
+    def __init__(self, hooks: FeaturedHooks, no_sync: NoSync) -> None:
         self._hooks, self._no_sync, self._engine = hooks, no_sync, hooks.engine
         self.units = units = hooks.engine.units
         limiter, prefetcher = hooks.engine.limiter, hooks.engine.prefetcher

@@ -11,7 +11,6 @@ the next step notices that.
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -28,12 +27,10 @@ class Backward:
 
     Attributes:
         running: one is running. One that an exception has ended is not.
-        summoned: units whose parameters are out between steps; see hooks.py.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.summoned: dict[Any, Any] = {}
         self.running = False
         self._complete = True  # the last one, if there was one, has come to its end
         for unit in engine.units:
@@ -48,9 +45,8 @@ class Backward:
         if self.running:
             return
         self.forget_failed()
-        if self.summoned:
-            for method in self.engine.moments.between_steps:
-                method(None)
+        for method in self.engine.moments.enter_backward:
+            method()
         at_end_of_backward(self.end_of_backward, self._broken)
         self.running, self._complete = True, False
         self.engine.start_backward(call)

@@ -44,14 +44,11 @@ class Hooks:
 
     Attributes:
         calls: the forwards that are running now, outermost first.
-        summoned: units whose parameters are out between steps, and in which form of DTensors; None
-            for full parameters. See between_steps/full_params.py.
     """
 
     def __init__(self, backward: Backward) -> None:
         self.engine, self.backward = backward.engine, backward
         self.calls: list[Call] = []
-        self.summoned = self.backward.summoned
         self.depth = 0  # of forwards within forwards
 
     @property
@@ -74,11 +71,6 @@ class Hooks:
             run: what to call.
         """
         moments = self.engine.moments
-        if self.summoned:
-            for method in moments.between_steps:
-                method(unit)
-            if unit in self.summoned:
-                return run(*args, **kwargs)
         if unit is self.engine.root or not self.depth:
             for method in moments.enter:
                 method(unit)
@@ -109,13 +101,13 @@ class Hooks:
         engine, moments = self.engine, self.engine.moments
         # In a forward that is not part of another one, nor of a backward.
         outermost = self.depth == 1 and not self.backward.running
-        if outermost and not self.summoned:  # a step begins
+        if outermost:  # a step begins
             self.backward.forget_failed()
             engine.start(Purpose.TRAIN if module.training else Purpose.EVAL)
             engine.prefetcher.start_forward()
-        # A checkpoint that runs a part again, or an evaluation between steps, tells nothing of the
-        # next step.
-        in_order = not (self.backward.running or self.summoned)
+        # A checkpoint that runs a part again in a backward tells nothing of the next step.
+        inside = self.calls[-1].in_order if self.calls else False
+        in_order = outermost or (inside and not self.backward.running)
         call = Call(unit, module, in_order, outermost)
         for method in moments.before_forward:
             method(call)
@@ -155,7 +147,7 @@ class Hooks:
     def forward_failed(self, unit: Unit) -> None:
         """The module has raised. Leave everything so that the next forward finds it in order."""
         outermost = self.depth == 1 and not self.backward.running
-        if outermost and not self.summoned:
+        if outermost:
             self.engine.fail()
         else:  # only this one: its caller may catch the exception
             self.engine.leave(unit)

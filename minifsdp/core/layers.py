@@ -10,7 +10,6 @@ nothing.
 The moments of a step, in their order::
 
     enter                      a forward may be about to begin that is not part of another
-    between_steps              it, or a backward, begins although parameters are out (summoned)
     start                      the outermost forward begins, or a look at parameters between steps
       before_forward           a unit's module is about to run; the unit is not gathered yet
       gathered                 the module has its parameters
@@ -19,7 +18,8 @@ The moments of a step, in their order::
       error                    ... has raised a RuntimeError
       after_forward            ... has run; the unit is still gathered
     end_of_forward             the outermost forward is about to return
-    start_backward             a backward begins
+    enter_backward             a backward is about to begin
+    start_backward             ... has begun
       before_backward          the first gradient has reached a unit, which is not gathered yet
       again                    another gradient has, by another of its outputs
       gradient                 the unit's gradient is complete; the unit is still gathered
@@ -39,14 +39,12 @@ forward in its reverse. ``print(model.engine.moments)`` shows who is called when
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from .unit_state import Purpose
-
-L = TypeVar("L", bound="Layer")
 
 
 class Call:
@@ -81,9 +79,6 @@ class Layer:
     def enter(self, unit: Any) -> None:
         """``unit`` is the root, or is called outside of any other forward."""
 
-    def between_steps(self, unit: Any | None) -> None:
-        """Parameters are out between steps, and ``unit`` is called; None: a backward begins."""
-
     def start(self, purpose: Purpose) -> None:
         """Nothing is under way. What this raises ends the forward before it has begun."""
 
@@ -108,6 +103,9 @@ class Layer:
 
     def end_of_forward(self, unit: Any) -> None:
         """``unit``: whose module is the outermost that ran."""
+
+    def enter_backward(self) -> None:
+        """What this raises ends the backward before it has begun."""
 
     def start_backward(self, call: Call | None) -> None:
         """``call``: the one that a gradient has come to first; None if it has come past the outputs
@@ -158,17 +156,6 @@ class Moments:
     if TYPE_CHECKING:
 
         def __getattr__(self, moment: str) -> tuple[Callable[..., Any], ...]: ...
-
-    def of(self, kind: type[L]) -> L:
-        """The layer of a class.
-
-        Raises:
-            LookupError: there is none.
-        """
-        for layer in self.layers:
-            if isinstance(layer, kind):
-                return layer
-        raise LookupError(f"this root has no {kind.__name__}")
 
     def run(self, call: Call, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``run(*args, **kwargs)``, in the contexts of the layers, which hear of an error."""

@@ -63,7 +63,7 @@ def look(model):
 @on_ranks(2)
 def test_a_walk_within_a_walk_is_alive():
     model = stack(2)
-    held, calls = [], model.engine.moments.of(StateDictCalls)
+    held, calls = [], model.engine.layer(StateDictCalls)
     model.module[1].module.register_state_dict_post_hook(
         lambda *_: held.append([unit.name for unit in calls.held])
     )

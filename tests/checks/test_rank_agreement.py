@@ -196,12 +196,12 @@ def test_a_forward_that_a_checkpoint_runs_again_is_not_a_step():
 
     model = wrap(nn.Sequential(Block(nn.Linear(6, 6)), Checkpointed(Block(nn.Linear(6, 6)))))
     first, second = model(batch()).sum(), model(batch()).sum()
-    assert model.engine.moments.of(RankAgreement).steps == 2
+    assert model.engine.layer(RankAgreement).steps == 2
     for loss in (first, second):
         with FSDP.summon_full_params(model, writeback=False):
             pass
         loss.backward()
-        assert model.engine.moments.of(RankAgreement).steps == 2
+        assert model.engine.layer(RankAgreement).steps == 2
 
 
 # ---------------------------------------------------------------- units that only some ranks use
@@ -301,7 +301,7 @@ def test_where_all_is_gathered_already_no_prefetch_is_tried():
     both = ("head", "layer")
     for at, uses in enumerate((both, both, both[dist.get_rank() :])):
         model(batch(step=at), uses).backward()
-    assert model.engine.moments.of(RankAgreement)._ever_diverged
+    assert model.engine.layer(RankAgreement)._ever_diverged
     mistargets = model.engine.prefetcher.stats.mistargets
     assert not any(mistargets.values()), mistargets
 
@@ -374,7 +374,7 @@ def test_a_unit_whose_parameters_have_no_elements_has_nothing_to_agree_on():
         losses = model(batch())
         sum(losses[: 1 + dist.get_rank()]).backward()
         assert model.engine.units[1].sharded_flat_param.grad is None
-        assert not model.engine.moments.of(RankAgreement).late
+        assert not model.engine.layer(RankAgreement).late
 
 
 @on_ranks(3)
@@ -517,8 +517,8 @@ def test_a_gpu_is_asked_in_the_first_steps_and_then_only_if_it_ever_mattered():
     for at in range(CHECKED_STEPS + 1):
         model(batch(step=at), ()).backward()
         with on_gpu:
-            asked.append(model.engine.moments.of(RankAgreement).compares_backwards)
+            asked.append(model.engine.layer(RankAgreement).compares_backwards)
     model(batch(), ("head",) if dist.get_rank() else ()).backward()
     with on_gpu:
-        asked.append(model.engine.moments.of(RankAgreement).compares_backwards)
+        asked.append(model.engine.layer(RankAgreement).compares_backwards)
     assert asked == [True] * CHECKED_STEPS + [False, True]

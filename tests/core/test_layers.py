@@ -75,14 +75,6 @@ def test_a_forward_runs_in_the_contexts_of_all_layers(kinds):
     assert log == [*expected, "run", *(f"leave {name}" for name in reversed(names))]
 
 
-def test_a_layer_is_found_by_its_class():
-    first = First([])
-    moments = Moments([Silent(), first])
-    assert moments.of(First) is first
-    with pytest.raises(LookupError, match="this root has no Second"):
-        moments.of(Second)
-
-
 def test_the_table_says_who_is_called_when():
     lines = repr(Moments([First([]), Second([])])).splitlines()
     assert [line.split() for line in lines] == [

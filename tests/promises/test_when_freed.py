@@ -154,7 +154,7 @@ def test_an_evaluation_keeps_nothing(way):
 @on_ranks(2)
 def test_in_no_sync_units_stay_for_the_next_forward_if_their_strategy_lets_them(way):
     watched = Watched(way, SHARD_GRAD_OP)
-    with watched.engine.moments.of(NoSync)():
+    with watched.engine.layer(NoSync)():
         assert watched.step()[-1] == "after: root a b"
         gathers = watched.engine.stats.all_gathers
         assert watched.step(at=1)[-1] == "after: root a b"
@@ -164,7 +164,7 @@ def test_in_no_sync_units_stay_for_the_next_forward_if_their_strategy_lets_them(
     assert moments[-3:] == ["backward of b: a b", "backward of a: a", "after:"]
     assert watched.at_rest()
     watched = Watched(way, FULL_SHARD)
-    with watched.engine.moments.of(NoSync)():
+    with watched.engine.layer(NoSync)():
         assert watched.step() == FORWARD + BACKWARD
 
 
@@ -172,7 +172,7 @@ def test_in_no_sync_units_stay_for_the_next_forward_if_their_strategy_lets_them(
 @on_ranks(2)
 def test_what_no_sync_has_kept_is_freed_when_its_shard_has_changed(way):
     watched = Watched(way, SHARD_GRAD_OP)
-    with watched.engine.moments.of(NoSync)():
+    with watched.engine.layer(NoSync)():
         watched.step()
     watched.model.zero_grad()
     with torch.no_grad():

@@ -122,7 +122,7 @@ class Approach:
         engine.parameters = self.parameters(
             engine.streams, engine.limiter, prefetcher, engine.stats
         )
-        engine.moments.of(OnDemand).frees_early = self.frees_early
+        engine.layer(OnDemand).frees_early = self.frees_early
         if isinstance(prefetcher, LettingGo) and isinstance(engine.parameters, StreamOrdered):
             prefetcher.parameters = engine.parameters
 

@@ -1,0 +1,70 @@
+"""The moments of a forward and of a backward, with what the features need of them.
+
+core/hooks.py and core/backward.py have the moments themselves. Here a program's dispatch modes see
+nothing of them (dispatch_modes.py), and a module may be called while parameters are out between
+steps (between_steps/full_params.py).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from minifsdp.chunks.unit_dtensors import Form
+from minifsdp.core.backward import Backward
+from minifsdp.core.hooks import Hooks
+from minifsdp.dispatch_modes import without_modes
+from minifsdp.featured_engine import FeaturedEngine
+from minifsdp.featured_unit import FeaturedUnit
+
+
+class FeaturedBackward(Backward):
+    """The moments of a backward, of which a program's modes see nothing."""
+
+    before_backward = without_modes(Backward.before_backward)
+    after_gradient = without_modes(Backward.after_gradient)
+    end_of_backward = without_modes(Backward.end_of_backward)
+
+
+class FeaturedHooks(Hooks):
+    """The moments of a forward, of which a program's modes see nothing but the module's own.
+
+    Attributes:
+        summoned: units whose parameters are out between steps, and in which form of DTensors; None
+            for full parameters.
+    """
+
+    engine: FeaturedEngine
+
+    def __init__(self, backward: Backward) -> None:
+        super().__init__(backward)
+        self.summoned: dict[FeaturedUnit, Form | None] = {}
+
+    before_forward = without_modes(Hooks.before_forward)
+    after_forward = without_modes(Hooks.after_forward)
+    forward_failed = without_modes(Hooks.forward_failed)
+    inputs_have_gradients = without_modes(Hooks.inputs_have_gradients)
+
+    def forward_between_steps(
+        self,
+        unit: FeaturedUnit,
+        module: nn.Module,
+        run: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a module while parameters are out. One that has its own just runs. One that has not
+        is gathered for the time of its forward, which is part of no step. Arguments as in
+        :meth:`forward`."""
+        for method in self.engine.moments.enter:
+            method(unit)
+        if not self.summoned:  # an exception had ended a state dict, which is put away now
+            return self.forward(unit, module, run, args, kwargs)
+        if unit in self.summoned:
+            return run(*args, **kwargs)
+        self.depth += 1  # as inside of another forward: no step begins, and none ends
+        try:
+            return self.forward(unit, module, run, args, kwargs)
+        finally:
+            self.depth -= 1
+            del self.calls[self.depth :]
