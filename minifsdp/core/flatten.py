@@ -37,19 +37,11 @@ def check_flattenable(tensors: Mapping[str, Tensor]) -> None:
         if not tensor.is_contiguous():
             raise ValueError(
                 f"parameter {name!r} has shape {list(tensor.shape)} and strides "
-                f"{list(tensor.stride())}. A flat parameter has the elements of each parameter row "
-                f"by row, so the layers would compute with other strides, and round differently. "
-                f"Make it contiguous before wrapping: param.data = param.data.contiguous(), or "
-                f"model.to(memory_format=torch.contiguous_format). Inputs may be channels_last all "
-                f"the same; a convolution takes its format from them, too."
+                f"{list(tensor.stride())}. A flat parameter has its elements row by row, so a layer "
+                f"would compute with different strides, and round differently. Before wrapping: "
+                f"param.data = param.data.contiguous(). Inputs may be channels_last all the same."
             )
-    advice = {
-        "dtype": "Convert them to one dtype, wrap those of one dtype in their own unit, or cut "
-        "units in rows (use_orig_params=True), where frozen ones may have any.",
-        "device": "Move the module to one device before wrapping it.",
-        "requires_grad": "Wrap the frozen ones apart, or cut units in rows (use_orig_params=True).",
-    }
-    for attribute, remedy in advice.items():
+    for attribute in ("dtype", "device", "requires_grad"):
         by_value: dict[object, list[str]] = {}
         for name, tensor in tensors.items():
             by_value.setdefault(getattr(tensor, attribute), []).append(name)
@@ -57,7 +49,8 @@ def check_flattenable(tensors: Mapping[str, Tensor]) -> None:
             found = "; ".join(f"{value}: {', '.join(names)}" for value, names in by_value.items())
             raise ValueError(
                 f"the parameters of one unit share one flat tensor, so they must have the same "
-                f"{attribute}. Found {found}. {remedy}"
+                f"{attribute}. Found {found}. Make them alike, or wrap them in units of their own. "
+                f"With minifsdp's use_orig_params=True frozen parameters may differ."
             )
 
 
