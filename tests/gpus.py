@@ -26,7 +26,7 @@ ON_CPU = {
     "tests/comm/test_boards.py": MESSAGES,
     "tests/comm/test_collectives.py": MESSAGES,
     "tests/comm/test_deadlock_watch.py": PARTING,
-    "tests/comm/test_exchange.py": MESSAGES,
+    "tests/comm/test_redistribute.py": MESSAGES,
     "tests/comm/test_message_tags.py": MESSAGES,
     "tests/comm/test_neighbors.py": MESSAGES,
     "tests/comm/test_process_memory.py": MESSAGES,

@@ -138,14 +138,14 @@ class Sent:
 
     def __enter__(self) -> Counter:
         self.count: Counter = Counter()
-        as_it_is = collectives.exchange
+        as_it_is = collectives.send_recv
 
         def counted(sent, to, received, source, message):
             to_rank = dist.get_global_rank(message.group, to)
             self.count[to_rank] += sum(t.nbytes for t in sent if t.is_floating_point())
             return as_it_is(sent, to, received, source, message)
 
-        self.patch = patch.object(collectives, "exchange", counted)
+        self.patch = patch.object(collectives, "send_recv", counted)
         self.patch.__enter__()
         return self.count
 

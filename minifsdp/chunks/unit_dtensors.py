@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from minifsdp.comm.exchange import Pieces, exchange
 from minifsdp.comm.groups import Placement, mesh_of
+from minifsdp.comm.redistribute import Pieces, redistribute
 from minifsdp.core.views import FLAT_PARAM, hide_views
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.rows import block_numel, local_shape
@@ -41,7 +41,7 @@ def chunk_to_dtensors(unit: FeaturedUnit, chunk: Tensor) -> list[DTensor]:
         For each parameter of the unit a DTensor of its shape, with memory of its own where
         ``chunk`` is. What has no dimension has no rows, and is whole on each rank.
     """
-    rows = _exchange(unit, [chunk.detach()], _chunks(unit), _rows(unit))
+    rows = _redistributed(unit, [chunk.detach()], _chunks(unit), _rows(unit))
     mesh, found = mesh_of_unit(unit), []
     for info, local in zip(unit.param_infos, rows, strict=True):
         shape = info.shape
@@ -61,17 +61,17 @@ def dtensors_to_chunk(unit: FeaturedUnit, dtensors: list[DTensor]) -> Tensor:
     rows = _rows(unit, everywhere=False)
     own = [tensor._local_tensor.reshape(-1) for tensor in dtensors]
     own = [t[: len(piece)] for t, piece in zip(own, rows[unit.shard_rank], strict=True)]
-    (chunk,) = _exchange(unit, own, rows, _chunks(unit))
+    (chunk,) = _redistributed(unit, own, rows, _chunks(unit))
     return chunk
 
 
-def _exchange(
+def _redistributed(
     unit: FeaturedUnit, own: list[Tensor], have: Sequence[Pieces], want: Sequence[Pieces]
 ) -> list[Tensor]:
     # With offload the shards are on the host, where NCCL cannot send from.
     sent = [tensor.to(unit.device) for tensor in own]
     label = f"the exchange of a tensor of unit {unit.label} for a checkpoint"
-    found = exchange(sent, have, want, unit.shard_group, label)
+    found = redistribute(sent, have, want, unit.shard_group, label)
     return [tensor.to(own[0].device) for tensor in found]
 
 

@@ -9,7 +9,7 @@ process_memory.py   the memory of another process, read
 neighbors.py        which ranks these are
 pieces.py           a gradient that is sent from where autograd has left it
 blocks.py           where the blocks of each rank are in a tensor that all ranks have
-exchange.py         from one way to divide a tensor among ranks to another
+redistribute.py     from one way to divide a tensor among ranks to another
 groups.py           which ranks shard and which replicate: a strategy is two groups and a bit
 message_tags.py     a number for each message, so that no message is taken for another one
 consensus.py        how ranks compare what they have, and come to the same result

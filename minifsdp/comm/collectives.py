@@ -41,7 +41,7 @@ from torch import Tensor
 from minifsdp.comm.blocks import Blocks, by_rank, copy_apart
 from minifsdp.comm.message_tags import Kind, Message
 from minifsdp.comm.pieces import Pieces, messages
-from minifsdp.comm.transport import Work, exchange, wait_for
+from minifsdp.comm.transport import Work, send_recv, wait_for
 from minifsdp.core.collectives import Group, torch_all_gather
 from minifsdp.core.streams import Finish
 
@@ -83,7 +83,7 @@ def all_gather(
     parts, own = by_rank(full, blocks, group.size()), by_rank(chunk, blocks, 1)[0]
     works: list[Work] = []
     for to, source in _turns(group):
-        works += exchange(own, to, partial(parts.__getitem__, source), source, message)
+        works += send_recv(own, to, partial(parts.__getitem__, source), source, message)
     for part, block in zip(parts[group.rank()], own, strict=True):
         part.copy_(block)  # while the other ranks' travel
     return wait_for(works, message)
@@ -125,7 +125,7 @@ def reduce_scatter(
         # Memory comes with the data: until then the next unit's parameters can have it.
         received.append(_without_memory(sum(lengths), flat.dtype))
         places = partial(_in_parts, received[-1], lengths)
-        works += exchange(parts[to], to, places, source, message)
+        works += send_recv(parts[to], to, places, source, message)
     # In gloo's ring the chunk of rank r is the sum of those of rank r-1, then r-2, ..., and its own
     # last. Addition of floats is not associative: in any other order the result would differ from
     # torch's in the last bit.

@@ -77,7 +77,7 @@ def consensus(
         RuntimeError: some rank does not come, because it waits somewhere else.
     """
     for group in groups_with_peers(groups):
-        agreed = _exchange(group, about, (own, agreed), judge)
+        agreed = _ask_all(group, about, (own, agreed), judge)
     return agreed
 
 
@@ -114,7 +114,7 @@ def gather_numbers(
     return {rank: numbers for rank, *numbers in rows}
 
 
-def _exchange(group: Group, about: str, note: Any, judge: Callable[..., Any]) -> Any:
+def _ask_all(group: Group, about: str, note: Any, judge: Callable[..., Any]) -> Any:
     ranks = dist.get_process_group_ranks(group)
     message = Message(group, 0, Kind.STORE, 1, f"{about} with the ranks {ranks}")
     key = f"minifsdp/consensus/{message.label}/{message.count}"
@@ -143,5 +143,5 @@ def _read(store: Any, key: str, message: Message) -> Any:
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
         if message.verdict is not None or time.monotonic() > deadline:
-            raise deadlock_watch.explain(message, TimeoutError("nobody came in time"))
+            raise deadlock_watch.explain_wait(message, TimeoutError("nobody came in time"))
     return pickle.loads(store.get(key))

@@ -70,7 +70,7 @@ def watch(groups: list[dist.ProcessGroup]) -> None:
         _thread.start()
 
 
-def explain(message: Message, error: Exception) -> RuntimeError:
+def explain_wait(message: Message, error: Exception) -> RuntimeError:
     """What to raise when the wait for ``message`` has ended with ``error``, which says that another
     rank does not come.
 

@@ -24,7 +24,7 @@ from minifsdp.core.streams import Finish
 Work = dist.Work | Loan | Fetch
 
 
-def exchange(
+def send_recv(
     sent: Sequence[Tensor], to: int, places: Places, source: int, message: Message
 ) -> list[Work]:
     """Start to send some tensors to one rank of the message's group, and to receive others from one
@@ -47,7 +47,7 @@ def exchange(
         receives = [group.recv([tensor], source, tag) for tensor in received]
         sends = [] if to in near else [group.send([tensor], to, tag) for tensor in sent]
     except RuntimeError as error:  # the other rank has ended, and gloo knows that already
-        raise deadlock_watch.explain(message, error) from error
+        raise deadlock_watch.explain_wait(message, error) from error
     works: list[Work] = [*sends, *receives]
     if source in near:
         works.append(Fetch(near[source], places, message))
@@ -116,7 +116,7 @@ def _finish(waits: Sequence[Callable[[], object]], message: Message) -> None:
         # Of gloo's waits all errors are about other ranks. Who reads memory may also fail by
         # itself: it allocates, and runs operations, which a program's own modes can see.
         if isinstance(error, RankLost) or isinstance(getattr(wait, "__self__", None), dist.Work):
-            raise deadlock_watch.explain(message, error) from error
+            raise deadlock_watch.explain_wait(message, error) from error
         raise
     finally:
         deadlock_watch.waiting.pop(thread, None)

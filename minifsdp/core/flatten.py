@@ -37,8 +37,8 @@ def check_flattenable(tensors: Mapping[str, Tensor]) -> None:
         if not tensor.is_contiguous():
             raise ValueError(
                 f"parameter {name!r} has shape {list(tensor.shape)} and strides "
-                f"{list(tensor.stride())}. A flat parameter has its elements row by row, so a layer "
-                f"would compute with different strides, and round differently. Before wrapping: "
+                f"{list(tensor.stride())}. A flat parameter has its elements row by row, so layers "
+                f"would use different strides, and round differently. Do this before wrapping: "
                 f"param.data = param.data.contiguous(). Inputs may be channels_last all the same."
             )
     for attribute in ("dtype", "device", "requires_grad"):

@@ -146,7 +146,7 @@ def _flat_behind(unit: Any, params: list[Any]) -> DividedParameter:
     flat.unit, flat.params = ref(unit), params
     if unit.grad_dtype is not None:
         flat.grad_dtype = unit.grad_dtype
-    mark(unit, flat)
+    set_owner(unit, flat)
     _show(unit, flat)
     return flat
 
@@ -232,7 +232,7 @@ class UnitRef(ref[Any]):
         return None
 
 
-def mark(unit: Any, flat: DividedParameter) -> None:
+def set_owner(unit: Any, flat: DividedParameter) -> None:
     """Write to each DTensor whose it is, and what a program had set on its parameter.
     ``module.to()`` swaps all that a DTensor has, its attributes too, for what another one has."""
     for info, param in zip(unit.param_infos, flat.params, strict=True):
@@ -348,7 +348,7 @@ def take_over(unit: Any, own: Any, given: Any) -> None:
             value: Any = nn.Parameter(given.detach(), requires_grad=False)
             torch.utils.swap_tensors(own, value)  # type: ignore[no-untyped-call]
     own.requires_grad_(given.requires_grad)
-    mark(unit, unit.sharded_flat_param)
+    set_owner(unit, unit.sharded_flat_param)
 
 
 def unit_of_param(param: object) -> Any:

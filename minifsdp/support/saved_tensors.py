@@ -51,7 +51,7 @@ class PackedParameter(NamedTuple):
     offset: Any  # in the unsharded flat parameter, in elements
     dtype: torch.dtype
     outer: object  # what the hooks around ours have packed for a tensor that looks like it
-    mark: object  # while there is a reference to it, autograd has something saved of the unit
+    token: object  # while there is a reference to it, autograd has something saved of the unit
     spec: DTensorSpec | None  # of a DTensor, whose part on this rank the rest is about
 
 
@@ -157,8 +157,8 @@ class _Pack:
             outer = _lookalike(local)
             outer = self.outer[0](outer if spec is None else distributed(outer, spec))
         place = (local.shape, local.stride(), local.storage_offset(), local.dtype)
-        mark = chain[-1].unsharded.saved[0]
-        return PackedParameter(self.saved, chain, *place, outer, mark, spec)
+        token = chain[-1].unsharded.saved[0]
+        return PackedParameter(self.saved, chain, *place, outer, token, spec)
 
 
 class _Hooks(saved_tensors_hooks):

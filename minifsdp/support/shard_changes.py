@@ -35,7 +35,7 @@ from minifsdp.support.divided_param import (
     check_assigned,
     divide_again,
     forget_cleared_grad,
-    mark,
+    set_owner,
     unit_of_param,
     was_changed,
 )
@@ -179,7 +179,7 @@ def adopt(unit: FeaturedUnit) -> None:
     the DTensors that it has changed."""
     own: Any = unit.sharded_flat_param  # in rows a DividedParameter
     if unit.mesh is not None:
-        mark(unit, own)
+        set_owner(unit, own)
     found = unit.module._parameters.get(FLAT_PARAM)
     if found is None or found is own:
         return

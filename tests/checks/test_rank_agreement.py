@@ -476,8 +476,8 @@ def messages():
         tags.append("units")
         return exchange(group, *args)
 
-    exchange = consensus._exchange
-    with patch.multiple(consensus, gather=noted, _exchange=exchanged):
+    exchange = consensus._ask_all
+    with patch.multiple(consensus, gather=noted, _ask_all=exchanged):
         yield tags
 
 

@@ -86,7 +86,7 @@ def test_all_ranks_get_the_objects_of_each_however_long(world_size):
 @on_ranks(2)
 def test_groups_of_one_rank_have_no_peers():
     assert groups_with_peers([None, alone(), dist.group.WORLD]) == [dist.group.WORLD]
-    with patch.object(consensus, "_exchange", None):
+    with patch.object(consensus, "_ask_all", None):
         assert first_problem([alone()], "problems", "mine") == "mine"
 
 

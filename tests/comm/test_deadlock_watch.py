@@ -127,7 +127,7 @@ def one_thread():
     names = [thread.name for thread in threading.enumerate()]
     message = Message(dist.group.WORLD, 5, Kind.REDUCTION, 4, "'a'")
     return names.count("minifsdp-watch"), str(
-        deadlock_watch.explain(message, RuntimeError("too late"))
+        deadlock_watch.explain_wait(message, RuntimeError("too late"))
     )
 
 
@@ -147,7 +147,7 @@ def cut_off():
         patch.object(deadlock_watch, "_store", lambda: silent),
         patch.object(deadlock_watch, "STORE_ANSWERS", 0.2),
     ):
-        said = str(deadlock_watch.explain(message, RuntimeError("too late")))
+        said = str(deadlock_watch.explain_wait(message, RuntimeError("too late")))
     mended.set()
     return said
 

@@ -17,7 +17,7 @@ from minifsdp import ModuleWrapPolicy
 from minifsdp.comm import collectives, deadlock_watch, same_machine
 from minifsdp.comm.collectives import all_gather
 from minifsdp.comm.message_tags import Kind, Message
-from minifsdp.comm.transport import exchange, wait_for, wait_for_readers
+from minifsdp.comm.transport import send_recv, wait_for, wait_for_readers
 from tests.comm.near import NEEDED, check_all, mine, near, say, wait_until_said
 from tests.patience import Patience
 from tests.ranks import device, on_ranks
@@ -42,7 +42,7 @@ def test_that_the_other_rank_has_ended_is_told_where_a_message_begins():
     message.group = group
     for sent, received in (([torch.ones(1)], []), ([], [torch.ones(1)])):
         with pytest.raises(RuntimeError, match=r"parameters of unit 'a'.*closed by peer"):
-            exchange(sent, 1, lambda received=received: received, 1, message)
+            send_recv(sent, 1, lambda received=received: received, 1, message)
 
 
 @reads_memory
@@ -249,7 +249,7 @@ def test_a_rank_asks_for_data_before_it_sends_its_own():
             called.append(("receive", tensors[0].item(), source))
 
     tensors = [torch.tensor(number) for number in range(4)]
-    exchange(tensors[:2], 5, lambda: tensors[2:], 6, SimpleNamespace(group=Group(), tag=0))
+    send_recv(tensors[:2], 5, lambda: tensors[2:], 6, SimpleNamespace(group=Group(), tag=0))
     assert called == [("receive", 2, 6), ("receive", 3, 6), ("send", 0, 5), ("send", 1, 5)]
 
 

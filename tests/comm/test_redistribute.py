@@ -1,4 +1,4 @@
-"""exchange.py: whatever pieces ranks have, each gets those that it wants."""
+"""redistribute.py: whatever pieces ranks have, each gets those that it wants."""
 
 from unittest.mock import patch
 
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from minifsdp.comm import collectives, deadlock_watch
-from minifsdp.comm.exchange import exchange
+from minifsdp.comm.redistribute import redistribute
 from tests.comm.test_deadlock_watch import alone_in_the_world
 from tests.ranks import device, run
 
@@ -21,7 +21,7 @@ def check(have, want, dtype, native):
     whole = torch.arange(12, device=device()).to(dtype)
     own = [whole[piece.start : piece.stop].clone() for piece in have[rank]]
     with patch.object(collectives, "NATIVE", native):
-        found = exchange(own, have, want, group, "a test")
+        found = redistribute(own, have, want, group, "a test")
     for tensor, piece in zip(found, want[rank], strict=True):
         assert torch.equal(tensor, whole[piece.start : piece.stop]) and tensor.dtype is dtype
 
@@ -39,7 +39,7 @@ def test_each_rank_gets_what_it_wants(have, want, dtype, native):
 def test_one_rank_by_itself_needs_no_group():
     whole = torch.arange(6.0)
     have, want = [[range(0, 6)]], [[range(4, 6), range(0, 3)]]
-    found = exchange([whole], have, want, None, "a test")
+    found = redistribute([whole], have, want, None, "a test")
     assert [tensor.tolist() for tensor in found] == [[4, 5], [0, 1, 2]]
     found[0].zero_()
     assert whole[4] == 4  # a copy
@@ -57,7 +57,7 @@ def crossed():
             collectives.all_gather(torch.empty(4), torch.ones(2), group, 5, "'a'")()
         else:
             have, want = [[range(0, 2)], [range(2, 4)]], [[range(2, 4)], [range(0, 2)]]
-            exchange([torch.ones(2)], have, want, group, "the exchange of a test")
+            redistribute([torch.ones(2)], have, want, group, "the exchange of a test")
     assert not deadlock_watch.waiting
     return str(error.value)
 

@@ -27,7 +27,7 @@ Parts = list[list[Tensor]]
 """Views ``[n]``, of which the first ones go to the first rank or come from it, and so on."""
 
 
-def exchange(
+def redistribute(
     own: Sequence[Tensor],
     have: Sequence[Pieces],
     want: Sequence[Pieces],
