@@ -102,6 +102,9 @@ def test_a_limit_is_told_with_who_trains_within_it():
 def test_a_machine_without_the_memory_for_it_is_told_so(capsys):
     assert engine.main(["--model", "350m", "--world", "4", "--limit", "999999"]) == 0
     assert "skipped: no limit of 999999 GiB can be set here: 4 ranks may" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        engine.main(["--model", "350m", "--limit", "3", "--bf16"])
+    assert "--limit goes with none of" in capsys.readouterr().err
 
 
 def test_without_arguments_all_three_tables_are_made(monkeypatch):

@@ -13,6 +13,7 @@ a rank has only so much memory (limited.py).
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -47,7 +48,11 @@ bits, and one that takes more memory than DDP has."""
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="make bench", description=__doc__.partition("\n")[0])
+    p = argparse.ArgumentParser(
+        prog="make bench",
+        description=__doc__.partition("\n")[0],
+        epilog="Without any option: " + "; ".join(map(shlex.join, DEFAULT)),
+    )
     p.add_argument("--model", choices=[*WORKLOADS, "deep", "ranks"], default="comm")
     p.add_argument("--world", type=int, default=2, metavar="RANKS")
     p.add_argument("--rounds", type=int, default=15)
@@ -101,6 +106,8 @@ def main(argv: list[str]) -> int:
         print("\n".join(ratios(few, many)))
         found = {str(RANKS[0]): few, str(RANKS[1]): many}
     elif options.limit:
+        if options.net or options.bf16 or options.offload:
+            parser().error("--limit goes with none of --net, --bf16 and --offload")
         limit = int(options.limit * 1024 * MIB)
         why = limited.missing(options.world, limit)
         if why:
