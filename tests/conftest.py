@@ -1,9 +1,12 @@
 """What `make test` leaves out, what this machine cannot run, and how that is told at the end."""
 
+import functools
 import gc
 import itertools
 import os
+import re
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +33,28 @@ def pytest_xdist_auto_num_workers(config):
     if torch.cuda.device_count():
         fitting = min(fitting, workers_that_fit(torch.cuda.get_device_properties(0).total_memory))
     return min((cores or 1) + 1, fitting, 8)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """All tests of a file that is marked with `xdist_group` go to one worker, others to whichever
+    is free. So does pytest-xdist by itself, but not with pytest 9.2: its issue 1386."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroups(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return group_of(config.rootpath / nodeid.partition("::")[0]) or nodeid
+
+    return ByGroups(config, log)
+
+
+@functools.cache
+def group_of(path: Path) -> str:
+    """The name in its mark, or nothing. The process that distributes tests imports none of them."""
+    mark = re.search(r'^pytestmark = pytest\.mark\.xdist_group\("(.*?)"\)', path.read_text(), re.M)
+    return mark[1] if mark else ""
 
 
 def pytest_collection_finish():

@@ -9,12 +9,12 @@ import sys
 import pytest
 import torch
 
-from tests.bench import check, engine, net
+from tests.bench import check, engine, limited, net
 from tests.bench.contenders import CONTENDERS, MEANWHILE, PLAIN
 from tests.bench.host import over_local
 from tests.bench.meters import build_counter
 from tests.bench.models import WORKLOADS
-from tests.bench.report import ideal_seconds, median, perfect_seconds, ratio, table
+from tests.bench.report import MIB, ideal_seconds, median, perfect_seconds, ratio, table
 from tests.bench.steps import check_losses, measured
 from tests.patience import run_command
 
@@ -64,6 +64,56 @@ def test_memory_is_counted_of_each_contender_alone():
     tensors = {name: each["tensors"] / whole for name, each in found.items()}
     assert tensors["DDP"] - tensors["local"] == pytest.approx(1, abs=0.1)  # its buckets
     assert tensors["mini"] < tensors["local"] - 0.2  # half of the parameters, and a unit
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="limits a CPU's memory")
+def test_minifsdp_trains_within_a_limit_that_ddp_runs_into():
+    """34 M parameters take DDP 513 MiB with AdamW, and each of two ranks 257 if they are sharded.
+    Units come on top, and some tens of MiB for gloo and threads."""
+    limit = 490 * MIB
+    assert not limited.missing(2, limit)
+    found = limited.compared("comm", ["DDP bucket view", "mini prefetch"], 2, limit)
+    ddp, mini = found.values()
+    assert limited.REFUSED in ddp["error"] and ddp["at"] == "AdamW's step 1"
+    assert not mini["error"] and len(mini["losses"]) == limited.STEPS
+    if "tensors" in mini:
+        whole = limited.ADAMW * WORKLOADS["comm"].nbytes / 4
+        assert ddp["tensors"] == pytest.approx(whole, rel=0.1) and ddp["tensors"] > limit
+        assert whole / 2 < mini["tensors"] < 0.6 * whole
+
+
+def test_a_limit_is_told_with_who_trains_within_it():
+    found = {
+        "DDP": {
+            "error": "refused",
+            "at": "AdamW's step 1",
+            "resident": 3 * MIB,
+            "tensors": 9 * MIB,
+        },
+        "mini": {"error": "", "at": "", "resident": 2 * MIB},
+    }
+    title, _, ddp, mini, _ = limited.table(found, "comm", 2, 490 * MIB).splitlines()
+    assert title.startswith("a limit of 490 MiB") and title.endswith(": 513 MiB, sharded 257")
+    assert "out of memory: AdamW's step 1" in ddp
+    assert ddp.split()[-2:] == ["3", "9"] and mini.split() == ["mini", "trains", "2"]
+
+
+def test_a_machine_without_the_memory_for_it_is_told_so(capsys):
+    assert engine.main(["--model", "350m", "--world", "4", "--limit", "999999"]) == 0
+    assert "skipped: no limit of 999999 GiB can be set here: 4 ranks may" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        engine.main(["--model", "350m", "--limit", "3", "--bf16"])
+    assert "--limit goes with none of" in capsys.readouterr().err
+
+
+def test_without_arguments_all_three_tables_are_made(monkeypatch):
+    made = [engine.parser().parse_args(given) for given in engine.DEFAULT]
+    assert [options.model for options in made] == ["comm", "125m", "350m"]
+    assert made[1].bf16 and engine.names_of(made[1]) == [*engine.IN_16_BITS]
+    given, main = [], engine.main
+    monkeypatch.setattr(engine, "main", lambda argv: given.append(argv) or 0)
+    assert main([]) == 0 and given == [*engine.DEFAULT]
 
 
 def test_a_contender_with_another_loss_is_found():

@@ -2,12 +2,20 @@
 
 import os
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.conftest import pytest_xdist_auto_num_workers, representative
+from tests.conftest import (
+    group_of,
+    pytest_xdist_auto_num_workers,
+    pytest_xdist_make_scheduler,
+    representative,
+)
+
+ROOT = Path(__file__).parents[1]
 
 
 def family(*rows, **values):
@@ -46,6 +54,30 @@ def test_what_is_not_combined_freely_is_covered_too():
         {"strategy": s, "ranks": r} for s, r in [("a", 2), ("a", 3), ("b", 2), ("b", 3), ("c", 4)]
     ]
     assert kept(family(*rows)) == [rows[0], rows[3], rows[4]]
+
+
+def test_a_file_that_is_marked_goes_to_one_worker():
+    pytest.importorskip("xdist")
+    values = {"dist": "loadgroup", "tx": ["popen"] * 2, "maxworkerrestart": None}
+    config = SimpleNamespace(rootpath=ROOT, getvalue=values.get, option=SimpleNamespace())
+    scheduler = pytest_xdist_make_scheduler(config, None)
+    tests = [
+        f"tests/{name}.py::test_a[{at}]"
+        for name in ("test_tutorials", "core/test_unit")
+        for at in "01"
+    ]
+    assert [scheduler._split_scope(test) for test in tests] == ["pictures", "pictures", *tests[2:]]
+    values["dist"] = "load"
+    assert pytest_xdist_make_scheduler(config, None) is None
+
+
+def test_every_group_is_marked_where_it_is_looked_for():
+    marked = [
+        path
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "mark.xdist_group(" in path.read_text()
+    ]
+    assert len(marked) >= 5 and all(map(group_of, set(marked) - {Path(__file__)}))
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="counts cores as Linux does")

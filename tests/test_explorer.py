@@ -25,6 +25,7 @@ from tutorials.explorer_data import COLUMNS, FIGURES, FULL, LEVELS, NAMES
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "tutorials" / "explorer.html"
+pytestmark = pytest.mark.xdist_group("explorer")  # whose fixtures take seconds
 CAPACITY = Cluster(GPUS[GPU]).capacity
 browser = pytest.mark.skipif(
     CHROMIUM is None, reason="explorer.html in a browser: there is no chromium here"

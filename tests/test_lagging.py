@@ -19,7 +19,7 @@ SAMPLE = list(
         (*ForwardPrefetch, False),
         (True, 1, False, 3),
     )
-)[::31]  # every setting of each kind is in it, with others each time
+)[::61]  # every setting of each kind is in it, with others each time
 WORLDS = [
     *product((1, 2), ShardingStrategy.__members__),
     *((4, strategy.name) for strategy in HYBRID),
@@ -50,11 +50,20 @@ def test_a_stream_does_nothing_until_it_is_waited_for_and_then_everything_in_ord
     assert log[4:] == ["start c", "end c"]
 
 
+def test_every_setting_is_in_the_sample():
+    # True and 1 are different limits.
+    found = [len(set(map(repr, values))) for values in zip(*SAMPLE, strict=True)]
+    assert found == [6, 3, 3, 3, 4]
+
+
 def check(strategy, offload, sample=SAMPLE):
+    """What is read before it is there is NaN in the first step or, of what the optimizer and the
+    backward leave, in the second."""
     for name, precision, backward, forward, limit in sample:
         with deferring_device():
             check_parity(
                 name,
+                steps=2,
                 sharding_strategy=strategy,
                 cpu_offload=offload,
                 mixed_precision=precision,

@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as of_torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -20,6 +19,7 @@ import minifsdp
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import MixedPrecision, ModuleWrapPolicy, ShardingStrategy, fully_shard
 from minifsdp.mixed_rows import MixedRows, rows_of
+from tests.parity import mesh
 from tests.ranks import device, on_ranks
 from tests.small import travels
 from tests.test_users_comm import all_gather
@@ -228,8 +228,7 @@ def test_with_settings(name):
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
 @on_ranks(2)
 def test_with_replicas(sizes):
-    mesh = init_device_mesh(device().type, sizes, mesh_dim_names=("replicate", "shard"))
-    check_parity(by_fully_shard(adapted(), mesh=mesh), adapted())
+    check_parity(by_fully_shard(adapted(), mesh=mesh(sizes[0])), adapted())
 
 
 @pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_GRAD_OP"])
@@ -242,8 +241,7 @@ def test_with_strategies(strategy):
 @on_ranks(4)
 def test_with_four_ranks_of_which_two_share_it_after_the_forward():
     models = [by_fully_shard(adapted(), reshard_after_forward=way) for way in (True, 2)]
-    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
-    models.append(by_fully_shard(adapted(), mesh=mesh))
+    models.append(by_fully_shard(adapted(), mesh=mesh(replicas=2)))
     plain = adapted()
     losses, expected = [train(model) for model in models], train(DDP(plain))
     assert losses[0] == losses[1]

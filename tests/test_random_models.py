@@ -28,7 +28,7 @@ from tests.random_models import (
 from tests.ranks import on_ranks, run
 from tests.small import replaced, travels
 
-CASES, EACH = 200, 5
+CASES, EACH = 204, 3
 BATCHES = [
     pytest.param(first, marks=[pytest.mark.slow] * (first >= EACH * len(WORLDS)))
     for first in range(0, CASES, EACH)

@@ -20,6 +20,7 @@ from minifsdp.between_steps.explain import table
 from tests.core.test_fully_sharded import code_lines
 from tests.patience import run_command
 from tests.ranks import device, on_ranks
+from tests.torchrun import torchrun
 from tutorials import front
 
 ROOT = Path(__file__).parent.parent
@@ -35,21 +36,25 @@ def test_the_readme_is_read_to_its_end():
     assert len(README.encode()) <= 10_240
 
 
-@pytest.mark.parametrize("page, longest", [("README.md", 16), ("tutorials/reference/using.md", 23)])
-def test_an_example_runs(page, longest, tmp_path):
+def by_torchrun(script):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    return run_command([*launch, "2", script])
+
+
+@pytest.mark.parametrize(
+    "page, longest, launched",
+    [
+        ("README.md", 16, by_torchrun),
+        ("tutorials/reference/using.md", 23, lambda script: torchrun(script, 2)),
+    ],
+    ids=["README.md", "using.md"],
+)
+def test_an_example_runs(page, longest, launched, tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     assert len(code.splitlines()) <= longest
     script = tmp_path / "example.py"
     script.write_text(code)
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    result = run_command([*launch, script])
+    result = launched(script)
     assert result.returncode == 0, result.stderr
     losses = dict(re.findall(r"rank (\d): loss (\d\.\d+)", result.stdout))
     assert losses.keys() == {"0", "1"} and losses["0"] != losses["1"]

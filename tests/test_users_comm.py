@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchsModule
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
@@ -17,6 +16,7 @@ from minifsdp.core.unit_state import ShardedState
 from minifsdp.featured_engine import FeaturedEngine
 from minifsdp.no_sync import NoSync
 from minifsdp.users_comm import UsersComm
+from tests.parity import mesh
 from tests.ranks import device, on_ranks
 from tests.test_fsdp_module import build, same, sharded, whole
 
@@ -147,9 +147,8 @@ def test_bit_equal_to_torchs(name, native):
 @pytest.mark.parametrize("name", IN_HYBRID)
 @on_ranks(4)
 def test_bit_equal_to_torchs_in_two_groups_of_two(name, native):
-    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
     with patch.object(collectives, "NATIVE", native):
-        against_torchs(IN_HYBRID[name], mesh=mesh)
+        against_torchs(IN_HYBRID[name], mesh=mesh(replicas=2))
 
 
 def backward(model, seed=0):
@@ -207,8 +206,7 @@ def test_a_unit_that_is_kept_follows_a_changed_shard():
 
 
 def hybrid():
-    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
-    return sharded(mesh=mesh)
+    return sharded(mesh=mesh(replicas=2))
 
 
 @on_ranks(4)
@@ -263,8 +261,7 @@ class HalfUsed(nn.Module):
 
 @on_ranks(4)
 def test_a_parameter_that_no_part_has_used_gets_no_gradient():
-    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = fully_shard(HalfUsed().to(device()), mesh=mesh)
+    model = fully_shard(HalfUsed().to(device()), mesh=mesh(replicas=2))
     for last in (False, True):
         model.set_requires_all_reduce(last)
         model(torch.ones(2, 4, device=device())).sum().backward()

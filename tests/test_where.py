@@ -1,14 +1,14 @@
 """where.py and gpus.py: what would run where on a machine with GPUs, without one."""
 
-import sys
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests import gpus, ranks
 from tests.gpus import Place
-from tests.patience import run_command
+from tests.torchrun import torchrun
 from tutorials.exercises.catalog import ROOT
 
 
@@ -39,8 +39,8 @@ def test_of_eight_gpus():
     ],
 )  # fmt: skip
 def test_a_dry_run_says_what_would_run_where(count, expected):
-    command = [sys.executable, "-m", "tests.where", str(count), __file__, "-k", "test_of"]
-    printed = run_command(command, cwd=ROOT).stdout
+    program = Path(__file__).with_name("where.py")  # forked: a new Python would import torch
+    printed = torchrun(program, 1, str(count), __file__, "-k", "test_of", path=ROOT).stdout
     assert printed.splitlines()[-4:] == [
         f"with {count} GPUs: 3 tests", *(f"  {1:6} {line}" for line in expected)
     ]  # fmt: skip

@@ -8,6 +8,7 @@
     net.py            a slow link between ranks
     host.py           what the engine itself takes
     without.py        and what of that its promises take
+    limited.py        who trains where a rank has only so much memory
     report.py         the table and the picture
 `make bench-checkpoints` (checkpoints.py): saving and loading
 By `python -m`: optimizers.py, steps of optimizers; start.py, what comes before the first step

@@ -7,17 +7,19 @@ communication ("local") or what it would take at best; the time of the CPU; what
 faults; the most that tensors take, counted exactly; and by how much the process grows in a step.
 
 `--model deep` asks how long the engine itself takes, and `--model ranks` whether it takes longer on
-1,024 ranks than on 8 (host.py); the others train a GPT (models.py).
+1,024 ranks than on 8 (host.py); the others train a GPT (models.py). `--limit` asks who trains where
+a rank has only so much memory (limited.py).
 """
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 
 import torch
 
-from tests.bench import net
+from tests.bench import limited, net
 from tests.bench.contenders import CONTENDERS, MEANWHILE, PLAIN
 from tests.bench.host import (
     ONE_FILE,
@@ -32,17 +34,31 @@ from tests.bench.host import (
     work,
 )
 from tests.bench.models import WORKLOADS
-from tests.bench.report import picture, table
+from tests.bench.report import MIB, picture, table
 from tests.bench.steps import measured, on_gpus
+
+IN_16_BITS = "FSDP1 prefetch", "FSDP2 tuned", "mini prefetch", "mini rows"
+DEFAULT = (
+    ["--model", "comm"],
+    ["--model", "125m", "--bf16", "--world", "4", "--rounds", "5", "--only", *IN_16_BITS],
+    ["--model", "350m", "--world", "4", "--limit", "3"],
+)
+"""What `make bench` runs without arguments: all contenders in fp32, some with a larger model in 16
+bits, and one that takes more memory than DDP has."""
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="make bench", description=__doc__.partition("\n")[0])
+    p = argparse.ArgumentParser(
+        prog="make bench",
+        description=__doc__.partition("\n")[0],
+        epilog="Without any option: " + "; ".join(map(shlex.join, DEFAULT)),
+    )
     p.add_argument("--model", choices=[*WORKLOADS, "deep", "ranks"], default="comm")
     p.add_argument("--world", type=int, default=2, metavar="RANKS")
     p.add_argument("--rounds", type=int, default=15)
     p.add_argument("--net", type=float, default=0, metavar="MBIT", help="of the link of each rank")
     p.add_argument("--bf16", action="store_true", help="gathers and reduces in 16 bits")
+    p.add_argument("--limit", type=float, default=0, metavar="GIB", help="of memory, to each rank")
     p.add_argument("--offload", action="store_true", help="shards in the host's memory")
     p.add_argument("--only", nargs="+", choices=CONTENDERS, metavar="NAME")
     p.add_argument("--time-only", action="store_true", help="no memory, which takes as long again")
@@ -65,6 +81,8 @@ def names_of(options: argparse.Namespace) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
+    if not argv:
+        return max(map(main, DEFAULT))
     options = parser().parse_args(argv)
     if options.model == "deep":
         times = host_times(options.rounds)
@@ -87,6 +105,20 @@ def main(argv: list[str]) -> int:
         print(f"ms of the CPU for {UNITS} units on {RANKS[1]:,} ranks (to those on {RANKS[0]}):")
         print("\n".join(ratios(few, many)))
         found = {str(RANKS[0]): few, str(RANKS[1]): many}
+    elif options.limit:
+        if options.net or options.bf16 or options.offload:
+            parser().error("--limit goes with none of --net, --bf16 and --offload")
+        limit = int(options.limit * 1024 * MIB)
+        why = limited.missing(options.world, limit)
+        if why:
+            print(f"skipped: no limit of {options.limit:g} GiB can be set here: {why}")
+            return 0
+        title = f"{options.model}: {WORKLOADS[options.model].about}; {options.world} ranks, fp32"
+        print(title, flush=True)
+        given = (options.model, options.only or limited.NAMES, options.world, limit)
+        trained = limited.compared(*given, counts=not options.time_only)
+        print(limited.table(trained, options.model, options.world, limit))
+        found = {**trained}
     else:
         why = net.missing() if options.net else ""
         if why:

@@ -55,14 +55,32 @@ def bytes_sent() -> int:
 
 def resident_peak() -> int:
     """Bytes of this process that were in memory at most, since :func:`forget_resident_peak`."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+    return _status("VmHWM:")
 
 
 def forget_resident_peak() -> int:
     """Returns what it is now."""
     Path("/proc/self/clear_refs").write_text("5")
     return resident_peak()
+
+
+def own_memory() -> int:
+    """Bytes of this process that it may write to and that are its own, whether or not it has
+    written to them yet: what RLIMIT_DATA limits."""
+    return _status("VmData:")
+
+
+def available() -> int:
+    """Bytes that new processes can have without any being written to a disk."""
+    return _kilobytes("/proc/meminfo", "MemAvailable:")
+
+
+def _status(line: str) -> int:
+    return _kilobytes("/proc/self/status", line)
+
+
+def _kilobytes(file: str, line: str) -> int:
+    return 1024 * int(Path(file).read_text().partition(line)[2].split()[0])
 
 
 def build_counter(folder: Path) -> Path | None:

@@ -66,5 +66,7 @@ def _nbytes(module: nn.Module) -> int:
 WORKLOADS = {
     "comm": Workload(8, 512, 8192, (1, 32), "34 M parameters, 32 tokens: communication decides"),
     "comp": Workload(6, 384, 2048, (4, 128), "12 M parameters, 512 tokens: computation decides"),
+    "125m": Workload(12, 768, 26_000, (1, 32), "125 M parameters, 32 tokens"),
+    "350m": Workload(24, 1024, 24_000, (1, 32), "351 M parameters, 32 tokens"),
     "tiny": Workload(4, 128, 256, (16, 64), "that of `make demo`: 0.9 M parameters, 1,024 tokens"),
 }

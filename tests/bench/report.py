@@ -96,6 +96,11 @@ def table(found: Found, workload: str, ranks: int, mbit: float) -> str:
         times = [f"{seconds * 1e3:.0f}", f"{middle:.2f}", f"{low:.2f} to {high:.2f}"]
         times += [f"{seconds / ideal:.2f}", f"{cpu * 1e3:.0f}"]
         rows.append([name, *times, f"{sent / MIB:.1f}", f"{faults:,.0f}", *peaks])
+    return columns(rows)
+
+
+def columns(rows: list[list[str]]) -> str:
+    """Rows of words, one below the other; all but the first column to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows

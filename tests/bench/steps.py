@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
 
 from minifsdp.comm import same_machine
 from tests.bench import net
@@ -50,11 +51,15 @@ class Job:
     def on_all_ranks(self, function: Callable[..., None], *args: Any) -> Any:
         """What rank 0 reports. ``function`` is called with the rank, the job, and ``args``."""
         report = Path(self.folder, "report")
-        mp.spawn(_rank, (function, self, *args), self.ranks)
+        self.start(function, *args)
         found = json.loads(report.read_text())
         report.unlink()
-        Path(self.folder, "ranks").unlink(missing_ok=True)
         return found
+
+    def start(self, function: Callable[..., None], *args: Any) -> None:
+        """Call it on all ranks, and wait for their end."""
+        mp.spawn(_rank, (function, self, *args), self.ranks)
+        Path(self.folder, "ranks").unlink(missing_ok=True)
 
 
 def on_gpus(ranks: int) -> bool:
@@ -89,20 +94,35 @@ def _rank(rank: int, function: Callable[..., Any], job: Job, *args: Any) -> None
 class Trainer:
     """One contender's model, and its optimizer. SGD, since all of them compute that alike."""
 
-    def __init__(self, name: str, rank: int, job: Job, setting: Setting) -> None:
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        job: Job,
+        setting: Setting,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    ) -> None:
         workload = WORKLOADS[job.workload]
         self.model = CONTENDERS[name](workload.model(), setting)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.optimizer = optimizer(self.model.parameters(), lr=0.01)
         self.batches = workload.batches(rank, setting.device)
         self.losses: list[float] = []
 
     def step(self) -> None:
+        loss = self.gradients()
+        self.update()
+        self.losses.append(loss.item())  # waits for a GPU
+
+    def gradients(self) -> Tensor:
+        """Forward and backward; the loss."""
         tokens = self.batches[len(self.losses) % len(self.batches)]
-        loss = self.model(tokens).float().logsumexp(-1).mean()
+        loss: Tensor = self.model(tokens).float().logsumexp(-1).mean()
         loss.backward()
+        return loss
+
+    def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.losses.append(loss.item())  # waits for a GPU
 
 
 def timed(rank: int, job: Job, setting: Setting) -> dict[str, Any]:
@@ -147,12 +167,12 @@ def memory(job: Job) -> dict[str, dict[str, int]]:
     if library is None or on_gpus(job.ranks):
         print("memory: not counted; it takes a C compiler, and models on the CPU")
         return {}
-    with _environment(LD_PRELOAD=str(library)):
+    with environment(LD_PRELOAD=str(library)):
         return {name: job.on_all_ranks(counted, name) for name in job.names}
 
 
 @contextmanager
-def _environment(**words: str) -> Iterator[None]:
+def environment(**words: str) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in words}
     os.environ.update(words)
     try:

@@ -4,6 +4,7 @@ Two ranks, because the sum of two numbers is the same in both orders. Here each 
 strategy, and schedules take turns; `make matrix ARGS=core` crosses all of them.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -180,9 +181,15 @@ def built(name: str) -> nn.Module:
     return MODELS[name]()
 
 
-def compare(name: str, **settings) -> None:
+@functools.cache  # for all strategies and schedules
+def by_ddp(name: str) -> tuple[list[Tensor], nn.Module]:
+    """The losses, and the model that was trained."""
     plain = built(name)
-    expected = train(DDP(plain, find_unused_parameters=name == "unused"))
+    return train(DDP(plain, find_unused_parameters=name == "unused")), plain
+
+
+def compare(name: str, **settings) -> None:
+    expected, plain = by_ddp(name)
     model = sharded(built(name), **settings)
     found = train(model)
     assert all(map(torch.equal, found, expected)), (name, settings)

@@ -184,8 +184,7 @@ def of_the_virtual_gpu(in_rows):
         return two_steps(model, levels)
 
 
-@pytest.mark.parametrize("in_rows", [False, True])
-def test_tensors_take_what_torchs_tracker_says_of_its_fully_shard(in_rows):
+def test_tensors_take_what_torchs_tracker_says_of_its_fully_shard():
     """Parameters, activations, gradients and the optimizer's state, each where it is added or
     freed: to the byte, but for Adam's counts of steps, which are the host's here. So is the most
     that a step of the optimizer takes.
@@ -193,7 +192,12 @@ def test_tensors_take_what_torchs_tracker_says_of_its_fully_shard(in_rows):
     Torch takes more: in a forward what was gathered is there twice until it is copied, and in a
     backward the root's parameters stay to the end, where every gradient of the model has arrived.
     There minifsdp has freed them, and lays the gradients of the root end to end in their place."""
-    ours, theirs = of_the_virtual_gpu(in_rows), of_torch()
+    theirs = of_torch()
+    for in_rows in (False, True):
+        compare(of_the_virtual_gpu(in_rows), theirs, in_rows)
+
+
+def compare(ours, theirs, in_rows):
     # In rows there are marks beside parameters and beside gradients (rows.py): 16 elements for each
     # of the blocks, and 8 for the root, which stays gathered between forward and backward.
     marks = 4 * (4 * 16 + 8) if in_rows else 0

@@ -96,7 +96,12 @@ MESHES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", MESHES)
+SLOW = ("one hybrid",)  # shards as "the data first" does, and has a mesh like that of "replicas"
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW)) for k in MESHES]
+)
 def test_bit_equal_to_torchs(kind):
     run(check_bit_equal, 4, kind)
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from minifsdp import FSDPModule, fully_shard
+from tests.parity import mesh
 from tests.ranks import device, on_ranks, run
 from tests.test_users_comm import all_gather
 
@@ -174,8 +175,7 @@ def test_bit_equal_to_torchs(ranks, setting):
 
 def settings_of(name: str) -> dict:
     if name == "hybrid":
-        mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
-        return {"mesh": mesh}
+        return {"mesh": mesh(replicas=2)}
     return {"mesh": init_device_mesh(device().type, (dist.get_world_size(),)), **SETTINGS[name]}
 
 
@@ -244,15 +244,15 @@ def test_a_program_may_move_cast_and_freeze_it_and_set_its_communication():
 
 @on_ranks(4)
 def test_with_tensor_parallel_layers_as_torchs():
-    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
+    grid = init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     found = []
     for shard in (torchs_fully_shard, fully_shard):
         torch.manual_seed(0)
         model = nn.ModuleDict({"up": nn.Linear(8, 12), "down": nn.Linear(12, 8)}).to(device())
         model = nn.Sequential(*model.values()).to(device())
-        parallelize_module(model, mesh["tp"], {"0": plan["up"], "1": plan["down"]})
-        shard(model, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(p.dim() - 1))
+        parallelize_module(model, grid["tp"], {"0": plan["up"], "1": plan["down"]})
+        shard(model, mesh=grid["dp"], shard_placement_fn=lambda p: Shard(p.dim() - 1))
         torch.manual_seed(dist.get_rank() // 2)
         optimizer = adamw(model)
         for _ in range(2):

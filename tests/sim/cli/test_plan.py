@@ -15,6 +15,7 @@ from minifsdp.sim.cli import plan as module
 from minifsdp.sim.cli.options import add_settings
 from minifsdp.sim.cli.plan import VALUES, better, why
 
+pytestmark = pytest.mark.xdist_group("plan")  # whose fixtures take seconds
 SMALL = ["plan", "--model", "tests.sim.test_main:small", "--nodes", "2", "--batch", "64"]
 FIXED = ["--precision", "bf16", "--unit", "block", "--recompute", "none", "--offload", "no"]
 

@@ -6,7 +6,7 @@ from minifsdp.sim.cli.run import measure
 from minifsdp.sim.figures.advice import WORTH, Advice, advice
 from tests.sim.cli.test_run import options
 
-BASE = "--model gpt-1.3b --batch 4 --seq 512 --nodes 2"
+BASE = "--model gpt-1.3b --batch 4 --seq 512 --nodes 2 --steps 2"
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ BASE = "--model gpt-1.3b --batch 4 --seq 512 --nodes 2"
         (f"{BASE} --recompute full --nodes 1 --batch 8", "recompute none"),
         (f"{BASE} --offload yes --nodes 1", "offload no"),
         (f"{BASE} --precision fp32", "precision bf16"),
-        ("--model gpt-125m --batch 1 --seq 512", "batch 2"),
+        ("--model gpt-125m --batch 1 --seq 512 --steps 2", "batch 2"),
     ],
 )
 def test_it_is_tried_and_helps(words, expected):
@@ -57,7 +57,7 @@ def test_what_there_is_no_memory_for_is_not_advised():
 
 
 def test_where_nothing_helps_it_says_so():
-    words = "--model gpt-1.3b --gpus 1 --gpu h200 --batch 8"
+    words = "--model gpt-1.3b --gpus 1 --gpu h200 --batch 8 --steps 2"
     figures, gpu = measure(options(words))
     assert gpu is not None
     assert not advice(gpu, figures, options(words)).name
