@@ -115,7 +115,8 @@ def fully_shard(
         check_inside(whole, mesh, on_mesh)
         settings = fsdp2_settings(mesh, reshard_after_forward, mp_policy, offload_policy)
         group = settings.placement.shard_group
-        dims = divided_dims(whole, shard_placement_fn, 1 if group is None else group.size())
+        ranks = 1 if group is None else group.size()
+        dims = divided_dims(whole, shard_placement_fn, ranks, mesh)
         unit = build_unit(whole, settings, stays_on_meta=True, dims=dims)
         unit.is_list, unit.unreduced_dtype = whole is not modules[0], mp_policy.reduce_dtype
         unit.post_forward_lines = post_forward_lines(reshard_after_forward, unit.shard_group, mesh)

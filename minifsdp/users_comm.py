@@ -16,13 +16,13 @@ Source: ``FSDPModule`` and ``_fsdp_api.py`` of ``torch.distributed.fsdp`` (pytor
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minifsdp.comm.message_tags import cached
 from minifsdp.core.collectives import Group, TorchCollectives, torch_reduce_scatter
 from minifsdp.core.reduce import ReduceScatter, Stage
 from minifsdp.core.streams import Finish
@@ -132,7 +132,7 @@ def _allocate(function: Any, like: Tensor) -> Tensor:
     return memory
 
 
-@cache  # so that all units of the same ranks have the same one
+@cached  # so that all units of the same ranks have the same one
 def group_for_reductions(group: Group) -> Group:
     """A second group of the ranks of ``group``. All of them have to call this. Two collectives of
     one NCCL communicator run one after the other; those of two may run at the same time."""

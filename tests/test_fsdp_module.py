@@ -395,8 +395,13 @@ def test_a_plain_model_loads_the_full_state():
 @on_ranks(1)
 def test_what_is_not_there_yet_is_refused_by_name():
     model = fully_shard(nn.Linear(2, 2))
-    with pytest.raises(NotImplementedError, match="set_symm_mem_for_comm"):
-        model.set_symm_mem_for_comm()
+    for name in (
+        "set_symm_mem_for_comm",
+        "set_allocate_memory_from_process_group_for_comm",
+        "set_reduce_scatter_max_input_buffers",
+    ):
+        with pytest.raises(NotImplementedError, match=rf"minifsdp: {name} .* leave the call out"):
+            getattr(model, name)(True)
 
 
 @on_ranks(1)

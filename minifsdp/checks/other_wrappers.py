@@ -91,8 +91,9 @@ def check_inside(
                 )
             if param is not None and not is_optimized(param) and _has_own_operations(param):
                 cls = type(param)
+                how = "is gathered" if hasattr(cls, "fsdp_pre_all_gather") else "computes"
                 raise ValueError(
-                    f"parameter {where!r} is a {cls.__module__}.{cls.__qualname__}, which computes "
+                    f"parameter {where!r} is a {cls.__module__}.{cls.__qualname__}, which {how} "
                     f"in its own way. A unit is one flat tensor of plain numbers, so it would lose "
                     f"that. Leave it out with ignored_params={{...}} of fully_shard or "
                     f"ignored_states=[...] of FullyShardedDataParallel, or convert it to a plain "
@@ -105,9 +106,10 @@ def _has_own_operations(param: Tensor) -> bool:
     quantized tensor, for example, in which one number is made of several. (For DTensors see
     tensor_parallel.py.)"""
     cls, plain = type(param), nn.Parameter
-    return cls is not DTensor and (cls.__torch_function__, cls.__torch_dispatch__) != (
+    changed = (cls.__torch_function__, cls.__torch_dispatch__) != (
         plain.__torch_function__, plain.__torch_dispatch__,
     )  # fmt: skip
+    return cls is not DTensor and (changed or hasattr(cls, "fsdp_pre_all_gather"))
 
 
 def refuse_around(other: str, module: nn.Module) -> None:

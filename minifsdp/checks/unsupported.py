@@ -73,7 +73,10 @@ def join_hook(self: object, **kwargs: Any) -> NoReturn:
 
 def _not_there(name: str) -> Callable[..., NoReturn]:
     def method(*args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"minifsdp: {name} is not there yet")
+        raise NotImplementedError(
+            f"minifsdp: {name} is not there yet. It may make steps faster on GPUs, and no result "
+            f"depends on it: leave the call out."
+        )
 
     return method
 

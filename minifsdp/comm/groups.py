@@ -19,7 +19,6 @@ Sources: the "hybrid sharding" of Zhao et al., arXiv:2304.11277; MiCS, arXiv:220
 """
 
 import socket
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifsdp.comm.consensus import gather_objects
-from minifsdp.comm.message_tags import check_exists
+from minifsdp.comm.message_tags import cached, check_exists
 from minifsdp.core.api import ShardingStrategy
 from minifsdp.core.collectives import Group
 
@@ -124,7 +123,7 @@ def _pair(groups: Any) -> tuple[Group, Group]:
     return check_grid(*pair)
 
 
-@cache  # every unit that is wrapped by hand asks for it, and making groups is slow
+@cached  # every unit that is wrapped by hand asks for it, and making groups is slow
 def groups_by_host(group: Group) -> tuple[Group, Group]:
     """The row and the column of this rank, if each host is a row.
 
@@ -153,7 +152,7 @@ def hosts_of(group: Group) -> list[str]:
     return gather_objects(socket.gethostname(), group, "the comparison of host names")
 
 
-@cache  # so that all units of the same ranks have the same one
+@cached  # so that all units of the same ranks have the same one
 def mesh_of(placement: Placement, device_type: str) -> DeviceMesh:
     """The ranks of a placement as a DeviceMesh, which DTensors need: of the ranks that shard, of
     those that replicate, or of both with the dimensions (replicate, shard)."""
@@ -171,7 +170,7 @@ def mesh_of(placement: Placement, device_type: str) -> DeviceMesh:
     )
 
 
-@cache
+@cached
 def check_grid(shard: Group, replicate: Group) -> tuple[Group, Group]:
     """The same two groups, after comparing with the other ranks that they are those of a grid.
 
@@ -199,7 +198,7 @@ def check_grid(shard: Group, replicate: Group) -> tuple[Group, Group]:
     return shard, replicate
 
 
-@cache  # so that all units of the same ranks have the same one
+@cached  # so that all units of the same ranks have the same one
 def smaller_group(group: Group, lines: tuple[tuple[int, ...], ...]) -> Group:
     """The one that this rank is in, if each line of ranks forms a group. All ranks of the program
     have to call this: torch counts the groups of a process in their names, so that a rank that has

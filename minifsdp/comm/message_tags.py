@@ -19,12 +19,16 @@ kept, which checks/same_launches.py compares.
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from enum import IntEnum
+from functools import cache
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 Key = tuple[str, int, int, int]
 """The name of the process group, the number of the unit, the kind, and the bytes per element."""
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Kind(IntEnum):
@@ -51,6 +55,7 @@ started: dict[Key, int] = {}
 owners: dict[str, int] = {}
 """By name of a process group: the thread that has started the last message in it."""
 
+_caches: list[Any] = []
 _world: "weakref.ref[dist.ProcessGroup] | None" = None  # the default group of these counts
 
 
@@ -82,6 +87,8 @@ class Message:
             _world = weakref.ref(now)
             started.clear()
             owners.clear()
+            for each in _caches:
+                each.cache_clear()
         name: str = group.group_name
         owners[name] = thread = threading.get_ident()
         # What goes through the store is counted by what it is about and between which ranks, which
@@ -120,6 +127,14 @@ class Message:
 
     def __str__(self) -> str:
         return _WORDS.get(self.kind, "{}").format(self.label, self.key[-1])
+
+
+def cached(function: _Function) -> _Function:
+    """As ``functools.cache``, until there is another default process group. A cache that went on
+    would keep the groups of each one before it alive, and the threads that gloo has for them."""
+    remembers: Any = cache(function)
+    _caches.append(remembers)
+    return remembers  # type: ignore[no-any-return]
 
 
 class Launches:

@@ -67,7 +67,8 @@ def data_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh | None:
     if dims.shard is None or not all(isinstance(name, str) for name in names):
         raise NotImplementedError(
             f"minifsdp: dp_mesh_dims={dims} is not there yet: it takes one dimension to shard over "
-            f"and, for hybrid sharding, one of replicas. Make a mesh in which several are one."
+            f"and, for hybrid sharding, one of replicas. Make a mesh in which several are one. For "
+            f"replicas alone, give it one more dimension, of size 1, and shard over that."
         )
     for name in names:
         if name not in known:

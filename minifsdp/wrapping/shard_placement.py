@@ -21,34 +21,42 @@ ranks have to divide the dimension evenly, or it is refused.
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from minifsdp.wrapping.auto_wrap import make_param_infos
 
 
-def divided_dims(module: nn.Module, choose: Any, ranks: int) -> dict[str, int]:
+def divided_dims(
+    module: nn.Module, choose: Any, ranks: int, mesh: DeviceMesh | None
+) -> dict[str, int]:
     """The dimensions along which the parameters of a unit are divided, by name.
 
     Args:
         module: of the unit, which is still to be made.
         choose: is called with each parameter, and returns ``Shard(dim)``, or None for the first
-            dimension. None: that for all.
+            dimension; or one of these in torch's ``ShardPlacementResult``, with ``mesh``. None: the
+            first dimension for all.
         ranks: that share the unit.
+        mesh: as it was given to ``fully_shard``.
 
     Raises:
         ValueError: it returns something else, or a dimension that the parameter does not have.
-        NotImplementedError: the ranks do not divide the dimension evenly; or it returns a mesh, for
-            a parameter that other ranks are to share.
+        NotImplementedError: the ranks do not divide the dimension evenly; or it returns another
+            mesh, for a parameter that other ranks are to share.
     """
     dims: dict[str, int] = {}
     for info in make_param_infos(module) if choose else ():
         found = choose(info.owners[0].get())
         if hasattr(found, "mesh_info"):
-            raise NotImplementedError(
-                f"minifsdp: a ShardPlacementResult from shard_placement_fn, for {info.name!r}, is "
-                f"not there yet. Return Shard(dim); and for what other ranks are to share call "
-                f"fully_shard(inner_module, mesh=their_mesh) before."
-            )
+            if mesh is None or getattr(found.mesh_info, "mesh", None) != mesh:
+                raise NotImplementedError(
+                    f"minifsdp: a ShardPlacementResult from shard_placement_fn, for {info.name!r}, "
+                    f"is not there yet, unless it has the mesh that was given to fully_shard. "
+                    f"Return Shard(dim); and for what other ranks are to share call "
+                    f"fully_shard(inner_module, mesh=their_mesh) before."
+                )
+            found = found.placement
         if found is not None and not isinstance(found, Shard):
             raise ValueError(
                 f"Invalid shard_placement_fn result: {found!r} for parameter {info.name!r}; it has "

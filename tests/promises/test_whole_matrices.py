@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.promises import WAYS, Block, batch, ddp, parameters, seeded
 from tests.ranks import device, on_ranks
@@ -101,6 +102,77 @@ def test_torchs_muon_rounds_otherwise_by_no_more_than_bfloat16_does(way):
 
 def parameters_before(wrap):
     return parameters(wrap(network()))
+
+
+class Shampoo(torch.optim.Optimizer):
+    """As it is written in a few lines: of each matrix, roots of what its gradients' rows and
+    columns have in common. ``whole`` is what is done to a gradient first."""
+
+    whole = staticmethod(lambda grad: grad)
+
+    def __init__(self, params, lr=LR):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                grad, state = self.whole(param.grad), self.state[param]
+                for name, product in (("left", grad @ grad.mT), ("right", grad.mT @ grad)):
+                    state[name] = state.get(name, torch.zeros_like(product)) + product
+                update = root(state["left"]) @ grad @ root(state["right"])
+                if isinstance(param, DTensor) and not isinstance(update, DTensor):
+                    update = distribute_tensor(
+                        update, param.device_mesh, param.placements, src_data_rank=None
+                    )
+                param.add_(update, alpha=-group["lr"])
+
+
+class ShampooOfWholes(Shampoo):
+    whole = staticmethod(lambda grad: grad.full_tensor() if isinstance(grad, DTensor) else grad)
+
+
+def root(matrix):
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors @ torch.diag((values.clamp(min=0) + 0.01).pow(-0.25)) @ vectors.mT
+
+
+@by_way
+@on_ranks(2)
+def test_a_shampoo_that_gathers_each_matrix_is_that_of_a_plain_model_bit_for_bit(way):
+    expected = seeded(trained(ShampooOfWholes), ddp)
+    found = seeded(trained(ShampooOfWholes), WAYS[way])
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@by_way
+@on_ranks(2)
+def test_a_shampoo_of_dtensors_differs_by_rounding_alone(way):
+    """Its root makes much of that: in float32 the third digit may differ, so this is float64."""
+
+    def in_double(wrap):
+        return trained(Shampoo)(lambda model: wrap(model.double()))
+
+    in_float32 = batch
+    with patch(f"{__name__}.batch", lambda *a, **k: in_float32(*a, **k).double()):
+        expected, found = seeded(in_double, ddp), seeded(in_double, WAYS[way])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+class ShampooThatMixes(Shampoo):
+    """Its own matrices are plain tensors."""
+
+    @torch.no_grad()
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            torch.eye(len(param), device=device()).add_(param.grad @ param.grad.mT)
+
+
+@by_way
+@on_ranks(2)
+def test_plain_tensors_among_dtensors_are_an_error_of_torchs(way):
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        seeded(trained(ShampooThatMixes), WAYS[way])
 
 
 def closure_of(model, optimizer):

@@ -118,6 +118,19 @@ def check_bit_equal(kind: str) -> None:
 
 
 @on_ranks(4)
+def test_replicas_alone_are_a_dimension_of_size_1_to_shard_over():
+    """As the error for them says."""
+    mesh = grid(TWO, (2, 2))
+    alone = torchs.DataParallelMeshDims(replicate="dp")
+    expected = train(sharded(torchs_fully_shard, mesh, dp_mesh_dims=alone), mesh)
+    mesh = grid(("dp", "one", "tp"), (2, 1, 2))
+    both = minifsdp.DataParallelMeshDims(shard="one", replicate="dp")
+    found = train(sharded(fully_shard, mesh, dp_mesh_dims=both), mesh)
+    assert [loss for loss, _ in found[0]] == [loss for loss, _ in expected[0]]
+    assert same(found[2:], expected[2:])
+
+
+@on_ranks(4)
 def test_gradients_of_a_mean_over_the_whole_batch_are_those_of_a_plain_model():
     """If they are added up, as using.md says."""
     mesh, dims = grid(TWO, (2, 2)), minifsdp.DataParallelMeshDims("dp")
@@ -140,7 +153,9 @@ def test_mistakes_are_refused_by_name():
         r"Mesh dim name 'data' not found in .*\('dp', 'tp'\)": {"dp_mesh_dims": dims("data")},
         r"Mesh dim name 'dp' not found in .*\(\)": {"dp_mesh_dims": dims("dp"), "mesh": None},
         "is not there yet: it takes one dimension": {"dp_mesh_dims": dims(("dp", "tp"))},
-        r"shard=None.* is not there yet": {"dp_mesh_dims": dims(replicate="dp")},
+        r"shard=None.* is not there yet.* one more dimension, of size 1": {
+            "dp_mesh_dims": dims(replicate="dp")
+        },
         r"Expected Replicate\(\) on DP dim 'tp' \(index 1\) of .*'up.weight', which is .*Shard": {
             "dp_mesh_dims": dims("tp")
         },

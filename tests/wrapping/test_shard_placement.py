@@ -302,6 +302,24 @@ def test_checkpoints_go_to_other_ranks_and_placements_and_back():
             assert run(check_load, ranks, folder, choose)[0] == saved
 
 
+def in_torchs_record(mesh):
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(common, "ShardPlacementResult"):
+        pytest.skip("this torch has no ShardPlacementResult")
+    info = common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    return lambda param: common.ShardPlacementResult(placed(param), info)
+
+
+@on_ranks(4)
+def test_torchs_record_with_the_mesh_of_the_unit_is_what_is_in_it():
+    mesh, found = init_device_mesh(device().type, (4,)), []
+    for shard in (torchs_fully_shard, fully_shard):
+        model = build(shard, mesh=mesh, shard_placement_fn=in_torchs_record(mesh))
+        found.append([train(model, adamw(model)), all_of(model)])
+    assert same(found[1], found[0])
+    assert "Shard(dim=1)" in str(found[1][1])
+
+
 @on_ranks(2)
 def test_what_it_returns_is_looked_at():
     mistakes = {
@@ -321,6 +339,10 @@ def test_what_it_returns_is_looked_at():
         NotImplementedError, match=r"ShardPlacementResult .* 'weight', is not there"
     ):
         fully_shard(layer, shard_placement_fn=lambda param: result())
+    for given in ({}, {"mesh": init_device_mesh(device().type, (2,), mesh_dim_names=("dp",))}):
+        other = init_device_mesh(device().type, (2,), mesh_dim_names=("experts",))
+        with pytest.raises(NotImplementedError, match=r"unless it has the mesh .*their_mesh"):
+            fully_shard(layer, shard_placement_fn=in_torchs_record(other), **given)
     asked = []
     fully_shard(layer, shard_placement_fn=asked.append)  # nothing was changed by the mistakes
     assert len(asked) == 1 and type(asked[0]) is nn.Parameter and asked[0].shape == (3, 5)
