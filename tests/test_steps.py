@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import MixedPrecision, ModuleWrapPolicy
@@ -61,7 +61,7 @@ def test_a_change_of_the_first_program_reaches_the_last():
 
 def test_a_hunk_that_does_not_fit_says_so():
     with pytest.raises(ValueError, match=r"(?s)fits 0 times.*import deque"):
-        grow.applied("nothing of it", grow.diff("5_limiter"))
+        grow.applied("nothing of it", grow.diff("8_limiter"))
     with pytest.raises(ValueError, match="fits 2 times"):
         grow.applied("a\nb\na\nb\n", "@@ x @@\n a\n-b\n+c\n")
 
@@ -74,10 +74,16 @@ def test_a_hunk_shows_enough_to_fit_once():
 
 @pytest.mark.parametrize("name", grow.NAMES[1:])
 def test_a_step_is_small_and_has_a_page(name):
-    assert grow.size(name) <= 70 and len(grow.diff(name).splitlines()) <= 200
+    assert grow.size(name) <= 33 and len(grow.diff(name).splitlines()) <= 100
     assert (grow.FIRST.parent / f"{grow.page(name)}.py").exists()
     assert grow.title(name).endswith(".")
     assert max(map(len, grow.text(name).splitlines())) <= 100
+
+
+def test_most_steps_are_about_twenty_lines_and_the_last_program_is_no_longer_than_it_was():
+    sizes = [grow.size(name) for name in grow.NAMES[1:]]
+    assert len(sizes) == 18 and sum(sizes) / len(sizes) < 25
+    assert len(grow.text(LAST).splitlines()) <= 547
 
 
 # ------------------------------------------------------------------------ the numbers are DDP's
@@ -174,9 +180,25 @@ def test_with_sizes_that_three_ranks_do_not_divide(name):
     assert_as_ddp(name, "nested", exact=False)
 
 
+@pytest.mark.parametrize("limit", [1, 3, math.inf])
+@pytest.mark.parametrize("name", since("8_limiter"))
+@on_ranks(2)
+def test_whatever_the_limit(name, limit):
+    for kind in ("GPT", "nested", "twice"):
+        assert_as_ddp(name, kind, limit=limit)
+
+
+@pytest.mark.parametrize("limit", [1, math.inf])
+@pytest.mark.parametrize("name", since("9_forward_prefetch"))
+@on_ranks(2)
+def test_nothing_is_prefetched_in_the_forward(name, limit):
+    for kind in ("GPT", "nested", "twice"):
+        assert_as_ddp(name, kind, limit=limit, forward_prefetch=False)
+
+
 @pytest.mark.parametrize("prefetch", [(True, "post"), (False, None), (False, "pre")])
 @pytest.mark.parametrize("limit", [1, math.inf])
-@pytest.mark.parametrize("name", since("6_prefetch"))
+@pytest.mark.parametrize("name", since("11_backward_prefetch"))
 @on_ranks(2)
 def test_whatever_is_prefetched(name, limit, prefetch):
     forward, backward = prefetch
@@ -185,19 +207,21 @@ def test_whatever_is_prefetched(name, limit, prefetch):
         assert_as_ddp(name, kind, limit=limit, **settings)
 
 
-@pytest.mark.parametrize("name", since("7_strategies"))
+@pytest.mark.parametrize("name", since("13_strategies"))
 @on_ranks(2)
 def test_units_that_stay_till_their_backward(name):
     for kind in MODELS:
         assert_as_ddp(name, kind, reshard_after_forward=False)
 
 
+@pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize(
     "where", ["around", "inside", "in a part", "around and in a part", "model"]
 )
-@pytest.mark.parametrize("name", since("7_strategies"))
+@pytest.mark.parametrize("name", since("12_checkpoints"))
 @on_ranks(2)
-def test_checkpoints(name, where):
+def test_checkpoints(name, where, early_stop):
+    """Without an early stop a forward that runs again comes to its end, where units are freed."""
     model, reference = build("GPT"), build("GPT")
     grow.load(name).fsdp(model, Block)
     for each in (model, reference):
@@ -207,10 +231,11 @@ def test_checkpoints(name, where):
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
         if "around" in where:  # the call: hooks run in it as well
             each.blocks = nn.Sequential(*map(Around, each.blocks))
-    assert train(model) == train(DDP(reference))
+    with set_checkpoint_early_stop(early_stop):
+        assert train(model) == train(DDP(reference))
 
 
-@pytest.mark.parametrize("name", since("7_strategies"))
+@pytest.mark.parametrize("name", since("12_checkpoints"))
 @on_ranks(2)
 def test_a_checkpoint_of_what_a_units_own_parameter_is_used_in(name):
     """Views that were made without gradients would save other tensors the second time."""
@@ -235,7 +260,7 @@ class Around(nn.Module):
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-@pytest.mark.parametrize("name", since("8_precision"))
+@pytest.mark.parametrize("name", since("14_precision"))
 @on_ranks(2)
 def test_low_precision_as_the_engine_has_it(name, reduce_dtype):
     model, reference = build("GPT"), build("GPT")
@@ -269,7 +294,7 @@ def test_inputs_are_cast_with_low_precision_and_not_without_it():
     assert seen == [torch.bfloat16, torch.float32]
 
 
-@pytest.mark.parametrize("name", since("9_hybrid"))
+@pytest.mark.parametrize("name", since("15_hybrid"))
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2,)])
 @on_ranks(2)
 def test_meshes_of_two_ranks(name, shape):
@@ -278,7 +303,7 @@ def test_meshes_of_two_ranks(name, shape):
         assert_as_ddp(name, kind, mesh=mesh)
 
 
-@pytest.mark.parametrize("name", since("9_hybrid"))
+@pytest.mark.parametrize("name", since("15_hybrid"))
 @on_ranks(4)
 def test_two_replicas_of_two_shards(name):
     mesh = init_device_mesh(device().type, (2, 2))
@@ -307,7 +332,7 @@ def test_units_are_freed_in_time(name):
     for _ in range(2):
         loss = loss_of(model, 0)
         seen.clear()
-        stays = whole if name in since("7_strategies") else 0
+        stays = whole if name in since("13_strategies") else 0
         assert bytes_of(units) == [stays, 0, 0, 0]  # the root's backward comes next
         loss.backward()
         # At most the one before it, which is gathered ahead, has memory as well.
@@ -347,7 +372,7 @@ class TwoNames(nn.Module):
         return self.b(self.a(x) * self.weight) + self.again
 
 
-@pytest.mark.parametrize("name", ["0_one_file", LAST])
+@pytest.mark.parametrize("name", ["0_one_file", "17_names", LAST])
 @on_ranks(2)
 def test_a_parameter_with_two_names(name):
     torch.manual_seed(0)
@@ -381,7 +406,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("name", since("4_all_or_none"))
+@pytest.mark.parametrize("name", since("7_all_or_none"))
 @on_ranks(2)
 def test_a_step_that_fails_changes_nothing(name, where):
     model, reference = build("GPT"), DDP(build("GPT"))
@@ -421,7 +446,7 @@ def test_a_step_that_fails_changes_nothing(name, where):
 
 @on_ranks(2)
 def test_a_frozen_parameter_is_refused_where_one_flat_tensor_is_trained():
-    for name in grow.NAMES[:-1]:
+    for name in grow.NAMES[: grow.NAMES.index("17_names")]:
         model = nn.Linear(7, 7)
         model.bias.requires_grad_(False)
         with pytest.raises(AssertionError, match="trained as a whole"):
@@ -432,20 +457,43 @@ def test_a_frozen_parameter_is_refused_where_one_flat_tensor_is_trained():
 
 
 @on_ranks(2)
-def test_parameters_keep_their_names_and_shapes():
+def test_a_shard_is_this_ranks_rows_of_each_parameter():
+    model = build("nested")
+    plain = [param.detach() for param in copy.deepcopy(model[1].a).parameters()]
+    (unit,) = [
+        unit
+        for unit in grow.load("16_rows").fsdp(model, nn.Linear).units
+        if unit.module is model[1].a
+    ]
+    rows = [-(-len(param) // 2) for param in plain]  # of each rank
+    shard = unit.sharded_flat_param.detach().split(
+        [n * param[0].numel() for n, param in zip(rows, plain, strict=True)]
+    )
+    for piece, n, param in zip(shard, rows, plain, strict=True):
+        mine = param[n * dist.get_rank() :][:n].flatten()
+        assert torch.equal(piece[: mine.numel()], mine)
+        assert not piece[mine.numel() :].any()
+
+
+@pytest.mark.parametrize("program", since("17_names"))
+@on_ranks(2)
+def test_parameters_keep_their_names_and_shapes(program):
     model = build("nested")
     model[1].a.weight.requires_grad_(False)
     plain = dict(copy.deepcopy(model).named_parameters())
-    engine = grow.load(LAST).fsdp(model, Inner, nn.Linear)
+    engine = grow.load(program).fsdp(model, Inner, nn.Linear)
     rank = dist.get_rank()
+    assert {name for name, _ in model.named_parameters()} == plain.keys()
     for name, param in model.named_parameters():
-        assert isinstance(param, nn.Parameter) and isinstance(param.data, DTensor), name
         expected = plain[name].detach().reshape(plain[name].shape or (1,))
-        assert param.shape == expected.shape and param.placements == (Shard(0),)
+        assert isinstance(param, nn.Parameter)
         assert param.requires_grad == plain[name].requires_grad
         rows = expected.chunk(2)[rank : rank + 1]
-        assert torch.equal(param.to_local(), rows[0] if rows else expected[:0]), name
-        assert torch.equal(param.full_tensor(), expected)
+        assert torch.equal(local(param.detach()), rows[0] if rows else expected[:0]), name
+        if program in since("18_dtensors"):
+            assert isinstance(param.data, DTensor), name
+            assert param.shape == expected.shape and param.placements == (Shard(0),)
+            assert torch.equal(param.full_tensor(), expected)
     assert train(model) == train(DDP(rebuilt()))
     assert torch.equal(engine.full_params()["1.a.weight"], plain["1.a.weight"])
 
@@ -513,29 +561,41 @@ WAITS = {  # lines, and what stands in their place
 
 @pytest.mark.parametrize("line", WAITS)
 def test_each_wait_is_needed(line):
-    source, module = grow.text("6_prefetch"), ModuleType("without")
+    source, module = grow.text("11_backward_prefetch"), ModuleType("without")
     assert source.count(line) >= 1
     exec(source.replace(line, WAITS[line]), vars(module))
     assert on_virtual(module)[0].races() != []
 
 
+def test_a_gather_that_waits_for_nothing_sends_what_the_optimizer_has_still_to_write():
+    line = "        self.streams.unshard.wait_event(self.streams.compute.record_event())\n"
+    source, module = grow.text("3_gather"), ModuleType("without")
+    assert source.count(line) == 1
+    exec(source.replace(line, ""), vars(module))
+    assert on_virtual(module)[0].races() != []
+
+
 def test_what_each_step_is_for():
-    assert figure("2_overlap", "step") < 0.98 * figure("1_streams", "step")
-    assert figure("2_overlap", "peak unsharded units") > 8  # the host runs ahead
-    assert figure("5_limiter", "peak unsharded units") <= 3  # two, and the root around them
-    assert figure("5_limiter", "peak reserved") < 0.6 * figure("4_all_or_none", "peak reserved")
-    unlimited = figure("5_limiter", "peak reserved", limit=math.inf)
-    assert unlimited == figure("4_all_or_none", "peak reserved")
-    assert figure("6_prefetch", "step") < 0.98 * figure("5_limiter", "step")
+    assert figure("3_gather", "step") == figure("2_cuda", "step") == figure("0_one_file", "step")
+    assert figure("4_overlap", "step") < 0.98 * figure("3_gather", "step")
+    assert figure("3_gather", "peak unsharded units") <= 2
+    assert figure("4_overlap", "peak unsharded units") > 8  # the host runs ahead
+    assert figure("8_limiter", "peak unsharded units") <= 3  # two, and the root around them
+    assert figure("8_limiter", "peak reserved") < 0.6 * figure("7_all_or_none", "peak reserved")
+    unlimited = figure("8_limiter", "peak reserved", limit=math.inf)
+    assert unlimited == figure("7_all_or_none", "peak reserved")
+    for name in since("9_forward_prefetch"):
+        assert figure(name, "peak unsharded units", limit=1) <= 2, name  # one, and the root
     # NCCL does one thing at a time. So without prefetching the next gather waits for the reduction
-    # and the computation for that gather, and nothing is gained before step 6.
-    assert figure("3_reduce", "step") < figure("2_overlap", "step")
+    # and the computation for that gather, and nothing is gained before step 11.
+    assert figure("6_reduce", "step") < figure("5_end_of_backward", "step")
+    assert figure("11_backward_prefetch", "step") < 0.98 * figure("10_order", "step")
     at_once, module = "reduce.submit(self.launch)\n", ModuleType("waits at once")
-    source = grow.text("6_prefetch")
+    source = grow.text("11_backward_prefetch")
     assert at_once in source
     exec(source.replace(at_once, f"{at_once}        self.event.wait()\n"), vars(module))
     waits = on_virtual(module)[0].report()["step"]
-    assert figure("6_prefetch", "step") < 0.98 * waits
+    assert figure("11_backward_prefetch", "step") < 0.98 * waits
 
 
 def gathers(name: str, **settings: Any) -> list[str]:
@@ -552,11 +612,46 @@ def test_the_order_of_gathers():
     forward, backward = ["0", "1", "2", "3"], ["3", "2", "1"]
     # The last block's output is the root's, and the block's hook is the older one.
     with_root = ["3", "0", "2", "1"]
-    assert gathers("5_limiter") == [*forward, *with_root]
+    assert gathers("8_limiter") == [*forward, *with_root]
+    for ways in ({}, {"forward_prefetch": False}):
+        for name in ("9_forward_prefetch", "10_order"):
+            assert gathers(name, **ways) == [*forward, *with_root]
     for ways in ({}, {"forward_prefetch": False}, {"backward_prefetch": "post"}):
-        assert gathers("6_prefetch", **ways) == [*forward, *with_root]
-        assert gathers("7_strategies", **ways) == [*forward, *backward]
-    assert gathers("7_strategies", reshard_after_forward=False) == forward
+        for name in ("11_backward_prefetch", "12_checkpoints"):
+            assert gathers(name, **ways) == [*forward, *with_root]
+        assert gathers("13_strategies", **ways) == [*forward, *backward]
+    assert gathers("13_strategies", reshard_after_forward=False) == forward
+
+
+class Reversed(nn.Sequential):
+    """It uses its modules in the reverse of the order in which they were made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in reversed(self):
+            x = module(x)
+        return x
+
+
+def test_the_next_unit_is_the_one_that_the_last_forward_had_next():
+    found = {name: backwards(name) for name in since("8_limiter")}
+    assert found["8_limiter"] == [3, 2, 1, 0, 0, 1, 2, 3]
+    assert found["9_forward_prefetch"] != found["8_limiter"]  # some were gathered in vain
+    assert all(found[name] == found["8_limiter"] for name in since("10_order"))
+
+
+def backwards(name: str) -> list[int]:
+    """The gathers in the last of four steps of a model that is Reversed, by their units."""
+    module, order = grow.load(name), []
+    unshard = module.Unit.unshard
+    module.Unit.unshard = lambda unit: (order.append(unit), unshard(unit))[1]
+    with cluster("a100-40", nodes=2, gpus_per_node=8) as gpu:
+        model = Reversed(*(VirtualBlock(1024) for _ in range(4)))
+        module.Streams = partial(make_streams, gpu)
+        units = module.fsdp(model, VirtualBlock).units
+        step_on(gpu, model, 3)
+        order.clear()
+        step_on(gpu, model, 1)
+    return [units.index(unit) for unit in order]
 
 
 def test_the_last_one_takes_as_long_as_the_core_and_needs_no_more_memory():
@@ -568,6 +663,6 @@ def test_the_last_one_takes_as_long_as_the_core_and_needs_no_more_memory():
         model = core.FullyShardedDataParallel(model, auto_wrap_policy=policy, forward_prefetch=True)
         step_on(gpu, model)
     expected = gpu.report()
-    for name in since("7_strategies"):
+    for name in since("13_strategies"):
         assert figure(name, "step") <= 1.03 * expected["step"], name
-    assert figure("9_hybrid", "peak allocated") <= 1.02 * expected["peak allocated"]
+    assert figure("15_hybrid", "peak allocated") <= 1.02 * expected["peak allocated"]

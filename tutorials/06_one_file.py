@@ -326,8 +326,9 @@ def answers() -> None:
 #
 # </details>
 #
-# The file itself grows, too: ten [steps](29_steps.md) of some fifty lines each, at the end of the
-# pages that they belong to, turn it into an FSDP that does all this and is as fast as minifsdp's.
+# The file itself grows, too: eighteen [steps](29_steps.md) of about 25 lines each, at the end of
+# the pages that they belong to, turn it into an FSDP that does all this and is as fast as
+# minifsdp's.
 #
 # What a step costs, in bytes and in seconds, fits on [a sheet of formulas](30_formulas.md).
 

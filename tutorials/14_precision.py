@@ -125,14 +125,14 @@ def three_formats() -> None:
 # fp32 is the shard, which is small, and what is gathered is a copy in bf16. In the file of page 06
 # three lines have to change: the tensor that is gathered into has another dtype, and two tensors
 # are cast before they are sent. Which two? The program that grows has the answer in its step
-# `8_precision`, which is folded at the end of this page:
+# `14_precision`, which is folded at the end of this page:
 
 
 # %%
 @on_ranks(2)
 def in_one_file() -> None:
     shards, engine = gpt(), gpt()
-    grow.load("8_precision").fsdp(shards, Block, param_dtype=BF16, reduce_dtype=FP32)
+    grow.load("14_precision").fsdp(shards, Block, param_dtype=BF16, reduce_dtype=FP32)
     engine = FSDP(engine, auto_wrap_policy=POLICY, mixed_precision=WAYS["mixed"][1])
     same = train(shards, lr=1e-3, steps=4)[0] == train(engine, lr=1e-3, steps=4)[0]
     print("the losses are those of minifsdp's MixedPrecision, bit for bit:", same)

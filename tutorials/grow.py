@@ -1,4 +1,4 @@
-"""One program that grows: from fsdp_in_one_file.py, in ten steps, to the concepts of the core.
+"""One program that grows: from fsdp_in_one_file.py, in small steps, to the concepts of the core.
 
     make steps                           # build/steps/ has them all; each is trained against DDP
     python -m tutorials.grow build OUT  # write them to a folder

@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -45,16 +46,23 @@ print(json.dumps([(r.exercise.key, r.state, r.message) for r in found]))
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_there_is_an_exercise_for_each_step_but_the_first():
-    assert [step.program for step in STEPS] == grow.NAMES[2:]
-    assert [step.page for step in STEPS] == [grow.page(name) for name in grow.NAMES[2:]]
+BEGIN = "2_cuda"  # what a new file is made of
+PROGRAMS = [BEGIN, *(step.program for step in STEPS)]
+
+
+def test_each_exercise_leads_from_one_program_to_a_later_one_and_none_is_left_out():
+    assert all(exercise.program == BEGIN for exercise in TRACK_ONE if not exercise.needs)
+    places = [grow.NAMES.index(program) for program in PROGRAMS]
+    assert all(0 < after - before <= 3 for before, after in pairwise(places))
+    assert PROGRAMS[-1] == grow.NAMES[-1]
+    assert [step.page for step in STEPS] == [grow.page(step.program) for step in STEPS]
     assert all(step.takes_all for step in STEPS)
 
 
 def test_a_new_file_has_docstrings_and_what_each_function_needs(tmp_path):
     make(tmp_path / "mine")
     text = (tmp_path / "mine" / "fsdp.py").read_text()
-    wanted = source.definitions(ast.parse(grow.text("1_streams")))
+    wanted = source.definitions(ast.parse(grow.text(BEGIN)))
     given = source.definitions(ast.parse(text))
     assert given.keys() == wanted.keys()
     assert all(ast.get_docstring(given[name]) == ast.get_docstring(wanted[name]) for name in wanted)
@@ -68,7 +76,7 @@ def test_a_new_file_has_docstrings_and_what_each_function_needs(tmp_path):
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.key)
 def test_a_step_is_to_do_until_the_file_has_what_it_is_about(step, tmp_path):
-    before = grow.NAMES[grow.NAMES.index(step.program) - 1]
+    before = PROGRAMS[PROGRAMS.index(step.program) - 1]
     state, message = _before_running(step, folder_with(tmp_path / "before", grow.text(before)))[1:]
     assert state == "to do" and all(name in message for name in step.needs)
     for name in grow.NAMES[grow.NAMES.index(step.program) :]:
@@ -79,7 +87,7 @@ def test_when_the_file_has_grown_its_functions_are_graded_together(tmp_path):
     first, *_ = TRACK_ONE
     for name in grow.NAMES[1:]:
         found = _graded_as(first, folder_with(tmp_path / name, grow.text(name)))
-        assert found.key == ("build.1" if name == "1_streams" else "build.8")
+        assert found.key == ("build.1" if name in ("1_streams", BEGIN) else "build.8")
     broken = folder_with(tmp_path / "broken", "def broken(:")
     assert _graded_as(first, broken) is first
     assert "fsdp.py:1" in _before_running(first, broken).message
@@ -98,7 +106,7 @@ def test_a_track_is_chosen_or_begun(tmp_path):
     assert tracks() == {1}
     (tmp_path / "mine" / "shard.py").write_text((ROOT / "minifsdp/core/shard.py").read_text())
     assert tracks() == {2}
-    (tmp_path / "mine" / "fsdp.py").write_text(grow.text("1_streams"))
+    (tmp_path / "mine" / "fsdp.py").write_text(grow.text(BEGIN))
     assert tracks() == {1, 2}
 
 
@@ -110,15 +118,15 @@ def test_each_track_has_its_sum():
     assert lines[3].split() == ["0/2", "points,", "track", "2"]
 
 
-LAST = grow.text("10_rows")
-WRONG = grow.text("1_streams").replace("grad / unit.world", "grad")
+LAST = grow.text(grow.NAMES[-1])
+WRONG = grow.text(BEGIN).replace("grad / unit.world", "grad")
 
 
 @pytest.mark.slow
 def test_right_wrong_and_to_do(tmp_path):
     wrong = folder_with(tmp_path / "wrong", WRONG)
     last = folder_with(tmp_path / "last", LAST)
-    cases = [(wrong, "build.6"), (wrong, "build.1"), (wrong, "build.8"), (wrong, "grow.2")]
+    cases = [(wrong, "build.6"), (wrong, "build.1"), (wrong, "build.8"), (wrong, "grow.1")]
     cases += [(last, "build.1"), (last, "build.8"), (last, "grow.3")]
     found = graded(cases)
     assert [key for key, *_ in found] == [key for _, key in cases]
@@ -139,7 +147,7 @@ tutorials.grow.load = lambda name: __import__("fsdp")
 """
     dishonest = LAST.replace("self.sent.div_(unit.world)", "pass") + trick
     missing = "import missing_module\n" + LAST
-    cases = [(folder_with(tmp_path / "trick", dishonest), "grow.10")]
+    cases = [(folder_with(tmp_path / "trick", dishonest), "grow.13")]
     cases += [(folder_with(tmp_path / "missing", missing), "grow.5")]
     (_, state, _), (_, second, message) = graded(cases)
     assert state == second == "wrong"

@@ -212,6 +212,15 @@ def stack(inner: tuple[int, ...] = (512,) * 6, work: bool = False, root: bool = 
     return nn.Sequential(*modules)
 
 
+class Backwards(nn.Sequential):
+    """It uses the last module first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in reversed(self):
+            x = module(x)
+        return x
+
+
 class Outer(Layer):
     """A unit with others in it."""
 
@@ -311,9 +320,9 @@ def seconds_of_messages(gpu: Any) -> float:
     return sum(op.end - op.start for op in ops if op.sent and op.stream == COMPUTE)
 
 
-def schedule(name: str, **settings: Any) -> list[str]:
+def schedule(name: str, kind: type[nn.Sequential] = nn.Sequential, **settings: Any) -> list[str]:
     """In which order a step of four units launches gathers, and computes: "gather 0", "forward 0"
-    and so on, as the host does it."""
+    and so on, as the host does it. A model of this kind has them."""
     from minifsdp.sim.figures.report import ALL_GATHER
     from minifsdp.sim.tape import Op
 
@@ -327,7 +336,7 @@ def schedule(name: str, **settings: Any) -> list[str]:
             layer.up.register_forward_pre_hook(partial(note, f"forward {number}"))
             layer.down.register_full_backward_pre_hook(partial(note, f"backward {number}"))
 
-    gpu = on_gpu(name, partial(stack, sizes), watch=watch, **settings)
+    gpu = on_gpu(name, lambda: kind(*stack(sizes)), watch=watch, **settings)
     sent = {e.sent for e in gpu.tape if isinstance(e, Op) and e.name == ALL_GATHER}
     unit_of = {size: number for number, size in enumerate(sorted(sent))}
     for at, entry in enumerate(gpu.tape):

@@ -29,12 +29,12 @@ like; the grader does not mind. The page that belongs to a function is named in 
 
 You write an FSDP of your own, all of it in `fsdp.py`. The first exercises fill in its functions,
 one or two at a time: each is graded with the reference's version of the others. From build.8 on
-nothing is the reference's. Then the file goes on growing, a step with each exercise grow.2, grow.3
-and so on, to an FSDP with streams, a limiter, prefetching, strategies, low precision and two groups
-of ranks. What such a program does is graded, and not how: classes and helpers are up to you. An
-exercise is begun when the file uses the name that `make grade` asks for. What was right is graded
-again when the file has grown: its first functions together then, as build.8 is. After build.8 your
-file trains a GPT beside DDP, and prints how equal the two are:
+nothing is the reference's. Then the file goes on growing, a step or two with each exercise grow.1,
+grow.2 and so on, to an FSDP with streams, a limiter, prefetching, checkpoints, strategies, low
+precision and two groups of ranks. What such a program does is graded, and not how: classes and
+helpers are up to you. An exercise is begun when the file uses the name that `make grade` asks for.
+What was right is graded again when the file has grown: its first functions together then, as
+build.8 is. After build.8 your file trains a GPT beside DDP, and prints how equal the two are:
 
     make demo ARGS="--program {folder}/fsdp.py"
 
@@ -71,7 +71,7 @@ CONTRACT = """\
 #
 # - `fsdp` shards a model in place and returns an engine. The engine has `full_params()`.
 # - `module.parameters()` gives the optimizer what this rank keeps, and nothing else.
-# - From grow.2 on: `fsdp` makes its streams once, by calling `Streams(device)`, the name that is
+# - From grow.1 on: `fsdp` makes its streams once, by calling `Streams(device)`, the name that is
 #   global here. It uses `.compute`, `.unshard` and, from grow.3 on, `.reduce`, which you add. Each
 #   has `submit(launch)`, which starts work and gives an event, `record_event()`,
 #   `wait_event(event)` and `record_stream(tensor)`. An event has `wait()`, for the computation to
@@ -81,19 +81,24 @@ CONTRACT = """\
 #     grow.5   limit=2: how many units may be alive at once, without those of the modules around the
 #              one that is gathered; math.inf: any number.
 #     grow.6   forward_prefetch=True: start to gather the next unit before this one computes.
-#              backward_prefetch="pre": the same in the backward; "post": once this one is freed;
-#              None: not at all. Where nothing is known of the order yet, nothing is prefetched.
-#     grow.7   reshard_after_forward=True; False: each unit stays from its forward to its backward.
-#              The model's own unit stays in either case, because its backward comes next. From
-#              here on torch.utils.checkpoint may be around a unit, inside of one, or around the
-#              model: it runs a part of the forward again, in the backward.
-#     grow.8   param_dtype=None: the dtype to gather and to compute in, to which a unit's inputs of
+#              Where nothing is known of the order yet, nothing is prefetched.
+#     grow.7   backward_prefetch="pre": the same in the backward; "post": once this one is freed;
+#              None: not at all.
+#     grow.8   Nothing new: from here on torch.utils.checkpoint may be around a unit, inside of
+#              one, or around the model. It runs a part of the forward again, in the backward.
+#     grow.9   reshard_after_forward=True; False: each unit stays from its forward to its backward.
+#              The model's own unit stays in either case, because its backward comes next.
+#     grow.10  param_dtype=None: the dtype to gather and to compute in, to which a unit's inputs of
 #              floating point are cast. reduce_dtype=None: the dtype that gradients are added up
 #              in, as a rule param_dtype. Shards and their gradients stay as they were.
-#     grow.9   mesh=None: a DeviceMesh of [replicas, shards] or of [shards]; None: all ranks shard.
-#     grow.10  Nothing new: each parameter is a DTensor with its own name and shape (a scalar's is
-#              [1]), and one with requires_grad=False gets no gradient.
-# - A method `reset` of some class, from grow.4 on, forgets a step that an exception has ended.
+#     grow.11  mesh=None: a DeviceMesh of [replicas, shards] or of [shards]; None: all ranks shard.
+#     grow.12  Nothing new: each parameter has its own name, and is this rank's rows of it, in the
+#              memory of the shard (a scalar is one row). One with requires_grad=False gets no
+#              gradient.
+#     grow.13  Nothing new: each parameter is a DTensor, whose shape is that of the whole.
+# - Three names say that an exercise is begun: a method `reset`, from grow.4 on, which forgets a
+#   step that an exception has ended; a unit's `reasons`, from grow.8 on, for which it is kept; and
+#   a method `by_ranks`, from grow.12 on, which puts each rank's rows in one piece.
 #
 # Everything else may be changed, renamed and added as you like, once build.8 is right.
 

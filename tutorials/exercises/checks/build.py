@@ -8,7 +8,7 @@ from tutorials.exercises.catalog import check
 from tutorials.exercises.judge import of_training, ratio
 from tutorials.exercises.observe import at_most
 
-STEP = "1_streams"
+STEP = "2_cuda"
 
 
 def _memory(unit: Any) -> int:

@@ -34,9 +34,9 @@ def _raised(got: Any) -> bool:
     return isinstance(got, dict) and "raised" in got
 
 
-# ----------------------------------------------------------------------------------- 2: overlap
+# ----------------------------------------------------------------------------------- 1: overlap
 
-OVERLAP = "2_overlap"
+OVERLAP = "4_overlap"
 
 
 def _overlap(what: str, want: Any, got: Any) -> str | None:
@@ -65,7 +65,7 @@ def _overlap(what: str, want: Any, got: Any) -> str | None:
     return of_training(what, want, got)
 
 
-@check("grow.2", because=_overlap)
+@check("grow.1", because=_overlap)
 def gathers_run_beside_the_computation() -> Iterator[Any]:
     from tutorials.exercises.program import on_gpu, stack
 
@@ -73,16 +73,64 @@ def gathers_run_beside_the_computation() -> Iterator[Any]:
     yield from _of_gpu(on_gpu(OVERLAP, partial(stack, root=True)), ", with a layer of the root's")
 
 
-@check("grow.2", ranks=2, seconds=20, because=_overlap)
+@check("grow.1", ranks=2, seconds=20, because=_overlap)
 def it_trains_with_overlap() -> Iterator[Any]:
     from tutorials.exercises.program import train
 
     yield from train(OVERLAP)
 
 
+# -------------------------------------------------------------------- 2: the end of the backward
+
+END = "5_end_of_backward"
+
+
+def _end(what: str, want: Any, got: Any) -> str | None:
+    if _raised(got):
+        return None
+    if "has not ended" in what:
+        return "a shard gets its gradient when the backward has ended: keep them till the end"
+    if "second backward" in what:
+        return "gradients of a second backward are added to those of the first"
+    if what.startswith(("loss of step", "parameter")) and "step 1" not in what:
+        return (
+            "at the end of a backward hand over all gradients, empty the list, and take the note "
+            "back that one runs, so that the next backward has an end as well"
+        )
+    return of_training(what, want, got)
+
+
+@check("grow.2", ranks=2, seconds=20, because=_end)
+def gradients_come_at_the_end() -> Iterator[Any]:
+    from tutorials.exercises.program import KINDS, Model, one_backward, program, train
+
+    model, seen = Model(), list[str]()
+    program(END).fsdp(model, *KINDS)
+
+    def look(grad: Any) -> None:
+        there = [name for name, param in model.named_parameters() if param.grad is not None]
+        seen.extend(there)
+
+    def look_later(module: Any, args: Any, output: Any) -> None:
+        output.register_hook(look)
+
+    model.first.norm.register_forward_hook(look_later)  # nearly the last one in the backward
+    one_backward(model, 0)
+    yield "parameters that have a gradient already while the backward has not ended", seen
+    yield from train(END)
+    twice = {"backward": _two_backwards, "with_ddp": False}  # DDP rounds in another order
+    yield from train(END, ", with a second backward", **twice)
+
+
+def _two_backwards(model: Any, step: int) -> Any:
+    from tutorials.exercises.program import one_backward
+
+    return one_backward(model, step) + one_backward(model, step + 100)
+
+
 # ------------------------------------------------------------------------------------ 3: reduce
 
-REDUCE = "3_reduce"
+REDUCE = "6_reduce"
 
 
 def _reduce(what: str, want: Any, got: Any) -> str | None:
@@ -115,12 +163,6 @@ def reductions_run_beside_the_backward() -> Iterator[Any]:
     yield from _of_gpu(gpu, ", little to compute")
 
 
-def _two_backwards(model: Any, step: int) -> Any:
-    from tutorials.exercises.program import one_backward
-
-    return one_backward(model, step) + one_backward(model, step + 100)
-
-
 @check("grow.3", ranks=2, seconds=20, because=_reduce)
 def it_trains_with_reductions() -> Iterator[Any]:
     from tutorials.exercises.program import train
@@ -132,7 +174,7 @@ def it_trains_with_reductions() -> Iterator[Any]:
 
 # ------------------------------------------------------------------------------- 4: all or none
 
-ALL_OR_NONE = "4_all_or_none"
+ALL_OR_NONE = "7_all_or_none"
 
 
 def _all_or_none(what: str, want: Any, got: Any) -> str | None:
@@ -218,7 +260,7 @@ def an_exception_changes_nothing() -> Iterator[Any]:
 
 # ----------------------------------------------------------------------------------- 5: limiter
 
-LIMITER = "5_limiter"
+LIMITER = "8_limiter"
 
 
 def _limiter(what: str, want: Any, got: Any) -> str | None:
@@ -263,9 +305,60 @@ def it_trains_with_a_limit() -> Iterator[Any]:
     yield from train(LIMITER, ", limit 1", limit=1)
 
 
-# ---------------------------------------------------------------------------------- 6: prefetch
+# ----------------------------------------------------------------- 6: prefetching in the forward
 
-PREFETCH = "6_prefetch"
+FORWARD = "10_order"
+
+
+def _forward(what: str, want: Any, got: Any) -> str | None:
+    if _raised(got):
+        return None
+    if "order" in what and "False" in what:
+        return "then nothing is gathered ahead: each unit is gathered just before it computes"
+    if "order" in what:
+        return (
+            "before a unit computes, the unit is gathered that came after it in the last forward: "
+            "and not the one before it, nor one that has been"
+        )
+    if "units alive" in what:
+        return "a prefetch is declined if as many units are alive already as the limit allows"
+    if "seconds" in what:
+        return "a prefetch is launched, and the host goes on"
+    if "races" in what:
+        return _overlap(what, want, got)
+    return of_training(what, want, got)
+
+
+@check("grow.6", because=_forward)
+def the_next_unit_is_gathered() -> Iterator[Any]:
+    from tutorials.exercises.program import Backwards, on_gpu, races, schedule
+
+    for ahead in (True, False):
+        about = f", forward_prefetch={ahead}"
+        order = schedule(FORWARD, limit=math.inf, forward_prefetch=ahead)
+        yield f"the order in a forward{about}", order[: order.index("forward 3") + 1]
+        order = schedule(FORWARD, Backwards, limit=math.inf, forward_prefetch=ahead)
+        said = f"{about}, the last module first"
+        yield f"the order in a forward{said}", order[: order.index("forward 0") + 1]
+        for limit in (1, 2):
+            gpu = on_gpu(FORWARD, limit=limit, forward_prefetch=ahead)
+            said = f"{about}, limit {limit}"
+            yield f"races{said}", races(gpu)
+            yield at_most(f"units alive{said}", gpu.report()["peak unsharded units"])
+            yield at_most(f"seconds of a step{said}", gpu.report()["step"], slack=0.04)
+
+
+@check("grow.6", ranks=2, seconds=30, because=_forward)
+def it_trains_with_prefetching() -> Iterator[Any]:
+    from tutorials.exercises.program import train
+
+    for settings in ({"forward_prefetch": True}, {"forward_prefetch": False}, {"limit": 1}):
+        yield from train(FORWARD, _said(settings), **settings)
+
+
+# ---------------------------------------------------------------- 7: prefetching in the backward
+
+PREFETCH = "11_backward_prefetch"
 SETTINGS = (
     {"forward_prefetch": True, "backward_prefetch": "pre"},
     {"forward_prefetch": False, "backward_prefetch": "pre"},
@@ -299,8 +392,8 @@ def _prefetch(what: str, want: Any, got: Any) -> str | None:
     return of_training(what, want, got)
 
 
-@check("grow.6", because=_prefetch)
-def the_next_unit_is_gathered() -> Iterator[Any]:
+@check("grow.7", because=_prefetch)
+def the_next_unit_of_a_backward_is_gathered() -> Iterator[Any]:
     from tutorials.exercises.program import on_gpu, schedule
 
     for settings in SETTINGS:
@@ -313,21 +406,69 @@ def the_next_unit_is_gathered() -> Iterator[Any]:
         yield from _of_gpu(gpu, about)
 
 
-@check("grow.6", ranks=2, seconds=30, because=_prefetch)
-def it_trains_with_prefetching() -> Iterator[Any]:
+@check("grow.7", ranks=2, seconds=30, because=_prefetch)
+def it_trains_with_prefetching_in_the_backward() -> Iterator[Any]:
     from tutorials.exercises.program import train
 
     for settings in SETTINGS[::2]:
         yield from train(PREFETCH, _said(settings), **settings)
 
 
-# -------------------------------------------------------------------------------- 7: strategies
+# -------------------------------------------------------------------------------- 8: checkpoints
 
-STRATEGIES = "7_strategies"
+CHECKPOINTS = "12_checkpoints"
+
+
+def _checkpoints(what: str, want: Any, got: Any) -> str | None:
+    if "checkpoint" in what:
+        return (
+            "a checkpoint runs a forward again in the backward: it may not free what the backward "
+            "needs, nor hide views, nor begin a new step; and autograd has to know the views"
+        )
+    if _raised(got):
+        return None
+    if "races" in what:
+        return _overlap(what, want, got)
+    if "memory" in what or "units alive" in what:
+        return "a unit is freed when the last reason to keep it is taken away"
+    return of_training(what, want, got)
+
+
+@check("grow.8", because=_checkpoints)
+def units_are_still_freed() -> Iterator[Any]:
+    from tutorials.exercises.program import on_gpu
+
+    for settings in SETTINGS:
+        gpu, about = on_gpu(CHECKPOINTS, **settings), _said(settings)
+        yield at_most(f"units alive{about}", gpu.report()["peak unsharded units"])
+        yield from _of_gpu(gpu, about)
+
+
+@check("grow.8", ranks=2, seconds=30, because=_checkpoints)
+def it_trains_with_checkpoints() -> Iterator[Any]:
+    from torch.utils.checkpoint import set_checkpoint_early_stop
+
+    from tutorials.exercises.program import Around, Checkpointed, Inside, train
+
+    yield from train(CHECKPOINTS)
+    for stop in (True, False):
+        about = "" if stop else ", each of whose forwards runs to its end"
+        with set_checkpoint_early_stop(stop):
+            made = {"make": Checkpointed, "steps": 2}
+            yield from train(CHECKPOINTS, f", with checkpoints around units{about}", **made)
+            made["make"] = Inside
+            yield from train(CHECKPOINTS, f", with a checkpoint inside of units{about}", **made)
+            made["make"] = Around
+            yield from train(CHECKPOINTS, f", with a checkpoint around the model{about}", **made)
+
+
+# --------------------------------------------------------------------------------- 9: strategies
+
+STRATEGIES = "13_strategies"
 
 
 def _strategies(what: str, want: Any, got: Any) -> str | None:
-    if _raised(got) and "checkpoint" not in what:
+    if _raised(got):
         return None
     if "bytes of each gather" in what and "False" in what:
         return "a unit stays from its forward to its backward, and is gathered once in a step"
@@ -341,11 +482,6 @@ def _strategies(what: str, want: Any, got: Any) -> str | None:
             "no backward comes without gradients: then every unit is freed after its forward. (Or "
             "are the parameters from before still there? EX=build.8 looks at that)"
         )
-    if "checkpoint" in what:
-        return (
-            "a checkpoint runs a forward again in the backward: it may not free what the backward "
-            "needs, nor hide views, nor begin a new step; and autograd has to know the views"
-        )
     if "memory" in what:
         return "a unit that stays till its backward is freed when its gradient is complete"
     if "races" in what:
@@ -353,7 +489,7 @@ def _strategies(what: str, want: Any, got: Any) -> str | None:
     return of_training(what, want, got)
 
 
-@check("grow.7", because=_strategies)
+@check("grow.9", because=_strategies)
 def how_often_units_are_gathered() -> Iterator[Any]:
     from tutorials.exercises.program import gathers, on_gpu, stack, virtual_gpu
 
@@ -381,20 +517,20 @@ def _without_gradients(virtual_gpu: Any, stack: Any) -> Iterator[Any]:
     yield at_most("bytes of memory that are in use under no_grad()", figure, slack=0.03)
 
 
-@check("grow.7", ranks=2, seconds=30, because=_strategies)
-def it_trains_with_strategies_and_checkpoints() -> Iterator[Any]:
-    from tutorials.exercises.program import Around, Checkpointed, Inside, train
+@check("grow.9", ranks=2, seconds=30, because=_strategies)
+def it_trains_with_strategies() -> Iterator[Any]:
+    from tutorials.exercises.program import Checkpointed, train
 
-    kept = {"reshard_after_forward": False}
-    yield from train(STRATEGIES, ", reshard_after_forward=False", **kept)
-    yield from train(STRATEGIES, ", with checkpoints around units", make=Checkpointed)
-    yield from train(STRATEGIES, ", with a checkpoint inside of units", make=Inside)
-    yield from train(STRATEGIES, ", with a checkpoint around the model", make=Around, steps=2)
+    for stays in (True, False):
+        about = f", reshard_after_forward={stays}"
+        yield from train(STRATEGIES, about, reshard_after_forward=stays)
+        again = f"{about}, with checkpoints around units"
+        yield from train(STRATEGIES, again, make=Checkpointed, reshard_after_forward=stays)
 
 
-# --------------------------------------------------------------------------------- 8: precision
+# -------------------------------------------------------------------------------- 10: precision
 
-PRECISION = "8_precision"
+PRECISION = "14_precision"
 
 
 def _precision(what: str, want: Any, got: Any) -> str | None:
@@ -420,7 +556,7 @@ def _precision(what: str, want: Any, got: Any) -> str | None:
     return of_training(what, want, got)
 
 
-@check("grow.8", because=_precision)
+@check("grow.10", because=_precision)
 def half_of_the_bytes() -> Iterator[Any]:
     import torch
 
@@ -462,7 +598,7 @@ def _of_numbers(model: Any, step: int) -> float:
     return float(loss)
 
 
-@check("grow.8", ranks=2, seconds=20, because=_precision)
+@check("grow.10", ranks=2, seconds=20, because=_precision)
 def it_trains_in_low_precision() -> Iterator[Any]:
     import torch
     from torch import nn
@@ -491,9 +627,9 @@ def it_trains_in_low_precision() -> Iterator[Any]:
     yield from train(PRECISION, ", without dtypes")
 
 
-# ------------------------------------------------------------------------------------ 9: hybrid
+# ----------------------------------------------------------------------------------- 11: hybrid
 
-HYBRID = "9_hybrid"
+HYBRID = "15_hybrid"
 
 
 def _hybrid(what: str, want: Any, got: Any) -> str | None:
@@ -515,7 +651,7 @@ def _hybrid(what: str, want: Any, got: Any) -> str | None:
     return of_training(what, want, got)
 
 
-@check("grow.9", because=_hybrid)
+@check("grow.11", because=_hybrid)
 def sixteen_ranks_in_two_groups() -> Iterator[Any]:
     from tutorials.exercises.program import gathers, on_gpu, races
 
@@ -526,7 +662,7 @@ def sixteen_ranks_in_two_groups() -> Iterator[Any]:
     yield at_most("seconds of a step on a mesh (2, 8)", gpu.report()["step"], slack=0.1)
 
 
-@check("grow.9", ranks=2, seconds=30, because=_hybrid)
+@check("grow.11", ranks=2, seconds=30, because=_hybrid)
 def it_trains_on_a_mesh() -> Iterator[Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -541,9 +677,9 @@ def it_trains_on_a_mesh() -> Iterator[Any]:
         yield at_most(f"elements that a rank keeps, mesh {shape}", kept, slack=0.1)
 
 
-# -------------------------------------------------------------------------------------- 10: rows
+# -------------------------------------------------------------------------------------- 12: rows
 
-ROWS = "10_rows"
+ROWS = "17_names"
 
 
 def _rows(what: str, want: Any, got: Any) -> str | None:
@@ -551,22 +687,16 @@ def _rows(what: str, want: Any, got: Any) -> str | None:
         return None
     if "names of" in what:
         return "each parameter keeps its name, and is registered with all of its owners"
-    frozen = isinstance(want, list) and want[3:] == [False] and got[3:] == [True]
-    if "is frozen" in what or ("kind of" in what and frozen):
-        return "a parameter that needs no gradient gets none, and the DTensor does not require one"
+    if "requires a gradient" in what or "is frozen" in what:
+        return "a parameter that needs no gradient gets none, and what is kept does not require one"
     if "rows of" in what and getattr(want, "shape", 0) != getattr(got, "shape", 0):
         return "each rank has the same number of rows, rounded up; the last ones may have fewer"
-    if "kind of" in what:
-        return (
-            "parameters are DTensors with the shape of the whole, Shard(0), and Replicate() in the "
-            "dimension of replicas; a scalar has the shape (1,)"
-        )
     if "second backward" in what:
         return "the first backward gives a parameter its gradient, and the next one adds to it"
     if "scalar" in what:
-        return "[1] is the shape that an optimizer sees: layers compute with a view of shape []"
+        return "its row is what an optimizer sees: layers compute with a view of shape []"
     if "gradient" in what:
-        return "the mean is laid out as the shard: cut it into DTensors in the same way"
+        return "the mean is laid out as the shard: cut it into rows in the same way"
     return of_training(what, want, got)
 
 
@@ -574,7 +704,7 @@ def _look_at_scale(block: Any, seen: list[list[int]], *_: object) -> None:
     seen.append(list(block.scale.shape))
 
 
-@check("grow.10", ranks=2, seconds=30, because=_rows)
+@check("grow.12", ranks=2, seconds=30, because=_rows)
 def parameters_are_rows() -> Iterator[Any]:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
@@ -593,9 +723,7 @@ def parameters_are_rows() -> Iterator[Any]:
         one_backward(model, 0)
         yield f"shape of a scalar while its layer computes{about}", seen
         for name, param in model.named_parameters():
-            placements = [str(p) for p in getattr(param, "placements", ())]
-            kind = [type(param.data).__name__, list(param.shape), placements, param.requires_grad]
-            yield f"kind of {name}{about}", kind
+            yield f"whether {name} requires a gradient{about}", param.requires_grad
             yield f"rows of {name}{about}", _local(param.detach())
             if not param.requires_grad:
                 yield (
@@ -618,9 +746,54 @@ def parameters_are_rows() -> Iterator[Any]:
     yield from train(ROWS, ", some parameters frozen", make=Frozen)
 
 
-@check("grow.10", because=_rows)
+@check("grow.12", because=_rows)
 def rows_on_a_gpu() -> Iterator[Any]:
     from tutorials.exercises.program import on_gpu
 
     yield from _of_gpu(on_gpu(ROWS))
     yield from _of_gpu(on_gpu(ROWS, mesh=(2, 8)), ", mesh (2, 8)")
+
+
+# ---------------------------------------------------------------------------------- 13: DTensors
+
+DTENSORS = "18_dtensors"
+
+
+def _dtensors(what: str, want: Any, got: Any) -> str | None:
+    if _raised(got):
+        return None
+    if "kind of" in what:
+        return (
+            "parameters and their gradients are DTensors with the shape of the whole, Shard(0), "
+            "and Replicate() in the dimension of replicas; a scalar has the shape (1,)"
+        )
+    if "whole of" in what or "norm" in what:
+        return "a DTensor has this rank's rows, and knows the shape of the whole"
+    return of_training(what, want, got)
+
+
+def _kind(tensor: Any) -> list[Any]:
+    placements = [str(p) for p in getattr(tensor, "placements", ())]
+    return [type(tensor).__name__, list(tensor.shape), placements]
+
+
+@check("grow.13", ranks=2, seconds=30, because=_dtensors)
+def parameters_are_dtensors() -> Iterator[Any]:
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from tutorials.exercises.program import KINDS, Frozen, one_backward, program, train
+
+    for shape in ((2,), (2, 1)):
+        model, about = Frozen(), f", mesh {shape}"
+        program(DTENSORS).fsdp(model, *KINDS, mesh=init_device_mesh("cpu", shape))
+        one_backward(model, 0)
+        for name, param in model.named_parameters():
+            yield f"kind of {name}{about}", _kind(param.data)
+            if param.grad is not None:
+                yield f"kind of the gradient of {name}{about}", _kind(param.grad)
+            yield f"the whole of {name}{about}", param.detach().full_tensor()
+        trained = [param for param in model.parameters() if param.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(trained, 0.1)
+        yield f"the norm of all gradients{about}", norm.full_tensor()
+    yield from train(DTENSORS, ", some parameters frozen", make=Frozen)
