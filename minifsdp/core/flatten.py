@@ -50,7 +50,7 @@ def check_flattenable(tensors: Mapping[str, Tensor]) -> None:
             raise ValueError(
                 f"the parameters of one unit share one flat tensor, so they must have the same "
                 f"{attribute}. Found {found}. Make them alike, or wrap them in units of their own. "
-                f"In minifsdp's rows (use_orig_params=True) frozen parameters may differ."
+                f"minifsdp's rows (use_orig_params=True) take frozen parameters of any dtype."
             )
 
 
