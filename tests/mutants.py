@@ -638,6 +638,8 @@ MUTANTS = [
     Mutant("support/divided_param", "what is cast is divided along its first dimension", "layout.world_size, dtypes, layout.dims)", "layout.world_size, dtypes)", noticed_by="wrapping/shard_placement"),
     Mutant("support/tensor_parallel", "columns are those of a division by all ranks", "_StridedShard(rows.dim, split_factor=parts)", "_StridedShard(0, split_factor=parts)", noticed_by="wrapping/shard_placement"),
     Mutant("support/tensor_parallel", "what is cut afterwards counts, too", "range(at + 1, mesh.ndim) if", "range(mesh.ndim) if j != at and", noticed_by="support/dp_mesh_dims"),
+    Mutant("support/tensor_parallel", "an optimizer sees each dimension to shard over", "    if len(own[-1]) > 1:\n", "    if False:\n", noticed_by="support/dp_mesh_dims"),
+    Mutant("support/tensor_parallel", "dimensions apart are taken for one", "        if names != known[(first", "        if False and names != known[(first", noticed_by="support/dp_mesh_dims"),
     Mutant("support/tensor_parallel", "gradients are added up over the data twice", "            placements[at] = grad.placements[at]\n", "            pass\n", noticed_by="support/dp_mesh_dims"),
     Mutant("support/tensor_parallel", "what is divided over the data is divided once more", "if not param.placements[at].is_replicate():", "if False:", noticed_by="support/dp_mesh_dims"),
     Mutant("support/tensor_parallel", "any mesh will do", "if not isinstance(param, DTensor) or param.device_mesh != mesh:", "if not isinstance(param, DTensor):", noticed_by="support/dp_mesh_dims"),

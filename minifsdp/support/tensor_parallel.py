@@ -36,6 +36,7 @@ Shoeybi et al., "Megatron-LM", arXiv:1909.08053; Liang et al., "TorchTitan", arX
 
 import math
 from collections.abc import Sequence
+from itertools import chain, combinations
 from typing import Any
 
 import torch
@@ -50,31 +51,34 @@ from minifsdp.support.dtensors import distributed
 
 
 def data_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh | None:
-    """The part of ``mesh`` that units are divided over: all of it, if ``dims`` is None.
+    """The part of ``mesh`` that units are divided over: all of it, if ``dims`` is None. Several
+    dimensions to shard over are one in it, and so are several of replicas.
 
     Args:
         dims: ``DataParallelMeshDims``, of minifsdp or of torch.
 
     Raises:
-        ValueError: a dimension has no such name.
-        NotImplementedError: none of them is to shard over, or there are several of one kind.
+        ValueError: a dimension has no such name, or several of one kind are not side by side.
+        NotImplementedError: none of them is to shard over.
     """
     if dims is None:
         return mesh
-    known = (mesh and mesh.mesh_dim_names) or ()
-    names = [n for n in (dims.replicate, dims.shard) if n is not None]
-    names = [n[0] if isinstance(n, tuple) and len(n) == 1 else n for n in names]
-    if dims.shard is None or not all(isinstance(name, str) for name in names):
+    if not dims.shard:
         raise NotImplementedError(
-            f"minifsdp: dp_mesh_dims={dims} is not there yet: it takes one dimension to shard over "
-            f"and, for hybrid sharding, one of replicas. Make a mesh in which several are one. For "
-            f"replicas alone, give it one more dimension, of size 1, and shard over that."
+            f"minifsdp: dp_mesh_dims={dims}, replicas alone, is not there yet. Give the mesh one "
+            f"more dimension, of size 1, and shard over that."
         )
-    for name in names:
-        if name not in known:
-            raise ValueError(f"Mesh dim name {name!r} not found in mesh.mesh_dim_names {known}")
-    assert mesh is not None
-    return mesh[tuple(names)] if len(names) > 1 else mesh[names[0]]
+    known, found = (mesh and mesh.mesh_dim_names) or (), []
+    for given in filter(None, (dims.replicate, dims.shard)):
+        names = (given,) if isinstance(given, str) else tuple(given)
+        for name in names:
+            if name not in known:
+                raise ValueError(f"Mesh dim name {name!r} not found in mesh.mesh_dim_names {known}")
+        if names != known[(first := known.index(names[0])) : first + len(names)]:
+            raise ValueError(f"{names} are to be one dimension, and not side by side in {known}")
+        assert mesh is not None
+        found.append(mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names)))
+    return found[0] if len(found) == 1 else DeviceMesh._concatenate(found)
 
 
 def check_on_mesh(name: str, param: Any, mesh: DeviceMesh, data: DeviceMesh) -> None:
@@ -89,7 +93,7 @@ def check_on_mesh(name: str, param: Any, mesh: DeviceMesh, data: DeviceMesh) -> 
             f"When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh "
             f"{mesh}, as distribute_module makes them; parameter {name!r} is {found}."
         )
-    for at in data_dims(mesh, data):
+    for at in chain(*data_dims(mesh, data)):
         if not param.placements[at].is_replicate():
             raise ValueError(
                 f"Expected Replicate() on DP dim {mesh.mesh_dim_names[at]!r} (index {at}) of "  # type: ignore[index]
@@ -97,11 +101,16 @@ def check_on_mesh(name: str, param: Any, mesh: DeviceMesh, data: DeviceMesh) -> 
             )
 
 
-def data_dims(mesh: DeviceMesh, data: DeviceMesh) -> list[int]:
-    """The numbers of those dimensions of ``mesh`` that ``data`` has, too, in the order of ``data``;
-    empty if they are of different parts of a larger mesh."""
+def data_dims(mesh: DeviceMesh, data: DeviceMesh) -> list[list[int]]:
+    """For each dimension of ``data`` the numbers of those of ``mesh`` that it is made of, as a rule
+    one; empty if the two are different parts of a larger mesh."""
     names = list(mesh.mesh_dim_names or ())
-    return [names.index(name) for name in data.mesh_dim_names or () if name in names]
+    return [
+        [names.index(name)] if name in names else [*range(start, end)]
+        for name in data.mesh_dim_names or ()
+        for start, end in combinations(range(len(names) + 1), 2)
+        if "_".join(names[start:end]) == name
+    ]
 
 
 def check_meshes(name: str, param: DTensor, mesh: DeviceMesh | None) -> None:
@@ -142,17 +151,34 @@ def on_both_meshes(divided: DTensor, spec: DTensorSpec) -> DTensor:
     own = data_dims(mesh, divided.device_mesh)
     if not own:
         mesh = DeviceMesh._concatenate([divided.device_mesh, mesh])
-        own = list(range(divided.device_mesh.ndim))
+        own = [[at] for at in range(divided.device_mesh.ndim)]
         placements = [*divided.placements, *placements]
-    for at, rows in zip(own, divided.placements, strict=True):
+    for (at, *_), rows in zip(own, divided.placements, strict=True):
         placements[at] = rows
         if isinstance(rows, Shard):
             cut = [j for j in range(at + 1, mesh.ndim) if _cuts(placements[j], rows.dim)]
             parts = math.prod(mesh.size(j) for j in cut)  # of that dimension, which come first
             if parts > 1:
                 placements[at] = _StridedShard(rows.dim, split_factor=parts)
+    if len(own[-1]) > 1:
+        mesh, placements = _as_one(mesh, placements, own, divided.device_mesh)
     both = DTensorSpec(mesh, tuple(placements), spec.tensor_meta)
     return distributed(divided._local_tensor, both)
+
+
+def _as_one(
+    mesh: DeviceMesh, placements: Sequence[Any], own: Sequence[Sequence[int]], data: DeviceMesh
+) -> tuple[DeviceMesh, list[Any]]:
+    """``mesh`` with ``data`` in the place of the dimensions that it is made of."""
+    meshes, shown = [], []
+    for at, name in enumerate(mesh.mesh_dim_names or ()):
+        if at == own[-1][0]:
+            meshes.append(data)
+            shown += [placements[dims[0]] for dims in own]
+        elif at not in chain(*own):
+            meshes.append(mesh[name])
+            shown.append(placements[at])
+    return DeviceMesh._concatenate(meshes), shown
 
 
 def _cuts(placement: Any, dim: int) -> bool:
@@ -191,7 +217,8 @@ class _OnMesh(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
         placements = list(ctx.spec.placements)
-        for at in data_dims(ctx.spec.mesh, ctx.data):  # the unit adds up what is a summand there
+        for at in chain(*data_dims(ctx.spec.mesh, ctx.data)):
+            # The unit adds up what is a summand there.
             placements[at] = grad.placements[at]
         local = grad.redistribute(ctx.spec.mesh, placements).to_local()
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local, None, None
