@@ -95,12 +95,12 @@ def one_by_one(
     waiting = {one.case for one in running}
     with Court(checks, seed, patience, workers, keep) as court:
         of_job: dict[Job, Running] = {}
-        of = sum(len(one.left) for one in running)
         reports = run_all(next_jobs(running, of_job), workers, patience)
         for number, (job, report) in enumerate(reports, 1):
             one = of_job[job]
             one.note(job.check, court.verdict(job.check, report))
-            progress(f"{number} of {of} checks")
+            left = sum(one.at_work + len(one.left) for one in running if not one.is_over)
+            progress(f"{number} of at most {number + left} checks")
             if one.is_over and not one.is_wrong_together:
                 results[one.case] = one.result
                 waiting.discard(one.case)
