@@ -29,6 +29,7 @@ from minifsdp import (
     SynchronizeAfterFree,
     core,
 )
+from minifsdp.core.auto_wrap import has_forward, wrap_inside
 from minifsdp.sim.cli.terminal import end_tidily, progress
 from tests.core.common import full_parameters
 from tests.models import CASES
@@ -132,16 +133,19 @@ def check(cell: Cell) -> float | None:
 
 def check_core(cell: Cell) -> float:
     """On each rank: the difference of the core alone from DDP."""
-    case = CASES[cell.model]
+    case, strategy = CASES[cell.model], STRATEGIES[cell.strategy]
 
-    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool | dict[str, Any]:
-        own = isinstance(module, case.experts) and {"process_group": alone()}
-        return recurse or own or isinstance(module, case.units)
+    def policy(module: nn.Module) -> bool:
+        return isinstance(module, case.units) and has_forward(module)
 
     def build_core(module: nn.Module) -> core.FullyShardedDataParallel:
+        experts = [inner for inner in module.modules() if isinstance(inner, case.experts)]
+        if experts:
+            own = {"process_group": alone(), "sharding_strategy": strategy}
+            wrap_inside(module, dict.fromkeys(experts, own), core.FullyShardedDataParallel)
         return core.FullyShardedDataParallel(
             module,
-            sharding_strategy=STRATEGIES[cell.strategy],
+            sharding_strategy=strategy,
             auto_wrap_policy=policy,
             backward_prefetch=BACKWARD[cell.backward],
             forward_prefetch=FORWARD[cell.forward],
