@@ -29,11 +29,11 @@ def test_a_module_whose_parameters_are_not_out_is_gathered_for_its_forward_and_f
     order = engine.prefetcher.pre_forward_order
     with torch.no_grad():
         expected = model(batch())
-        before, purpose = [*order.current], engine.units[1].state.training
+        before, training = [*order.current], engine.units[1].state.training
         with FSDP.summon_full_params(model, recurse=False):
             assert torch.equal(model(batch()), expected)
             assert hooks.calls == [] and hooks.idle
-            assert order.current == before and engine.units[1].state.training is purpose
+            assert order.current == before and engine.units[1].state.training is training
             root, *inner = (unit.state.sharded for unit in engine.units)
             assert root is ShardedState.UNSHARDED and set(inner) == {ShardedState.SHARDED}
     step(model)
