@@ -34,7 +34,6 @@ if TYPE_CHECKING:  # what type checkers and editors read; _HOMES says the same t
     from minifsdp.chunks.flat_parameter import FlatParameter
     from minifsdp.chunks.grad_scaler import ShardedGradScaler
     from minifsdp.core.api import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
-    from minifsdp.core.auto_wrap import ModuleWrapPolicy
     from minifsdp.core.limiter import EventQueue, Limiter, NoLimit, SynchronizeAfterFree
     from minifsdp.fsdp_module import (
         FSDPModule,
@@ -47,6 +46,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; _HOMES says the same t
     from minifsdp.support.stats import Stats
     from minifsdp.wrapping.policies import (
         CustomPolicy,
+        ModuleWrapPolicy,
         _or_policy,
         always_wrap_policy,
         enable_wrap,
@@ -108,7 +108,6 @@ __version__ = "0.1.0"
 _HOMES = (
     "minifsdp.api",
     "minifsdp.core.api",
-    "minifsdp.core.auto_wrap",
     "minifsdp.chunks.as_dtensors",
     "minifsdp.between_steps.checkpoint_state",
     "minifsdp.between_steps.explain",

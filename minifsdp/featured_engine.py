@@ -12,10 +12,11 @@ import torch
 from minifsdp.core.engine import Engine
 from minifsdp.core.layers import Layer
 from minifsdp.core.limiter import Limiter
+from minifsdp.core.parameters import Parameters
 from minifsdp.core.streams import CudaEvent, Event, Streams
 from minifsdp.support.held_gradients import HeldGradients
 from minifsdp.support.prefetch_stats import CountedPrefetcher
-from minifsdp.support.stats import CountedParameters, Stats
+from minifsdp.support.stats import CountedLimiter, Stats
 
 L = TypeVar("L", bound=Layer)
 
@@ -34,7 +35,6 @@ class FeaturedEngine(Engine):
             next forward takes it.
     """
 
-    parameters: CountedParameters
     gradients: HeldGradients
     prefetcher: CountedPrefetcher
 
@@ -43,13 +43,14 @@ class FeaturedEngine(Engine):
         units: list[Any],
         limiter: Limiter,
         prefetcher: CountedPrefetcher,
-        kind: type[CountedParameters] = CountedParameters,
+        kind: type[Parameters] = Parameters,
     ) -> None:
         self.limiter, self.stats = limiter, Stats()
         self.after_optimizer: torch.cuda.Event | None = None
         self.streams_on = Streams.on  # what makes them; several roots may have one
         streams = Streams.on(torch.device("cpu"))  # till the first start knows the device
-        parameters = kind(streams, limiter, prefetcher, self.stats)
+        counted = CountedLimiter(limiter, prefetcher, self.stats)
+        parameters = kind(streams, counted, prefetcher)
         super().__init__(units, parameters, HeldGradients(streams, self.stats))
         prefetcher.adapt_to(streams.host_runs_ahead)
 

@@ -40,6 +40,11 @@ class FeaturedHooks(Hooks):
         super().__init__(backward)
         self.summoned: dict[FeaturedUnit, Form | None] = {}
 
+    @property
+    def idle(self) -> bool:
+        """Whether no forward and no backward is running."""
+        return self.depth == 0 and not self.backward.running
+
     before_forward = without_modes(Hooks.before_forward)
     after_forward = without_modes(Hooks.after_forward)
     forward_failed = without_modes(Hooks.forward_failed)

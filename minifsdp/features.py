@@ -21,6 +21,7 @@ from minifsdp.no_sync import NoSync
 from minifsdp.on_demand import OnDemand
 from minifsdp.post_forward import PostForward
 from minifsdp.precision import CastBack, Precision
+from minifsdp.support.broken_backward import BrokenBackward
 from minifsdp.support.grad_hooks import GradientHooks
 from minifsdp.support.listed_modules import Lists
 from minifsdp.support.marked_views import UnusedParams
@@ -39,6 +40,7 @@ def layers_of(hooks: FeaturedHooks) -> Iterator[Layer]:
     yield OneThread(hooks)
     yield StateDictCalls()
     yield Summoned(hooks)
+    yield BrokenBackward(hooks)
     # What a program has done since the last step, before anything is gathered or sent. no_sync
     # frees units whose shards have changed, before these are followed.
     yield FirstStep(engine, agreement)

@@ -25,6 +25,7 @@ from minifsdp.chunks.param_names import as_before_wrapping
 from minifsdp.core import fully_sharded as core
 from minifsdp.core.api import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
 from minifsdp.core.limiter import Limiter
+from minifsdp.core.parameters import Parameters
 from minifsdp.featured_engine import FeaturedEngine
 from minifsdp.featured_hooks import FeaturedBackward, FeaturedHooks
 from minifsdp.features import layers_of
@@ -32,7 +33,6 @@ from minifsdp.no_sync import NoSync
 from minifsdp.strategies import choose_strategies
 from minifsdp.support.prefetch_stats import CountedPrefetcher
 from minifsdp.support.shard_changes import adopt
-from minifsdp.support.stats import CountedParameters
 from minifsdp.wrapping.attributes import Forward, ModuleWrapper
 from minifsdp.wrapping.auto_wrap import Policy, check_wrappable
 from minifsdp.wrapping.build import build_unit, wrap_below
@@ -55,7 +55,7 @@ class FullyShardedDataParallel(StateDictMethods, ModuleWrapper):
         sharding_strategy: FULL_SHARD if None.
         cpu_offload: see offload.py.
         auto_wrap_policy: which modules inside become units of their own, such as a
-            :class:`~minifsdp.core.auto_wrap.ModuleWrapPolicy`. None: only what is wrapped by
+            :class:`~minifsdp.wrapping.policies.ModuleWrapPolicy`. None: only what is wrapped by
             hand.
         backward_prefetch: see prefetch.py; None is none.
         mixed_precision: see precision.py.
@@ -264,7 +264,7 @@ def make_root(
     module: nn.Module,
     limiter: Limiter,
     prefetcher: CountedPrefetcher,
-    kind: type[CountedParameters] = CountedParameters,
+    kind: type[Parameters] = Parameters,
 ) -> None:
     """Name the units at and below ``module``, and give them hooks and layers of their own. See
     :func:`minifsdp.core.fully_sharded.make_root`."""

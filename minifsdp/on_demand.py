@@ -20,6 +20,7 @@ import torch
 from minifsdp.checks.param_changes import check_unreplaced
 from minifsdp.checks.rank_agreement import Moment, RankAgreement
 from minifsdp.core.layers import Call, Chain, Layer
+from minifsdp.core.reshard import reshard
 from minifsdp.core.streams import Event
 from minifsdp.core.unit_state import BACKWARD, STRATEGY, Purpose, ShardedState
 from minifsdp.core.unshard import wait_for_unshard
@@ -157,7 +158,8 @@ class OnDemand(Layer):
         if unit.unsharded.is_in_use(unit.views):
             show_views(unit)
         else:
-            self._freed_early[unit] = self.engine.parameters.free(unit)
+            self._freed_early[unit] = reshard(unit, self.engine.streams)
+            self.engine.stats.count_free(unit)
 
     def _unshard_again(self, unit: FeaturedUnit) -> None:
         """Gather what was freed early, and is needed in this backward all the same: an activation

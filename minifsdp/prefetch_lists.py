@@ -19,10 +19,10 @@ the same way. There the forward has no other prefetching.
 from collections.abc import Iterable
 from typing import Any
 
+from minifsdp.core.parameters import Parameters
 from minifsdp.core.unit_state import PREFETCH
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.prefetch_stats import CountedPrefetcher
-from minifsdp.support.stats import CountedParameters
 from minifsdp.wrapping.module_tree import unit_of
 
 
@@ -45,7 +45,7 @@ class ListedPrefetcher(CountedPrefetcher):
         return _listed(unit, unit.backward_targets if unit.numel else []) or target
 
 
-class ListedParameters(CountedParameters):
+class ListedParameters(Parameters):
     """Gathers what was listed, too."""
 
     def prefetch(self, target: Any) -> None:
@@ -56,9 +56,9 @@ class ListedParameters(CountedParameters):
             return
         for unit in target:
             if unit.unsharded.needs_unshard and self.prefetcher.is_sound(unit):
-                self.limiter.admit(unit, needed=True)
                 unit.hold(PREFETCH)
-                self._unshard(unit)
+                self.limiter.admit(unit, needed=True)
+                self.gather(unit)
 
 
 def units_to_prefetch(modules: Iterable[Any]) -> list[FeaturedUnit]:

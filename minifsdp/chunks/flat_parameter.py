@@ -65,7 +65,9 @@ class FlatParameter(nn.Parameter):
             RuntimeError: such a function asks, and the parameter is sharded.
         """
         grad: Tensor | None = _GRAD.__get__(self)
-        return _for_reader(grad, sys._getframe(1)) if self.is_sharded else grad
+        if grad is None or not self.is_sharded:
+            return grad
+        return _for_reader(grad, sys._getframe(1))
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -177,7 +179,7 @@ def watch_for_losses(param: FlatParameter) -> object:
     return accumulator
 
 
-def _for_reader(grad: Tensor | None, frame: FrameType) -> Tensor | None:
+def _for_reader(grad: Tensor, frame: FrameType) -> Tensor:
     """The gradient of a shard, for the code in ``frame`` that reads it."""
     reader = _function_frame(frame)
     function, module = reader.f_code.co_name, reader.f_globals.get("__name__", "")
@@ -190,7 +192,7 @@ def _for_reader(grad: Tensor | None, frame: FrameType) -> Tensor | None:
             f"step that others make, and their scales part. Use minifsdp.ShardedGradScaler, with "
             f"the same arguments by name."
         )
-    if grad is None or module.startswith(_OUR_CODE):
+    if module.startswith(_OUR_CODE):
         return grad  # optimizers come here several times in each step, so this has to be quick
     names = (*frame.f_code.co_names, *reader.f_code.co_names)
     if not _TOTAL_NORM.isdisjoint(names):

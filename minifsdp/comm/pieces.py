@@ -48,7 +48,10 @@ class Pieces:
 
     @property
     def requires_grad(self) -> bool:
-        return any([piece.requires_grad for piece in self.pieces])
+        for piece in self.pieces:  # noqa: SIM110  # any() would cost a call for each
+            if piece.requires_grad:
+                return True
+        return False
 
     def numel(self) -> int:
         return sum(piece.numel() for piece in self.pieces)

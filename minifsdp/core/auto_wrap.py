@@ -32,17 +32,13 @@ def has_forward(module: nn.Module) -> bool:
 
 
 class ModuleWrapPolicy:
-    """Wrap every module of the given classes in a unit of its own.
-
-    Raises:
-        TypeError: something given is not a class of modules.
-    """
+    """Wrap every module of the given classes in a unit of its own."""
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        self.module_classes = classes_of(module_classes, "ModuleWrapPolicy")
+        self.module_classes = tuple(module_classes)
 
-    def __call__(self, module: nn.Module, recurse: bool = False, nonwrapped_numel: int = 0) -> bool:
-        return recurse or isinstance(module, self.module_classes)
+    def __call__(self, module: nn.Module) -> bool:
+        return isinstance(module, self.module_classes)
 
 
 def select(
@@ -125,18 +121,3 @@ def params_of_units(
             )
         check_flattenable({info.name: info.parameter for info in infos})
     return units
-
-
-def classes_of(given: Iterable[type[nn.Module]], where: str) -> tuple[type[nn.Module], ...]:
-    """These classes of modules; ``where`` is what they were given to.
-
-    Raises:
-        TypeError: something given is not a class of modules.
-    """
-    if not isinstance(given, Iterable):
-        raise TypeError(f"{where} takes a set of classes, as {{nn.Linear}}, not {given!r}")
-    classes = tuple(given)
-    for cls in classes:
-        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise TypeError(f"{where} takes classes of nn.Module, not {cls!r}")
-    return classes

@@ -12,16 +12,14 @@ Everything that depends on autograd's internals is in this file, including the t
 not public (``_execution_engine`` and ``_will_engine_execute_node``).
 """
 
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_hook
-
-_queued: set[Any] = set()  # weak references, which have to be there to be called
 
 
 def before_gradient_of(output: Tensor, hook: Callable[[object], None], first: int) -> None:
@@ -66,24 +64,16 @@ def when_complete(leaf: Tensor, hook: Callable[..., None]) -> Node:
     return node
 
 
-def at_end_of_backward(callback: Callable[[], None], on_error: Callable[[], None]) -> None:
-    """Call ``callback`` after the last operation of the backward that is running, or ``on_error``
-    if an exception ends it before: autograd then drops the queued callback."""
-    ended = False
+def at_end_of_backward(callback: Callable[[], None]) -> "ref[object]":
+    """Call ``callback`` after the last operation of the backward that is running. If an exception
+    ends that backward, the call never comes.
 
-    def call() -> None:
-        nonlocal ended
-        ended = True
-        callback()
-
-    def dropped(queued: object) -> None:
-        _queued.discard(queued)
-        if not ended:
-            on_error()
-
-    Variable._execution_engine.queue_callback(call)
-    # Weak, because autograd's reference has to be the only one: its death is the sign of the error.
-    _queued.add(weakref.ref(call, dropped))
+    Returns:
+        A weak reference to what autograd keeps until the backward is over, in one way or the other.
+    """
+    queued = partial(callback)  # a new object, so that autograd's reference is the only one
+    Variable._execution_engine.queue_callback(queued)
+    return ref(queued)
 
 
 def will_reach(node: Node) -> bool:

@@ -10,6 +10,7 @@ autograd for the callback at the end. If an exception ends the backward, the cal
 the next step notices that.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -19,22 +20,27 @@ from .engine import Engine
 from .layers import Call, Chain
 from .unit import Unit
 from .unit_state import TrainingState
-from .views import hide_views
 
 
 class Backward:
     """The backwards of one root's units, one after the other.
 
     Attributes:
-        running: one is running. One that an exception has ended is not.
+        queued: what autograd keeps until the backward that is running is over; None after that.
+        complete: the last one, if there was one, has come to its end.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.running = False
-        self._complete = True  # the last one, if there was one, has come to its end
+        self.queued: Callable[[], object] = _nothing
+        self.complete = True
         for unit in engine.units:
             unit.on_gradient = partial(self.after_gradient, unit)
+
+    @property
+    def running(self) -> bool:
+        """Whether one is running. One that an exception has ended is not."""
+        return self.queued() is not None
 
     def begin(self, call: Call | None = None) -> None:
         """A backward has begun. Does nothing if that is known already.
@@ -42,13 +48,12 @@ class Backward:
         Args:
             call: the one that a gradient has come to first; None if it is not known.
         """
-        if self.running:
+        if self.queued() is not None:
             return
         self.forget_failed()
         for method in self.engine.moments.enter_backward:
             method()
-        at_end_of_backward(self.end_of_backward, self._broken)
-        self.running, self._complete = True, False
+        self.queued, self.complete = at_end_of_backward(self.end_of_backward), False
         self.engine.start_backward(call)
 
     def before_backward(self, calls: Chain, grads: object = None) -> None:
@@ -98,8 +103,8 @@ class Backward:
         try:
             self._end()
         finally:
-            self.running = False
-        self._complete = True
+            self.queued = _nothing
+        self.complete = True
 
     def _end(self) -> None:
         moments = self.engine.moments
@@ -115,19 +120,14 @@ class Backward:
         for method in moments.idle:
             method(False)
 
-    def _broken(self) -> None:
-        """An exception has ended the backward."""
-        self.running = False
-        for unit in self.engine.units:
-            hide_views(unit)  # else parameters() would list views until the next forward
-        for method in self.engine.moments.broken:
-            method()
-
     def forget_failed(self) -> None:
         """If an exception has ended the last one, start as if it had never been."""
-        if not self._complete:
-            self._complete = True
+        if not self.complete:
+            self.complete = True
             self.engine.fail()
+
+
+def _nothing() -> None: ...
 
 
 _task = torch._C._current_graph_task_id

@@ -78,6 +78,6 @@ def unflatten(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
             padded as ``flat`` is.
         shapes: of the views; they may be 0-d, or have no elements.
     """
-    numels = [math.prod(shape) for shape in shapes]
+    numels = [*map(math.prod, shapes)]
     pieces = flat.split_with_sizes([*numels, flat.numel() - sum(numels)])
-    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=False)]
+    return [*map(Tensor.view, pieces, shapes)]  # the padding has no shape, and gets no view

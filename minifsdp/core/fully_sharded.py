@@ -114,7 +114,8 @@ class FullyShardedDataParallel(nn.Module):
         self._fsdp_wrapped_module = module
         wrappers = [m for m in self.modules() if isinstance(m, FullyShardedDataParallel)]
         name_units(self)
-        streams = Streams.on(next((w._unit.device for w in wrappers if w._unit.numel), _CPU))
+        devices = (w._unit.padded_shard.device for w in wrappers if w._unit.numel)
+        streams = Streams.on(next(devices, torch.device("cpu")))
         forward = forward_prefetch_of(forward_prefetch, streams.host_runs_ahead)
         prefetcher = Prefetcher(backward_prefetch, forward)
         parameters = Parameters(streams, limiter_of(limit_all_gathers), prefetcher)
@@ -193,7 +194,6 @@ def build_unit(
     return unit
 
 
-_CPU = torch.device("cpu")
 _SHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
 
 

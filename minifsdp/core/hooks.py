@@ -21,7 +21,6 @@ closure. Then the backward of its unit begins when autograd needs a parameter th
 which the core is not told (minifsdp's on_demand.py is).
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -51,24 +50,12 @@ class Hooks:
         self.calls: list[Call] = []
         self.depth = 0  # of forwards within forwards
 
-    @property
-    def idle(self) -> bool:
-        """Whether no forward and no backward is running."""
-        return self.depth == 0 and not self.backward.running
-
-    def forward(
-        self,
-        unit: Unit,
-        module: nn.Module,
-        run: Callable[..., Any],
-        args: Any,
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def forward(self, unit: Unit, module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
         """Run a unit's module, between its two moments.
 
         Args:
             module: of a list of modules the one that runs. The mode of the outermost one counts.
-            run: what to call.
+            run: what to call, with ``args`` and ``kwargs``.
         """
         moments = self.engine.moments
         if unit is self.engine.root or not self.depth:
@@ -81,33 +68,31 @@ class Hooks:
                 output = moments.run(call, run, args, kwargs)
             else:
                 output = run(*args, **kwargs)
-            output = self.after_forward(call, output)
+            return self.after_forward(call, output)
         except BaseException:
             self.forward_failed(unit)
             raise
         finally:
             self.depth -= 1
             del self.calls[self.depth :]
-        return output
 
     def before_forward(
-        self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
+        self, unit: Unit, module: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Call, Any, Any]:
         """The module is about to run.
 
         Returns:
             This call, and the arguments for the module.
         """
         engine, moments = self.engine, self.engine.moments
-        # In a forward that is not part of another one, nor of a backward.
-        outermost = self.depth == 1 and not self.backward.running
+        in_backward = self.backward.running
+        outermost = self.depth == 1 and not in_backward
         if outermost:  # a step begins
             self.backward.forget_failed()
             engine.start(Purpose.TRAIN if module.training else Purpose.EVAL)
             engine.prefetcher.start_forward()
         # A checkpoint that runs a part again in a backward tells nothing of the next step.
-        inside = self.calls[-1].in_order if self.calls else False
-        in_order = outermost or (inside and not self.backward.running)
+        in_order = not in_backward and (self.calls[-1].in_order if self.calls else outermost)
         call = Call(unit, module, in_order, outermost)
         for method in moments.before_forward:
             method(call)
@@ -146,14 +131,12 @@ class Hooks:
 
     def forward_failed(self, unit: Unit) -> None:
         """The module has raised. Leave everything so that the next forward finds it in order."""
-        outermost = self.depth == 1 and not self.backward.running
-        if outermost:
-            self.engine.fail()
-        else:  # only this one: its caller may catch the exception
-            self.engine.leave(unit)
-        if outermost:
-            for method in self.engine.moments.idle:
-                method(False)
+        if self.depth > 1 or self.backward.running:
+            self.engine.leave(unit)  # only this one: its caller may catch the exception
+            return
+        self.engine.fail()
+        for method in self.engine.moments.idle:
+            method(False)
 
     def _free_when_inputs_have_gradients(self, unit: Unit, args: object, kwargs: object) -> None:
         # A frozen unit has no gradient of its own to wait for. Its backward is over when its inputs

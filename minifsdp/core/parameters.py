@@ -8,7 +8,7 @@ model: the limit on how many may be unsharded (limiter.py), and the choice of th
 from .limiter import Limiter
 from .prefetch import Prefetcher
 from .reshard import reshard
-from .streams import Event, Streams
+from .streams import Streams
 from .unit import Unit
 from .unit_state import PREFETCH, ShardedState
 from .unshard import unshard
@@ -35,24 +35,19 @@ class Parameters:
         unit.reasons.discard(PREFETCH)  # its turn has come
         if unit.state.sharded is ShardedState.SHARDED and unit.unsharded.needs_unshard:
             self.limiter.admit(unit, needed=True)
-            self._unshard(unit)
+            self.gather(unit)
 
     def prefetch(self, target: Unit | None) -> None:
         """Start to gather a unit that will be needed next, if that is so and there is room."""
         if target is None or not target.unsharded.needs_unshard:
             return
-        if self.prefetcher.is_sound(target):
-            if self.limiter.admit(target, needed=False):
-                target.hold(PREFETCH)
-                self._unshard(target)
-            else:
-                self._declined(target)
+        if self.prefetcher.is_sound(target) and self.limiter.admit(target, needed=False):
+            target.hold(PREFETCH)
+            self.gather(target)
 
-    def _unshard(self, unit: Unit) -> None:
+    def gather(self, unit: Unit) -> None:
+        """Start to gather a unit that the limiter has admitted."""
         unshard(unit, self.streams)
-
-    def _declined(self, target: Unit) -> None:
-        """There is no room for it: it is gathered when it is needed."""
 
     def reshard(self, unit: Unit) -> None:
         """Free a unit's parameters: no reason to keep them is left (unit_state.py), or they are of
@@ -60,9 +55,4 @@ class Parameters:
         if unit.state.sharded is ShardedState.SHARDED:
             hide_views(unit)  # with NO_SHARD there are views, and nothing to free
         else:
-            self.limiter.freed(unit, self.free(unit))
-
-    def free(self, unit: Unit) -> Event:
-        """Free the parameters of a unit that is not sharded. The caller tells the limiter, now or
-        later, that the memory is free when the event is passed."""
-        return reshard(unit, self.streams)
+            self.limiter.freed(unit, reshard(unit, self.streams))

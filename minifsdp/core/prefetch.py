@@ -66,19 +66,13 @@ class Order:
             The unit that came after it in the last pass; None if there is none.
         """
         self.current.append(unit)
-        last, at = self.last, self._position
         # First from the current position, and only then from the start, because a unit may occur
         # several times.
-        if at < len(last) and last[at] is unit:  # as a rule, and a search takes longer
-            at += 1
-        elif unit in (rest := last[at:]):
-            at += rest.index(unit) + 1
-        elif unit in last:
-            at = last.index(unit) + 1
-        else:
-            return None
-        self._position = at
-        return last[at] if at < len(last) else None
+        for start in (self._position, 0):
+            if unit in self.last[start:]:
+                self._position = self.last.index(unit, start) + 1
+                return self.upcoming()
+        return None
 
     def upcoming(self) -> Unit | None:
         """The unit that came next in the last pass, from the current position."""

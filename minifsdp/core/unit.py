@@ -136,12 +136,6 @@ class Unit:
         return numel
 
     @property
-    def device(self) -> torch.device:
-        """Where it is computed with."""
-        device: torch.device = self.sharded_flat_param.device
-        return device
-
-    @property
     def is_limited(self) -> bool:
         """Whether it counts for a limiter. A unit that stays from forward to backward does not: no
         limit could free it."""

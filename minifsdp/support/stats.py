@@ -1,19 +1,17 @@
 """What one root has done on this rank: ``model.engine.stats``.
 
-The core does not count. Here is the :class:`~minifsdp.core.parameters.Parameters` of minifsdp,
-which does: how often units are gathered, how many are unsharded at one time, and what becomes of
-prefetches. (How many of these were for the wrong unit is counted in prefetch_stats.py.)
+The core does not count. A limiter is asked before each gather and hears of each free, so what
+surrounds it here can count: how often units are gathered, how many are unsharded at one time, and
+what becomes of prefetches. (How many of these were for the wrong unit is counted in
+prefetch_stats.py.)
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 from minifsdp.core.limiter import Limiter
-from minifsdp.core.parameters import Parameters
-from minifsdp.core.reshard import reshard
-from minifsdp.core.streams import Event, Streams
+from minifsdp.core.streams import Event
 from minifsdp.core.unit_state import PREFETCH
-from minifsdp.core.unshard import unshard
 from minifsdp.support.prefetch_stats import CountedPrefetcher
 
 
@@ -41,49 +39,43 @@ class Stats:
     peak_unsharded_bytes: int = 0
     """The most bytes that they had at one time."""
 
-    def count_unshard(self, unit: Any) -> None:
-        """A unit is being gathered, now or ahead of its turn."""
-        nbytes = unit.unsharded.nbytes
-        self.all_gathers += 1
-        self.prefetches += PREFETCH in unit.reasons
-        self.unsharded_units += 1
-        self.unsharded_bytes += nbytes
-        if self.unsharded_units > self.peak_unsharded_units:
-            self.peak_unsharded_units = self.unsharded_units
-        if self.unsharded_bytes > self.peak_unsharded_bytes:
-            self.peak_unsharded_bytes = self.unsharded_bytes
-
-    def count_reshard(self, unit: Any) -> None:
+    def count_free(self, unit: Any) -> None:
         """A unit is freed."""
         self.unsharded_units -= 1
         self.unsharded_bytes -= unit.unsharded.nbytes
 
 
-class CountedParameters(Parameters):
-    """Counts what it does.
+class CountedLimiter:
+    """A limiter, and counts of what it admits and of what it hears.
 
-    Attributes:
+    Args:
+        inner: decides.
+        prefetcher: hears of units that are gathered ahead.
         stats: the counts.
     """
 
-    prefetcher: CountedPrefetcher
+    def __init__(self, inner: Limiter, prefetcher: CountedPrefetcher, stats: Stats) -> None:
+        self.inner, self.prefetcher, self.stats = inner, prefetcher, stats
 
-    def __init__(
-        self, streams: Streams, limiter: Limiter, prefetcher: CountedPrefetcher, stats: Stats
-    ) -> None:
-        super().__init__(streams, limiter, prefetcher)
-        self.stats = stats
-
-    def _unshard(self, unit: Any) -> None:
-        self.stats.count_unshard(unit)
-        if PREFETCH in unit.reasons:
+    def admit(self, unit: Any, needed: bool) -> bool:
+        """As ``inner`` does."""
+        stats = self.stats
+        if not self.inner.admit(unit, needed):
+            stats.declined_prefetches += 1
+            return False
+        if not needed or PREFETCH in unit.reasons:  # what a program has listed has to be admitted
+            stats.prefetches += 1
             self.prefetcher.ahead = unit
-        unshard(unit, self.streams)
+        stats.all_gathers += 1
+        stats.unsharded_units += 1
+        stats.unsharded_bytes += unit.unsharded.nbytes
+        if stats.unsharded_units > stats.peak_unsharded_units:
+            stats.peak_unsharded_units = stats.unsharded_units
+        if stats.unsharded_bytes > stats.peak_unsharded_bytes:
+            stats.peak_unsharded_bytes = stats.unsharded_bytes
+        return True
 
-    def _declined(self, target: Any) -> None:
-        self.stats.declined_prefetches += 1
-
-    def free(self, unit: Any) -> Event:
-        """As in the core."""
-        self.stats.count_reshard(unit)
-        return reshard(unit, self.streams)
+    def freed(self, unit: Any, event: Event) -> None:
+        """As ``inner`` does."""
+        self.stats.count_free(unit)
+        self.inner.freed(unit, event)

@@ -29,7 +29,7 @@ from minifsdp.chunks.optimizers import watch_optimizers
 from minifsdp.chunks.param_attributes import warn_of_lost_attributes
 from minifsdp.comm.consensus import groups_with_peers
 from minifsdp.comm.groups import mesh_of
-from minifsdp.core.auto_wrap import ModuleWrapPolicy, wrap_inside
+from minifsdp.core.auto_wrap import wrap_inside
 from minifsdp.core.views import hide_views
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.offload import has_memory
@@ -55,6 +55,7 @@ from minifsdp.wrapping.orig_params import (
     orig_params,
     set_unit,
 )
+from minifsdp.wrapping.policies import ModuleWrapPolicy
 from minifsdp.wrapping.root_settings import make_limiter
 from minifsdp.wrapping.settings import Settings
 

@@ -1,6 +1,6 @@
 """Which modules become units: more policies.
 
-auto_wrap.py says what a policy is, and core/auto_wrap.py has the one to use, ``ModuleWrapPolicy``.
+auto_wrap.py says what a policy is. The one to use is ``ModuleWrapPolicy``.
 
 The names and arguments are those of ``torch.distributed.fsdp.wrap``.
 """
@@ -11,8 +11,23 @@ from typing import Any
 
 from torch import nn
 
-from minifsdp.core.auto_wrap import classes_of, has_forward
+from minifsdp.core import auto_wrap
+from minifsdp.core.auto_wrap import has_forward
 from minifsdp.wrapping.auto_wrap import Answer, Policy
+
+
+class ModuleWrapPolicy(auto_wrap.ModuleWrapPolicy):
+    """Wrap every module of the given classes in a unit of its own.
+
+    Raises:
+        TypeError: something given is not a class of modules.
+    """
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        super().__init__(classes_of(module_classes, "ModuleWrapPolicy"))
+
+    def __call__(self, module: nn.Module, recurse: bool = False, nonwrapped_numel: int = 0) -> bool:
+        return recurse or super().__call__(module)
 
 
 class CustomPolicy:
@@ -139,3 +154,18 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
         return module
     wrapper_cls, settings = _context
     return wrapper_cls(module, **{**settings, **wrap_overrides})
+
+
+def classes_of(given: Iterable[type[nn.Module]], where: str) -> tuple[type[nn.Module], ...]:
+    """These classes of modules; ``where`` is what they were given to.
+
+    Raises:
+        TypeError: something given is not a class of modules.
+    """
+    if not isinstance(given, Iterable):
+        raise TypeError(f"{where} takes a set of classes, as {{nn.Linear}}, not {given!r}")
+    classes = tuple(given)
+    for cls in classes:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(f"{where} takes classes of nn.Module, not {cls!r}")
+    return classes

@@ -29,13 +29,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minifsdp.core.parameters import Parameters
 from minifsdp.core.streams import Event, Finish
 from minifsdp.core.unit import Unit
-from minifsdp.core.unit_state import PREFETCH, TrainingState
-from minifsdp.support.stats import CountedParameters
+from minifsdp.core.unit_state import TrainingState
+from minifsdp.core.unshard import unshard
 
 
-class StreamOrdered(CountedParameters):
+class StreamOrdered(Parameters):
     """Gathers into memory of the unshard stream, and copies from there on the compute stream."""
 
     _unit: Unit | None = None  # that is about to compute
@@ -52,26 +53,23 @@ class StreamOrdered(CountedParameters):
         else:
             super().prefetch(target)
 
-    def _unshard(self, unit: Unit) -> None:
-        source, dtype = unit.source, unit.unsharded.dtype
+    def gather(self, unit: Any) -> None:
+        streams, source, dtype = self.streams, unit.source, unit.unsharded.dtype
         group = source.group
         if group is None:  # it is all here
-            super()._unshard(unit)
+            unshard(unit, streams)
             return
-        self.stats.count_unshard(unit)
-        if PREFETCH in unit.reasons:
-            self.prefetcher.ahead = unit
         unit.state.start_unshard()
-        source.prepare(unit, self.streams)
+        source.prepare(unit, streams)
         gathered: list[Tensor] = []
 
         def launch() -> Finish:
             gathered.append(torch.empty(unit.padded_numel, dtype=dtype, device=unit.device))
-            shard = source.tensor(unit, self.streams)
+            shard = source.tensor(unit, streams)
             finish: Finish = unit.comm.all_gather(unit, gathered[0], shard, group)
             return finish
 
-        event = self.streams.unshard.submit(launch, f"all-gather {unit.label}")
+        event = streams.unshard.submit(launch, f"all-gather {unit.label}")
         unit.unshard_event = CopyOut(self, unit, gathered.pop(), event)
 
     def copy_out(self, unit: Unit, gathered: Tensor, event: Event) -> None:
@@ -107,7 +105,7 @@ class CopyOut:
         assert gathered is not None
         self._parameters.copy_out(self._unit, gathered, self._event)
         del gathered
-        CountedParameters.prefetch(self._parameters, self.next)
+        Parameters.prefetch(self._parameters, self.next)
 
     def synchronize(self) -> None:
         self._event.synchronize()

@@ -34,6 +34,7 @@ from torch import nn
 
 from minifsdp.core.api import BackwardPrefetch, ForwardPrefetch
 from minifsdp.core.limiter import EventQueue, Limiter, NoLimit, SynchronizeAfterFree, wait_for_free
+from minifsdp.core.parameters import Parameters
 from minifsdp.core.prefetch import Order
 from minifsdp.core.streams import Event
 from minifsdp.core.unit import Unit
@@ -41,7 +42,7 @@ from minifsdp.fully_sharded import FullyShardedDataParallel
 from minifsdp.on_demand import OnDemand
 from minifsdp.sim.training.fsdp2 import StreamOrdered
 from minifsdp.support.prefetch_stats import CountedPrefetcher
-from minifsdp.support.stats import CountedParameters
+from minifsdp.support.stats import CountedLimiter
 
 
 class ReversedPreForward(CountedPrefetcher):
@@ -106,7 +107,7 @@ class Approach:
     backward: BackwardPrefetch | None
     prefetcher: type[CountedPrefetcher]
     limiter: Callable[[], Limiter]
-    parameters: type[CountedParameters] = CountedParameters
+    parameters: type[Parameters] = Parameters
     frees_early: bool = False  # a unit in a backward, before its gradient is complete
 
     def wrap(self, module: nn.Module, **settings: Any) -> FullyShardedDataParallel:
@@ -119,9 +120,8 @@ class Approach:
         """Have a model train in this way, all but the limiter, which it was built with."""
         engine, prefetcher = model.engine, self.prefetcher(self.backward, self.forward)
         engine.prefetcher = prefetcher
-        engine.parameters = self.parameters(
-            engine.streams, engine.limiter, prefetcher, engine.stats
-        )
+        limiter = CountedLimiter(engine.limiter, prefetcher, engine.stats)
+        engine.parameters = self.parameters(engine.streams, limiter, prefetcher)
         engine.layer(OnDemand).frees_early = self.frees_early
         if isinstance(prefetcher, LettingGo) and isinstance(engine.parameters, StreamOrdered):
             prefetcher.parameters = engine.parameters

@@ -31,12 +31,12 @@ from typing import Any
 from torch import Tensor
 
 from minifsdp.core.api import BackwardPrefetch, ForwardPrefetch
+from minifsdp.core.parameters import Parameters
 from minifsdp.core.prefetch import Order
 from minifsdp.core.streams import Event, Streams
 from minifsdp.core.unit import Unit
 from minifsdp.sim.training.history import Approach
 from minifsdp.support.prefetch_stats import CountedPrefetcher
-from minifsdp.support.stats import CountedParameters
 
 
 class OrderedCompute:
@@ -53,14 +53,14 @@ class OrderedCompute:
         self._streams.unshard.wait_event(self.record_event())
 
 
-class OrderedFrees(CountedParameters):
+class OrderedFrees(Parameters):
     """Frees units in the order of the streams, and gathers several ahead if there is room."""
 
-    def free(self, unit: Unit) -> Event:
+    def reshard(self, unit: Unit) -> None:
         streams = self.streams
         self.streams = replace(streams, compute=OrderedCompute(streams))
         try:
-            return super().free(unit)
+            super().reshard(unit)
         finally:
             self.streams = streams
 

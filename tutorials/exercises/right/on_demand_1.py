@@ -1,7 +1,5 @@
 """Right: one question that says whether a unit may go, and a return that skips what is there."""
 
-from minifsdp.core.reshard import reshard
-
 
 class OnDemand(OnDemand):
     def gather(self, calls: Chain) -> None:
@@ -27,6 +25,7 @@ class OnDemand(OnDemand):
             hide_views(unit)
             if not unit.unsharded.is_in_use(unit.views):
                 self._freed_early |= {unit: reshard(unit, self.engine.parameters.streams)}
+                self.engine.stats.count_free(unit)
             else:
                 show_views(unit)
 
