@@ -25,6 +25,11 @@ def _freed(what: str, want: Any, got: Any) -> str | None:
                 "wait for it, and show its views"
             )
         return None
+    if "state" in what:
+        return (
+            "the root's layer runs again while its parameters are still under way: has the "
+            "computation waited for the gather"
+        )
     if "outside of a backward" in what:
         return "between steps a saved parameter has no values: check_in_backward() refuses it"
     if "limiter" in what:
@@ -146,7 +151,7 @@ def _steps(
     """Two steps: where the root's memory is, how often it is gathered, and its gradients."""
     from minifsdp import FullyShardedDataParallel, ModuleWrapPolicy
 
-    limiter, there, alive = _Counting(), list[bool](), list[int]()
+    limiter, there, alive, states = _Counting(), list[bool](), list[int](), list[str]()
     policy = ModuleWrapPolicy({_Block})
     model = FullyShardedDataParallel(whole, auto_wrap_policy=policy, limit_all_gathers=limiter)
     root = model.engine.root
@@ -157,16 +162,21 @@ def _steps(
 
     for block in model.module.blocks:
         block.module.register_full_backward_pre_hook(look)
+    if whole.between is not None:
+        # Its gradient alone does not tell: on a slow machine the data may be there unwaited for.
+        whole.between.register_forward_pre_hook(lambda *_: states.append(root.state.sharded.name))
     for step in range(2):
         model.zero_grad()
         before(model)
         there.clear()
         alive.clear()
+        states.clear()
         gathers = model.engine.stats.all_gathers
         loss = model(_tokens(step)).pow(2).sum()
         loss.backward()
         where = f"with {about}, in step {step + 1}"
         yield f"whether the root has memory when each block's backward begins, {where}", [*there]
+        yield f"state of the root whenever its layer runs, {where}", [*states]
         yield f"gathers of all units {where}", model.engine.stats.all_gathers - gathers
         yield (
             f"how often the root is alive to the limiter when each block's backward begins, "
