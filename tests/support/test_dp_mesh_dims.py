@@ -17,6 +17,9 @@ import minifsdp
 from minifsdp import fully_shard
 from tests.ranks import cached_in_a_world, device, on_ranks, run
 
+# The same ranks: how to divide an operation, torch finds out once for each of them, by trying.
+pytestmark = pytest.mark.xdist_group("dtensors")
+
 torchs = pytest.importorskip("torch.distributed.fsdp")
 if not hasattr(torchs, "DataParallelMeshDims"):
     pytest.skip("this torch has no dp_mesh_dims", allow_module_level=True)
