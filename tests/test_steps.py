@@ -278,10 +278,11 @@ def test_low_precision_as_the_engine_has_it(name, reduce_dtype):
     assert {param.dtype for param in model.parameters()} == {torch.float32}
     with FSDP.summon_full_params(expected):
         names = {name.replace("_fsdp_wrapped_module.", "") for name, _ in params_of(expected)}
-        assert engine.full_params().keys() == names
+        found = engine.full_params()
+        assert found.keys() == names
         for name, param in params_of(expected):
             path = name.replace("_fsdp_wrapped_module.", "")
-            assert torch.equal(engine.full_params()[path], param), path
+            assert torch.equal(found[path], param), path
 
 
 def params_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
