@@ -118,8 +118,8 @@ MESHES = {
     "two of them, in replicas": (("replicate", "dp", "cp"), (2, 2, 1), {
         "shard": ("dp", "cp"), "replicate": "replicate",
     }, {}),
-    "two of replicas": (("a", "b", "dp"), (2, 1, 2), {"shard": "dp", "replicate": ("a", "b")}, {}),
-    "two of replicas, cut first": (("a", "b", "dp", "tp"), (2, 1, 1, 2), {
+    "two of replicas": (("a", "b", "dp"), (1, 2, 2), {"shard": "dp", "replicate": ("a", "b")}, {}),
+    "two of replicas, cut first": (("a", "b", "dp", "tp"), (1, 2, 1, 2), {
         "shard": "dp", "replicate": ("a", "b"),
     }, {}),
     "low": (TWO, (2, 2), {"shard": "dp"}, {
