@@ -12,7 +12,8 @@ which nothing is under way; where one hangs or has died, all processes of that w
 the next test gets new ones. So it does where tests have left many process groups behind: each of
 gloo's has a thread that wakes up a hundred times a second, and a thousand of them take both cores
 of a small machine. (To destroy a group is not enough: its threads live for as long as anything
-refers to it, such as torch's caches for DTensors.)
+refers to it, such as torch's caches for DTensors.) For the same reason the processes of all worlds
+but the one that was called last are stopped, as Ctrl-Z stops a program.
 
 A rank that hangs is given up after a while. Limits are in seconds of an idle machine (patience.py),
 and count from when all ranks are there.
@@ -21,6 +22,7 @@ What a world computes on, and what carries its messages, is said in gpus.py.
 """
 
 import atexit
+import ctypes
 import faulthandler
 import functools
 import gc
@@ -28,6 +30,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -53,12 +56,13 @@ from tests.pretended_gpu import NCCL, PretendedGpu
 TIMEOUT = float(os.environ.get("RANKS_TIMEOUT", 60))  # seconds for one test's function
 START = 120.0  # seconds for the processes of a world to find each other
 GRACE = 3.0  # seconds for the other ranks to report, once one has failed
+PR_SET_PDEATHSIG = 1  # of prctl: the signal that a process gets when its parent has ended
 MANY = 8  # process groups of gloo's in a rank; each has three threads
 
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "tests", "minifsdp", "tests.fuzz"]
 """Imported once, by the server that ranks are forked from. The first optimizer and the first
 checkpoint import torch._dynamo, which takes each rank a second. `tests` comes before minifsdp, of
-which it may replace files (see replace.py)."""
+which it may replace files (see replace.py). See also :func:`fork_server`."""
 
 PRETENDED_GPU = "PRETENDED_GPU" in os.environ  # then there are as many of them as anybody wants
 on_cpu = False  # whether the test that runs now has no GPU (conftest.py)
@@ -125,6 +129,8 @@ def run(
     world = _worlds.get(kind)
     if world is None:
         world = _worlds[kind] = World(*kind)
+    for other in _worlds.values():
+        other.stop(other is not world)
     try:
         results = world.call(function, args, kwargs, timeout)
         if world.groups > MANY:
@@ -156,6 +162,20 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
+def fork_server() -> Any:
+    """What starts processes as forks of a server that has imported what ranks need: PRELOADED, and
+    the test modules whose functions they may get to run, so that not each rank imports each."""
+    context = multiprocessing.get_context("forkserver")
+    known = [name for name, module in sys.modules.items() if _has_ranks(name, module)]
+    context.set_forkserver_preload([*PRELOADED, *known])
+    return context
+
+
+def _has_ranks(name: str, module: Any) -> bool:
+    given = vars(module) if name.startswith("tests.") else {}
+    return given.get("on_ranks") is on_ranks or given.get("run") is run
+
+
 def place_of(world_size: int) -> Place:
     """Where the ranks of a world run, if a test does not say it."""
     if on_cpu:
@@ -169,11 +189,12 @@ class World:
     """The ranks of one world size, all in the same place."""
 
     def __init__(self, world_size: int, place: Place = Place.CPU) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = fork_server()
         self.folder = tempfile.TemporaryDirectory(prefix="minifsdp-")
         self.processes, self.connections = [], []
         self.ready = False  # all ranks have found each other
+        self.stops = place is not Place.GPU and sys.platform == "linux"  # see _serve
+        self.stopped = False
         self.groups = 0  # of gloo's whose threads there are, the most that a rank has
         gpus = gpus_of(world_size) if place is Place.GPU else [None] * world_size
         for rank, gpu in enumerate(gpus):
@@ -221,6 +242,14 @@ class World:
             process.is_alive() for process in self.processes
         )
         raise failure
+
+    def stop(self, stopped: bool) -> None:
+        """Stop its processes until it is called again, or let them go on."""
+        if self.stops and self.ready and stopped != self.stopped:
+            self.stopped = stopped
+            for process in self.processes:
+                if process.is_alive():
+                    os.kill(process.pid, signal.SIGSTOP if stopped else signal.SIGCONT)
 
     def renew(self) -> bool:
         """Give all ranks a new process group. Returns whether they have found each other in it."""
@@ -287,6 +316,8 @@ def _serve(
     """What a rank does all its life."""
     if not os.path.isdir(folder):
         return  # Ctrl-C has ended who has started this rank
+    if sys.platform == "linux":  # a process that is stopped does not notice that the server is gone
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     stack = open(f"{folder}/stack{rank}", "w")  # noqa: SIM115  # for as long as the rank lives
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     torch.set_num_threads(1)

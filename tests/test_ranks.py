@@ -1,17 +1,22 @@
 """ranks.py: the harness itself. A test that cannot fail is worth nothing; one that hangs, less."""
 
+import ctypes
+import multiprocessing.forkserver
 import os
 import signal
 import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests import patience, ranks
+from tests.gpus import Place
+from tests.patience import Patience
 from tests.ranks import RankFailure, _worlds, on_ranks, run
 
 
@@ -51,6 +56,48 @@ def test_every_rank_runs_it_and_the_results_come_by_rank(world_size):
 def test_processes_are_used_again():
     first, second = run(succeed, 2, 1), run(succeed, 2, 2)
     assert [result[2] for result in first] == [result[2] for result in second]
+
+
+def is_stopped(process):
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def are_stopped(processes):
+    """On a busy machine that takes a while: each of them has to get its turn."""
+    patience = Patience(10)
+    while patience.left and not all(map(is_stopped, processes)):
+        time.sleep(0.01)
+        patience.count()
+    return all(map(is_stopped, processes))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are stopped on Linux alone")
+def test_the_world_that_was_called_last_is_the_only_one_that_is_not_stopped():
+    if ranks.place_of(2) is Place.GPU:
+        pytest.skip("ranks with GPUs are not stopped")
+    two = [result[2] for result in run(succeed, 2, 1)]
+    assert not any(map(is_stopped, two))
+    three = [result[2] for result in run(succeed, 3, 1)]
+    assert are_stopped(two) and not any(map(is_stopped, three))
+    assert [result[2] for result in run(succeed, 2, 2)] == two
+    assert are_stopped(three)
+
+
+def signal_at_the_end_of_the_server():
+    signal_number = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(signal_number))  # PR_GET_PDEATHSIG
+    return signal_number.value
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are stopped on Linux alone")
+def test_ranks_that_are_stopped_end_when_the_server_does():
+    assert run(signal_at_the_end_of_the_server, 2) == [signal.SIGKILL] * 2
+
+
+def test_the_server_imports_tests_with_ranks_and_no_others():
+    ranks.fork_server()
+    known = multiprocessing.forkserver._forkserver._preload_modules
+    assert {"torch", __name__} <= {*known} and "tests.patience" not in known
 
 
 @pytest.mark.parametrize("rank", [0, 1])

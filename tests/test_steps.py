@@ -22,7 +22,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import MixedPrecision, ModuleWrapPolicy
 from minifsdp.sim import VirtualGpu, cluster
 from minifsdp.sim.streams import make_streams
-from tests.ranks import device, on_ranks
+from tests.ranks import cached_in_a_world, device, on_ranks
 from tutorials import grow
 from tutorials.exercises.virtual import Block as VirtualBlock
 from tutorials.train_gpt import GPT, Block
@@ -151,12 +151,18 @@ def train(model: nn.Module, steps: int = 4) -> list[float]:
     return losses
 
 
+@cached_in_a_world
+def trained_by_ddp(kind: str) -> tuple[list[float], dict[str, nn.Parameter]]:
+    """Its losses and parameters, with which all programs are compared in all of their settings."""
+    model = DDP(build(kind), find_unused_parameters=kind == "twice")
+    return train(model), dict(model.module.named_parameters())
+
+
 def assert_as_ddp(name: str, kind: str, exact: bool = True, **settings: Any) -> None:
     model = build(kind)
-    reference = DDP(copy.deepcopy(model), find_unused_parameters=kind == "twice")
     engine = grow.load(name).fsdp(model, *MODELS[kind][1], **settings)
-    losses, expected = train(model), train(reference)
-    found, params = engine.full_params(), dict(reference.module.named_parameters())
+    losses, (expected, params) = train(model), trained_by_ddp(kind)
+    found = engine.full_params()
     assert params.keys() <= found.keys()
     if exact:
         assert losses == expected
@@ -272,10 +278,11 @@ def test_low_precision_as_the_engine_has_it(name, reduce_dtype):
     assert {param.dtype for param in model.parameters()} == {torch.float32}
     with FSDP.summon_full_params(expected):
         names = {name.replace("_fsdp_wrapped_module.", "") for name, _ in params_of(expected)}
-        assert engine.full_params().keys() == names
+        found = engine.full_params()
+        assert found.keys() == names
         for name, param in params_of(expected):
             path = name.replace("_fsdp_wrapped_module.", "")
-            assert torch.equal(engine.full_params()[path], param), path
+            assert torch.equal(found[path], param), path
 
 
 def params_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -6,7 +6,6 @@ torchrun itself.
 """
 
 import atexit
-import multiprocessing
 import os
 import runpy
 import subprocess
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tests.patience import Patience
-from tests.ranks import PRELOADED
+from tests.ranks import fork_server
 
 
 def torchrun(
@@ -32,8 +31,7 @@ def torchrun(
         path: where the script imports from, besides its own folder.
         seconds: of an idle machine, after which ranks that have not ended are killed.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = fork_server()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="minifsdp-") as name:
         folder, processes = Path(name), []

@@ -32,10 +32,10 @@ def tensors_in(value: object) -> Iterator[Tensor]:
             continue
         elif id(item) not in seen:
             seen.add(id(item))
-            if isinstance(item, Mapping):
-                stack.extend(item.values())
-            elif isinstance(item, (list, tuple, set, frozenset)):
+            if isinstance(item, (list, tuple, set, frozenset)):
                 stack.extend(item)
+            elif isinstance(item, Mapping):
+                stack.extend(item.values())
             elif is_dataclass(item):
                 stack.extend(getattr(item, field.name) for field in fields(item))
             elif hasattr(item, "__dict__"):

@@ -11,6 +11,7 @@ counts its steps in them.
 """
 
 from collections.abc import Hashable
+from functools import cache
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ class Results:
         return self._remembered(operation, args, kwargs)
 
     def _remembered(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        if _returns_aliases(operation):  # most do; nothing new is made
+            return operation(*args, **kwargs)
         key = operation, _described(args), _described(tuple(kwargs.items()))
         if key in self._known:
             kind, shapes = self._known[key]
@@ -62,16 +65,22 @@ class Results:
 
     def _on_the_host(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """New memory, which nobody writes to; or what was there, as it is."""
-        schema = operation._schema
-        if any(value.alias_info is not None for value in schema.returns):  # a view, or in place
-            return args[0] if schema.is_mutable else operation(*args, **kwargs)
-        if schema.is_mutable:  # a list, in place
+        mutates = operation._schema.is_mutable
+        if _returns_aliases(operation):
+            return args[0] if mutates else operation(*args, **kwargs)
+        if mutates:  # a list, in place
             return None
 
         if "device" in kwargs:
             kwargs = {**kwargs, "device": "meta"}
         result = self._remembered(operation, *tree_map_only(Tensor, _on_meta, (args, kwargs)))
         return tree_map_only(Tensor, _like_in_host_memory, result)
+
+
+@cache
+def _returns_aliases(operation: Any) -> bool:
+    """Whether it returns a view, or what it has changed in place."""
+    return any(value.alias_info is not None for value in operation._schema.returns)
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
@@ -85,6 +94,8 @@ def _like_in_host_memory(tensor: Tensor) -> Tensor:
 
 def _is_large_on_the_host(args: Any, kwargs: Any) -> bool:
     """Whether an operator is about the host's memory alone, and about much of it."""
+    if args and isinstance(args[0], Tensor) and args[0].is_meta:  # as a rule
+        return False
     tensors = [*tensors_in((args, kwargs))]
     here = all(tensor.device.type == "cpu" for tensor in tensors)
     stays = torch.device(kwargs.get("device") or "cpu").type == "cpu"

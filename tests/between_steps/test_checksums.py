@@ -61,7 +61,6 @@ def load_at(ways, folder, name):
         model, optimizer = make(way)
         (load_here if way in OURS else load)(model, optimizer, folder)
         assert_same(whole(state_of(model, optimizer)), expected)
-        before = whole(state_of(model, optimizer))
     dist.barrier()
     if dist.get_rank() == 0:
         change_one_bit(folder, expected[CHANGED[name]])

@@ -17,6 +17,9 @@ import minifsdp
 from minifsdp import fully_shard
 from tests.ranks import cached_in_a_world, device, on_ranks, run
 
+# The same ranks: how to divide an operation, torch finds out once for each of them, by trying.
+pytestmark = pytest.mark.xdist_group("dtensors")
+
 torchs = pytest.importorskip("torch.distributed.fsdp")
 if not hasattr(torchs, "DataParallelMeshDims"):
     pytest.skip("this torch has no dp_mesh_dims", allow_module_level=True)
@@ -32,7 +35,21 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-CUT = {"up.weight": 0, "up.bias": 0, "down.weight": 1}  # along these dimensions, over "tp"
+class Gains(nn.Module):
+    """A block for meshes of three dimensions and of four. What of a matrix product is where, torch
+    finds out by trying all that is possible: on four dimensions that takes a second for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.gain, self.row = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(1, 8))
+
+    def forward(self, x):
+        return torch.tanh(self.norm(x) * self.gain) * self.row
+
+
+# Along these dimensions, over "tp".
+CUT = {"up.weight": 0, "up.bias": 0, "down.weight": 1, "gain": 0, "row": 1}
 
 
 @cached_in_a_world
@@ -40,13 +57,13 @@ def grid(names: tuple[str, ...], shape: tuple[int, ...]):
     return init_device_mesh(device().type, shape, mesh_dim_names=names)
 
 
-def build(mesh) -> nn.Sequential:
+def build(mesh, block=Block) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block()).to(device())
+    model = nn.Sequential(block(), block()).to(device())
     for block in model:
         for name, param in [*block.named_parameters()]:
             placements = [Replicate() for _ in range(mesh.ndim)]
-            if name in CUT:
+            if name in CUT and "tp" in mesh.mesh_dim_names:
                 placements[mesh.mesh_dim_names.index("tp")] = Shard(CUT[name])
             module, _, attribute = name.rpartition(".")
             given = nn.Parameter(distribute_tensor(param.detach(), mesh, placements))
@@ -54,8 +71,8 @@ def build(mesh) -> nn.Sequential:
     return model
 
 
-def sharded(shard, mesh, **settings) -> nn.Sequential:
-    model = build(mesh)
+def sharded(shard, mesh, block=Block, **settings) -> nn.Sequential:
+    model = build(mesh, block)
     for block in model:
         shard(block, mesh=mesh, **settings)
     return shard(model, mesh=mesh, **settings)
@@ -90,18 +107,19 @@ def same(found, expected, exact: bool = True) -> bool:
     return found == expected
 
 
-TWO, THREE, FOUR = ("dp", "tp"), ("replicate", "dp", "tp"), ("replicate", "dp", "cp", "tp")
+TWO, THREE, CONTEXT = ("dp", "tp"), ("replicate", "dp", "tp"), ("dp", "cp", "tp")
 MESHES = {
     "the data first": (TWO, (2, 2), {"shard": "dp"}, {}),
     "the data last": (("tp", "dp"), (2, 2), {"shard": ("dp",)}, {}),
     "one hybrid": (THREE, (1, 2, 2), {"shard": "dp", "replicate": "replicate"}, {}),
     "replicas": (THREE, (2, 1, 2), {"shard": "dp", "replicate": "replicate"}, {}),
-    "two to shard over": (FOUR, (1, 2, 2, 1), {"shard": ("dp", "cp")}, {}),
-    "two of them, cut first": (("dp", "cp", "tp"), (1, 2, 2), {"shard": ("dp", "cp")}, {}),
-    "two of them, in replicas": (FOUR, (2, 2, 1, 1), {
+    "two to shard over": (CONTEXT, (2, 2, 1), {"shard": ("dp", "cp")}, {}),
+    "two of them, cut first": (CONTEXT, (1, 2, 2), {"shard": ("dp", "cp")}, {}),
+    "two of them, in replicas": (("replicate", "dp", "cp"), (2, 2, 1), {
         "shard": ("dp", "cp"), "replicate": "replicate",
     }, {}),
-    "two of replicas": (("a", "b", "dp", "tp"), (2, 1, 1, 2), {
+    "two of replicas": (("a", "b", "dp"), (1, 2, 2), {"shard": "dp", "replicate": ("a", "b")}, {}),
+    "two of replicas, cut first": (("a", "b", "dp", "tp"), (1, 2, 1, 2), {
         "shard": "dp", "replicate": ("a", "b"),
     }, {}),
     "low": (TWO, (2, 2), {"shard": "dp"}, {
@@ -113,7 +131,10 @@ MESHES = {
 }  # fmt: skip
 
 
-SLOW = ("one hybrid",)  # shards as "the data first" does, and has a mesh like that of "replicas"
+SLOW = {
+    "one hybrid",  # shards as "the data first" does, and has a mesh like that of "replicas"
+    "two of replicas, cut first",  # the only mesh of four dimensions
+}
 
 
 @pytest.mark.parametrize(
@@ -129,12 +150,13 @@ def check_bit_equal(kind: str) -> None:
     if "cp" in dims["shard"] and not as_one:
         pytest.skip("this torch shows an optimizer each dimension to shard over")
     mesh = grid(names, shape)
-    found = []
+    block, found = Gains if len(names) > 2 else Block, []
     for shard, which in ((torchs_fully_shard, torchs), (fully_shard, minifsdp)):
         chosen = which.DataParallelMeshDims(**dims)
-        found.append(train(sharded(shard, mesh, dp_mesh_dims=chosen, **settings), mesh))
+        found.append(train(sharded(shard, mesh, block, dp_mesh_dims=chosen, **settings), mesh))
     assert same(found[1], found[0], exact=kind != "two to shard over")
-    assert ("_StridedShard" in str(found[1][1])) == (mesh["tp"].size() > 1 and names[-1] == "tp")
+    cut_first = names[-1] == "tp" and shape[-1] > 1
+    assert ("_StridedShard" in str(found[1][1])) == cut_first
 
 
 @on_ranks(4)
@@ -142,10 +164,10 @@ def test_replicas_alone_are_a_dimension_of_size_1_to_shard_over():
     """As the error for them says."""
     mesh = grid(TWO, (2, 2))
     alone = torchs.DataParallelMeshDims(replicate="dp")
-    expected = train(sharded(torchs_fully_shard, mesh, dp_mesh_dims=alone), mesh)
+    expected = train(sharded(torchs_fully_shard, mesh, Gains, dp_mesh_dims=alone), mesh)
     mesh = grid(("dp", "one", "tp"), (2, 1, 2))
     both = minifsdp.DataParallelMeshDims(shard="one", replicate="dp")
-    found = train(sharded(fully_shard, mesh, dp_mesh_dims=both), mesh)
+    found = train(sharded(fully_shard, mesh, Gains, dp_mesh_dims=both), mesh)
     assert [loss for loss, _ in found[0]] == [loss for loss, _ in expected[0]]
     assert same(found[2:], expected[2:])
 

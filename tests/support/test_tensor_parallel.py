@@ -41,6 +41,9 @@ from minifsdp.support.param_access import Placeholder
 from minifsdp.support.tensor_parallel import _on_mesh
 from tests.ranks import cached_in_a_world, device, on_ranks
 
+# The same ranks: how to divide an operation, torch finds out once for each of them, by trying.
+pytestmark = pytest.mark.xdist_group("dtensors")
+
 WORDS, WIDTH = 12, 8
 
 
