@@ -26,7 +26,8 @@ class Backward:
     """The backwards of one root's units, one after the other.
 
     Attributes:
-        queued: what autograd keeps until the backward that is running is over; None after that.
+        queued: a weak reference to what autograd keeps until the backward that is running is over.
+            When it is dead, none is running.
         complete: the last one, if there was one, has come to its end.
     """
 

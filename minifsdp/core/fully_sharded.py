@@ -13,6 +13,8 @@ the core does not promise, and the file of minifsdp that does:
 - ranks that differ: units that only some of them use, exceptions on one of them
   (checks/rank_agreement.py), other models or values at the start (checks/same_model.py), a rank
   that is lost (comm/deadlock_watch.py)
+- an exception in a backward that is noticed at once, and not by the next step
+  (support/broken_backward.py)
 - changes of parameters between a forward and its backward, or by the forward itself, and parameters
   that are replaced (checks/param_changes.py), moved or cast after wrapping
   (support/shard_changes.py); attributes of parameters (chunks/param_attributes.py)
