@@ -33,12 +33,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import _allowed_determinism_checks_to_fns
 
 from minifsdp.core.streams import BACKENDS, PASSED, CpuStream, Event, Launch, Streams
+from minifsdp.support.param_access import Placeholder
 
 GPU = torch.device("cuda", 0)
 NCCL = "cuda:gloo,cpu:gloo"  # no program writes it in this order: it is how such a group is known
@@ -66,10 +66,16 @@ class PretendedGpu:
             with devices, patch.object(self._kernels, "asked", False):
                 return run_backward(*args, **kwargs)
 
+        push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+
+        def push_hooks_with_devices(pack: Any, unpack: Any) -> None:
+            of_engine = type(pack).__module__.startswith("minifsdp.")  # it looks for its own
+            push_hooks(pack if of_engine else devices.around(pack), devices.around(unpack))
+
         self._stack = ExitStack()
         torch._C._set_only_lift_cpu_tensors(True)  # else torch.tensor has its device from C++
         self._stack.callback(torch._C._set_only_lift_cpu_tensors, False)
-        packages = [(0, _location_of, _put_at), *torch.serialization._package_registry]
+        packages = [(0, location_of, _put_at), *torch.serialization._package_registry]
         for context in (
             patch.object(PretendedGpu, "current", self),
             patch.dict(BACKENDS, cuda=_streams),
@@ -85,14 +91,15 @@ class PretendedGpu:
             patch("torch.cuda.synchronize", lambda device=None: None),
             patch("torch.tensor", functools.partial(_on_current, torch.tensor)),
             patch("torch.serialization._package_registry", packages),
-            patch.dict(_allowed_determinism_checks_to_fns, default=_metadata),
             patch.object(dist, "get_backend_config", _backends),
+            patch.object(Placeholder, "_parameter", devices.around(Placeholder._parameter)),
             patch("torch.cuda.current_device", lambda: GPU.index),
             patch("torch.cuda.device_count", lambda: 1),
             patch("torch.cuda.set_device", lambda device: None),
             patch("torch.cuda.get_rng_state", lambda *device: torch.get_rng_state()),
             patch("torch.cuda.set_rng_state", lambda *state_and_device: None),  # it is the CPU's
             patch("torch.autograd._engine_run_backward", run_backward_with_devices),
+            patch("torch._C._autograd._push_saved_tensors_default_hooks", push_hooks_with_devices),
             patch(f"{_C10D}._get_object_coll_device", _device_of_objects),
             patch(f"{_C10D}._get_pg_default_device", _device_of_objects),
             self._kernels,
@@ -122,10 +129,11 @@ def _memory(tensor: Tensor) -> torch.UntypedStorage:
 
 def _put(tensors: object, on_gpu: bool | None) -> None:
     """Write to the storages of new tensors whether they are on the GPU. None: wherever they are
-    used."""
+    used, unless that is known."""
     for tensor in tree_leaves(tensors):
         if isinstance(tensor, Tensor) and not tensor.is_meta:
-            _memory(tensor).on_gpu = on_gpu
+            memory = _memory(tensor)
+            memory.on_gpu = getattr(memory, "on_gpu", None) if on_gpu is None else on_gpu
 
 
 class _Kernels(TorchDispatchMode):
@@ -223,8 +231,23 @@ class _Devices(TorchFunctionMode):
         super().__init__()
         self._kernels = kernels
 
+    def around(self, function: Any) -> Any:
+        """A function that runs in this mode, also where it is called in the middle of another one,
+        for which torch has turned the mode off."""
+
+        @functools.wraps(function, updated=())
+        def call(*args: Any) -> Any:
+            with nullcontext() if self in _get_current_function_mode_stack() else self:
+                return function(*args)
+
+        return call
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if isinstance(func, torch._ops.OpOverload):  # it is called by the mode below
+            return func(*args, **kwargs)
+        if func is torch.device and isinstance(args[0], int):
+            return GPU
         if func in _ANSWERS and is_on_gpu(args[0]):
             return _ANSWERS[func]
         kwargs.pop("pin_memory", None)  # all of this memory is the host's
@@ -332,14 +355,8 @@ def _on_current(make: Any, *args: Any, **kwargs: Any) -> Tensor:
     return make(*args, **kwargs)
 
 
-def _metadata(tensor: Tensor) -> dict[str, Any]:
-    """What activation checkpoints compare of a tensor and the recomputed one."""
-    where = GPU if is_on_gpu(tensor) else tensor.device
-    return {"shape": tensor.shape, "dtype": tensor.dtype, "device": where}
-
-
-def _location_of(storage: torch.UntypedStorage) -> str | None:
-    """For torch.save: where a storage is. None: torch knows it."""
+def location_of(storage: torch.UntypedStorage) -> str | None:
+    """Where a storage is, for torch.save. None: not on the GPU."""
     return str(GPU) if getattr(storage, "on_gpu", False) is True else None
 
 
