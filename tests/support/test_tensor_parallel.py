@@ -314,7 +314,7 @@ def test_between_forward_and_backward_no_block_has_memory():
 def test_an_evaluation_finds_the_whole_of_a_weight_that_is_sharded():
     """Also if another module reads it."""
     model, seen = sharded(), []
-    weight = build().blocks[0].up.weight.to(device())
+    weight = build().blocks[0].up.weight
     up = model.blocks[0].up
     model.norm.register_forward_hook(lambda *_: seen.extend([type(up.weight), up.weight * 2]))
     with torch.no_grad():
