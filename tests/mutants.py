@@ -745,7 +745,7 @@ MUTANTS = [
     Mutant("core/auto_wrap", "one place of two is wrapped", "                setattr(parent, name, wrapped)", "                setattr(parent, name, wrapped); break"),
     Mutant("chunks/flat_parameter", "torch's own norm gets a chunk", "if function in _REFUSED:", "if False:"),
     Mutant("chunks/flat_parameter", "nor does it get a whole one", "_for_reader(grad, sys._getframe(1)) if self.is_sharded else grad", "_for_reader(grad, sys._getframe(1))"),
-    Mutant("chunks/flat_parameter", "nor does anybody's of that name", 'if module == "torch.nn.utils.clip_grad" and', "if"),
+    Mutant("chunks/flat_parameter", "nor does anybody's of that name", 'if module == "torch.nn.utils.clip_grad":', "if True:"),
     Mutant("chunks/flat_parameter", "only the first is asked in get_total_norm", "if _function_frame(sys._getframe(1)).f_code", "if sys._getframe(1).f_code"),
     Mutant("chunks/flat_parameter", "whoever mentions get_total_norm is refused", "return grad.as_subclass(_ShardOfGradient)", 'raise _no_norm("get_total_norm")'),
     Mutant("chunks/flat_parameter", "every scaler is refused", "        return scaler._unscale_grads_ is", "        pass\n    return scaler._unscale_grads_ is"),
