@@ -1099,7 +1099,7 @@ MUTANTS = [
     Mutant("chunks/optimizers", "a vector alone is laid end to end with nothing", "len(unit.param_infos) > 1\n", "len(unit.param_infos) > 0\n"),
     Mutant("chunks/optimizers", "the warning is about torch's line", "stacklevel=_caller(),", "stacklevel=2,"),
     Mutant("chunks/flat_parameter", "torch's FSDP shards it again", 'endswith("._fsdp_param")', 'endswith("._fsdp_params")', noticed_by="checks/other_wrappers"),
-    Mutant("chunks/flat_parameter", "generators are readers of their own", '("<listcomp>", "<genexpr>",', '("<listcomp>",'),
+    Mutant("chunks/flat_parameter", "generators are readers of their own", '{"<listcomp>", "<genexpr>",', '{"<listcomp>",'),
     Mutant("chunks/flat_parameter", "gradients of low precision do not fit", "    if grad_dtype is not None:", "    if False:", noticed_by="precision"),
     Mutant("wrapping/orig_params", "the last name of a shared one stays", "for name, original in reversed(originals.items()):", "for name, original in originals.items():"),
     Mutant("wrapping/orig_params", "proxies wake up", "if issubclass(type(candidate), Optimizer):", "if isinstance(candidate, Optimizer):"),
