@@ -19,9 +19,17 @@ BYTES_OF_A_WORKER = 4 << 30  # bytes on each GPU: a context, for a rank of each 
 
 MESSAGES = "messages between CPUs: tags, gloo's order of sums, the memory of one machine"
 PARTING = "ranks that part ways wait for each other, with NCCL until its timeout"
+OFFLOADED = "torch sends what is offloaded from the host, for which it wants gloo"
+PRETENDED = "a GPU that the test pretends itself: NCCL does not carry its tensors"
 STAND_INS = "streams that stand in for those of the CPU (lagging.py)"
 ON_CPU = {
+    "tests/between_steps/test_unit_params.py::test_values_are_written_back_from_one": PRETENDED,
+    "tests/checks/test_first_step.py::test_a_model_from_meta_trains_like_torchs_that_was_there"
+    "[broadcast_into_memory": OFFLOADED,
     "tests/checks/test_rank_agreement.py": PARTING,
+    "tests/chunks/test_flat_parameter.py::test_on_gpus": PRETENDED,
+    "tests/chunks/test_flat_parameter.py::test_these_kernels_compute_the_same": PRETENDED,
+    "tests/checks/test_same_launches.py::test_messages_with_tags": MESSAGES,
     "tests/comm/test_blocks.py": MESSAGES,
     "tests/comm/test_boards.py": MESSAGES,
     "tests/comm/test_collectives.py": MESSAGES,
@@ -35,15 +43,24 @@ ON_CPU = {
     "tests/comm/test_unit_messages.py": PARTING,
     "tests/comm/test_wait_reports.py": PARTING,
     "tests/promises/test_threads.py": "collectives of two threads, with which NCCL may deadlock",
+    "tests/scripts/test_scripts.py::test_a_script_for_fsdp2[--cpu-offload": OFFLOADED,
+    "tests/support/test_shard_changes.py::test_a_device_that_the_group_does_not_carry": (
+        "a model on the CPU, whose group is said not to carry that"
+    ),
+    "tests/support/test_shard_changes.py::test_so_it_is_if_a_model_is_moved_there": PRETENDED,
     "tests/test_lagging.py": STAND_INS,
     "tests/test_limiter.py": STAND_INS,
+    "tests/test_no_sync.py::test_the_host_waits_for_a_gpu": PRETENDED,
     "tests/test_post_forward.py::test_only_the_forward_sends": "counts what gloo sends",
     "tests/test_random_models.py": PARTING,
     "tests/test_reduce.py::test_however_late": STAND_INS,
     "tests/test_reduce.py::test_so_do_its_later_stages": STAND_INS,
     "tests/test_reshard.py": STAND_INS,
     "tests/test_strategies.py::test_in_any_order": STAND_INS,
+    "tests/test_streams.py::test_the_cuda_path_trains": "streams that stand in for those of CUDA",
     "tests/test_unshard.py": STAND_INS,
+    "tests/wrapping/test_fsdp2_settings.py::test_a_model_is_moved": PRETENDED,
+    "tests/wrapping/test_fsdp2_settings.py::test_what_is_on_meta_stays_there": PRETENDED,
 }
 """Why the ranks of these tests have no GPU, by the beginning of their node id."""
 

@@ -8,6 +8,7 @@ from unittest.mock import patch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.pretended_gpu import location_of
 from tests.ranks import device
 
 
@@ -19,7 +20,9 @@ def live_bytes() -> int:
     storages = [tensor.untyped_storage() for tensor in tensors]
     # By the device of the storage: that of a FakeTensor, which torch.compile may have left here,
     # is on meta, whatever the tensor says.
-    real = [storage for storage in storages if storage.device.type == device().type]
+    where = [location_of(storage) or storage.device.type for storage in storages]
+    on_device = device().type
+    real = [s for s, place in zip(storages, where, strict=True) if place.startswith(on_device)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in real}.values())
 
 

@@ -11,19 +11,21 @@
         x.to("cpu"), torch.ones(3).copy_(x)    cross from one to the other, as with CUDA
 
 The engine then does what it does with CUDA: torch's own collectives, copies from host to device and
-back. A process group of the backend ``NCCL`` carries what is on the GPU alone, as one of NCCL's
-does, though it is gloo that carries it. In these things it is not like a GPU:
+back. So does torch's own FSDP, with which tests compare. A process group of the backend ``NCCL``
+carries what is on the GPU alone, as one of NCCL's does, though it is gloo that carries it, and says
+that it is one of NCCL's. In these things it is not like a GPU:
 
 - It has no time. A stream does its work at once, so a wait that is missing is not noticed. (With
   the streams of ``lagging.deferring_device`` it is; and on the virtual GPU of minifsdp/sim, where
   there is nothing to be seen of values.)
-- What a function of torch that is written in Python asks and makes inside, as
-  ``multi_head_attention_forward`` does, it asks and makes as on a CPU.
+- A function of torch that is written in Python, as ``multi_head_attention_forward`` is, can make
+  tensors on the GPU inside, but gets the answer "cpu" where it asks a tensor for its device.
 - gloo's threads let go of a tensor a moment after it has arrived. A unit that is freed so soon is
   now and then said to be still referred to.
 """
 
-from contextlib import ExitStack
+import functools
+from contextlib import ExitStack, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -31,11 +33,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minifsdp.core.streams import BACKENDS, PASSED, CpuStream, Event, Launch, Streams
+from minifsdp.support.param_access import Placeholder
 
 GPU = torch.device("cuda", 0)
 NCCL = "cuda:gloo,cpu:gloo"  # no program writes it in this order: it is how such a group is known
@@ -63,16 +66,40 @@ class PretendedGpu:
             with devices, patch.object(self._kernels, "asked", False):
                 return run_backward(*args, **kwargs)
 
+        push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+
+        def push_hooks_with_devices(pack: Any, unpack: Any) -> None:
+            of_engine = type(pack).__module__.startswith("minifsdp.")  # it looks for its own
+            push_hooks(pack if of_engine else devices.around(pack), devices.around(unpack))
+
         self._stack = ExitStack()
+        torch._C._set_only_lift_cpu_tensors(True)  # else torch.tensor has its device from C++
+        self._stack.callback(torch._C._set_only_lift_cpu_tensors, False)
+        packages = [(0, location_of, _put_at), *torch.serialization._package_registry]
         for context in (
             patch.object(PretendedGpu, "current", self),
             patch.dict(BACKENDS, cuda=_streams),
+            patch("torch.cuda.is_available", lambda: True),
+            patch("torch.cuda._lazy_init", lambda: None),
+            patch("torch._C._get_accelerator", lambda: torch.device("cuda")),
+            patch("torch.cuda.Stream", _TorchStream),
+            patch("torch.cuda.Event", _TorchEvent),
+            patch("torch.cuda.stream", nullcontext),
+            patch("torch.cuda.current_stream", _TorchStream),
+            patch("torch.cuda.default_stream", _TorchStream),
+            patch.object(Tensor, "record_stream", lambda tensor, stream: None),
+            patch("torch.cuda.synchronize", lambda device=None: None),
+            patch("torch.tensor", functools.partial(_on_current, torch.tensor)),
+            patch("torch.serialization._package_registry", packages),
+            patch.object(dist, "get_backend_config", _backends),
+            patch.object(Placeholder, "_parameter", devices.around(Placeholder._parameter)),
             patch("torch.cuda.current_device", lambda: GPU.index),
             patch("torch.cuda.device_count", lambda: 1),
             patch("torch.cuda.set_device", lambda device: None),
             patch("torch.cuda.get_rng_state", lambda *device: torch.get_rng_state()),
             patch("torch.cuda.set_rng_state", lambda *state_and_device: None),  # it is the CPU's
             patch("torch.autograd._engine_run_backward", run_backward_with_devices),
+            patch("torch._C._autograd._push_saved_tensors_default_hooks", push_hooks_with_devices),
             patch(f"{_C10D}._get_object_coll_device", _device_of_objects),
             patch(f"{_C10D}._get_pg_default_device", _device_of_objects),
             self._kernels,
@@ -87,22 +114,26 @@ class PretendedGpu:
 
 def is_on_gpu(tensor: Tensor) -> bool:
     """Whether a tensor is in the GPU's memory; a DTensor, whether its local tensor is."""
-    tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return getattr(tensor.untyped_storage(), "on_gpu", False) is True
+    return getattr(_memory(tensor), "on_gpu", False) is True
 
 
 def _is_on_host(tensor: Tensor) -> bool:
     """False as well for what torch has made itself, which may be on either."""
-    return getattr(tensor.untyped_storage(), "on_gpu", False) is False
+    return getattr(_memory(tensor), "on_gpu", False) is False
+
+
+def _memory(tensor: Tensor) -> torch.UntypedStorage:
+    tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return (tensor._values() if tensor.is_sparse else tensor).untyped_storage()
 
 
 def _put(tensors: object, on_gpu: bool | None) -> None:
     """Write to the storages of new tensors whether they are on the GPU. None: wherever they are
-    used."""
+    used, unless that is known."""
     for tensor in tree_leaves(tensors):
-        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if isinstance(tensor, Tensor) and not tensor.is_meta:
-            tensor.untyped_storage().on_gpu = on_gpu
+            memory = _memory(tensor)
+            memory.on_gpu = getattr(memory, "on_gpu", None) if on_gpu is None else on_gpu
 
 
 class _Kernels(TorchDispatchMode):
@@ -117,19 +148,24 @@ class _Kernels(TorchDispatchMode):
         self.waits: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        made_on_gpu = str(kwargs.get("device")).startswith("cuda")  # by torch, inside a function
+        if made_on_gpu:
+            kwargs["device"] = torch.device("cpu")
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if any(isinstance(tensor, DTensor) for tensor in tensors):
             return NotImplemented  # then it comes again, for the local tensors
         on_gpu = any(map(is_on_gpu, tensors))
         if func.namespace == "c10d" and func is not torch.ops.c10d.barrier.default:
             _check_carried(func, args, tensors)
+        if func is torch.ops.aten._pin_memory.default:
+            return args[0].clone()  # all of this memory is the host's
         if on_gpu and func.overloadpacket not in _CROSSING:
             self._check_same_device(func, tensors)
         if on_gpu and self.asked and _waits(func, *args):
             self.waits.append(str(func))
         result = func(*args, **kwargs)
-        if on_gpu and func.overloadpacket not in _CROSSING:
+        if made_on_gpu or (on_gpu and func.overloadpacket not in _CROSSING):
             _put(result, True)
         elif not (on_gpu or self.asked or any(map(_is_on_host, tensors))):
             _put(result, None)  # zeros for a gradient that did not come, say
@@ -157,7 +193,11 @@ def _check_carried(func: Any, args: tuple, tensors: list[Tensor]) -> None:
 
 def _is_nccl(group: dist.ProcessGroup | None) -> bool:
     destroyed = group is not None and group not in dist.distributed_c10d._world.pg_map
-    return not destroyed and str(dist.get_backend_config(group)) == NCCL
+    return not destroyed and str(_get_backend_config(group)) == NCCL
+
+
+def _backends(group: dist.ProcessGroup | None = None) -> str:
+    return "cuda:nccl" if _is_nccl(group) else str(_get_backend_config(group))
 
 
 def _device_of_objects(group: dist.ProcessGroup | None = None) -> torch.device | str:
@@ -172,9 +212,11 @@ def _waits(func: Any, *args: Any) -> bool:
     return func.overloadpacket in _WAITING
 
 
+_get_backend_config = dist.get_backend_config
 _C10D = "torch.distributed.distributed_c10d"
 _CROSSING = {torch.ops.aten.copy_}
 _INDEXING = {torch.ops.aten.index, torch.ops.aten.index_put_}
+_OF_VALUES = {torch.tensor, torch.as_tensor, Tensor.new_tensor}
 _WAITING = {torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.nonzero}
 
 
@@ -189,8 +231,23 @@ class _Devices(TorchFunctionMode):
         super().__init__()
         self._kernels = kernels
 
+    def around(self, function: Any) -> Any:
+        """A function that runs in this mode, also where it is called in the middle of another one,
+        for which torch has turned the mode off."""
+
+        @functools.wraps(function, updated=())
+        def call(*args: Any) -> Any:
+            with nullcontext() if self in _get_current_function_mode_stack() else self:
+                return function(*args)
+
+        return call
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if isinstance(func, torch._ops.OpOverload):  # it is called by the mode below
+            return func(*args, **kwargs)
+        if func is torch.device and isinstance(args[0], int):
+            return GPU
         if func in _ANSWERS and is_on_gpu(args[0]):
             return _ANSWERS[func]
         kwargs.pop("pin_memory", None)  # all of this memory is the host's
@@ -209,7 +266,7 @@ class _Devices(TorchFunctionMode):
                 kwargs["copy"] = True  # torch would see that it is on the CPU already
                 if not kwargs.get("non_blocking"):
                     self._kernels.waits.append("to")
-            if on_gpu and func in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
+            if on_gpu and func in _OF_VALUES:
                 self._kernels.waits.append("a tensor of values of the host")
             result = func(*args, **kwargs)
             _put(result, on_gpu)
@@ -251,3 +308,61 @@ class _Stream(CpuStream):
 
 def _streams(device: torch.device) -> Streams:
     return Streams(device, *(_Stream() for _ in range(6)))
+
+
+class _TorchEvent:
+    """torch.cuda.Event, for programs that make streams themselves, as torch's own FSDP does."""
+
+    def __init__(self, **settings: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    wait = record
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class _TorchStream:
+    """torch.cuda.Stream."""
+
+    def __init__(self, *device: Any, **settings: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    wait_event = wait_stream
+
+    def synchronize(self) -> None:
+        pass
+
+    def record_event(self, event: _TorchEvent | None = None) -> _TorchEvent:
+        return event or _TorchEvent()
+
+
+def _on_current(make: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Make a tensor on ``cuda:0``, where torch itself asks for ``cuda``: only C++ that has been
+    built with CUDA knows that the current GPU is meant."""
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type == "cuda":
+        kwargs["device"] = GPU
+    return make(*args, **kwargs)
+
+
+def location_of(storage: torch.UntypedStorage) -> str | None:
+    """Where a storage is, for torch.save. None: not on the GPU."""
+    return str(GPU) if getattr(storage, "on_gpu", False) is True else None
+
+
+def _put_at(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+    """For torch.load: a storage that has been read, where it is to be. None: torch knows it."""
+    if not location.startswith("cuda"):
+        return None
+    storage.on_gpu = True
+    return storage

@@ -71,10 +71,10 @@ class Training:
         return self.losses
 
     def values(self):
-        """All that is saved, as one list."""
+        """All that is saved, as one list, on the host."""
         optimizer = FSDP.optim_state_dict(self.model, self.optimizer)
         state = [dict(self.model.state_dict()), optimizer, self.schedule.state_dict()]
-        return [v.clone() if isinstance(v, torch.Tensor) else v for v in tree_leaves(state)]
+        return [v.cpu().clone() if isinstance(v, torch.Tensor) else v for v in tree_leaves(state)]
 
 
 def same(a, b):

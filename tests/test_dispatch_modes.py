@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from minifsdp.dispatch_modes import without_modes
 from tests.promises import WAYS, batch, seeded
 from tests.promises.test_recomputation import Model, Outer, square
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 
 ways = pytest.mark.parametrize("way", WAYS)
 
@@ -54,7 +54,7 @@ def what_modes_see(wrap, reentrant):
 @pytest.mark.parametrize("reentrant", [None, False])
 @on_ranks(2)
 def test_a_mode_sees_what_the_model_does_and_nothing_else(way, reentrant):
-    plain = seeded(lambda wrap: what_modes_see(wrap, reentrant), lambda module: module)
+    plain = seeded(lambda wrap: what_modes_see(wrap, reentrant), lambda module: module.to(device()))
     found = seeded(lambda wrap: what_modes_see(wrap, reentrant), WAYS[way])
     assert plain[0] and bool(plain[1]) == (reentrant is not None)
     assert found == plain
@@ -73,9 +73,11 @@ class Device(Seen):
 
 @on_ranks(1)
 def test_modes_are_as_before_afterwards_and_after_an_error():
+    before = _get_current_dispatch_mode()  # of a pretended GPU; else None
+
     @without_modes
     def fail():
-        assert _get_current_dispatch_mode() is None
+        assert _get_current_dispatch_mode() is before
         raise ValueError
 
     outer, inner = Seen(), Seen()

@@ -599,7 +599,8 @@ def test_a_parameter_that_leaves_its_unit_keeps_its_memory_and_that_is_said_once
         def forward(self, x):
             return self[0](x), self[0].weight
 
-    model = FSDP(nn.Sequential(Leaky(nn.Linear(6, 6))), auto_wrap_policy=ModuleWrapPolicy({Leaky}))
+    module = nn.Sequential(Leaky(nn.Linear(6, 6))).to(device())
+    model = FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Leaky}))
     with FSDP.summon_full_params(model):
         expected = model.module[0].module[0].weight.detach().clone()
     with pytest.warns(UserWarning, match="a parameter of unit '0' is still referred to"):

@@ -327,6 +327,15 @@ def update(param):
 @pytest.mark.parametrize("change", [scale, replace, clip, add_noise, update])
 @on_ranks(2)
 def test_a_change_while_something_waits_is_refused_by_name(change, earlier):
+    check_refused_by_name(change, earlier)
+
+
+@on_ranks(2, pretended_gpu=True)
+def test_so_it_is_on_a_gpu_whose_kernels_for_lists_count_no_changes():
+    check_refused_by_name(clip, "")
+
+
+def check_refused_by_name(change, earlier):
     model = stack(2)
     run_pattern(model, earlier + "w")
     loss = model(batch(step=1)).pow(2).sum()

@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.pretended_gpu import GPU, PretendedGpu
+from tests.ranks import on_ranks
 
 
 def test_what_is_computed_is_where_its_operands_are():
@@ -53,6 +55,46 @@ def test_autograd_goes_on_there():
         first, _ = torch.split(model[0](x), [1, 2], 1)
         (first.sum() + model(x).sum()).backward()  # autograd makes zeros for the second part
         assert seen == [GPU] and model[0].weight.grad.device == GPU
+
+
+def test_functions_that_are_written_in_python_make_tensors_there():
+    with PretendedGpu():
+        x = torch.ones(2, 3, device="cuda")
+        hooks = []
+
+        def pack(tensor):
+            hooks.append(tensor.device)  # autograd calls it in the middle of a function
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            nn.functional.linear(x.requires_grad_(), torch.ones(4, 3, device="cuda"))
+        assert hooks and {*hooks} == {GPU}
+        heads = nn.MultiheadAttention(4, 2, batch_first=True).to("cuda")
+        query = torch.ones(1, 3, 4, device="cuda")
+        assert heads(query, query, query)[0].device == GPU
+
+
+def test_files_say_what_was_there(tmp_path):
+    with PretendedGpu():
+        torch.save([torch.ones(2, device="cuda"), torch.zeros(2)], tmp_path / "both")
+        there, host = torch.load(tmp_path / "both")
+        assert there.device == GPU and there.tolist() == [1, 1] and host.device.type == "cpu"
+        there, host = torch.load(tmp_path / "both", map_location="cuda")
+        assert there.device == host.device == GPU
+        there, host = torch.load(tmp_path / "both", map_location="cpu")
+        assert there.device.type == host.device.type == "cpu"
+        assert (there + host).tolist() == [1, 1]
+
+
+@on_ranks(2, pretended_gpu=True)
+def test_groups_carry_what_is_there_alone_and_say_so():
+    assert dist.get_backend_config() == "cuda:nccl"
+    assert dist.get_backend_config(dist.new_group(backend="gloo")) == "cpu:gloo,cuda:gloo"
+    there = torch.ones(2, device="cuda")
+    dist.all_reduce(there)
+    assert there.tolist() == [2, 2]
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.all_reduce(torch.ones(2))
 
 
 def test_it_notes_what_the_host_waits_for():

@@ -32,7 +32,7 @@ def fail_on(rank):
 def fail_and_leave_the_others_waiting():
     if dist.get_rank() == 0:
         raise ValueError("wrong on rank 0")
-    dist.all_reduce(torch.zeros(1))
+    dist.all_reduce(torch.zeros(1, device=ranks.device()))
 
 
 def hang_on(rank):
@@ -112,12 +112,12 @@ def test_a_failure_on_any_rank_fails_and_tells_of_all(rank):
 
 def fail_with_something_under_way():
     if dist.get_rank() == 0:
-        dist.isend(torch.ones(1), 1)
+        dist.isend(torch.ones(1, device=ranks.device()), 1)
     raise ValueError("all of them")
 
 
 def first_message():
-    message = torch.zeros(1)
+    message = torch.zeros(1, device=ranks.device())
     if dist.get_rank() == 0:
         dist.send(message + 2, 1)
     else:

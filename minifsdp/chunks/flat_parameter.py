@@ -32,11 +32,13 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, _foreach_supported_types
 
 _TOTAL_NORM = {"get_total_norm", "_get_total_norm"}
 _OUR_CODE = ("torch.", "minifsdp.")  # which knows what it asks
 _REFUSED = {"clip_grad_norm_", *_TOTAL_NORM}
+_INSIDE = {"<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "__torch_function__"}
 _NORMS = {"norm", "vector_norm", "matrix_norm", "_foreach_norm"}
 
 
@@ -183,8 +185,11 @@ def _for_reader(grad: Tensor, frame: FrameType) -> Tensor:
     """The gradient of a shard, for the code in ``frame`` that reads it."""
     reader = _function_frame(frame)
     function, module = reader.f_code.co_name, reader.f_globals.get("__name__", "")
-    if module == "torch.nn.utils.clip_grad" and function in _REFUSED:
-        raise _no_norm(function)
+    if module == "torch.nn.utils.clip_grad":
+        if function in _REFUSED:
+            raise _no_norm(function)
+        if grad is not None:
+            increment_version(grad)  # kernels for lists do not, and no_sync.py would see nothing
     if function == "_unscale_grads_" and _is_local(reader):
         raise RuntimeError(
             f"{type(reader.f_locals['self']).__name__} was used on the parameters of a sharded "
@@ -239,9 +244,11 @@ class _ShardOfGradient(Tensor):
 
 def _function_frame(frame: FrameType) -> FrameType:
     """The frame of the function that ``frame`` is in: a generator has a frame of its own, and so
-    has a comprehension before Python 3.12."""
-    inside = frame.f_code.co_name in ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>")
-    return frame.f_back if inside and frame.f_back is not None else frame
+    has a comprehension before Python 3.12. So has a mode between a function of torch and its
+    caller, as the one of ``torch.set_default_device`` is."""
+    while frame.f_code.co_name in _INSIDE and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def _no_norm(function: str) -> RuntimeError:

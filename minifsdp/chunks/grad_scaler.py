@@ -68,7 +68,9 @@ class ShardedGradScaler(GradScaler):
         by themselves, use its result.
 
         Returns:
-            Device -> ``[1]``: 1.0 if *any* rank has found an inf or a NaN, else 0.0.
+            Device -> ``[1]``: 1.0 if *any* rank has found an inf or a NaN, else 0.0. It is one
+            device, though gradients may be on several: torch adds up what it finds here, and fused
+            optimizers skip a step if the sum is 1.0, and not if it is 2.0.
         """
         found: dict[torch.device, Tensor] = super()._unscale_grads_(  # type: ignore[no-untyped-call,unused-ignore]
             optimizer, inv_scale, found_inf, True
@@ -80,7 +82,4 @@ class ShardedGradScaler(GradScaler):
         for local in found.values():
             torch.maximum(any_rank, local.to(any_rank.device), out=any_rank)
         add_up(any_rank, group, largest=True)
-        found.setdefault(found_inf.device, any_rank)
-        for local in found.values():
-            local.copy_(any_rank)
-        return found
+        return {any_rank.device: any_rank}

@@ -149,6 +149,11 @@ def build_unit(
         module, param_infos, buffers, settings.placement, settings.precision, offload_from, tag,
         mesh,
     )  # fmt: skip
+    if not param_infos and not settings.offload:
+        # It is where its group carries tensors from. No parameter says so, and ranks compare steps
+        # there if no unit has parameters: with NCCL that cannot be on the CPU.
+        empty = unit.sharded_flat_param.detach().to(device or default_device(groups[0]))
+        unit.replace_shard(nn.Parameter(empty, requires_grad=False))
     set_strategies(unit)
     if mesh is None:
         warn_of_lost_attributes(param_infos)

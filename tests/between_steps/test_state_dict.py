@@ -139,7 +139,8 @@ class Extra(nn.Linear):
 
 @on_ranks(2)
 def test_extra_state_and_buffers_that_are_not_saved():
-    model = FSDP(nn.Sequential(Extra(), Block(Extra())), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    module = nn.Sequential(Extra(), Block(Extra())).to(device())
+    model = FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Block}))
     keys = ["0.weight", "0.bias", "0._extra_state", "1.0.weight", "1.0.bias", "1.0._extra_state"]
     state = model.state_dict()
     assert list(state) == keys and state["1.0._extra_state"] == "first"
@@ -322,10 +323,8 @@ def test_a_part_may_be_loaded():
 @pytest.mark.parametrize("strict", [True, False])
 @on_ranks(2)
 def test_errors_say_the_original_names(strict):
-    model = FSDP(
-        nn.Sequential(nn.Linear(6, 6), Unit(Inner(nn.Linear(6, 6)))),
-        auto_wrap_policy=ModuleWrapPolicy({Unit, Inner}),
-    )
+    module = nn.Sequential(nn.Linear(6, 6), Unit(Inner(nn.Linear(6, 6)))).to(device())
+    model = FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Unit, Inner}))
     state = model.state_dict()
     state["1.0.0.weight"], state["1.0.1.weight"] = torch.zeros(6, 7), state.pop("0.bias")
     with pytest.raises(RuntimeError) as error:

@@ -57,6 +57,18 @@ def test_gradients_are_divided_by_the_scale(setting):
 @pytest.mark.parametrize("setting", ["fp32", "offload"])
 @on_ranks(2)
 def test_what_one_rank_finds_all_know(setting, fused, value):
+    check_all_know(setting, fused, value)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(2, pretended_gpu=True)
+def test_what_is_found_on_the_host_counts_once(fused):
+    """The scale is on the GPU and the gradients are not. torch's optimizers get the sum of what is
+    found on each device, and fused ones skip a step if it is 1, not 2."""
+    check_all_know("offload", fused, math.inf)
+
+
+def check_all_know(setting, fused, value):
     model, optimizer, scaler = make(setting, fused)
     for rank in range(2):
         scaled_backward(model, scaler)

@@ -58,7 +58,7 @@ def zero_grad_of_the_wrapped_module(wrap):
 
 
 def freezing_the_wrapped_module(wrap):
-    model, scale = wrap(Model()), nn.Parameter(torch.ones(6))
+    model, scale = wrap(Model()), nn.Parameter(torch.ones(6, device=device()))
     model.module.requires_grad_(False)
     square(model, batch(3, 6) * scale).backward()
     return scale.grad, parameters(model)

@@ -248,7 +248,7 @@ def total_norm_of_a_generator(model):
 
 
 def total_norm_after_something_plain(model):
-    grads = [torch.ones(2)]
+    grads = [torch.ones(2, device=device())]
     for p in model.parameters():
         grads.append(p.grad)
     return nn.utils.get_total_norm(grads, foreach=False)
@@ -270,6 +270,19 @@ def test_torchs_norms_of_chunks_are_refused(norm):
     expected = model.clip_grad_norm_(math.inf)
     if norm is not total_norm_after_something_plain:
         torch.testing.assert_close(norm(model).detach(), expected)
+
+
+@on_ranks(2)
+def test_so_they_are_where_a_default_device_is_set():
+    """torch then calls each function of its own for the caller."""
+
+    def program(wrap):
+        model = wrap(network())
+        backward(model)
+        with torch.device(device()):
+            total_norm(model)
+
+    refused(program, RuntimeError, ["torch.nn.utils", "model.clip_grad_norm_(max_norm)"])
 
 
 def by_hand_1(model):

@@ -20,7 +20,7 @@ from minifsdp import MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from minifsdp.comm import deadlock_watch
 from tests.parity import grid
 from tests.promises import Block, batch
-from tests.ranks import World, on_ranks
+from tests.ranks import World, device, on_ranks
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, _ = ShardingStrategy
 SHARDED = [FULL_SHARD, SHARD_GRAD_OP]
@@ -41,7 +41,7 @@ class Layer(Block):
 
 def stack(strategy: ShardingStrategy = FULL_SHARD, layers: int = 3, **settings) -> FSDP:
     torch.manual_seed(0)
-    module = nn.Sequential(*(Layer() for _ in range(layers)), nn.Linear(6, 2))
+    module = nn.Sequential(*(Layer() for _ in range(layers)), nn.Linear(6, 2)).to(device())
     mesh = grid(strategy) if strategy is HYBRID_SHARD else None
     return FSDP(
         module,
@@ -185,7 +185,8 @@ def test_one_before_anything_was_said_concerns_nobody_else():
         step(model, now)
         if dist.get_rank():
             shard = model.module[0]._unit.sharded_flat_param
-            data, shard.data = shard.data, torch.zeros(5)  # refused before the step begins
+            data = shard.data
+            shard.data = torch.zeros(5, device=device())  # refused before the step begins
             with pytest.raises(ValueError, match="5 elements"):
                 model(batch(3, 6))
             shard.data = data

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minifsdp import ShardingStrategy
 from tests.promises import Averaged, Block, batch, fsdp, same, seeded, train
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 
 STRATEGIES = [
     ShardingStrategy.FULL_SHARD,
@@ -339,7 +339,7 @@ def forces(wrap):
 
 def gradients_of_inputs_of_a_frozen_model(wrap):
     model = Chain(Reshaped)
-    trained = nn.Parameter(torch.ones(6))
+    trained = nn.Parameter(torch.ones(6, device=device()))
     for param in model.parameters():
         param.requires_grad_(False)
     model = wrap(model)

@@ -168,7 +168,8 @@ PROGRAMS = {
 @on_ranks(2)
 def test_what_no_rank_uses_has_no_gradient(program, wrap):
     expected, found = (seeded(PROGRAMS[program], w) for w in (ddp, WRAPS[wrap]))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    # What is offloaded is on the host.
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, check_device=False)
 
 
 @pytest.mark.parametrize("program", ["momentum", "gradients of several steps, reduced at the end"])

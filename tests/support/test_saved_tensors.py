@@ -39,7 +39,7 @@ def test_a_parameter_is_asked_for_before_it_is_read():
     unit.unsharded.allocate()
     unit.unsharded.data.fill_(1)
     call = Call(unit, unit.module, True, True)
-    x = torch.ones(3, requires_grad=True)
+    x = torch.ones(3, device=device(), requires_grad=True)
     with saved.hooks((call,)):
         y = (x * unit.view_maker.make(unit)[0].flatten()[:3]).sum()
     unit.state.training = TrainingState.FORWARD
@@ -104,7 +104,8 @@ def test_hooks_within_a_unit_are_used_too():
             with save_on_cpu():
                 return super().forward(x).tanh()
 
-    model = FSDP(nn.Sequential(*(FSDP(Offloads(6, 6)) for _ in range(2))))
+    parts = (FSDP(Offloads(6, 6).to(device())) for _ in range(2))
+    model = FSDP(nn.Sequential(*parts))
     step(model)
     assert all(
         unit.sharded_flat_param.grad.isfinite().all() for unit in model.engine.units if unit.numel

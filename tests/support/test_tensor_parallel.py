@@ -364,14 +364,14 @@ def test_evaluations_free_all_units_but_those_that_somebody_has_kept():
 def test_a_gradient_is_waited_for():
     mesh = grid()["tp"]
     weight = distribute_tensor(torch.zeros(4, 2), mesh, [Replicate()])
-    view = torch.zeros(4, 2, requires_grad=True)
+    view = torch.zeros(4, 2, device=device(), requires_grad=True)
     seen = []
     view.register_hook(lambda grad: seen.append(type(grad)))
-    on_its_way = all_reduce(torch.ones(4, 2), "sum", mesh)
+    on_its_way = all_reduce(torch.ones(4, 2, device=device()), "sum", mesh)
     assert type(on_its_way) is AsyncCollectiveTensor
     grad = DTensor.from_local(on_its_way, mesh, [Replicate()], run_check=False)
     _on_mesh(view, weight._spec, grid()["dp"]).backward(grad)
-    assert seen == [torch.Tensor] and torch.equal(view.grad, torch.full((4, 2), 2.0))
+    assert seen == [torch.Tensor] and torch.equal(view.grad.cpu(), torch.full((4, 2), 2.0))
 
 
 @on_ranks(4)

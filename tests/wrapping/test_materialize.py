@@ -439,9 +439,14 @@ def test_rank_0_may_have_the_weights_and_the_others_nothing(groups):
     def make():
         return nn.Sequential(ranked(0), Both())
 
-    here = make().to(device()) if dist.get_rank() == 0 else on_meta(make)
+    def placed():
+        module = make().to(device())
+        module[1].second.mask = module[1].first.mask  # two buffers, if they have been moved
+        return module
+
+    here = placed() if dist.get_rank() == 0 else on_meta(make)
     settings = {"sync_module_states": True, "param_init_fn": empty, **GROUPS[groups]()}
-    found, expected = FSDP(here, **wrap_blocks, **settings), make().to(device())
+    found, expected = FSDP(here, **wrap_blocks, **settings), placed()
     check_equal(whole(found), dict((*expected.named_parameters(), *expected.named_buffers())))
 
 

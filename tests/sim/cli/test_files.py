@@ -3,6 +3,8 @@
 import os
 import resource
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,15 +13,21 @@ from minifsdp.sim.cli import files
 from minifsdp.sim.cli.files import ENOUGH, check_files, file_problem, folder_problem
 
 
-@pytest.fixture
-def full():
-    """No file may grow beyond a few bytes, as on a disk that is full."""
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file may grow beyond a few bytes, as on a disk that is full.
+
+    No fixture: pytest says that a test has passed before it ends its fixtures, and may say it in a
+    file.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_a_file_that_can_be_written_is_left_as_it_is(tmp_path):
@@ -43,10 +51,10 @@ def test_one_that_cannot_is_named_with_the_reason(tmp_path):
         check_files({"html": None, "svg": "/dev/full"})
 
 
-def test_a_full_disk_is_noticed_and_nothing_stays_on_it(tmp_path, full):
-    assert (
-        file_problem(tmp_path / "file") == folder_problem(tmp_path / "a" / "b") == "file too large"
-    )
+def test_a_full_disk_is_noticed_and_nothing_stays_on_it(tmp_path):
+    with full_disk():
+        problems = file_problem(tmp_path / "file"), folder_problem(tmp_path / "a" / "b")
+    assert problems == ("file too large", "file too large")
     assert not os.listdir(tmp_path)
 
 
