@@ -188,8 +188,7 @@ def _for_reader(grad: Tensor, frame: FrameType) -> Tensor:
     if module == "torch.nn.utils.clip_grad":
         if function in _REFUSED:
             raise _no_norm(function)
-        if grad is not None:
-            increment_version(grad)  # kernels for lists do not, and no_sync.py would see nothing
+        increment_version(grad)  # kernels for lists do not, and no_sync.py would see nothing
     if function == "_unscale_grads_" and _is_local(reader):
         raise RuntimeError(
             f"{type(reader.f_locals['self']).__name__} was used on the parameters of a sharded "

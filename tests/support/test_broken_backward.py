@@ -4,11 +4,10 @@ from unittest.mock import patch
 
 import pytest
 
-from minifsdp import ShardingStrategy
 from minifsdp.core.layers import Layer
 from tests.ranks import on_ranks
 from tests.small import batch, stack, step
-from tests.test_hooks import Boom, fragile
+from tests.test_hooks import Boom, every_strategy, fragile
 
 
 class Heard(Layer):
@@ -38,9 +37,10 @@ def test_layers_hear_of_an_exception_before_the_program_goes_on():
     assert heard.words == ["complete", "broken", "complete"]
 
 
+@every_strategy
 @on_ranks(2)
-def test_parameters_lists_no_views_after_it():
-    model, _ = fragile(ShardingStrategy.FULL_SHARD)
+def test_parameters_lists_no_views_after_it(strategy):
+    model, _ = fragile(strategy)
     listed = [*model.parameters()]
     loss = model(batch()).pow(2).sum()
     with patch.object(Boom, "armed", True), pytest.raises(ValueError, match="boom in backward"):
