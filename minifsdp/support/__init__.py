@@ -12,6 +12,7 @@ marked_views.py        views of units in rows, which tell which parameters have 
 tensor_parallel.py     parameters that are DTensors on another mesh already
 param_views.py         when it finds which: views while unsharded, placeholders while sharded
 saved_tensors.py       what autograd saves of parameters: where to find them, not their memory
+broken_backward.py     an exception that ends a backward, noticed at once
 grad_hooks.py          the gradient hooks that users register on flat parameters
 listed_modules.py      several modules as one unit, as fully_shard([a, b]) makes them
 held_gradients.py      gradients that are not reduced as long as somebody has a reason to wait
