@@ -5,6 +5,7 @@ fast anything is, is not asked here.
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from tests.bench.models import WORKLOADS
 from tests.bench.report import MIB, ideal_seconds, median, perfect_seconds, ratio, table
 from tests.bench.steps import check_losses, measured
 from tests.patience import run_command
+from tests.ranks import on_ranks
+from tutorials.train_gpt import GPT, Block
 
 READINGS = {
     "local": {"readings": [(1.0, 1.0, 0, 0), (4.0, 1.0, 0, 0), (1.0, 1.0, 0, 0)]},
@@ -172,6 +175,8 @@ def test_no_schedule_is_faster_than_its_link_and_its_computation():
     sent = 3 * given.nbytes - (given.nbytes - given.layers * given.block_nbytes)
     assert perfect_seconds("comp", 2, 1, local=0.0, gathers=2) == pytest.approx(sent / rate)
     assert perfect_seconds("comp", 2, 1e12, local=9.0, gathers=2) == pytest.approx(9.0)
+    apart = perfect_seconds("comp", 2, 1, local=0.0, gathers=2, apart=True)  # the last block stays
+    assert apart == pytest.approx((sent - given.block_nbytes) / rate)
     # A fast link, whose first and last messages have nothing to hide behind.
     ends = 2 * (given.nbytes - given.layers * given.block_nbytes + given.block_nbytes)
     assert perfect_seconds("comp", 2, 1, 1e5, gathers=1) == pytest.approx(1e5 + ends / rate, abs=1)
@@ -187,6 +192,10 @@ def test_no_schedule_is_faster_than_its_link_and_its_computation():
     slower = perfect_seconds("comp", 2, 1e12, local=9.0, gathers=1, sending=1.0)
     hidden = 1 - ends / (2 * given.nbytes)
     assert slower == pytest.approx(9.0 + hidden) and 0.5 < hidden < 0.9
+    # Less is before and after it if the embeddings are apart from the head.
+    slower = perfect_seconds("comp", 2, 1e12, local=9.0, gathers=1, sending=1.0, apart=True)
+    assert slower > 9.0 + hidden
+    assert perfect_seconds("comp", 2, 1, 1e5, 1, apart=True) < 1e5 + 0.8 * ends / rate
 
 
 def test_a_bound_that_is_not_met_fails(monkeypatch, capsys):
@@ -327,8 +336,26 @@ def test_a_table_of_slow_links(monkeypatch, capsys):
     assert asked == [(row.workload, row.ranks, row.link, False) for row in slow_links.ROWS]
     for row, words in zip(slow_links.ROWS, rows, strict=True):
         assert words.startswith(row.about)
-        assert words.split()[-6:] == ["3.00", "3.00", "3.00", "2.0", "1.0", "1.0"]
-    assert "1.00 to" in rows[2]
+        assert words.split()[-5:] == ["3.00", "3.00", "2.0", "1.0", "1.0"]
+        assert words.split().count("3.00") == 3
+    assert rows[2].split()[2:7] == ["comp", "3.00", "1.01", "to", "1.09"]
+
+
+@on_ranks(2)
+def test_the_settings_for_slow_links_train():
+    """Those of tutorials/reference/using.md."""
+    page = Path(__file__).parents[1] / "tutorials/reference/using.md"
+    _, _, rest = page.read_text().partition(
+        "tests/test_bench_engine.py runs this block -->\n```py\n"
+    )
+    torch.manual_seed(0)
+    names = {"model": GPT(layers=3, width=64, vocab=16), "Block": Block}
+    exec(rest.partition("```")[0], names)
+    model = names["model"]
+    for _ in range(2):
+        model(torch.arange(16)[None]).sum().backward()
+    units = model.engine.units[1:]
+    assert [unit.reshard_after_forward for unit in units] == [False] * 2 + [True] * 2 + [False] * 2
 
 
 @pytest.mark.slow

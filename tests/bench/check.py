@@ -17,12 +17,13 @@ from tests.bench.steps import measured
 @dataclass(frozen=True)
 class Bound:
     """A step of ``name`` takes at most ``most`` times that of ``other``. Each block is gathered
-    ``gathers`` times in it."""
+    ``gathers`` times in it. ``apart``: see :func:`~tests.bench.report.perfect_seconds`."""
 
     name: str
     other: str
     most: float
     gathers: int = 2
+    apart: bool = False
 
     def alone(self, slow_link: bool) -> str:
         """Who sends the same messages and does nothing else: after computing or, where that can
@@ -43,6 +44,8 @@ RUNS: dict[tuple[str, int, float], list[Bound]] = {
     ("comp", 2, 1000): [
         Bound("mini prefetch", "local", 1.45),
         Bound("mini grad_op", "local", 1.30, gathers=1),
+        Bound("mini slow link", "local", 1.45, apart=True),
+        Bound("mini slow link grad_op", "local", 1.30, gathers=1, apart=True),
     ],
     ("comm", 4, 0): [Bound("mini prefetch", "FSDP1", 0.5)],
 }
@@ -81,7 +84,8 @@ def why_not(found: Found, bound: Bound, workload: str, ranks: int, mbit: float) 
     local, other = median(found, "local", 0), median(found, bound.other, 0)
     sending = sending_seconds(found, alone)
     two, more, free = (
-        perfect_seconds(workload, ranks, mbit, local, bound.gathers, cores, ahead) / other
+        perfect_seconds(workload, ranks, mbit, local, bound.gathers, cores, ahead, bound.apart)
+        / other
         for cores, ahead in ((sending, 1), (sending, 100), (0, 1))
     )
     return (

@@ -76,7 +76,7 @@ def _flat(
     library: Any,
     policy: Any,
     strategy: str,
-    units: Callable[[nn.Module], bool] = _is_block,
+    units: Callable[[nn.Module], Any] = _is_block,
     **options: Any,
 ) -> Wrap:
     """minifsdp or FSDP1, whose arguments are the same."""
@@ -93,6 +93,25 @@ def _flat(
             device_id=setting.device,
             **given,
             **options,
+        )
+
+    return wrap
+
+
+def _for_slow_links(strategy: str) -> Wrap:
+    """As tutorials/reference/using.md says: embeddings and the head are units of their own, and
+    stay from forward to backward, as does the last block."""
+
+    def wrap(model: nn.Module, setting: Setting) -> nn.Module:
+        *_, last = filter(_is_block, model.modules())
+        stays = {"sharding_strategy": minifsdp.ShardingStrategy.SHARD_GRAD_OP}
+
+        def units(module: nn.Module) -> Any:
+            freed = _is_block(module) and module is not last
+            return freed or (stays if _is_block_or_end(module) else False)
+
+        return _flat(minifsdp, minifsdp.CustomPolicy, strategy, units, forward_prefetch=True)(
+            model, setting
         )
 
     return wrap
@@ -169,6 +188,8 @@ CONTENDERS: dict[str, Wrap] = {
     "mini prefetch": _mini("FULL_SHARD", forward_prefetch=True),
     "mini gloo": _by_gloo,
     "mini grad_op": _mini("SHARD_GRAD_OP", forward_prefetch=True),
+    "mini slow link": _for_slow_links("FULL_SHARD"),
+    "mini slow link grad_op": _for_slow_links("SHARD_GRAD_OP"),
     "mini lean": _mini("FULL_SHARD", _is_block_or_end, backward_prefetch=POST),
     "mini rows": _mini("FULL_SHARD", forward_prefetch=True, use_orig_params=True),
     "mini rows grad_op": _mini("SHARD_GRAD_OP", forward_prefetch=True, use_orig_params=True),

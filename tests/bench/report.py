@@ -51,7 +51,7 @@ def perfect_seconds(
     gathers: int,
     sending: float = 0,
     ahead: int = 1,
-    kept: int = 0,
+    apart: bool = False,
     crossing: tuple[float, float] | None = None,
     late: float = 0,
 ) -> float:
@@ -62,7 +62,8 @@ def perfect_seconds(
         gathers: of each block in a step. The root is gathered once.
         sending: seconds that the messages of a step take of the cores.
         ahead: units that are gathered before their turn; 1 where two may be unsharded at a time.
-        kept: the last blocks of the forward are not freed before their backward, so many of them.
+        apart: the embeddings and the head are units, too. They stay for the backward, as does the
+            last block; while one that stays computes, two others may be unsharded.
         crossing: how much of a unit leaves a machine when it is gathered, and when it is reduced.
             None: each rank is on a machine of its own.
         late: seconds until what was sent arrives.
@@ -71,10 +72,11 @@ def perfect_seconds(
     crossing = crossing or ((ranks - 1) / ranks, (ranks - 1) / ranks)
     gather, reduce = (share * 8 / (mbit * 1e6) for share in crossing)  # seconds for each byte
     block, root = given.block_nbytes, given.nbytes - given.layers * given.block_nbytes
-    gathered = gathers * given.layers - (kept if gathers == 2 else 0)
-    messages = (gathered * block + root) * gather + given.nbytes * reduce
-    # While the first block and the root are gathered, or reduced, there is nothing to compute.
-    computing = local + sending * (1 - (root + block) * (gather + reduce) / messages)
+    first, last = (root / 2, root / 2) if apart else (root, 0.0)
+    stay = given.layers if gathers == 1 else int(apart)  # blocks
+    messages = ((2 * given.layers - stay) * block + root) * gather + given.nbytes * reduce
+    # While the first messages and the last ones travel there is nothing to compute.
+    computing = local + sending * (1 - (first + block) * (gather + reduce) / messages)
     forward, head = (share * computing / 3 for share in given.shares_of_computing)
     link = 0.0  # when it will have carried all that was asked for
 
@@ -93,14 +95,18 @@ def perfect_seconds(
                 carried(computed, block * reduce)
         return computed
 
-    computed = carried(0.0, root * gather)
-    computed = run([carried(0.0, block * gather)], computed, forward, reduces=False) + head
-    arrived = [0.0] * (kept if gathers == 2 else given.layers)
-    if not arrived:
-        arrived = [carried(computed, block * gather)]
-    # A backward takes twice as long as its forward. The embeddings' gradient comes last.
-    computed = run(arrived, computed + 2 * head, 2 * forward, reduces=True)
-    return carried(computed, root * reduce)
+    computed = carried(0.0, first * gather)
+    computed = run([carried(0.0, block * gather)], computed, forward, reduces=False)
+    # The head has been asked for when the last block began.
+    computed = max(computed, carried(computed - forward, last * gather) if apart else 0.0) + head
+    arrived = [0.0] * stay
+    if gathers == 2:
+        arrived += [carried(computed, block * gather) for _ in range(1 + stay)]
+    # A backward takes twice as long as its forward.
+    computed += 2 * head
+    carried(computed, last * reduce)
+    computed = run(arrived, computed, 2 * forward, reduces=True)
+    return carried(computed, first * reduce)  # the embeddings' gradient comes last
 
 
 def table(found: Found, workload: str, ranks: int, mbit: float) -> str:
