@@ -5,18 +5,21 @@ fast anything is, is not asked here.
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.bench import check, engine, limited, net
-from tests.bench.contenders import CONTENDERS, MEANWHILE, PLAIN
+from tests.bench import check, engine, limited, net, slow_links
+from tests.bench.contenders import CONTENDERS, HYBRID, MEANWHILE, PLAIN
 from tests.bench.host import over_local
 from tests.bench.meters import build_counter
 from tests.bench.models import WORKLOADS
 from tests.bench.report import MIB, ideal_seconds, median, perfect_seconds, ratio, table
 from tests.bench.steps import check_losses, measured
 from tests.patience import run_command
+from tests.ranks import on_ranks
+from tutorials.train_gpt import GPT, Block
 
 READINGS = {
     "local": {"readings": [(1.0, 1.0, 0, 0), (4.0, 1.0, 0, 0), (1.0, 1.0, 0, 0)]},
@@ -172,16 +175,27 @@ def test_no_schedule_is_faster_than_its_link_and_its_computation():
     sent = 3 * given.nbytes - (given.nbytes - given.layers * given.block_nbytes)
     assert perfect_seconds("comp", 2, 1, local=0.0, gathers=2) == pytest.approx(sent / rate)
     assert perfect_seconds("comp", 2, 1e12, local=9.0, gathers=2) == pytest.approx(9.0)
+    apart = perfect_seconds("comp", 2, 1, local=0.0, gathers=2, apart=True)  # the last block stays
+    assert apart == pytest.approx((sent - given.block_nbytes) / rate)
     # A fast link, whose first and last messages have nothing to hide behind.
     ends = 2 * (given.nbytes - given.layers * given.block_nbytes + given.block_nbytes)
     assert perfect_seconds("comp", 2, 1, 1e5, gathers=1) == pytest.approx(1e5 + ends / rate, abs=1)
     # In between it is more than either.
     whole = 2 * given.nbytes / rate
     assert perfect_seconds("comp", 2, 1, local=whole, gathers=1) > 1.2 * whole
+    # With latency: two blocks arrive at a time, since two may be unsharded; the root at both ends.
+    assert perfect_seconds("comp", 2, 1e12, local=0.0, gathers=2, late=1) == pytest.approx(8)
+    # All-reduces between machines, each of which has all parameters: nothing is gathered.
+    sent = perfect_seconds("comp", 4, 1, local=0.0, gathers=2, crossing=(0.0, 1.0))
+    assert sent == pytest.approx(given.nbytes * 8 / 1e6)
     # What sending takes of the cores comes on top, but for the first messages and the last.
     slower = perfect_seconds("comp", 2, 1e12, local=9.0, gathers=1, sending=1.0)
     hidden = 1 - ends / (2 * given.nbytes)
     assert slower == pytest.approx(9.0 + hidden) and 0.5 < hidden < 0.9
+    # Less is before and after it if the embeddings are apart from the head.
+    slower = perfect_seconds("comp", 2, 1e12, local=9.0, gathers=1, sending=1.0, apart=True)
+    assert slower > 9.0 + hidden
+    assert perfect_seconds("comp", 2, 1, 1e5, 1, apart=True) < 1e5 + 0.8 * ends / rate
 
 
 def test_a_bound_that_is_not_met_fails(monkeypatch, capsys):
@@ -226,7 +240,7 @@ def test_with_a_setting_that_they_do_not_have_some_are_left_out(capsys):
     fast, slow = (
         engine.names_of(engine.parser().parse_args(given)) for given in ([], ["--net", "9"])
     )
-    assert slow == list(CONTENDERS) and set(slow) - set(fast) == set(MEANWHILE)
+    assert set(slow) == set(CONTENDERS) - set(HYBRID) and set(slow) - set(fast) == set(MEANWHILE)
 
 
 def test_without_root_a_slow_link_is_skipped_with_a_word(monkeypatch, capsys):
@@ -248,6 +262,100 @@ def test_links_are_shaped_and_gone_afterwards():
             assert "tbf" in shown and "rate 100Mbit" in shown
     there = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     assert net._name("bridge") not in there and net._name(0) not in there
+
+
+SERVER = """
+import socket
+with socket.create_server(("10.77.0.1", 7777)) as server:
+    print("ready", flush=True)
+    connection, _ = server.accept()
+    got = 0
+    while got < 1_000_000:
+        got += len(connection.recv(1 << 20))
+        if got == 1:
+            connection.send(b"x")
+    connection.send(b"y")
+"""
+CLIENT = """
+import socket, time
+connection = socket.create_connection(("10.77.0.1", 7777))
+connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+begin = time.perf_counter()
+connection.send(b"x"), connection.recv(1)
+print(time.perf_counter() - begin)
+connection.sendall(bytes(999_999)), connection.recv(1)
+"""
+
+
+def test_what_is_sent_over_a_link_with_latency_arrives_later():
+    """There and back; and packets that are longer than an Ethernet frame arrive as well."""
+    if why := net.missing():
+        pytest.skip(why)
+    python = [sys.executable, "-c"]
+    with net.links(2, 1000, ms=150):
+        serve = [*net.command(0), *python, SERVER]
+        with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as server:
+            try:
+                assert server.stdout.readline() == "ready\n"
+                result = run_command([*net.command(1), *python, CLIENT])
+                assert server.wait(60) == 0
+            finally:
+                server.kill()
+    assert result.returncode == 0 and float(result.stdout) >= 0.3, result.stderr
+
+
+@pytest.mark.slow
+def test_ranks_of_two_machines_share_links():
+    """On each machine two ranks read each other's memory. A unit is gathered twice and reduced
+    once; of replicas one machine has all parameters, and only reductions leave it."""
+    if why := net.missing():
+        pytest.skip(why)
+    link = net.Link(1000, ranks=2)
+    found = measured("tiny", ["mini", "mini hybrid"], ranks=4, rounds=1, link=link, counts=False)
+    whole = WORKLOADS["tiny"].nbytes
+    sent = {name: median(found, name, 4) / whole for name in found}
+    assert 2.7 < sent["mini"] < 3.2 and 0.9 < sent["mini hybrid"] < 1.2, sent
+    # Of what a rank sends altogether three quarters go to the one beside it.
+    assert 1.8 < median(found, "mini hybrid", 2) / whole < 2.2
+
+
+def test_a_table_of_slow_links(monkeypatch, capsys):
+    """Each row has contenders of its own, and says what they would take at best."""
+    monkeypatch.setattr(net, "missing", lambda: "")
+    asked = []
+
+    def measured(workload, names, ranks, rounds, link, counts):
+        asked.append((workload, ranks, link, counts))
+        readings = {name: [(1.0, 1.0, 0, 0, 2**20)] * rounds for name in names}
+        readings[names[-1]] = [(3.0, 1.0, 0, 0, 2**21)] * rounds
+        return {name: {"readings": each, "computing": [1.1]} for name, each in readings.items()}
+
+    monkeypatch.setattr(slow_links, "measured", measured)
+    assert engine.main(["--net", "table", "--rounds", "2"]) == 0
+    rows = capsys.readouterr().out.splitlines()[-len(slow_links.ROWS) :]
+    assert asked == [(row.workload, row.ranks, row.link, False) for row in slow_links.ROWS]
+    for row, words in zip(slow_links.ROWS, rows, strict=True):
+        assert words.startswith(row.about)
+        assert words.split()[-5:] == ["3.00", "3.00", "2.0", "1.0", "1.0"]
+        assert words.split().count("3.00") == 3
+    assert rows[2].split()[2:7] == ["comp", "3.00", "1.01", "to", "1.09"]
+
+
+@on_ranks(2)
+def test_the_settings_for_slow_links_train():
+    """Those of tutorials/reference/using.md."""
+    page = Path(__file__).parents[1] / "tutorials/reference/using.md"
+    _, _, rest = page.read_text().partition(
+        "tests/test_bench_engine.py runs this block -->\n```py\n"
+    )
+    torch.manual_seed(0)
+    names = {"model": GPT(layers=3, width=64, vocab=16), "Block": Block}
+    exec(rest.partition("```")[0], names)
+    model = names["model"]
+    for _ in range(2):
+        model(torch.arange(16)[None]).sum().backward()
+    units = model.engine.units[1:]
+    assert [unit.reshard_after_forward for unit in units] == [False] * 2 + [True] * 2 + [False] * 2
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@
     contenders.py     by whom: minifsdp, DDP, FSDP1, FSDP2
     steps.py          on all ranks, taking turns
     meters.py         what is read off, with tensor_memory.c
-    net.py            a slow link between ranks
+    net.py            a slow link between ranks, with delay.py, which makes it a long one
+    slow_links.py     a table of several links, each for a few contenders
     host.py           what the engine itself takes
     without.py        and what of that its promises take
     limited.py        who trains where a rank has only so much memory

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import CustomPolicy as TheirPolicy
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -55,6 +56,12 @@ def _messages(
     return MessagesAlone(model, setting.device, gathers, meanwhile)
 
 
+def _pairs(device: torch.device) -> DeviceMesh:
+    """For hybrid sharding: pairs of ranks share a replica."""
+    shape = dist.get_world_size() // 2, 2
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
 def _is_block(module: nn.Module) -> bool:
     return isinstance(module, Block)
 
@@ -69,13 +76,14 @@ def _flat(
     library: Any,
     policy: Any,
     strategy: str,
-    units: Callable[[nn.Module], bool] = _is_block,
+    units: Callable[[nn.Module], Any] = _is_block,
     **options: Any,
 ) -> Wrap:
     """minifsdp or FSDP1, whose arguments are the same."""
 
     def wrap(model: nn.Module, setting: Setting) -> nn.Module:
         precision = torch.bfloat16 if setting.bf16 else None
+        given = {"device_mesh": _pairs(setting.device)} if strategy == "HYBRID_SHARD" else {}
         return library.FullyShardedDataParallel(  # type: ignore[no-any-return]
             model,
             sharding_strategy=library.ShardingStrategy[strategy],
@@ -83,7 +91,27 @@ def _flat(
             mixed_precision=library.MixedPrecision(precision, precision),
             cpu_offload=library.CPUOffload(setting.offload),
             device_id=setting.device,
+            **given,
             **options,
+        )
+
+    return wrap
+
+
+def _for_slow_links(strategy: str) -> Wrap:
+    """As tutorials/reference/using.md says: embeddings and the head are units of their own, and
+    stay from forward to backward, as does the last block."""
+
+    def wrap(model: nn.Module, setting: Setting) -> nn.Module:
+        *_, last = filter(_is_block, model.modules())
+        stays = {"sharding_strategy": minifsdp.ShardingStrategy.SHARD_GRAD_OP}
+
+        def units(module: nn.Module) -> Any:
+            freed = _is_block(module) and module is not last
+            return freed or (stays if _is_block_or_end(module) else False)
+
+        return _flat(minifsdp, minifsdp.CustomPolicy, strategy, units, forward_prefetch=True)(
+            model, setting
         )
 
     return wrap
@@ -108,6 +136,7 @@ def _fully_shard(
     reshard: bool,
     tuned: bool = False,
     keep_last: bool = False,
+    hybrid: bool = False,
     library: Any = theirs,
 ) -> nn.Module:
     """FSDP2, or minifsdp as it.
@@ -115,8 +144,9 @@ def _fully_shard(
     Args:
         tuned: each block asks for the next one, and no unshard waits for the one before.
         keep_last: the last block keeps its parameters for the backward, which comes at once.
+        hybrid: pairs of ranks share a replica.
     """
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"mesh": _pairs(setting.device)} if hybrid else {}
     if setting.bf16:
         options["mp_policy"] = theirs.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
     if setting.offload:
@@ -149,22 +179,29 @@ CONTENDERS: dict[str, Wrap] = {
     "FSDP1 orig": _fsdp1("FULL_SHARD", use_orig_params=True),
     "FSDP1 grad_op": _fsdp1("SHARD_GRAD_OP"),
     "FSDP1 lean": _fsdp1("FULL_SHARD", _is_block_or_end, backward_prefetch=THEIR_POST),
+    "FSDP1 hybrid": _fsdp1("HYBRID_SHARD", forward_prefetch=True),
     "FSDP2": partial(_fully_shard, reshard=True),
     "FSDP2 tuned": partial(_fully_shard, reshard=True, tuned=True),
     "FSDP2 grad_op": partial(_fully_shard, reshard=False),
+    "FSDP2 hybrid": partial(_fully_shard, reshard=True, tuned=True, hybrid=True),
     "mini": _mini("FULL_SHARD"),
     "mini prefetch": _mini("FULL_SHARD", forward_prefetch=True),
     "mini gloo": _by_gloo,
     "mini grad_op": _mini("SHARD_GRAD_OP", forward_prefetch=True),
+    "mini slow link": _for_slow_links("FULL_SHARD"),
+    "mini slow link grad_op": _for_slow_links("SHARD_GRAD_OP"),
     "mini lean": _mini("FULL_SHARD", _is_block_or_end, backward_prefetch=POST),
     "mini rows": _mini("FULL_SHARD", forward_prefetch=True, use_orig_params=True),
     "mini rows grad_op": _mini("SHARD_GRAD_OP", forward_prefetch=True, use_orig_params=True),
     "mini rows keep last": partial(_fully_shard, reshard=True, keep_last=True, library=minifsdp),
+    "mini hybrid": _mini("HYBRID_SHARD", forward_prefetch=True),
     "mini no_shard": _mini("NO_SHARD"),
 }
 """By the names that `--only` takes. Those with bf16 or offload leave out what has neither."""
 MEANWHILE = ("meanwhile", "meanwhile grad_op")
 """For slow links: on one machine nothing is sent meanwhile."""
+HYBRID = ("FSDP1 hybrid", "FSDP2 hybrid", "mini hybrid")
+"""For more than two ranks."""
 ALONE = ("local", "messages", "messages grad_op", *MEANWHILE)
 """They train for themselves, so that their losses are not those of the others."""
 PLAIN = (*ALONE, "DDP", "DDP bucket view")

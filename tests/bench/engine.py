@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from tests.bench import limited, net
-from tests.bench.contenders import CONTENDERS, MEANWHILE, PLAIN
+from tests.bench import limited, net, slow_links
+from tests.bench.contenders import CONTENDERS, HYBRID, MEANWHILE, PLAIN
 from tests.bench.host import (
     ONE_FILE,
     RANKS,
@@ -34,6 +34,7 @@ from tests.bench.host import (
     work,
 )
 from tests.bench.models import WORKLOADS
+from tests.bench.net import Link
 from tests.bench.report import MIB, picture, table
 from tests.bench.steps import measured, on_gpus
 
@@ -56,7 +57,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", choices=[*WORKLOADS, "deep", "ranks"], default="comm")
     p.add_argument("--world", type=int, default=2, metavar="RANKS")
     p.add_argument("--rounds", type=int, default=15)
-    p.add_argument("--net", type=float, default=0, metavar="MBIT", help="of the link of each rank")
+    links = "of the link of each rank; or table: several links, each for a few contenders"
+    p.add_argument("--net", type=mbit, default=0, metavar="MBIT", help=links)
     p.add_argument("--bf16", action="store_true", help="gathers and reduces in 16 bits")
     p.add_argument("--limit", type=float, default=0, metavar="GIB", help="of memory, to each rank")
     p.add_argument("--offload", action="store_true", help="shards in the host's memory")
@@ -67,9 +69,15 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def mbit(word: str) -> float | str:
+    """What `--net` takes."""
+    return word if word == slow_links.WORD else float(word)
+
+
 def names_of(options: argparse.Namespace) -> list[str]:
     """Who takes part."""
-    names = options.only or [name for name in CONTENDERS if options.net or name not in MEANWHILE]
+    left_out = (() if options.net else MEANWHILE) + (() if options.world > 2 else HYBRID)
+    names = options.only or [name for name in CONTENDERS if name not in left_out]
     if not options.bf16 and not options.offload:
         return names
     print(f"without {', '.join(PLAIN)}, which have no such setting")
@@ -105,6 +113,11 @@ def main(argv: list[str]) -> int:
         print(f"ms of the CPU for {UNITS} units on {RANKS[1]:,} ranks (to those on {RANKS[0]}):")
         print("\n".join(ratios(few, many)))
         found = {str(RANKS[0]): few, str(RANKS[1]): many}
+    elif options.net == slow_links.WORD:
+        if why := net.missing():
+            print(f"skipped: no slow links can be made here: {why}")
+            return 0
+        found = {**slow_links.main(options.rounds)}
     elif options.limit:
         if options.net or options.bf16 or options.offload:
             parser().error("--limit goes with none of --net, --bf16 and --offload")
@@ -131,7 +144,8 @@ def main(argv: list[str]) -> int:
             print(f"on the CPU: {gpus} GPUs are too few for {options.world} ranks (see --world)")
         title = f"{options.model}: {workload.about}; {options.world} ranks, {link}"
         print(f"{title}; medians of {options.rounds} rounds", flush=True)
-        given = (options.world, options.rounds, options.net, options.bf16, options.offload)
+        slow = Link(options.net) if options.net else None
+        given = (options.world, options.rounds, slow, options.bf16, options.offload)
         steps = measured(options.model, names, *given, counts=not options.time_only)
         print(table(steps, options.model, options.world, options.net))
         if options.svg:

@@ -94,7 +94,7 @@ def trained(workload: str, name: str, ranks: int, limit: int, count: bool) -> di
         RuntimeError: a rank could not train for another reason.
     """
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(workload, [name], ranks, STEPS, False, False, False, folder, os.getpid())
+        job = Job(workload, [name], ranks, STEPS, False, False, folder, os.getpid())
         with environment(**({"LD_PRELOAD": str(build_counter(Path(folder)))} if count else {})):
             job.start(_train, name, limit)
         reports = [json.loads(Path(folder, f"rank{rank}").read_text()) for rank in range(ranks)]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from minifsdp.comm import same_machine
+from tests.bench import net
 
 SOURCE = Path(__file__).with_name("tensor_memory.c")
 
@@ -27,6 +28,7 @@ class Reading(NamedTuple):
     cpu: float  # seconds, of all threads, in user and system mode
     sent: int  # bytes
     faults: int  # pages that the system had to bring
+    link: int  # bytes that have left this machine by its slow link, headers and all
 
     def since(self, before: "Reading") -> "Reading":
         return Reading(*(a - b for a, b in zip(self, before, strict=True)))
@@ -34,7 +36,7 @@ class Reading(NamedTuple):
 
 def read() -> Reading:
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    return Reading(time.perf_counter(), time.process_time(), bytes_sent(), faults)
+    return Reading(time.perf_counter(), time.process_time(), bytes_sent(), faults, link_bytes())
 
 
 def bytes_sent() -> int:
@@ -51,6 +53,15 @@ def bytes_sent() -> int:
         except OSError:
             continue  # closed meanwhile, or not TCP
     return total
+
+
+def link_bytes() -> int:
+    """By all ranks of this machine, over the interface of net.py; 0 if there is none."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == net.DEVICE:
+            return int(counts.split()[8])
+    return 0
 
 
 def resident_peak() -> int:

@@ -1,20 +1,42 @@
 """Ranks in network namespaces with a slow link between them: `make bench ARGS="--net 1000"`.
 
-Each rank has a namespace of its own, with one interface, on a bridge in another one. What it sends
-passes a token bucket (`tbf`) of the rate that was asked for. It takes Linux, root, `ip` and `tc`.
-tests/test_two_nodes.py has all the ranks of a node in one namespace.
+Each machine is a namespace with one interface, on a bridge in another one; as a rule there is one
+rank on each. What it sends passes a token bucket (`tbf`) of the rate that was asked for. In place
+of the bridge there may be a cable with latency (delay.py). It takes Linux, root, `ip` and `tc`.
 """
 
 import ctypes
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from minifsdp.comm import neighbors
+from minifsdp.comm.process_memory import Unreadable, read_memory
+from tests.bench import delay
 
 CLONE_NEWNET = 0x40000000
 DEVICE = "eth0"  # the interface of each namespace
 BURST = "256kb"  # of a bucket: a few messages, far less than a unit
+
+
+@dataclass(frozen=True)
+class Link:
+    """What is between machines.
+
+    Attributes:
+        mbit: Mbit/s from each machine, and as many to it.
+        ms: until what was sent arrives.
+        ranks: on each machine.
+    """
+
+    mbit: float
+    ms: float = 0
+    ranks: int = 1
 
 
 def missing() -> str:
@@ -32,60 +54,88 @@ def missing() -> str:
 
 
 @contextmanager
-def links(ranks: int, mbit: float) -> Iterator[None]:
-    """While the block runs, :func:`enter` works, with ``mbit`` Mbit/s from and to each rank."""
-    bridge = _name("bridge")
-    made = []
-    try:
-        for name in (bridge, *map(_name, range(ranks))):
+def links(machines: int, mbit: float, ms: float = 0) -> Iterator[None]:
+    """While the block runs, :func:`enter` works, with ``mbit`` Mbit/s from and to each machine.
+
+    Args:
+        ms: until what was sent arrives.
+    """
+    bridge, ports = _name("bridge"), [f"port{machine}" for machine in range(machines)]
+    with ExitStack() as made:
+        for name in (bridge, *map(_name, range(machines))):
             _ip("netns", "add", name)
-            made.append(name)
-        _ip("-n", bridge, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", bridge, "link", "set", "bridge", "up")
-        for rank in range(ranks):
-            name, port = _name(rank), f"port{rank}"
+            made.callback(_ip, "netns", "del", name)
+        for machine, port in enumerate(ports):
+            name = _name(machine)
             peer = ("peer", "name", port, "netns", bridge)
             _ip("link", "add", DEVICE, "netns", name, "type", "veth", *peer)
-            _ip("-n", bridge, "link", "set", port, "master", "bridge", "up")
-            _ip("-n", name, "address", "add", f"10.77.0.{rank + 1}/24", "dev", DEVICE)
+            _ip("-n", bridge, "link", "set", port, "up")
+            _ip("-n", name, "address", "add", f"10.77.0.{machine + 1}/24", "dev", DEVICE)
             _ip("-n", name, "link", "set", DEVICE, "up")
             _ip("-n", name, "link", "set", "lo", "up")
             shaped = ("root", "tbf", "rate", f"{mbit}mbit", "burst", BURST, "latency", "100ms")
             subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", DEVICE, *shaped], check=True)
+        if ms:
+            made.enter_context(_late(bridge, ms, ports))
+        else:
+            _ip("-n", bridge, "link", "add", "bridge", "type", "bridge")
+            _ip("-n", bridge, "link", "set", "bridge", "up")
+            for port in ports:
+                _ip("-n", bridge, "link", "set", port, "master", "bridge")
         yield
-    finally:
-        for name in made:
-            _ip("netns", "del", name)
 
 
-def enter(rank: int, parent: int) -> None:
-    """Move this process to the namespace of a rank. Call it before gloo makes its connections.
+@contextmanager
+def _late(namespace: str, ms: float, ports: list[str]) -> Iterator[None]:
+    words = [sys.executable, "-m", "tests.bench.delay", str(ms), *ports]
+    command = ["ip", "netns", "exec", namespace, *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            if process.stdout.readline().strip() != delay.READY:
+                raise RuntimeError("the cable with latency did not start")
+            yield
+        finally:
+            process.kill()
+
+
+def enter(machine: int, parent: int) -> None:
+    """Move this process to the namespace of a machine. Call it before gloo makes its connections.
 
     Args:
         parent: the id of the process that called :func:`links`.
     """
-    with open(f"/run/netns/{_name(rank, parent)}") as namespace:
+    with open(f"/run/netns/{_name(machine, parent)}") as namespace:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(namespace.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
+    neighbors.read_memory = _read_on_this_machine
 
 
-def set_link(rank: int, there: bool) -> None:
-    """Cut the cable of a rank, or mend it: neither end is told of what is lost."""
+def _read_on_this_machine(process: int, address: int, into: Any) -> None:
+    """The memory of a rank in another namespace cannot be read, as that on another machine."""
+    with suppress(OSError):  # that process has ended
+        if os.readlink(f"/proc/{process}/ns/net") == os.readlink("/proc/self/ns/net"):
+            return read_memory(process, address, into)
+    raise Unreadable(f"process {process} is on another machine")
+
+
+def set_link(machine: int, there: bool) -> None:
+    """Cut the cable of a machine, or mend it: neither end is told of what is lost."""
     state = "up" if there else "down"
-    _ip("-n", _name("bridge"), "link", "set", f"port{rank}", state)
+    _ip("-n", _name("bridge"), "link", "set", f"port{machine}", state)
 
 
-def command(rank: int) -> list[str]:
-    """What begins a command that runs in the namespace of a rank."""
-    return ["ip", "netns", "exec", _name(rank)]
+def command(machine: int) -> list[str]:
+    """What begins a command that runs in the namespace of a machine."""
+    return ["ip", "netns", "exec", _name(machine)]
 
 
-def processes(rank: int) -> list[int]:
-    """The processes that run in the namespace of a rank."""
+def processes(machine: int) -> list[int]:
+    """The processes that run in the namespace of a machine."""
     listed = subprocess.run(
-        ["ip", "netns", "pids", _name(rank)], check=True, capture_output=True, text=True
+        ["ip", "netns", "pids", _name(machine)], check=True, capture_output=True, text=True
     )
     return [int(pid) for pid in listed.stdout.split()]
 

@@ -26,6 +26,16 @@ def median(found: Found, name: str, of: int) -> float:
     return statistics.median(reading[of] for reading in found[name]["readings"])
 
 
+def sending_seconds(found: Found, meanwhile: str) -> float:
+    """What the messages of a step take of the cores: by how much longer computing takes while they
+    travel.
+
+    Args:
+        meanwhile: the contender that does nothing but both (alone.py).
+    """
+    return max(statistics.median(found[meanwhile]["computing"]) - median(found, "local", 0), 0.0)
+
+
 def ideal_seconds(workload: str, ranks: int, mbit: float, local: float) -> float:
     """What a step with whole parameters gathered twice and gradients reduced once takes at least,
     if all of it hides: the longer one of computing and of sending."""
@@ -41,6 +51,9 @@ def perfect_seconds(
     gathers: int,
     sending: float = 0,
     ahead: int = 1,
+    apart: bool = False,
+    crossing: tuple[float, float] | None = None,
+    late: float = 0,
 ) -> float:
     """A step in which nothing but the link and the cores takes time. Each block is a unit, and the
     rest is the root's. Messages travel in the order in which they are asked for.
@@ -49,38 +62,51 @@ def perfect_seconds(
         gathers: of each block in a step. The root is gathered once.
         sending: seconds that the messages of a step take of the cores.
         ahead: units that are gathered before their turn; 1 where two may be unsharded at a time.
+        apart: the embeddings and the head are units, too. They stay for the backward, as does the
+            last block; while one that stays computes, two others may be unsharded.
+        crossing: how much of a unit leaves a machine when it is gathered, and when it is reduced.
+            None: each rank is on a machine of its own.
+        late: seconds until what was sent arrives.
     """
     given = WORKLOADS[workload]
-    wire = (ranks - 1) / ranks * 8 / (mbit * 1e6)  # seconds for each byte of parameters
-    root = (given.nbytes - given.layers * given.block_nbytes) * wire
-    block = given.block_nbytes * wire
-    messages = (gathers + 1) * given.layers * block + 2 * root
-    # While the first block and the root are gathered, or reduced, there is nothing to compute.
-    computing = local + sending * (1 - 2 * (root + block) / messages)
+    crossing = crossing or ((ranks - 1) / ranks, (ranks - 1) / ranks)
+    gather, reduce = (share * 8 / (mbit * 1e6) for share in crossing)  # seconds for each byte
+    block, root = given.block_nbytes, given.nbytes - given.layers * given.block_nbytes
+    first, last = (root / 2, root / 2) if apart else (root, 0.0)
+    stay = given.layers if gathers == 1 else int(apart)  # blocks
+    messages = ((2 * given.layers - stay) * block + root) * gather + given.nbytes * reduce
+    # While the first messages and the last ones travel there is nothing to compute.
+    computing = local + sending * (1 - (first + block) * (gather + reduce) / messages)
     forward, head = (share * computing / 3 for share in given.shares_of_computing)
     link = 0.0  # when it will have carried all that was asked for
 
     def carried(asked: float, seconds: float) -> float:
         nonlocal link
         link = max(link, asked) + seconds
-        return link
+        return link + late
 
     def run(arrived: list[float], computed: float, seconds: float, reduces: bool) -> float:
         """All blocks in turn, of which some have arrived. Returns when the last is computed."""
         for turn in range(given.layers):
             while len(arrived) < min(turn + 1 + ahead, given.layers):
-                arrived.append(carried(computed, block))
+                arrived.append(carried(computed, block * gather))
             computed = max(computed, arrived[turn]) + seconds
             if reduces:
-                carried(computed, block)
+                carried(computed, block * reduce)
         return computed
 
-    computed = carried(0.0, root)
-    computed = run([carried(0.0, block)], computed, forward, reduces=False) + head
-    arrived = [carried(computed, block)] if gathers == 2 else [0.0] * given.layers
-    # A backward takes twice as long as its forward. The embeddings' gradient comes last.
-    computed = run(arrived, computed + 2 * head, 2 * forward, reduces=True)
-    return carried(computed, root)
+    computed = carried(0.0, first * gather)
+    computed = run([carried(0.0, block * gather)], computed, forward, reduces=False)
+    # The head has been asked for when the last block began.
+    computed = max(computed, carried(computed - forward, last * gather) if apart else 0.0) + head
+    arrived = [0.0] * stay
+    if gathers == 2:
+        arrived += [carried(computed, block * gather) for _ in range(1 + stay)]
+    # A backward takes twice as long as its forward.
+    computed += 2 * head
+    carried(computed, last * reduce)
+    computed = run(arrived, computed, 2 * forward, reduces=True)
+    return carried(computed, first * reduce)  # the embeddings' gradient comes last
 
 
 def table(found: Found, workload: str, ranks: int, mbit: float) -> str:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from minifsdp.comm import same_machine
 from tests.bench import net
 from tests.bench.alone import MessagesAlone
 from tests.bench.contenders import ALONE, CONTENDERS, Setting
@@ -30,13 +29,15 @@ from tests.bench.meters import (
     resident_peak,
 )
 from tests.bench.models import WORKLOADS
+from tests.bench.net import Link
 
 WARM_UP = 3
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is measured. Ranks find each other, and report, in ``folder``."""
+    """What is measured. Ranks find each other, and report, in ``folder``. With a link they are on
+    several machines."""
 
     workload: str
     names: list[str]
@@ -44,9 +45,9 @@ class Job:
     rounds: int
     bf16: bool
     offload: bool
-    slow_link: bool
     folder: str
     parent: int
+    link: Link | None = None
 
     def on_all_ranks(self, function: Callable[..., None], *args: Any) -> Any:
         """What rank 0 reports. ``function`` is called with the rank, the job, and ``args``."""
@@ -71,9 +72,8 @@ def on_gpus(ranks: int) -> bool:
 def _rank(rank: int, function: Callable[..., Any], job: Job, *args: Any) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    if job.slow_link:
-        net.enter(rank, job.parent)
-    same_machine.WANTED = not job.slow_link  # that is as between machines
+    if job.link:
+        net.enter(rank // job.link.ranks, job.parent)
     cuda = on_gpus(job.ranks)
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
@@ -189,7 +189,7 @@ def measured(
     names: list[str],
     ranks: int,
     rounds: int,
-    mbit: float = 0,
+    link: Link | None = None,
     bf16: bool = False,
     offload: bool = False,
     counts: bool = True,
@@ -197,15 +197,15 @@ def measured(
     """By contender: ``readings``, ``losses``; with ``counts`` also ``tensors`` and ``resident``.
 
     Args:
-        mbit: of the link of each rank, in Mbit/s; 0: as fast as the machine is.
+        link: None: as fast as the machine is.
 
     Raises:
         ValueError: the losses of two contenders differ.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        job = Job(workload, names, ranks, rounds, bf16, offload, mbit > 0, folder, os.getpid())
-        if mbit:
-            stack.enter_context(net.links(ranks, mbit))
+        job = Job(workload, names, ranks, rounds, bf16, offload, folder, os.getpid(), link)
+        if link:
+            stack.enter_context(net.links(ranks // link.ranks, link.mbit, link.ms))
         found: dict[str, dict[str, Any]] = job.on_all_ranks(timed)
         for name, peaks in memory(job).items() if counts else ():
             found[name] |= peaks
