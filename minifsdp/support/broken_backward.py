@@ -1,8 +1,8 @@
 """An exception that ends a backward is noticed at once.
 
-The core notices it when the next step begins. Till then the modules would have views of memory that
-is there no more, and ``parameters()`` would list these. So there is a moment of layers, ``broken``,
-which comes when autograd has dropped the backward.
+The core notices it when the next step begins. Until then the modules would have views of memory
+that is gone, and ``parameters()`` would list them. So layers have a moment ``broken``, which comes
+when autograd has dropped the backward.
 """
 
 from weakref import ref
