@@ -37,7 +37,7 @@ def test_a_model_that_moves_has_the_streams_of_its_new_device():
 def test_all_that_counts_has_the_same_counts():
     with lone_unit() as lone:
         engine = FeaturedEngine([lone.unit], NoLimit(), CountedPrefetcher(None, None))
-        assert engine.stats is engine.parameters.stats is engine.gradients.stats
+        assert engine.stats is engine.parameters.limiter.stats is engine.gradients.stats
 
 
 @on_ranks(2)
