@@ -53,7 +53,7 @@ def trained(optimizer):
 
 
 def muon_of_the_page():
-    (code,) = re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.S)
+    (code,) = re.findall(r"test_whole_matrices.py runs.*?```py\n(.*?)```", PAGE.read_text(), re.S)
     names = {"torch": torch}
     exec(code, names)
     return names["Muon"]
