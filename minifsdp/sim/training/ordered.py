@@ -54,7 +54,8 @@ class OrderedCompute:
 
 
 class OrderedFrees(Parameters):
-    """Frees units in the order of the streams, and gathers several ahead if there is room."""
+    """Frees units in the order of the streams, and gathers several ahead if there is room. A root
+    that is freed early (on_demand.py) does not come this way: the allocator is told of its use."""
 
     def reshard(self, unit: Unit) -> None:
         streams = self.streams
