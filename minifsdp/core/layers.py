@@ -31,7 +31,8 @@ The moments of a step, in their order::
     reset                      what the last step has left is dropped: at each start and failure
     failed                     a forward or a backward has failed
     broken                     an exception has just ended a backward; `failed` follows, when the
-                               next step notices it
+                               next step notices it (the core notices it only then; who calls
+                               this moment is minifsdp's support/broken_backward.py)
 
 features.py has minifsdp's layers, in their order. They are called in that order, and after a
 forward in its reverse. ``print(model.engine.moments)`` shows who is called when.

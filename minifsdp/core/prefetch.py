@@ -69,9 +69,11 @@ class Order:
         # First from the current position, and only then from the start, because a unit may occur
         # several times.
         for start in (self._position, 0):
-            if unit in self.last[start:]:
+            try:
                 self._position = self.last.index(unit, start) + 1
-                return self.upcoming()
+            except ValueError:
+                continue
+            return self.upcoming()
         return None
 
     def upcoming(self) -> Unit | None:
