@@ -322,6 +322,9 @@ def main(args: argparse.Namespace) -> None:
     say("\nWritten by the sharded model:\n\n    " + written.replace("\n", "\n    "))
     dist.barrier()
     ranks = dist.get_world_size()
+    # DDP holds the group as well. If it were the last to do so, the rank could hang: DDP frees the
+    # group with Python's lock held, which gloo's thread needs in order to end (pytorch 2.13).
+    del reference
     dist.destroy_process_group()
     if args.torch_device.type == "cpu" and args.precision is None and ranks <= 2 and not equal:
         sys.exit(1)  # where every bit has to be equal
