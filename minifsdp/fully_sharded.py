@@ -67,7 +67,8 @@ class FullyShardedDataParallel(StateDictMethods, ModuleWrapper):
         sync_module_states: give every rank the parameters and buffers that the first one has.
         forward_prefetch: see prefetch.py; True is ``ForwardPrefetch.FORWARD_PRE``. None is that on
             a CPU, where the host does not run ahead, and no gather would be hidden otherwise.
-        limit_all_gathers: how many units may be alive at once: True is 2, False is no limit; or a
+        limit_all_gathers: how many units may be alive at once: True is PyTorch's limit, 2 and one
+            that only the device has not freed; False is no limit; or a
             :class:`~minifsdp.core.limiter.Limiter`.
         use_orig_params: cut units in rows (rows.py). ``parameters()`` then has a DTensor for each
             parameter, under its own name. False: in chunks (shard.py), one 1-D chunk for each unit.

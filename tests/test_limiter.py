@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from minifsdp import BackwardPrefetch, EventQueue, NoLimit, ShardingStrategy, SynchronizeAfterFree
+from minifsdp import BackwardPrefetch, NoLimit, ShardingStrategy, SynchronizeAfterFree
 from minifsdp import FullyShardedDataParallel as FSDP
 from tests.lagging import count_alive, lagging_device
 from tests.ranks import on_ranks
@@ -43,10 +43,10 @@ def test_the_bound_holds_in_every_step_and_does_not_drift(limit, backward, forwa
 
 
 @on_ranks(1)
-def test_the_default_is_two():
+def test_the_default_is_two_and_one_that_the_host_has_freed():
     peaks, engine = alive_per_step(6)
-    assert isinstance(engine.limiter, EventQueue) and engine.limiter.limit == 2
-    assert peaks == [2] * 6
+    assert peaks == [3] * 6
+    assert engine.stats.peak_unsharded_units == 1 + 2  # the root, and two at a time
 
 
 @on_ranks(1)

@@ -667,7 +667,8 @@ def test_the_last_one_takes_as_long_as_the_core_and_needs_no_more_memory():
     with cluster("a100-40", nodes=2, gpus_per_node=8) as gpu:
         model = nn.Sequential(nn.Linear(1024, 1024), *(VirtualBlock(1024) for _ in range(8)))
         policy = core.ModuleWrapPolicy({VirtualBlock})
-        model = core.FullyShardedDataParallel(model, auto_wrap_policy=policy, forward_prefetch=True)
+        settings = {"forward_prefetch": True, "limit_all_gathers": 2}  # as in the program
+        model = core.FullyShardedDataParallel(model, auto_wrap_policy=policy, **settings)
         step_on(gpu, model)
     expected = gpu.report()
     for name in since("13_strategies"):

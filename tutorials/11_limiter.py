@@ -170,8 +170,14 @@ def five_ways(name: str) -> tuple[list[int], float]:
 # the oldest event belongs to a unit further back, and a third unit fits in. (The first version
 # emptied the whole queue when it waited; [#86165](https://github.com/pytorch/pytorch/pull/86165)
 # made it take one event at a time, expecting the same memory.) minifsdp counts the units that are
-# alive instead of events, so its limit holds in every step
+# alive instead of events, so a limit holds in every step, here `limit_all_gathers=2`
 # ([limiter.py](../minifsdp/core/limiter.py)).
+#
+# Which is better, two or three? While the host waits until the device has freed a unit, it queues
+# nothing that the device could do next. So the third unit that PyTorch's queue lets in by accident
+# makes steps shorter by up to 5 % ([a table](../minifsdp/sim/README.md)). minifsdp's default,
+# `limit_all_gathers=True`, lets it in on purpose, and from the first step on: two units that the
+# host has not freed, and one that only the device has not.
 #
 # FSDP2 is in the table, too. It needs no limiter and its host never waits, because it does not use
 # `record_stream`. Instead its *streams* wait for each other. So each block of memory is used in the

@@ -101,7 +101,8 @@ def draw(gpu: VirtualGpu) -> None:
     down = [op for op in ops if op.label.startswith("download 'blocks")]
     assert round((down[9].end - down[8].end) * 1e3) == 38  # the backward of a block
     assert upload.reads[0].nbytes == 2 * down[9].reads[0].nbytes  # fp32 up, bf16 down
-    assert round(gpu.report()["step"] / 2.27 - 1, 2) == 0.13 and gpu.report()["retries"]
+    assert round(gpu.report()["step"] / 2.27 - 1, 2) == 0.16
+    assert gpu.report()["retries"]
     few = train("gpt-7b", OFFLOAD, 2048).tape
     down = [op for op in few if isinstance(op, Op) and op.label.startswith("download 'blocks")]
     assert round((down[9].end - down[8].end) * 1e3) == 32  # an upload, not the computation
@@ -109,7 +110,7 @@ def draw(gpu: VirtualGpu) -> None:
     assert halves == [5, 10], halves
     speeds = [round(16384 / train("gpt-1.3b", OFFLOAD, 16384).report()["step"], -2)]
     speeds += [round(8192 / train("gpt-1.3b", None, 8192).report()["step"], -2)]
-    assert speeds == [18_000, 18_600], speeds
+    assert speeds == [18_000, 18_700], speeds
 
 
 def reads(op: Op, unit: str) -> bool:
@@ -119,7 +120,7 @@ def reads(op: Op, unit: str) -> bool:
 # %% [markdown]
 # An upload takes the same time for any number of tokens, and the computation does not. With 512
 # tokens the GPU computes for 0.17 s and waits for the rest of 2.27. Four times as many tokens take
-# not a moment longer, and sixteen times as many take 13 % longer. This is the step of 8,192 tokens:
+# not a moment longer, and sixteen times as many take 16 % longer. This is the step of 8,192 tokens:
 #
 # ![A timeline with lanes for computation, upload and download. In the forward the upload lane is
 # full, and the compute lane has a gap after each block that is almost as wide as the block. In the
@@ -177,7 +178,7 @@ def batches() -> None:
 # %% [markdown]
 # With 2,048 tokens offload takes more than three times as long. It leaves room for 16,384 tokens,
 # though, which do not fit without it, and then it handles 18,000 tokens in a second. Without it the
-# GPU does not do much better: 18,600, with half as many tokens.
+# GPU does not do much better: 18,700, with half as many tokens.
 #
 # That was the forward and the backward. The optimizer's step is slower on the host, because Adam
 # reads and writes four numbers for each parameter, and does hardly anything with them. So what

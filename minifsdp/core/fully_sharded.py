@@ -77,8 +77,8 @@ class FullyShardedDataParallel(nn.Module):
         backward_prefetch: see prefetch.py; None is none.
         forward_prefetch: see prefetch.py; True is ``ForwardPrefetch.FORWARD_PRE``. None is that on
             a CPU, where the host does not run ahead, and no gather would be hidden otherwise.
-        limit_all_gathers: how many units may be alive at once: True is 2, False is no limit; or a
-            :class:`Limiter`.
+        limit_all_gathers: how many units may be alive at once: True is PyTorch's limit, 2 and one
+            that only the device has not freed; False is no limit; or a :class:`Limiter`.
 
     Build the optimizer *after* wrapping, from this module's ``parameters()``. ``backward()`` leaves
     in their ``grad`` the mean over all ranks.

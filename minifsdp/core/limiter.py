@@ -20,8 +20,10 @@ the host wait before it starts an all-gather. Two projects found this:
   unit ahead. This is on by default since 2023 (PR 104900), with a limit of two.
 
 PyTorch's queue waits for at most one event before each all-gather, and a step ends with events in
-it. So from the second step on three units can be alive, and not two. :class:`EventQueue` counts the
-units, so that its limit holds in every step.
+it. So from the second step on three units can be alive, and not two. That is the better limit: if
+the host waits until the device has freed a unit, it has queued nothing that the device could do
+next. :class:`EventQueue` counts the units, so that a limit holds in every step. By default it
+allows two, and a third one that the host has freed and the device has not.
 
 On a CPU, memory that is freed is not in use, and the host never waits here. There the limit decides
 whether a prefetch may start while the current unit is unsharded.
@@ -79,12 +81,13 @@ class EventQueue:
 
     Args:
         limit: number of units, at least 1.
+        freeing: so many more may be alive if the host has freed them.
 
     Sources: pytorch PRs 83666, 83917 and 104900.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, freeing: int = 0) -> None:
+        self.limit, self.freeing = limit, freeing
         self._alive: list[Unit] = []
         self._freeing: deque[Event] = deque()  # of units that only the host has freed
 
@@ -95,13 +98,13 @@ class EventQueue:
             False for a prefetch if other units that the host has not freed take all the room. A
             unit that is needed is always admitted.
         """
-        room = self.limit - 1  # for units that the device has not freed yet
+        room = self.limit - 1  # beside the units that the host has not freed
         for other in self._alive:
             if other.is_limited and other not in unit.ancestors:
                 room -= 1
         if room < 0 and not needed:
             return False
-        while self._freeing and len(self._freeing) > room:
+        while len(self._freeing) > max(room, 0) + self.freeing:
             wait_for_free(self._freeing.popleft())
         self._alive.append(unit)
         return True
@@ -137,11 +140,11 @@ class NoLimit:
 
 
 def limiter_of(limit: bool | int | Limiter) -> Limiter:
-    """The limiter for the argument ``limit_all_gathers``: True is at most 2 units, False is no
-    limit."""
-    if limit is False:
-        return NoLimit()
-    return EventQueue(2 if limit is True else limit) if isinstance(limit, int) else limit
+    """The limiter for the argument ``limit_all_gathers``: True is PyTorch's limit, 2 units and one
+    that only the device has not freed; a number is that many; False is no limit."""
+    if isinstance(limit, bool):
+        return EventQueue(2, freeing=1) if limit else NoLimit()
+    return EventQueue(limit) if isinstance(limit, int) else limit
 
 
 def wait_for_free(event: Event) -> None:

@@ -12,8 +12,8 @@ def make_limiter(limit: bool | int | Limiter) -> Limiter:
     """The limiter for the argument ``limit_all_gathers``.
 
     Args:
-        limit: True for at most 2 units, False for no limit, a number of units, or a limiter, which
-            is returned as it is.
+        limit: True for PyTorch's limit, False for none, a number of units, or a limiter, which is
+            returned as it is.
 
     Raises:
         ValueError: the number is less than 1.
@@ -26,8 +26,8 @@ def make_limiter(limit: bool | int | Limiter) -> Limiter:
         )
     if isinstance(limit, type) or not isinstance(limit, (int, Limiter)):
         raise TypeError(
-            f"limit_all_gathers={limit!r}: expected True (at most 2 units alive), False (no limit),"
-            f" a number of units, or a minifsdp.Limiter, which has the methods admit and freed."
+            f"limit_all_gathers={limit!r}: expected True (PyTorch's limit), False (no limit), a "
+            f"number of units, or a minifsdp.Limiter, which has the methods admit and freed."
         )
     return limiter_of(limit)
 

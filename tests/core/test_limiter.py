@@ -65,6 +65,20 @@ class TestEventQueue:
         limiter.freed(a, Noted(log, "a"))
         assert limiter.admit(b, needed=False) and log == ["a"], "only one may have memory"
 
+    def test_more_may_be_alive_that_the_host_has_freed(self):
+        log, limiter = [], EventQueue(2, freeing=1)
+        for unit in units("abcd"):
+            limiter.admit(unit, needed=True)
+            limiter.freed(unit, Noted(log, unit.label))
+        assert log == ["a"], "when d comes, b and c may still be on their way out"
+        e, f, g = units("efg")
+        limiter.admit(e, needed=True)
+        assert limiter.admit(f, needed=False)
+        assert log == ["a", "b", "c"], "e and f are the two, d is the one"
+        assert not limiter.admit(g, needed=False), "the host has not freed e and f"
+        limiter.admit(g, needed=True)
+        assert log == ["a", "b", "c"], "the host waits for no more than it did with room"
+
     def test_units_around_it_and_those_that_stay_are_not_counted(self):
         limiter, (root,), (stays,) = EventQueue(1), units("r"), units("s", (), False)
         (inner,) = units("i", ancestors=[root])

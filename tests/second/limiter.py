@@ -6,8 +6,8 @@ from minifsdp.core.unit import Unit
 
 
 class EventQueue:
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, freeing: int = 0) -> None:
+        self.limit, self.freeing = limit, freeing
         self.held: list[tuple[Unit, Event | None]] = []  # in the order of gathers, then of frees
 
     def admit(self, unit: Unit, needed: bool) -> bool:
@@ -19,7 +19,7 @@ class EventQueue:
                 in_use += 1
         if in_use >= self.limit and not needed:
             return False
-        while leaving and in_use + len(leaving) >= self.limit:
+        while len(leaving) > max(self.limit - in_use - 1, 0) + self.freeing:
             gone = leaving.pop(0)
             wait_for_free(gone[1])
             self.held.remove(gone)

@@ -137,6 +137,7 @@ APPROACHES = {
         ForwardPrefetch.FORWARD_POST, _POST, CountedPrefetcher, SynchronizeAfterFree
     ),
     "PyTorch": Approach(None, _PRE, ReversedPostForward, DriftingQueue),
+    # The default has the queue's room, a third unit. This limit is strict, to be compared with it.
     "minifsdp": Approach(None, _PRE, CountedPrefetcher, lambda: EventQueue(2), frees_early=True),
     "FSDP2": Approach(None, _PRE, LettingGo, NoLimit, StreamOrdered),
 }

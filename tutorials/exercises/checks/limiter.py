@@ -159,6 +159,21 @@ def several_events_may_have_to_be_waited_for() -> Iterator[Any]:
 
 
 @check("limiter.3", because=_drift)
+def more_may_be_alive_that_the_host_has_freed() -> Iterator[Any]:
+    from minifsdp.core.limiter import EventQueue
+
+    waited: list[str] = []
+    limiter = EventQueue(2, freeing=1)
+    for name in "abcd":
+        limiter.admit(unit := Unit(name), needed=True)
+        limiter.freed(unit, Event(name, waited))
+    yield "events waited for when four were freed, limit 2, freeing 1", list(waited)
+    limiter.admit(Unit("e"), needed=True)
+    limiter.admit(Unit("f"), needed=False)
+    yield "events waited for when e and f are two, and one is being freed", list(waited)
+
+
+@check("limiter.3", because=_drift)
 def ancestors_and_units_that_stay_do_not_count() -> Iterator[Any]:
     from minifsdp.core.limiter import EventQueue
 

@@ -4,8 +4,8 @@ from collections import deque
 
 
 class EventQueue:
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, freeing: int = 0) -> None:
+        self.limit = limit + freeing
         self._queue: deque = deque()
 
     def admit(self, unit, needed) -> bool:

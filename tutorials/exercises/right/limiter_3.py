@@ -2,8 +2,8 @@
 
 
 class EventQueue:
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, freeing: int = 0) -> None:
+        self.limit, self.freeing = limit, freeing
         self.in_use: dict = {}
         self.leaving: list = []
 
@@ -14,7 +14,7 @@ class EventQueue:
         ]
         if not needed and len(counted) >= self.limit:
             return False
-        may_stay = max(self.limit - 1 - len(counted), 0)
+        may_stay = max(self.limit - 1 - len(counted), 0) + self.freeing
         waited = self.leaving[: max(len(self.leaving) - may_stay, 0)]
         self.leaving = self.leaving[len(waited) :]
         for event in waited:

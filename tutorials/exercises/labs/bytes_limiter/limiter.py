@@ -1,6 +1,7 @@
 """Lab: a limiter by bytes.
 
-The default admits two units, whatever their size. Two large units need much memory, and two small
+The default admits two units and a third one that the device is about to free, whatever their size.
+Two large units need much memory, and two small
 ones are too few to hide the latency of their gathers. Write a limiter that counts bytes.
 
 Measured: reserved memory of a training step on a virtual GPU. 48 small units, two large ones in the
@@ -20,10 +21,10 @@ from minifsdp.core.unit import Unit
 
 
 class ByteLimiter(EventQueue):
-    """At most two units are alive at the same time, whatever their size."""
+    """Two units are alive at the same time, or three, whatever their size."""
 
     def __init__(self) -> None:
-        super().__init__(2)
+        super().__init__(2, freeing=1)
 
     def admit(self, unit: Unit, needed: bool) -> bool:
         """Wait until there is room for ``unit``; False declines a prefetch."""

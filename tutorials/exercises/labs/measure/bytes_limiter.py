@@ -10,7 +10,7 @@ WIDTHS = [768] * 24 + [3072] * 2 + [768] * 24
 
 
 def _limiter() -> Any:
-    """What the file that is measured has; where there is none, the default, which is two units."""
+    """What the file that is measured has; where there is none, the default."""
     from minifsdp.core import limiter
 
     return limiter.ByteLimiter() if hasattr(limiter, "ByteLimiter") else True
