@@ -67,11 +67,9 @@ def check_divisible(tensors: Mapping[str, Tensor]) -> None:
                 f"of FullyShardedDataParallel (its gradient is not reduced then); or cut units in "
                 f"chunks, with FullyShardedDataParallel(..., use_orig_params=False)."
             )
-    same = {name: tensor.detach() for name, tensor in tensors.items()}
-    for name, tensor in same.items():
-        if tensor.is_contiguous():  # or torch would refuse it before we do
-            same[name] = tensor.view(torch.uint8)
-    check_flattenable(same)
+    # Bytes: dtypes and requires_grad may differ. What is not contiguous torch would refuse itself.
+    as_bytes = {n: t.view(torch.uint8) if t.is_contiguous() else t for n, t in tensors.items()}
+    check_flattenable(as_bytes)
 
 
 def local_shape(shape: torch.Size, rank: int, world_size: int, dim: int = 0) -> torch.Size:
@@ -93,8 +91,7 @@ def block_numel(shape: torch.Size, world_size: int, dim: int = 0) -> int:
     return padded_shard_numel(shape[0], world_size) * shape[1:].numel()
 
 
-# Marks are a multiple of this, so that what comes after them is aligned as it was before them.
-_ALIGNED = 8
+_ALIGNED = 8  # elements, which are 16 bytes in half precision
 
 
 class Rows:
@@ -107,10 +104,12 @@ class Rows:
         dims: along which the parameters are divided (wrapping/shard_placement.py); None: the first.
 
     Attributes:
-        order: the numbers of the parameters, in the order in which they are laid.
+        order: the numbers of the parameters, in the order in which they are laid. Odd lengths come
+            last among those that have a gradient, and among the others: GPUs read numbers that
+            begin at a multiple of 16 bytes faster, so a bias of 5 must not come before a matrix.
         with_grad: the first of them, which have a gradient; all, if none has.
         marks: elements of each rank's marks; 0 in a unit of one parameter, which as a whole has a
-            gradient or has none.
+            gradient or has none. They fill up what is reduced to a multiple of 16 bytes.
         blocks: elements in each rank's block, in that order, and of the marks.
         trained_blocks: those of the parameters that have a gradient, and of the marks.
         padded_numel: elements of the unsharded flat parameter.
@@ -128,13 +127,16 @@ class Rows:
     ) -> None:
         self.dims = dims or [0] * len(shapes)
         self.param_shapes, self.trained, self.world_size = shapes, list(trained), world_size
-        self.order = sorted(range(len(shapes)), key=lambda number: not trained[number])
+        each = zip(shapes, self.dims, strict=True)
+        numels = [block_numel(shape, world_size, dim) for shape, dim in each]
+        is_odd = [numel * world_size % _ALIGNED > 0 for numel in numels]
+        self.order = sorted(range(len(shapes)), key=lambda at: (not trained[at], is_odd[at]))
         self.with_grad = self.order[: sum(trained) or len(shapes)]
         self.shapes = [shapes[number] for number in self.order]
-        self.marks = -(-len(self.with_grad) // _ALIGNED) * _ALIGNED if len(shapes) > 1 else 0
         self._dims = [self.dims[number] for number in self.order]
-        pairs = zip(self.shapes, self._dims, strict=True)
-        blocks = [block_numel(shape, world_size, dim) for shape, dim in pairs]
+        blocks = [numels[number] for number in self.order]
+        reduced = sum(blocks[: len(self.with_grad)]) + len(self.with_grad)
+        self.marks = len(self.with_grad) + -reduced % _ALIGNED if len(shapes) > 1 else 0
         self.trained_blocks = blocks[: len(self.with_grad)] + [self.marks] * (self.marks > 0)
         self.blocks = self.trained_blocks + blocks[len(self.with_grad) :]
         self.padded_numel = sum(self.blocks) * world_size
