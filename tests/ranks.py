@@ -264,7 +264,9 @@ class World:
             return self.connections[rank].recv()
         except EOFError:
             self.processes[rank].join(GRACE)
-            return Report(False, f"died with exit code {self.processes[rank].exitcode}")
+            died = f"died with exit code {self.processes[rank].exitcode}"
+            stack = Path(self.folder.name, f"stack{rank}")  # empty if it was killed
+            return Report(False, f"{died}\n{stack.read_text() if stack.exists() else ''}".rstrip())
 
     def _describe(self, reports: dict[int, Report], timeout: float) -> str:
         silent = [rank for rank in range(len(self.processes)) if rank not in reports]
@@ -320,6 +322,7 @@ def _serve(
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     stack = open(f"{folder}/stack{rank}", "w")  # noqa: SIM115  # for as long as the rank lives
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
+    faulthandler.enable(stack)
     torch.set_num_threads(1)
     gc.freeze()  # or each rank would copy all memory of the server when it looks for garbage
     if gpu is not None:

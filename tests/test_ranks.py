@@ -35,6 +35,11 @@ def fail_and_leave_the_others_waiting():
     dist.all_reduce(torch.zeros(1, device=ranks.device()))
 
 
+def crash_on(rank):
+    if dist.get_rank() == rank:
+        ctypes.string_at(0)
+
+
 def hang_on(rank):
     while dist.get_rank() == rank:
         time.sleep(0.01)
@@ -209,6 +214,12 @@ def test_a_killed_rank_fails_its_test_and_the_next_one_runs():
     with pytest.raises(RankFailure, match="rank 1 failed:\ndied with exit code -9"):
         run(die_on, 2, 1)
     run(succeed, 2, "afterwards")
+
+
+def test_of_a_rank_that_crashes_it_is_said_where():
+    crash = r"died with exit code -11\nFatal Python error: Segmentation fault(.|\n)* in crash_on"
+    with pytest.raises(RankFailure, match=f"rank 1 failed:\n{crash}"):
+        run(crash_on, 2, 1)
 
 
 @on_ranks(2)
