@@ -5,9 +5,11 @@ nothing of them (dispatch_modes.py), and a module may be called while parameters
 steps (between_steps/full_params.py).
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from minifsdp.chunks.unit_dtensors import Form
@@ -25,6 +27,18 @@ class FeaturedBackward(Backward):
     after_gradient = without_modes(Backward.after_gradient)
     end_of_backward = without_modes(Backward.end_of_backward)
 
+    @property
+    def running_anywhere(self) -> bool:
+        """Whether one is running, be it in another thread. Of one that has failed a program on a
+        GPU may be told before autograd's own thread has let go of it: that has a tenth of a second,
+        since else the program would be refused what it does in its ``except``."""
+        elsewhere = torch._C._current_graph_task_id() == -1
+        for _ in range(100 if elsewhere else 0):
+            if self.queued() is None:
+                break
+            time.sleep(0.001)
+        return self.queued() is not None
+
 
 class FeaturedHooks(Hooks):
     """The moments of a forward, of which a program's modes see nothing but the module's own.
@@ -35,15 +49,16 @@ class FeaturedHooks(Hooks):
     """
 
     engine: FeaturedEngine
+    backward: FeaturedBackward
 
-    def __init__(self, backward: Backward) -> None:
+    def __init__(self, backward: FeaturedBackward) -> None:
         super().__init__(backward)
         self.summoned: dict[FeaturedUnit, Form | None] = {}
 
     @property
     def idle(self) -> bool:
         """Whether no forward and no backward is running."""
-        return self.depth == 0 and not self.backward.running
+        return self.depth == 0 and not self.backward.running_anywhere
 
     before_forward = without_modes(Hooks.before_forward)
     after_forward = without_modes(Hooks.after_forward)

@@ -1,5 +1,7 @@
 """featured_hooks.py: a module may be called while parameters are out between steps."""
 
+import threading
+
 import pytest
 import torch
 
@@ -67,3 +69,22 @@ def test_a_backward_is_refused_and_what_is_out_stays():
         assert model._hooks.backward.complete  # it never began, so the next step drops nothing
         assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
     step(model)
+
+
+@pytest.mark.parametrize("goes_on", [step, FSDP.state_dict], ids=["a step", "a checkpoint"])
+@on_ranks(2)
+def test_after_a_failure_a_program_goes_on_though_autograd_lets_go_late(goes_on):
+    """On a GPU its own thread does, when the program has been told already."""
+    model, kept = stack(), []
+    handle = model.module[2].register_full_backward_hook(
+        lambda *_: (kept.append(model._hooks.backward.queued()), 1 / 0)
+    )
+    with pytest.raises(ZeroDivisionError):
+        model(batch()).sum().backward()
+    handle.remove()
+    assert kept, "it is not over for autograd"
+    lets_go = threading.Timer(0.02, kept.clear)
+    lets_go.start()
+    goes_on(model)
+    lets_go.join()
+    assert not model._hooks.backward.running_anywhere

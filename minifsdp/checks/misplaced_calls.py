@@ -101,7 +101,7 @@ class OneThread(Layer):
         if torch._C._current_graph_task_id() >= 0:
             return  # in a backward, which may run parts of a forward, perhaps in autograd's thread
         thread, hooks = threading.get_ident(), self._hooks
-        beside = hooks.backward.running and not hooks.depth
+        beside = not hooks.depth and hooks.backward.running_anywhere
         # In one operation, so that of two threads that come at the same time one is refused.
         if beside or self._threads.setdefault("forward", thread) != thread:
             raise RuntimeError(

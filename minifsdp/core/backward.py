@@ -27,7 +27,8 @@ class Backward:
 
     Attributes:
         queued: a weak reference to what autograd keeps until the backward that is running is over.
-            When it is dead, none is running.
+            When it is dead, none is running. (On a GPU an exception reaches the program a moment
+            before autograd's own thread lets go.)
         complete: the last one, if there was one, has come to its end.
     """
 
@@ -40,8 +41,8 @@ class Backward:
 
     @property
     def running(self) -> bool:
-        """Whether one is running. One that an exception has ended is not."""
-        return self.queued() is not None
+        """Whether this thread runs one. One that an exception has ended is not running."""
+        return self.queued() is not None and _task() != -1
 
     def begin(self, call: Call | None = None) -> None:
         """A backward has begun. Does nothing if that is known already.
@@ -124,7 +125,7 @@ class Backward:
     def forget_failed(self) -> None:
         """If an exception has ended the last one, start as if it had never been."""
         if not self.complete:
-            self.complete = True
+            self.queued, self.complete = _nothing, True
             self.engine.fail()
 
 

@@ -168,6 +168,25 @@ def test_after_a_failure_nothing_of_the_step_is_left():
 
 
 @on_ranks(2)
+def test_autograd_may_let_go_late_of_a_backward_that_has_failed():
+    """On a GPU its own thread does, when the program has been told already."""
+    parts, kept, fails = [*mlp()], [], Fails()
+    parts[2] = Block(*parts[2], fails)
+    model, expected = sharded(nn.Sequential(*parts)), sharded(mlp())
+    fails.fail = lambda grad: (kept.append(model._hooks.backward.queued()), 1 / 0)
+    fails.where = "backward"
+    with pytest.raises(ZeroDivisionError):
+        model(batch()).sum().backward()
+    fails.where = None
+    assert kept, "it is not over for autograd"
+    for one in (model, expected):
+        one(batch(1)).sum().backward()
+    found = full_gradients(model)
+    for name, grad in full_gradients(expected).items():
+        assert torch.equal(found[name], grad), name
+
+
+@on_ranks(2)
 def test_a_part_that_fails_and_is_caught_is_freed_at_once():
     fails = Fails()
     fails.where = "forward"
