@@ -155,14 +155,22 @@ class PlainUnit:
         numel = self.flat.numel()
         if not self.in_rows:
             return -(-numel // ranks), torch.arange(numel)
-        size, found = 0, []
-        for param in self.params:
-            rows, width = -(-len(param) // ranks), param[0].numel() if len(param) else 0
-            row, column = torch.arange(param.numel()) // max(width, 1), torch.arange(param.numel())
-            found.append((row // rows if rows else row, size + column % max(rows * width, 1)))
-            size += rows * width
-        size += -(-len(found) // 8) * 8 if len(found) > 1 else 0  # marks of what was not used
-        return size, torch.cat([rank * size + place for rank, place in found])
+        numels = [param.numel() for param in self.params]
+        widths = [param[0].numel() if len(param) else 0 for param in self.params]
+        rows = [-(-len(param) // ranks) for param in self.params]
+        blocks = [number * width for number, width in zip(rows, widths, strict=True)]
+        # Those of an odd length come last.
+        laid = sorted(range(len(blocks)), key=lambda number: blocks[number] * ranks % 8 != 0)
+        size, found = 0, {}
+        for number in laid:
+            every = torch.arange(numels[number])
+            rank = every // max(widths[number], 1) // max(rows[number], 1)
+            found[number] = rank, size + every % max(blocks[number], 1)
+            size += blocks[number]
+        if len(blocks) > 1:  # marks of what was not used, which fill up the end
+            size = -(-(size + len(blocks)) // 8) * 8
+        places = [found[number] for number in range(len(blocks))]
+        return size, torch.cat([rank * size + place for rank, place in places])
 
     def add_to_gradient(self, grad: Tensor | float) -> None:
         if self.flat.grad is None:
