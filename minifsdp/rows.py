@@ -104,9 +104,9 @@ class Rows:
         dims: along which the parameters are divided (wrapping/shard_placement.py); None: the first.
 
     Attributes:
-        order: the numbers of the parameters, in the order in which they are laid. Odd lengths come
-            last among those that have a gradient, and among the others: GPUs read numbers that
-            begin at a multiple of 16 bytes faster, so a bias of 5 must not come before a matrix.
+        order: the numbers of the parameters, in the order in which they are laid: those that have a
+            gradient first, and in each half lengths that are no multiple of 8 last. GPUs read a
+            matrix faster that begins at a multiple of 16 bytes, so no bias of 5 may come before it.
         with_grad: the first of them, which have a gradient; all, if none has.
         marks: elements of each rank's marks; 0 in a unit of one parameter, which as a whole has a
             gradient or has none. They fill up what is reduced to a multiple of 16 bytes.

@@ -145,8 +145,9 @@ def draw():
 # ## The same collectives
 #
 # A gathered unit looks the same in both ways. It is one flat tensor in which all parameters lie end
-# to end, and layers compute with views of it, as on page [02](02_flatten.md). Only the cut is
-# different. A rank's shard is its blocks, put together:
+# to end, and layers compute with views of it, as on page [02](02_flatten.md). (In rows, those
+# whose number of elements is no multiple of 8 come last: GPUs read matrices faster that begin at a
+# multiple of 16 bytes.) Only the cut is different. A rank's shard is its blocks, put together:
 #
 # {{ minifsdp/rows.py Rows.shard -The blocks }}
 #
