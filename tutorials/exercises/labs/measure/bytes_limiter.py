@@ -10,10 +10,10 @@ WIDTHS = [768] * 24 + [3072] * 2 + [768] * 24
 
 
 def _limiter() -> Any:
-    """What the file that is measured has; where there is none, the default."""
+    """What the file that is measured has; where there is none, a limit of two units."""
     from minifsdp.core import limiter
 
-    return limiter.ByteLimiter() if hasattr(limiter, "ByteLimiter") else True
+    return limiter.ByteLimiter() if hasattr(limiter, "ByteLimiter") else 2
 
 
 def on_a_gpu() -> Iterator[Any]:
