@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -1810,6 +1811,8 @@ def notices(mutant: Mutant) -> str | None:
             start_new_session=True,  # its ranks are in it, and are ended with it
         )
         _running.add(process)
+        if _stopped.is_set():  # meanwhile: it was not there to be ended
+            _end_all()
         output, errors = process.communicate()
         _running.discard(process)
     if process.returncode not in (0, 1):
@@ -1819,10 +1822,12 @@ def notices(mutant: Mutant) -> str | None:
 
 
 _running: set["subprocess.Popen[str]"] = set()
+_stopped = threading.Event()
 
 
 def _end_all() -> None:
-    """What runs, when nobody waits for it any more."""
+    """What runs, when nobody waits for it any more; and what is just being started."""
+    _stopped.set()
     for process in list(_running):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import communicate
+from tests.patience import Patience, communicate
 from tutorials.exercises.catalog import exercises_alone
 
 ROOT = Path(__file__).parent.parent
@@ -79,7 +79,10 @@ def test_ctrl_c_is_one_line_and_nothing_stays(name, seconds, alone, tmp_path):
         _, errors = communicate(process)
         assert process.returncode == 130, errors
         assert "Traceback" not in errors and errors.count("stopped") == 1, errors
-        time.sleep(0.5)  # a process that is killed takes a moment
+        patience = Patience(2)  # a process that is killed takes a moment
+        while patience.left and started(mark):
+            time.sleep(0.1)
+            patience.count()
         assert not started(mark)
     finally:
         for pid in started(mark):
