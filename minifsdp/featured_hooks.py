@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from minifsdp.chunks.unit_dtensors import Form
@@ -32,9 +31,8 @@ class FeaturedBackward(Backward):
         """Whether one is running, be it in another thread. Of one that has failed a program on a
         GPU may be told before autograd's own thread has let go of it: that has a tenth of a second,
         since else the program would be refused what it does in its ``except``."""
-        elsewhere = torch._C._current_graph_task_id() == -1
-        for _ in range(100 if elsewhere else 0):
-            if self.queued() is None:
+        for _ in range(100):
+            if self.running or self.queued() is None:
                 break
             time.sleep(0.001)
         return self.queued() is not None

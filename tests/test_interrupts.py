@@ -79,7 +79,7 @@ def test_ctrl_c_is_one_line_and_nothing_stays(name, seconds, alone, tmp_path):
         _, errors = communicate(process)
         assert process.returncode == 130, errors
         assert "Traceback" not in errors and errors.count("stopped") == 1, errors
-        patience = Patience(2)  # a process that is killed takes a moment
+        patience = Patience(0.5)  # a process that is killed takes a moment
         while patience.left and started(mark):
             time.sleep(0.1)
             patience.count()

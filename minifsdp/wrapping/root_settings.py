@@ -26,8 +26,9 @@ def make_limiter(limit: bool | int | Limiter) -> Limiter:
         )
     if isinstance(limit, type) or not isinstance(limit, (int, Limiter)):
         raise TypeError(
-            f"limit_all_gathers={limit!r}: expected True (PyTorch's limit), False (no limit), a "
-            f"number of units, or a minifsdp.Limiter, which has the methods admit and freed."
+            f"limit_all_gathers={limit!r}: expected True (as in PyTorch: 2 units, and one that is "
+            f"being freed), False (no limit), a number of units, or a minifsdp.Limiter, which has "
+            f"the methods admit and freed."
         )
     return limiter_of(limit)
 
