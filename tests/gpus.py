@@ -5,17 +5,29 @@ for the tests listed here, it has gloo and runs on the CPU. Workers of pytest-xd
 NCCL refuses two ranks of *one* world on the same GPU, but ranks of different worlds may be on one
 together. So a machine with GPUs has as many workers as the same machine without.
 
+With `SHARE_GPUS=1` all ranks have a GPU, however few there are. Each rank tells NCCL that it is a
+machine of its own, and NCCL sends by a socket what else it would send through the GPU's memory.
+That is slow, but it is NCCL, and its order of work on real streams: one GPU is enough for it.
+
 Nothing has to agree to the bit that does not on a CPU. Two ranks agree to the bit, because the sum
 of two numbers does not depend on their order, and kernels are told to give the same result each
 time. With more ranks results are within a bound of DDP's (parity.py), on either device.
 """
 
 import os
+from collections.abc import Callable
 from enum import Enum
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 BYTES_OF_A_WORKER = 4 << 30  # bytes on each GPU: a context, for a rank of each of four worlds
+
+SHARED = "SHARE_GPUS" in os.environ
+ONE_GPU = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
+"""Of a rank that is a machine of its own for NCCL, and finds the others by this interface."""
 
 MESSAGES = "messages between CPUs: tags, gloo's order of sums, the memory of one machine"
 PARTING = "ranks that part ways wait for each other, with NCCL until its timeout"
@@ -87,6 +99,17 @@ def workers_that_fit(memory: int) -> int:
     return max(1, memory // BYTES_OF_A_WORKER)
 
 
+def _by_gpu(full_tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`DTensor.full_tensor` for those on the host, too, for which torch wants gloo."""
+
+    def gather(tensor: DTensor, **options: Any) -> Tensor:
+        if tensor.device.type == "cpu":
+            return full_tensor(tensor.cuda(), **options).cpu()
+        return full_tensor(tensor, **options)
+
+    return gather
+
+
 def gpus_of(world_size: int) -> list[int]:
     """The GPU of each rank of a world that this worker of pytest-xdist starts. Different workers
     begin with different ones."""
@@ -94,10 +117,13 @@ def gpus_of(world_size: int) -> list[int]:
     return [(int(worker) * world_size + rank) % gpus for rank in range(world_size)]
 
 
-def compute_on(gpu: int) -> None:
+def compute_on(gpu: int, rank: int) -> None:
     """In a rank, before it does anything: compute on this GPU, and give the same bits each time."""
+    if SHARED:
+        os.environ.update(ONE_GPU, NCCL_HOSTID=f"rank {rank}")
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # else a result depends on its stream
     torch.cuda.set_device(gpu)
+    DTensor.full_tensor = _by_gpu(DTensor.full_tensor)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # a kernel for each torch.empty
     torch.backends.cudnn.benchmark = False  # else the first call chooses an algorithm by its time

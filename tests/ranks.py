@@ -49,7 +49,7 @@ import torch
 import torch.distributed as dist
 
 from minifsdp.sim.cli.terminal import out_of_reach
-from tests.gpus import Place, compute_on, gpus_of
+from tests.gpus import SHARED, Place, compute_on, gpus_of
 from tests.patience import Patience
 from tests.pretended_gpu import NCCL, PretendedGpu
 
@@ -64,6 +64,8 @@ PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "tests", "minifsdp",
 checkpoint import torch._dynamo, which takes each rank a second. `tests` comes before minifsdp, of
 which it may replace files (see replace.py). See also :func:`fork_server`."""
 
+# So that to ask for a GPU takes none: what is forked from a process that has one could not.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 PRETENDED_GPU = "PRETENDED_GPU" in os.environ  # then there are as many of them as anybody wants
 on_cpu = False  # whether the test that runs now has no GPU (conftest.py)
 
@@ -182,7 +184,8 @@ def place_of(world_size: int) -> Place:
         return Place.CPU
     if PRETENDED_GPU:
         return Place.PRETENDED_GPU
-    return Place.GPU if torch.cuda.device_count() >= world_size else Place.CPU
+    needed = 1 if SHARED else world_size
+    return Place.GPU if torch.cuda.device_count() >= needed else Place.CPU
 
 
 class World:
@@ -326,7 +329,7 @@ def _serve(
     torch.set_num_threads(1)
     gc.freeze()  # or each rank would copy all memory of the server when it looks for garbage
     if gpu is not None:
-        compute_on(gpu)
+        compute_on(gpu, rank)
     backends = {Place.CPU: "gloo", Place.GPU: "nccl", Place.PRETENDED_GPU: NCCL}
     _join(backends[place], rank, world_size, folder)
     if place is Place.PRETENDED_GPU:

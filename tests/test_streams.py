@@ -196,9 +196,10 @@ def test_on_cuda_what_is_collective_does_not_queue_behind_the_kernels_it_runs_be
 def test_on_a_gpu_the_host_runs_ahead_and_an_event_orders_two_streams():
     on_gpu = Streams.on(torch.device("cuda", 0))
     x = torch.zeros(1000, device="cuda")
+    x.add_(0)  # the first time, CUDA loads the kernel, and the host waits for that
 
     def launch():
-        torch.cuda._sleep(100_000_000)
+        torch.cuda._sleep(1_000_000_000)
         x.add_(1)
         return lambda: None
 
@@ -219,7 +220,8 @@ def test_on_a_gpu_memory_in_use_on_another_stream_is_not_handed_out():
         return lambda: None
 
     on_gpu.unshard.submit(launch).wait()
-    torch.cuda._sleep(100_000_000)
+    kept[0].sum(), torch.zeros(1, device="cuda")  # the first time, the host waits for kernels
+    torch.cuda._sleep(1_000_000_000)
     total = kept[0].sum()  # on the compute stream, after the sleep
     on_gpu.compute.record_stream(kept[0])
     address = kept.pop().data_ptr()

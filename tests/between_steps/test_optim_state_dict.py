@@ -2,6 +2,7 @@
 
 import warnings
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -64,10 +65,13 @@ def test_the_state_of_an_optimizer_is_that_of_the_plain_models(settings):
     found, expected = FSDP.optim_state_dict(model, optimizer), of_plain.state_dict()
     names = [name for name, _ in plain.named_parameters()]
     assert list(found["state"]) == names
+    # With offload the step is the host's, whose kernels round as a GPU's do not.
+    elsewhere = "cpu_offload" in settings and device().type != "cpu"
+    close = partial(torch.allclose, rtol=1e-6, atol=1e-9) if elsewhere else torch.equal
     for name, state in zip(names, expected["state"].values(), strict=True):
         assert found["state"][name].keys() == state.keys()
         for key, value in state.items():
-            assert torch.equal(found["state"][name][key], value.cpu()), (name, key)
+            assert close(found["state"][name][key], value.cpu()), (name, key)
     (group,) = found["param_groups"]
     assert group == {**expected["param_groups"][0], "params": names}
 

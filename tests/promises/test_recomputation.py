@@ -189,9 +189,10 @@ def test_a_graph_from_before_a_step_is_refused(way, strategy, around, joined):
         wrap = WAYS[way]
     recompute = None if around is None else partial(checkpoint, use_reentrant=False)
     model = wrap(Model(Two, recompute))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with pytest.raises(RuntimeError, match="between"):
         step_between(model, joined)
-    train(model, square)  # and goes on
+    train(model, square, optimizer=optimizer)  # and goes on
 
 
 @ways

@@ -109,14 +109,14 @@ def test_a_gradient_that_is_stored_is_shown_in_each_and_is_the_same_memory():
     model = rows()
     flat, params = parts(model)
     assert flat.grad is None
-    flat.grad = torch.arange(float(len(flat)))
+    flat.grad = torch.arange(float(len(flat)), device=device())
     for param in params:
         assert param.grad.shape == param.shape and param.grad.placements == param.placements
         param.grad.mul_(2)
     weight, bias = (param.to_local().numel() for param in params)
     found = flat.grad[:weight], flat.grad[15 : 15 + bias]
     assert torch.equal(
-        torch.cat(found), 2.0 * torch.cat([torch.arange(weight), 15 + torch.arange(bias)])
+        torch.cat(found).cpu(), 2.0 * torch.cat([torch.arange(weight), 15 + torch.arange(bias)])
     )
     del flat.grad
     assert flat.grad is None and all(param.grad is None for param in params)
@@ -127,12 +127,12 @@ def test_a_part_that_is_cleared_is_zero_and_all_of_them_are_none():
     model = rows()
     flat, (weight, bias) = parts(model)
     own = slice(weight.to_local().numel())
-    flat.grad = torch.ones(len(flat))
+    flat.grad = torch.ones(len(flat), device=device())
     weight.grad = None
     assert not flat.grad[own].any() and flat.grad[15:].all()
     bias.grad = None
     assert flat.grad is None
-    flat.grad = torch.ones(len(flat))
+    flat.grad = torch.ones(len(flat), device=device())
     torch.optim.SGD([weight], lr=0.1).zero_grad(set_to_none=False)
     assert not flat.grad[own].any() and flat.grad[15:].all()
 
