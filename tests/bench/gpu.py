@@ -10,10 +10,13 @@ changed for it without saying so there. Not run yet: none of the machines at han
 """
 
 import argparse
+import gc
+import inspect
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import date
 from typing import Any
 from unittest.mock import patch
@@ -21,12 +24,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
-from torch import Tensor
+from torch import Tensor, nn
 
 import minifsdp.core.collectives
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy
 from minifsdp.sim.__main__ import parser
+from minifsdp.sim.calibration import host
 from minifsdp.sim.cli.machine import machine
 from minifsdp.sim.cli.run import simulate
 from minifsdp.sim.hardware.costs import Cluster
@@ -44,6 +48,12 @@ RUNS = [
 ]
 AIMS = {"peak reserved": 0.10, "peak allocated": 0.10, "step": 0.15}
 WARM_UP, STEPS = 3, 5
+COLLECTIVES = (
+    *("all_gather_single", "all_gather_into_tensor"),
+    *("reduce_scatter_single", "reduce_scatter_tensor"),
+    "all_reduce",
+)
+"""torch's, by all names that some version has for them."""
 
 
 def name_of(device: str, memory: int) -> str:
@@ -69,9 +79,11 @@ class Sleeping:
         self._cycles = _cycles_per_second()
 
     def instead_of(self, collective: Callable[..., Any], rounds: int = 1) -> Callable[..., None]:
-        def sleep(*tensors: Any, group: dist.ProcessGroup, **_: Any) -> None:
+        def sleep(*arguments: Any, **named: Any) -> None:
+            of = inspect.signature(collective).bind(*arguments, **named).arguments
+            group: dist.ProcessGroup = of.get("group") or dist.group.WORLD
             ranks = dist.get_process_group_ranks(group)
-            whole = max(t.numel() * t.itemsize for t in tensors if isinstance(t, Tensor))
+            whole = max(t.numel() * t.itemsize for t in of.values() if isinstance(t, Tensor))
             sent = whole * (len(ranks) - 1) / len(ranks)
             stream, key = torch.cuda.current_stream(), group.group_name
             if key in self._last:
@@ -82,6 +94,25 @@ class Sleeping:
             self._last[key] = stream.record_event()
 
         return sleep
+
+
+@contextmanager
+def modelled_network(cluster: Cluster) -> Iterator[None]:
+    """Inside, rank 0 of a cluster computes on the GPU that is here, and its collectives, by whoever
+    calls torch's functions for them, take the time that they would take there."""
+    store = torch._C._distributed_c10d.HashStore()
+    dist.init_process_group("fake", store=store, rank=0, world_size=cluster.world_size)
+    sleeping = Sleeping(cluster)
+    named = minifsdp.core.collectives, "torch_all_gather", "torch_reduce_scatter"
+    try:
+        with ExitStack() as patches:
+            for module, *names in (named, (dist, *COLLECTIVES)):
+                for name in filter(module.__dict__.__contains__, names):
+                    asleep = sleeping.instead_of(getattr(module, name), 1 + (name == "all_reduce"))
+                    patches.enter_context(patch.object(module, name, asleep))
+            yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _cycles_per_second(cycles: int = 100_000_000) -> float:
@@ -99,48 +130,43 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     gpu, around = machine(options)
     cluster = Cluster(gpu, **around)
     job, here = find(options.model), torch.device("cuda", torch.cuda.current_device())
+    with modelled_network(cluster), here:
+        with torch.device("meta"):
+            module = job.build()
+        model = FSDP(
+            module,
+            auto_wrap_policy=ModuleWrapPolicy(set(job.blocks)),
+            mixed_precision=PRECISION[options.precision],
+            limit_all_gathers=limit_of(options.limit),
+            device_id=here,
+        )
+        return steps_of(model, lambda: job.loss(model, options.batch, options.seq))
+
+
+def steps_of(model: nn.Module, loss_of: Callable[[], Tensor]) -> dict[str, float]:
+    """The median of some steps, in seconds, and the most memory that they take, in bytes."""
+    gc.collect()  # what was trained before
     torch.cuda.empty_cache()
-    store = torch._C._distributed_c10d.HashStore()
-    dist.init_process_group("fake", store=store, rank=0, world_size=cluster.world_size)
-    sleeping, c = Sleeping(cluster), minifsdp.core.collectives
-    try:
-        with (
-            here,
-            patch.object(c, "torch_all_gather", sleeping.instead_of(c.torch_all_gather)),
-            patch.object(c, "torch_reduce_scatter", sleeping.instead_of(c.torch_reduce_scatter)),
-            patch.object(c.dist, "all_reduce", sleeping.instead_of(dist.all_reduce, 2)),
-        ):
-            with torch.device("meta"):
-                module = job.build()
-            model = FSDP(
-                module,
-                auto_wrap_policy=ModuleWrapPolicy(set(job.blocks)),
-                mixed_precision=PRECISION[options.precision],
-                limit_all_gathers=limit_of(options.limit),
-                device_id=here,
-            )
-            optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-            times = []
-            for at in range(WARM_UP + STEPS):
-                if at == WARM_UP:
-                    torch.cuda.reset_peak_memory_stats()
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                loss = job.loss(model, options.batch, options.seq)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                loss.item()
-                end.record()
-                end.synchronize()
-                times.append(begin.elapsed_time(end) / 1e3)
-        return {
-            "step": statistics.median(times[WARM_UP:]),
-            "peak allocated": torch.cuda.max_memory_allocated(),
-            "peak reserved": torch.cuda.max_memory_reserved(),
-        }
-    finally:
-        dist.destroy_process_group()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    times = []
+    for at in range(WARM_UP + STEPS):
+        if at == WARM_UP:
+            torch.cuda.reset_peak_memory_stats()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return {
+        "step": statistics.median(times[WARM_UP:]),
+        "peak allocated": torch.cuda.max_memory_allocated(),
+        "peak reserved": torch.cuda.max_memory_reserved(),
+    }
 
 
 def compared(measured: dict[str, float], predicted: dict[str, Any]) -> list[str]:
@@ -157,16 +183,28 @@ def compared(measured: dict[str, float], predicted: dict[str, Any]) -> list[str]
     return lines
 
 
+def launch_here() -> float:
+    """What the host of this machine takes for a kernel, in us."""
+    store = torch._C._distributed_c10d.HashStore()
+    dist.init_process_group("fake", store=store, rank=0, world_size=1)
+    try:
+        here = torch.device("cuda", torch.cuda.current_device())
+        return host.launch(here, dist.distributed_c10d._get_default_group()) * 1e6
+    finally:
+        dist.destroy_process_group()
+
+
 def main() -> int:
     if not torch.cuda.is_available():
         return cpu.main([])
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    gpu = name_of(properties.name, properties.total_memory)
+    gpu, launch = name_of(properties.name, properties.total_memory), launch_here()
     print(f"{date.today()}, {properties.name}, torch {torch.__version__}; as {gpu}")
+    print(f"predicted with {launch:.1f} us of the host for a kernel, as it takes here")
     print(f"{'':16} {'measured':>10} {'predicted':>10}      ratio")
     record = []
     for run in RUNS:
-        options = parser().parse_args([*run.split(), "--gpu", gpu])
+        options = parser().parse_args([*run.split(), "--gpu", gpu, "--launch", f"{launch:.2f}"])
         measured = measure(options)
         predicted = simulate(options).report()
         print(run, *compared(measured, predicted), sep="\n")
