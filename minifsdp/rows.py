@@ -91,7 +91,7 @@ def block_numel(shape: torch.Size, world_size: int, dim: int = 0) -> int:
     return padded_shard_numel(shape[0], world_size) * shape[1:].numel()
 
 
-_ALIGNED = 8  # elements, which are 16 bytes in half precision
+ALIGNED = 8  # elements, which are 16 bytes in half precision
 
 
 class Rows:
@@ -129,14 +129,14 @@ class Rows:
         self.param_shapes, self.trained, self.world_size = shapes, list(trained), world_size
         each = zip(shapes, self.dims, strict=True)
         numels = [block_numel(shape, world_size, dim) for shape, dim in each]
-        is_odd = [numel * world_size % _ALIGNED > 0 for numel in numels]
+        is_odd = [numel * world_size % ALIGNED > 0 for numel in numels]
         self.order = sorted(range(len(shapes)), key=lambda at: (not trained[at], is_odd[at]))
         self.with_grad = self.order[: sum(trained) or len(shapes)]
         self.shapes = [shapes[number] for number in self.order]
         self._dims = [self.dims[number] for number in self.order]
         blocks = [numels[number] for number in self.order]
         reduced = sum(blocks[: len(self.with_grad)]) + len(self.with_grad)
-        self.marks = len(self.with_grad) + -reduced % _ALIGNED if len(shapes) > 1 else 0
+        self.marks = len(self.with_grad) + -reduced % ALIGNED if len(shapes) > 1 else 0
         self.trained_blocks = blocks[: len(self.with_grad)] + [self.marks] * (self.marks > 0)
         self.blocks = self.trained_blocks + blocks[len(self.with_grad) :]
         self.padded_numel = sum(self.blocks) * world_size

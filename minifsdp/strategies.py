@@ -70,7 +70,7 @@ from minifsdp.users_comm import UsersCollectives, with_choices
 def set_strategies(unit: FeaturedUnit) -> None:
     """Those of a new unit that no device decides on; for the rest see :func:`choose_strategies`."""
     unit.source = unit.own_source = source_of(unit)
-    unit.places = Placeholders()
+    unit.places = Placeholders(unit.param_infos)
 
 
 def source_of(unit: FeaturedUnit) -> Any:

@@ -17,7 +17,8 @@ that it is one of NCCL's. In these things it is not like a GPU:
 
 - It has no time. A stream does its work at once, so a wait that is missing is not noticed. (With
   the streams of ``lagging.deferring_device`` it is; and on the virtual GPU of minifsdp/sim, where
-  there is nothing to be seen of values.)
+  there is nothing to be seen of values.) But what ``x.to("cpu", non_blocking=True)`` returns has
+  its values only when the host has waited for the GPU: torch gives it memory that is pinned.
 - A function of torch that is written in Python, as ``multi_head_attention_forward`` is, can make
   tensors on the GPU inside, but gets the answer "cpu" where it asks a tensor for its device.
 - gloo's threads let go of a tensor a moment after it has arrived. A unit that is freed so soon is
@@ -25,6 +26,7 @@ that it is one of NCCL's. In these things it is not like a GPU:
 """
 
 import functools
+import math
 from contextlib import ExitStack, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -57,6 +59,18 @@ class PretendedGpu:
     def __init__(self) -> None:
         self._kernels = _Kernels()
         self.waits = self._kernels.waits
+        self._on_its_way: list[tuple[Tensor, Tensor]] = []  # to memory of the host; and the values
+
+    def send(self, to: Tensor) -> None:
+        """The host gets these values when it next waits."""
+        self._on_its_way.append((to, to.clone()))
+        to.fill_(math.nan if to.is_floating_point() else 1)
+
+    def wait(self, *args: Any) -> None:
+        """The host waits until all that was asked for is done."""
+        on_its_way, self._on_its_way = self._on_its_way, []
+        for to, values in on_its_way:
+            to.copy_(values)
 
     def __enter__(self) -> "PretendedGpu":
         devices, run_backward = _Devices(self._kernels), torch.autograd._engine_run_backward
@@ -81,6 +95,7 @@ class PretendedGpu:
             patch.dict(BACKENDS, cuda=_streams),
             patch("torch.cuda.is_available", lambda: True),
             patch("torch.cuda._lazy_init", lambda: None),
+            patch("torch.backends.cudnn.is_acceptable", lambda tensor: False),
             patch("torch._C._get_accelerator", lambda: torch.device("cuda")),
             patch("torch.cuda.Stream", _TorchStream),
             patch("torch.cuda.Event", _TorchEvent),
@@ -88,7 +103,7 @@ class PretendedGpu:
             patch("torch.cuda.current_stream", _TorchStream),
             patch("torch.cuda.default_stream", _TorchStream),
             patch.object(Tensor, "record_stream", lambda tensor, stream: None),
-            patch("torch.cuda.synchronize", lambda device=None: None),
+            patch("torch.cuda.synchronize", self.wait),
             patch("torch.tensor", functools.partial(_on_current, torch.tensor)),
             patch("torch.serialization._package_registry", packages),
             patch.object(dist, "get_backend_config", _backends),
@@ -164,6 +179,7 @@ class _Kernels(TorchDispatchMode):
             self._check_same_device(func, tensors)
         if on_gpu and self.asked and _waits(func, *args):
             self.waits.append(str(func))
+            PretendedGpu.current.wait()
         result = func(*args, **kwargs)
         if made_on_gpu or (on_gpu and func.overloadpacket not in _CROSSING):
             _put(result, True)
@@ -268,8 +284,12 @@ class _Devices(TorchFunctionMode):
                     self._kernels.waits.append("to")
             if on_gpu and func in _OF_VALUES:
                 self._kernels.waits.append("a tensor of values of the host")
+            from_gpu = func is Tensor.to and not on_gpu and is_on_gpu(args[0])
             result = func(*args, **kwargs)
             _put(result, on_gpu)
+            if from_gpu and kwargs.get("non_blocking"):
+                with torch._C.DisableTorchFunction(), torch.no_grad():
+                    PretendedGpu.current.send(result.detach())
             return result
 
 
@@ -322,7 +342,7 @@ class _TorchEvent:
     wait = record
 
     def synchronize(self) -> None:
-        pass
+        PretendedGpu.current.wait()
 
     def query(self) -> bool:
         return True
@@ -340,7 +360,7 @@ class _TorchStream:
     wait_event = wait_stream
 
     def synchronize(self) -> None:
-        pass
+        PretendedGpu.current.wait()
 
     def record_event(self, event: _TorchEvent | None = None) -> _TorchEvent:
         return event or _TorchEvent()

@@ -124,7 +124,9 @@ class HookStage:
     def launch(self, unit: FeaturedUnit, value: Tensor | Pieces) -> tuple[Tensor, Finish]:
         """From a gradient as the unit has it, ``[padded_numel]``, to this rank's shard of the mean
         and, since that has its values, a ``finish`` that has nothing to do."""
-        grad, group = whole(value), unit.shard_group
+        # A tensor of its own. A hook may set ``data``, as torch's compression does, and a GPU may
+        # still be reading what was there: ``value`` keeps that memory until it is read.
+        grad, group = whole(value).detach(), unit.shard_group
         unit.has_unused = False  # a hook may do anything, also to the marks of unused parameters
         if group is None:
             self._hook(self._state, grad)

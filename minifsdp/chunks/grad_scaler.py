@@ -11,7 +11,13 @@ have found::
 
 All else is torch's: scaling, growth of the scale, several optimizers, ``unscale_()`` before
 clipping.
+
+With CPU offload gradients are on the host, and the scale is on the GPU. torch's scaler copies the
+scale without waiting, so the host would divide by a number that has not arrived. Here it waits.
 """
+
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -58,6 +64,21 @@ class ShardedGradScaler(GradScaler):
         )
         self.process_group = process_group
 
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """As torch's. With offload a fused optimizer does not skip steps by itself, for which it
+        would read what has not arrived from the GPU: the scaler skips them."""
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if not (fused and self._is_elsewhere(optimizer)):
+            return super().step(optimizer, *args, **kwargs)
+        with patch.object(optimizer, "_step_supports_amp_scaling", False):
+            return super().step(optimizer, *args, **kwargs)
+
+    def _is_elsewhere(self, optimizer: Optimizer) -> bool:
+        """Whether parameters are on the host, and the scale is not."""
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        on_host = any(param.device.type == "cpu" for param in params)
+        return on_host and self._scale is not None and self._scale.device.type != "cpu"
+
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
@@ -69,11 +90,14 @@ class ShardedGradScaler(GradScaler):
 
         Returns:
             Device -> ``[1]``: 1.0 if *any* rank has found an inf or a NaN, else 0.0. It is one
-            device, though gradients may be on several: torch adds up what it finds here, and fused
-            optimizers skip a step if the sum is 1.0, and not if it is 2.0.
+            device, though gradients may be on several: torch adds up what it finds here, and a
+            fused optimizer skips a step if the sum is 1.0.
         """
+        scale, none = inv_scale, found_inf
+        if self._is_elsewhere(optimizer):
+            scale, none = scale.cpu(), none.cpu()  # waits
         found: dict[torch.device, Tensor] = super()._unscale_grads_(  # type: ignore[no-untyped-call,unused-ignore]
-            optimizer, inv_scale, found_inf, True
+            optimizer, scale, none, True
         )
         group = self.process_group or dist.distributed_c10d._get_default_group()
         # One all-reduce, however many devices the gradients are on. A rank without gradients takes

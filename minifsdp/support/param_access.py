@@ -104,7 +104,7 @@ class Placeholder(Tensor):
         return self.dtype.itemsize  # type: ignore[no-any-return]
 
     def data_ptr(self) -> int:
-        return 0  # as of all tensors without memory. An RNN on a GPU asks this when it is moved
+        return 0  # as of all tensors without memory
 
     def _living_unit(self) -> Any:
         unit = self._unit()

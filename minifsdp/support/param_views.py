@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from minifsdp.core.views import FLAT_PARAM
 from minifsdp.featured_unit import FeaturedUnit
+from minifsdp.support.param_access import ParamInfo
 
 OTHER_WEIGHTS = (
     "To compute with other weights, call torch.func.functional_call with a plain module of the "
@@ -25,7 +26,18 @@ OTHER_WEIGHTS = (
 
 class Placeholders:
     """The ``places`` of a unit whose modules have placeholders while it is sharded. The methods are
-    those of :class:`~minifsdp.core.views.InModules`."""
+    those of :class:`~minifsdp.core.views.InModules`.
+
+    Args:
+        param_infos: of the unit.
+    """
+
+    def __init__(self, param_infos: Sequence[ParamInfo]) -> None:
+        for module in {module for info in param_infos for module, _ in info.owners}:
+            if isinstance(module, nn.RNNBase):
+                # On a GPU it would copy new weights, which the views of each forward are, to memory
+                # of its own and make the views point there: memory that nobody frees.
+                module.flatten_parameters = _leave_them  # type: ignore[method-assign]
 
     def show(self, unit: FeaturedUnit, tensors: Sequence[Tensor]) -> None:
         """See :class:`~minifsdp.core.views.InModules`.
@@ -77,6 +89,10 @@ class Placeholders:
 
 
 _SETATTR: Any = nn.Module.__setattr__
+
+
+def _leave_them() -> None:
+    """In place of ``RNNBase.flatten_parameters``. cuDNN then copies the weights in each call."""
 
 
 def _assign(module: nn.Module, name: str, value: object) -> None:

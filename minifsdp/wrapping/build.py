@@ -34,6 +34,7 @@ from minifsdp.core.views import hide_views
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.offload import has_memory
 from minifsdp.precision import FULL_PRECISION
+from minifsdp.rows import ALIGNED
 from minifsdp.strategies import set_strategies
 from minifsdp.support.buffers import Buffers
 from minifsdp.support.fingerprint import fingerprint
@@ -125,6 +126,9 @@ def build_unit(
         materialize(modules, device or default_device(groups[0]), settings.param_init_fn)
     modules = own_modules(module)  # once more: a param_init_fn may put new ones there
     param_infos = make_param_infos(module)
+    if not settings.use_orig_params:
+        # GPUs read a matrix faster that begins at a multiple of 16 bytes. (rows.py orders its own.)
+        param_infos.sort(key=lambda info: info.shape.numel() % ALIGNED > 0)
     for info in param_infos:  # what gets memory in place of the meta device is a new parameter
         info.attributes = {**given.get(info.name, {}), **info.attributes}
         info.dim = dims.get(info.name, 0)

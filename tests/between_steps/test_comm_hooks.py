@@ -154,6 +154,25 @@ def test_a_hook_may_change_the_marks_of_parameters_that_nobody_uses():
     assert all(param.grad is not None for param in model.parameters())
 
 
+@pytest.mark.parametrize("layout", ["chunks", "whole"])
+@on_ranks(2)
+def test_what_a_hook_lets_go_of_is_kept_until_it_is_sent(layout):
+    """torch's compression puts other memory in the gradient's place, while a GPU still reads what
+    was there. Who has started the reduction keeps the gradient's own tensor, and its memory."""
+
+    def replaces(state, gradient, shard=None):
+        gradient.data = gradient.data.clone()
+
+    model = stack(1, **LAYOUTS[layout])
+    model.register_comm_hook(None, replaces)
+    step(model)  # which chooses the stages
+    unit = model.engine.units[0]
+    gradient = torch.ones(unit.layout.padded_numel, device=device())
+    address = gradient.data_ptr()
+    unit.stages[0].launch(unit, gradient)
+    assert gradient.data_ptr() == address
+
+
 @on_ranks(2)
 def test_gradients_that_wait_are_handed_to_the_hook_in_one():
     model, calls = stack(1), Calls()

@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -165,9 +164,39 @@ def test_an_lstm_computes_with_its_list_of_weights():
     assert {type(weight) for weight in plain._flat_weights} == {Placeholder}
     with pytest.raises(RuntimeError, match="'weight_ih_l0' of unit <root> is sharded now"):
         plain(batch())
-    acceptable = patch("torch.backends.cudnn.is_acceptable", lambda weight: True)
-    with acceptable, patch.object(Placeholder, "is_cuda", True):  # as on a GPU
-        plain.flatten_parameters()  # module.to() calls it
+
+
+class AsOnAGpu(nn.LSTM):
+    """cuDNN has the weights in one piece of memory. A forward asks for that if they are new."""
+
+    def flatten_parameters(self):
+        for weight in self._flat_weights:
+            if isinstance(weight, Tensor):
+                weight.data = weight.data.clone()
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["chunks", "rows"])
+@on_ranks(2)
+def test_the_weights_of_an_rnn_stay_where_they_are_gathered(rows):
+    torch.manual_seed(0)
+    plain = AsOnAGpu(6, 6, num_layers=2).to(device())
+    model, unit_memory = FSDP(copy.deepcopy(plain), use_orig_params=rows), []
+    model.module.register_forward_hook(
+        lambda lstm, *_: unit_memory.append(
+            {weight.untyped_storage().data_ptr() for weight in lstm._flat_weights}
+        )
+    )
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (plain, model)]
+    for at in range(3):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(at)).to(device())
+        losses = [module(x)[0].pow(2).sum() for module in (plain, model)]
+        assert torch.equal(*losses)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(len(addresses) == 1 for addresses in unit_memory)
+    model.module.flatten_parameters()  # as programs do
 
 
 @on_ranks(2)

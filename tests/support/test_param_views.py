@@ -50,7 +50,7 @@ def test_all_owners_see_a_view_and_a_placeholder():
     assert info.parameter is weight
     for owner in (first, second):
         del owner.weight
-    value, unit, places = torch.ones(2, 2), of(info), Placeholders()
+    value, unit, places = torch.ones(2, 2), of(info), Placeholders([info])
     places.show(unit, [value])
     assert first.weight is second.weight is second.other is value
     assert all(dict(owner.named_parameters())["weight"] is value for owner in (first, second))
@@ -68,7 +68,7 @@ def test_parameters_keep_their_order_and_what_was_put_in_their_place_is_refused(
         ParamInfo(name, module._parameters[name].shape, [TensorAttribute(module, name)])
         for name in reversed(names)
     ]
-    values, unit, places = [info.parameter for info in infos], of(*infos), Placeholders()
+    values, unit, places = [info.parameter for info in infos], of(*infos), Placeholders(infos)
     places.hide(unit)
     places.show(unit, values)
     assert list(dict(module.named_parameters())) == names == ["weight", "bias"]

@@ -117,6 +117,25 @@ def test_an_optimizer_built_before_is_noticed_however_the_parameters_come_to_be(
     assert optimizer is not None
 
 
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.weight = nn.Parameter(torch.ones(1)), nn.Parameter(torch.randn(8, 3))
+        self.bias, self.second = nn.Parameter(torch.ones(5)), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+@on_ranks(2)
+def test_lengths_after_which_a_matrix_would_begin_anywhere_come_last():
+    """A GPU takes up to eight times as long to multiply by a matrix that begins anywhere."""
+    unit = build(Odd().to(device()))
+    assert [info.name for info in unit.param_infos] == ["weight", "second", "scale", "bias"]
+    model = FSDP(Odd().to(device()))
+    assert [*model.state_dict()] == ["scale", "weight", "bias", "second"]  # as in the program
+
+
 @on_ranks(3)
 def test_units_of_a_group_have_different_tags_and_all_its_ranks_the_same():
     pair, world = dist.new_group([0, 1]), dist.group.WORLD
