@@ -114,7 +114,8 @@ class Rows:
         trained_blocks: those of the parameters that have a gradient, and of the marks.
         padded_numel: elements of the unsharded flat parameter.
         trained_numel: how many of them can have a gradient: the first ones, and the marks.
-        sizes: of each parameter among these, and of what is after it: padding, and the marks.
+        sizes: of each parameter among these and of what is after some of them: padding, the marks.
+        places: of these parameters among the sizes.
         marked: which parameters have marks, by their numbers in ``with_grad``: those with elements.
     """
 
@@ -141,9 +142,11 @@ class Rows:
         self.blocks = self.trained_blocks + blocks[len(self.with_grad) :]
         self.padded_numel = sum(self.blocks) * world_size
         self.trained_numel = sum(self.trained_blocks) * world_size
-        self._sizes = self._all_sizes(blocks)
-        self.sizes = self._sizes[: 2 * len(self.with_grad)]
-        self.marked = [number for number, size in enumerate(self.sizes[::2]) if size]
+        self._sizes, self._places = self._all_sizes(blocks)
+        frozen = len(self.with_grad)  # the first one's number
+        self.sizes = self._sizes[: [*self._places, len(self._sizes)][frozen]]
+        self.places = self._places[:frozen]
+        self.marked = [number for number, place in enumerate(self.places) if self.sizes[place]]
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
         """Concatenate tensors of these shapes.
@@ -171,7 +174,9 @@ class Rows:
         else:
             pieces = torch.split(flat, sizes[:trained])
             pieces += () if frozen is None else torch.split(frozen, sizes[trained:])
-        return self._in_order([p.view(s) for p, s in zip(pieces[::2], self.shapes, strict=False)])
+        there = [place for place in self._places if place < len(pieces)]
+        laid = zip(there, self.shapes, strict=False)
+        return self._in_order([pieces[place].view(shape) for place, shape in laid])
 
     def shard(self, flat: Tensor, rank: int) -> Tensor:
         """The blocks of ``rank`` end to end.
@@ -235,12 +240,19 @@ class Rows:
             return self.trained_blocks
         return self.trained_blocks[: len(self.with_grad)]
 
-    def _all_sizes(self, blocks: Sequence[int]) -> list[int]:
+    def _all_sizes(self, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Those of parameters and of what is after them, and where the parameters are."""
         sizes: list[int] = []
+        places: list[int] = []
         for shape, block in zip(self.shapes, blocks, strict=True):
-            sizes += [shape.numel(), block * self.world_size - shape.numel()]
-        sizes[2 * len(self.with_grad) - 1] += self.marks * self.world_size
-        return sizes
+            places.append(len(sizes))
+            after = block * self.world_size - shape.numel()
+            if len(places) == len(self.with_grad):
+                after += self.marks * self.world_size
+            # Not without the condition: autograd would make a tensor of zeros for each gradient of
+            # nothing, which takes the host as long as one of something.
+            sizes += [shape.numel(), after] if after else [shape.numel()]
+        return sizes, places
 
     def _in_order(self, laid: list[Tensor]) -> list[Any]:
         """From the order in which parameters are laid to that of the parameters, with None for

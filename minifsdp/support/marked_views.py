@@ -37,9 +37,10 @@ class MarkedSplitViews(SplitViews):
 
     def make(self, unit: FeaturedUnit) -> list[Tensor]:
         """See :class:`~minifsdp.core.views.SplitViews`."""
+        layout: Any = unit.layout
         unsharded = unit.unsharded
-        views = unit.layout.unflatten(unsharded.flat_param, unsharded.frozen)
-        before_joining(views, partial(_note, self.used, unsharded))
+        views: list[Tensor] = layout.unflatten(unsharded.flat_param, unsharded.frozen)
+        before_joining(views, partial(_note, self.used, unsharded, layout.places))
         return views
 
     def take_gradient(self, unit: FeaturedUnit) -> Any:
@@ -62,8 +63,8 @@ class MarkedPieceViews(PieceViews):
     def take_gradient(self, unit: FeaturedUnit) -> Any:
         """See :class:`~minifsdp.core.views.SplitViews`."""
         layout: Any = unit.layout
-        grads = self.arrived[unit.unsharded][::2]  # without the padding after each
-        unused = [number for number in layout.marked if grads[number] is None]
+        grads = self.arrived[unit.unsharded]
+        unused = [number for number in layout.marked if grads[layout.places[number]] is None]
         grad = super().take_gradient(unit)
         mark_unused(unit, grad.pieces[-1], unused)  # the marks come last
         return grad
@@ -107,10 +108,10 @@ class UnusedParams(Layer):
             unit.has_unused = False
 
 
-def _note(used: Used, unsharded: FeaturedFlatParam, grads: Grads) -> None:
-    """Note which parameters a backward has a gradient for. (No method: a graph holds this, and must
-    not hold more than it needs.)"""
-    now = {number for number, grad in enumerate(grads[::2]) if grad is not None}
+def _note(used: Used, unsharded: FeaturedFlatParam, places: Sequence[int], grads: Grads) -> None:
+    """Note which parameters a backward has a gradient for, of those at ``places``. (No method: a
+    graph holds this, and must not hold more than it needs.)"""
+    now = {number for number, place in enumerate(places) if grads[place] is not None}
     used[unsharded] = used.get(unsharded, set()) | now
 
 

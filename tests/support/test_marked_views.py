@@ -15,10 +15,10 @@ MAKERS = pytest.mark.parametrize("maker", [MarkedPieceViews, MarkedSplitViews])
 SHAPES = [torch.Size([4, 2]), torch.Size([3]), torch.Size([0, 5])]
 
 
-def in_rows(trained=(True, True, True)):
+def in_rows(trained=(True, True, True), shapes=SHAPES):
     """A unit of a weight, a bias and an empty parameter, gathered by two ranks."""
-    layout = Rows(SHAPES, trained, 2)
-    params = [(torch.arange(shape.numel()) + 1.0).view(shape) for shape in SHAPES]
+    layout = Rows(shapes, trained, 2)
+    params = [(torch.arange(shape.numel()) + 1.0).view(shape) for shape in shapes]
     flat = layout.flatten(params)
     unsharded = UnshardedFlatParams(lambda *_: None).add(flat, any(trained), False, layout)
     return SimpleNamespace(
@@ -50,6 +50,12 @@ class TestDirectly:
         assert unused(unit, grad) == [1 - used] and unit.has_unused
         assert whole(grad).sum() == SHAPES[used].numel(), "marks are zeros"
         assert not views.has_gradient(unit)
+
+    @pytest.mark.parametrize("used", [0, 1])
+    def test_padding_between_parameters_is_none_of_them(self, maker, used):
+        unit, views = in_rows((True, True), [torch.Size([3, 3]), torch.Size([5])]), maker()
+        views.make(unit)[used].sum().backward()
+        assert unused(unit, views.take_gradient(unit)) == [1 - used]
 
     def test_what_one_of_two_calls_has_used_is_used(self, maker):
         unit, views = in_rows(), maker()
