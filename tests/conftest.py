@@ -129,6 +129,8 @@ def pytest_terminal_summary(terminalreporter, config):
     lines = []
     if gpus == 0:
         lines.append("the CUDA stream path and NCCL: no GPU here (ranks ran on gloo, on the CPU)")
+    elif SHARED:
+        lines.append(f"NCCL between more than {gpus} GPUs (ranks shared {gpus}: SHARE_GPUS)")
     elif gpus < 4:
         lines.append(f"NCCL with more than {gpus} ranks (those worlds ran on gloo, on the CPU)")
     skipped = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 BYTES_OF_A_WORKER = 4 << 30  # bytes on each GPU: a context, for a rank of each of four worlds
+BYTES_OF_ALL_RANKS = 12 << 30  # if all ranks of these worlds share a GPU; 14 workers did not fit
 
 SHARED = "SHARE_GPUS" in os.environ
 ONE_GPU = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
@@ -96,7 +97,7 @@ def why_on_cpu(test: str) -> str | None:
 
 def workers_that_fit(memory: int) -> int:
     """How many workers of pytest-xdist a GPU with so many bytes of memory has room for."""
-    return max(1, memory // BYTES_OF_A_WORKER)
+    return max(1, memory // (BYTES_OF_ALL_RANKS if SHARED else BYTES_OF_A_WORKER))
 
 
 def _by_gpu(full_tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -47,12 +47,15 @@ class PlainUnit:
         in_rows: bool,
     ) -> None:
         self.params, self.groups, self.in_rows = params, groups, in_rows
+        if not in_rows:  # in chunks, too, those of an odd length come last
+            laid = sorted(params, key=lambda param: param.numel() % 8 != 0)
+            self.params = {param: params[param] for param in laid}
         self.dtype = precision.param_dtype or torch.float32
         self.reduce_dtype = precision.reduce_dtype or self.dtype
         if border.island:
             self.dtype = self.reduce_dtype = torch.float32
         self.grad_dtype = self.dtype if precision.keep_low_precision_grads else torch.float32
-        flat = torch.cat([param.detach().reshape(-1) for param in params] or [torch.empty(0)])
+        flat = torch.cat([param.detach().reshape(-1) for param in self.params] or [torch.empty(0)])
         self.flat = nn.Parameter(flat, requires_grad=bool(params) and not border.frozen)
         self.flat.grad_dtype = self.grad_dtype
         self.waiting: Tensor | None = None  # of no_sync

@@ -1,16 +1,19 @@
 """bench/: what can be tried of it without a quiet machine or a GPU."""
 
 import shutil
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from minifsdp.comm import collectives
 from minifsdp.sim.calibration.machine import around
 from minifsdp.sim.hardware.cluster_file import content
 from minifsdp.sim.hardware.costs import Cluster
 from minifsdp.sim.hardware.gpus import preset
-from tests.bench import cpu, gpu
+from minifsdp.sim.training.presets import find
+from tests.bench import cpu, gpu, one_gpu
 from tests.sim.calibration.test_machine import CPU, NOTHING
 
 
@@ -56,6 +59,27 @@ def test_without_a_gpu_it_is_the_cpus(capsys, monkeypatch, tmp_path):
 def test_the_demos_step_is_measured(monkeypatch):
     monkeypatch.setitem(cpu.SIZES, "demo", (1, 32))  # with a smaller model
     assert 0 < cpu.measured("demo") < 100
+
+
+def test_on_one_gpu_all_contenders_wait_for_the_same_collectives(monkeypatch):
+    """A gather of three units for the forward, of two blocks again for the backward, and three
+    reductions. On a CPU, FSDP1 is not among them."""
+    monkeypatch.setattr(collectives, "NATIVE", True)  # as on a GPU
+    monkeypatch.setattr(gpu, "_cycles_per_second", lambda: 1e9)
+    slept = []
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
+    job = find("gpt-125m", changes={"layers": 2, "width": 32, "heads": 2, "vocab": 64})
+    found = []
+    for name in ("FSDP2", "mini", "mini rows"):
+        with gpu.modelled_network(Cluster(preset("h100"), 1)):
+            model = one_gpu.CONTENDERS[name](job.build(), job.blocks)
+            for _ in range(3):
+                slept.clear()
+                job.loss(model, 1, 8).backward()
+        found.append(sorted(slept))
+    assert found[0] == found[1] and len(found[0]) == 3 + 2 + 3
+    assert len(found[2]) == len(found[0])  # in rows there are marks as well
 
 
 def test_collectives_sleep_as_long_as_they_would_take_one_at_a_time(monkeypatch):

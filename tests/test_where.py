@@ -26,6 +26,17 @@ def test_of_eight_gpus():
     pass
 
 
+def test_one_gpu_is_enough_for_all_ranks_if_they_are_to_share_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(ranks, "on_cpu", False)
+    monkeypatch.setattr(ranks, "PRETENDED_GPU", False)
+    assert ranks.place_of(3) is Place.CPU
+    monkeypatch.setattr(ranks, "SHARED", True)
+    monkeypatch.setattr(gpus, "SHARED", True)
+    assert ranks.place_of(3) is Place.GPU and gpus.gpus_of(3) == [0, 0, 0]
+    assert gpus.workers_that_fit(80 << 30) == 6
+
+
 @pytest.mark.parametrize(
     "count, expected",
     [

@@ -12,6 +12,7 @@
     limited.py        who trains where a rank has only so much memory
     report.py         the table and the picture
 `make bench-checkpoints` (checkpoints.py): saving and loading
-By `python -m`: optimizers.py, steps of optimizers; start.py, what comes before the first step
+By `python -m`: optimizers.py, steps of optimizers; start.py, what comes before the first step;
+    one_gpu.py, contenders on a real GPU, with a modelled network
 `make validate`: the virtual GPU against a real one (gpu.py), or against CPUs (cpu.py)
 """
