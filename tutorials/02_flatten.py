@@ -172,11 +172,11 @@ def by_data() -> None:
 # gradient or has none. minifsdp refuses a mixture and names the parameters. (With
 # `use_orig_params=True` a mixture of the last kind is possible; see page [26](26_rows.md).)
 #
-# Where a parameter begins matters on a GPU. An H100 took 0.4 ms for a product with a matrix of
-# 8192 x 2048 numbers in bfloat16 that began at a multiple of 16 bytes, 1.0 ms if it began 4 or 8
-# bytes later, and 2.9 ms if it began 2 bytes later. One bias of five numbers before it is enough
-# for that. So minifsdp lays a unit's parameters in another order than the core: those last whose
-# length is no multiple of eight (`wrapping/build.py`). In fp32 it makes next to no difference.
+# Where a parameter begins matters on a GPU. A product in bfloat16 takes an H100 up to eight times as
+# long if the matrix does not begin at a multiple of 16 bytes
+# ([measured](../minifsdp/sim/README.md#on-a-real-h100)). One bias of five numbers before it is
+# enough for that. So minifsdp lays those parameters of a unit last whose length is no multiple of
+# eight (`wrapping/build.py`). The core keeps the order of the module.
 #
 # ## Predict, then run
 #

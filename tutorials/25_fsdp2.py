@@ -148,13 +148,14 @@ def side_by_side() -> list[list[float]]:
 # so it makes no difference who keeps which numbers in the meantime. This picture shows who does,
 # for two small layers and a LayerNorm on three ranks:
 #
-# ![Two groups of three strips. Above, a flat tensor is cut in three, and row 2 of the purple weight
+# ![Two groups of three strips. Above, a flat tensor is cut in three, and row 4 of the purple weight
 # is half on rank 0 and half on rank 1. Below, each parameter is cut by itself, between rows, and
 # rank 2 has gray padding where there were not enough rows.](25_fsdp2.svg)
 #
-# Look for row 2 of the purple weight. In chunks one half of it is on rank 0 and the other half on
-# rank 1. In rows no row is ever cut. The price is padding: each parameter is padded for itself
-# and not the unit once, so in this example a rank sends 21 elements and not 18.
+# Look for row 4 of the purple weight. In chunks one half of it is on rank 0 and the other half on
+# rank 1. (It comes first, since its length is a multiple of eight; see page
+# [02](02_flatten.md).) In rows no row is ever cut. The price is padding: each parameter is padded
+# for itself and not the unit once, so in this example a rank sends 21 elements and not 18.
 #
 # ## What breaks without rows
 #
