@@ -93,11 +93,11 @@ class ShardedGradScaler(GradScaler):
             device, though gradients may be on several: torch adds up what it finds here, and a
             fused optimizer skips a step if the sum is 1.0.
         """
-        scale, none = inv_scale, found_inf
+        numbers = inv_scale, found_inf
         if self._is_elsewhere(optimizer):
-            scale, none = scale.cpu(), none.cpu()  # waits
+            numbers = inv_scale.cpu(), found_inf.cpu()  # the host waits for them
         found: dict[torch.device, Tensor] = super()._unscale_grads_(  # type: ignore[no-untyped-call,unused-ignore]
-            optimizer, scale, none, True
+            optimizer, *numbers, True
         )
         group = self.process_group or dist.distributed_c10d._get_default_group()
         # One all-reduce, however many devices the gradients are on. A rank without gradients takes

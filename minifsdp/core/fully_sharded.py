@@ -19,7 +19,9 @@ the core does not promise, and the file of minifsdp that does:
   that are replaced (checks/param_changes.py), moved or cast after wrapping
   (support/shard_changes.py); attributes of parameters (chunks/param_attributes.py)
 - a parameter read while it is sharded says which one it is (support/param_access.py); full
-  parameters between steps (between_steps/full_params.py)
+  parameters between steps (between_steps/full_params.py); on a GPU, an RNN whose weights are freed
+  after its forward, of which cuDNN makes a copy (support/param_views.py); matrices that begin at a
+  multiple of 16 bytes, whatever precedes them (wrapping/build.py)
 - ``state_dict()`` of full parameters (between_steps/state_dict.py), here it has shards; optimizer
   states (between_steps/optim_state_dict.py); the norm of all gradients (between_steps/clip_grad.py)
 - one reduction for several backwards (no_sync.py), users' hooks on gradients
