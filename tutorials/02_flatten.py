@@ -172,8 +172,8 @@ def by_data() -> None:
 # gradient or has none. minifsdp refuses a mixture and names the parameters. (With
 # `use_orig_params=True` a mixture of the last kind is possible; see page [26](26_rows.md).)
 #
-# Where a parameter begins matters on a GPU. A product in bfloat16 takes an H100 up to eight times as
-# long if the matrix does not begin at a multiple of 16 bytes
+# Where a parameter begins matters on a GPU. A product in bfloat16 takes an H100 up to eight times
+# as long if the matrix does not begin at a multiple of 16 bytes
 # ([measured](../minifsdp/sim/README.md#on-a-real-h100)). One bias of five numbers before it is
 # enough for that. So minifsdp lays those parameters of a unit last whose length is no multiple of
 # eight (`wrapping/build.py`). The core keeps the order of the module.
