@@ -143,9 +143,9 @@ class Rows:
         self.padded_numel = sum(self.blocks) * world_size
         self.trained_numel = sum(self.trained_blocks) * world_size
         self._sizes, self._places = self._all_sizes(blocks)
-        frozen = len(self.with_grad)  # the first one's number
-        self.sizes = self._sizes[: [*self._places, len(self._sizes)][frozen]]
-        self.places = self._places[:frozen]
+        self.places = self._places[: len(self.with_grad)]
+        frozen = self._places[len(self.with_grad) :]
+        self.sizes = self._sizes[: frozen[0]] if frozen else self._sizes
         self.marked = [number for number, place in enumerate(self.places) if self.sizes[place]]
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:

@@ -395,7 +395,7 @@ MUTANTS = [
     Mutant("between_steps/comm_hooks", "a user's reduction gets pieces", "whole(value).detach()", "value"),
     Mutant("between_steps/comm_hooks", "memory is given away that is being read", "whole(value).detach()", "whole(value)"),
     Mutant("chunks/grad_scaler", "the host divides by what has not arrived", "            numbers = inv_scale.cpu(), found_inf.cpu()  # the host waits for them\n", "            pass\n"),
-    Mutant("chunks/grad_scaler", "the host's optimizer looks for what has not arrived", "if not (fused and self._is_elsewhere(optimizer)):", "if True:"),
+    Mutant("chunks/grad_scaler", "the host's optimizer looks for what has not arrived", "if not (skips and self._is_elsewhere(optimizer)):", "if True:"),
     Mutant("support/param_views", "an RNN's weights are elsewhere", "isinstance(module, nn.RNNBase)", "False", noticed_by="support/param_access"),
     Mutant("wrapping/build", "matrices may begin anywhere", "info.shape.numel() % ALIGNED > 0", "False"),
     Mutant("no_sync", "to pieces nothing can be added", "            grad = whole(value)\n", "            grad = value\n"),

@@ -14,6 +14,7 @@ from minifsdp.sim.hardware.costs import Cluster
 from minifsdp.sim.hardware.gpus import preset
 from minifsdp.sim.training.presets import find
 from tests.bench import cpu, gpu, one_gpu
+from tests.bench.contenders import Setting
 from tests.sim.calibration.test_machine import CPU, NOTHING
 
 
@@ -73,7 +74,8 @@ def test_on_one_gpu_all_contenders_wait_for_the_same_collectives(monkeypatch):
     found = []
     for name in ("FSDP2", "mini", "mini rows"):
         with gpu.modelled_network(Cluster(preset("h100"), 1)):
-            model = one_gpu.CONTENDERS[name](job.build(), job.blocks)
+            setting = Setting(torch.device("cpu"), bf16=True, blocks=job.blocks)
+            model = one_gpu.CONTENDERS[name](job.build(), setting)
             for _ in range(3):
                 slept.clear()
                 job.loss(model, 1, 8).backward()

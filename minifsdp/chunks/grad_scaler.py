@@ -17,7 +17,6 @@ scale without waiting, so the host would divide by a number that has not arrived
 """
 
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -67,11 +66,15 @@ class ShardedGradScaler(GradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """As torch's. With offload a fused optimizer does not skip steps by itself, for which it
         would read what has not arrived from the GPU: the scaler skips them."""
-        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if not (fused and self._is_elsewhere(optimizer)):
+        fused: Any = optimizer
+        skips = getattr(fused, "_step_supports_amp_scaling", False)
+        if not (skips and self._is_elsewhere(optimizer)):
             return super().step(optimizer, *args, **kwargs)
-        with patch.object(optimizer, "_step_supports_amp_scaling", False):
+        fused._step_supports_amp_scaling = False
+        try:
             return super().step(optimizer, *args, **kwargs)
+        finally:
+            fused._step_supports_amp_scaling = True
 
     def _is_elsewhere(self, optimizer: Optimizer) -> bool:
         """Whether parameters are on the host, and the scale is not."""

@@ -31,11 +31,13 @@ class Setting:
     Attributes:
         bf16: parameters and gradients are sent, and used, in 16 bits.
         offload: shards are in the host's memory.
+        blocks: classes of the modules that are units, where a contender has no others of its own.
     """
 
     device: torch.device
     bf16: bool = False
     offload: bool = False
+    blocks: tuple[type[nn.Module], ...] = (Block,)
 
 
 Wrap = Callable[[nn.Module, Setting], nn.Module]
@@ -76,7 +78,7 @@ def _flat(
     library: Any,
     policy: Any,
     strategy: str,
-    units: Callable[[nn.Module], Any] = _is_block,
+    units: Callable[[nn.Module], Any] | None = None,
     **options: Any,
 ) -> Wrap:
     """minifsdp or FSDP1, whose arguments are the same."""
@@ -87,7 +89,7 @@ def _flat(
         return library.FullyShardedDataParallel(  # type: ignore[no-any-return]
             model,
             sharding_strategy=library.ShardingStrategy[strategy],
-            auto_wrap_policy=policy(units),
+            auto_wrap_policy=policy(units or (lambda module: isinstance(module, setting.blocks))),
             mixed_precision=library.MixedPrecision(precision, precision),
             cpu_offload=library.CPUOffload(setting.offload),
             device_id=setting.device,
@@ -130,7 +132,7 @@ def _by_gloo(model: nn.Module, setting: Setting) -> nn.Module:
     return wrap(model, setting)
 
 
-def _fully_shard(
+def as_fsdp2(
     model: nn.Module,
     setting: Setting,
     reshard: bool,
@@ -152,11 +154,13 @@ def _fully_shard(
     if setting.offload:
         options["offload_policy"] = theirs.CPUOffloadPolicy(pin_memory=False)
     model.to("cpu" if setting.offload else setting.device)
-    blocks: list[Any] = [module for module in model.modules() if isinstance(module, Block)]
+    blocks: list[Any] = [module for module in model.modules() if isinstance(module, setting.blocks)]
     for block in blocks:
         freed = reshard and not (keep_last and block is blocks[-1])
         library.fully_shard(block, reshard_after_forward=freed, **options)
-    root: Any = library.fully_shard(model, reshard_after_forward=reshard, **options)
+    # None: it is the root, which stays, as by default. True would gather it a second time.
+    stays = None if reshard else False
+    root: Any = library.fully_shard(model, reshard_after_forward=stays, **options)
     if tuned:
         for before, after in pairwise(blocks):
             before.set_modules_to_forward_prefetch([after])
@@ -180,10 +184,10 @@ CONTENDERS: dict[str, Wrap] = {
     "FSDP1 grad_op": _fsdp1("SHARD_GRAD_OP"),
     "FSDP1 lean": _fsdp1("FULL_SHARD", _is_block_or_end, backward_prefetch=THEIR_POST),
     "FSDP1 hybrid": _fsdp1("HYBRID_SHARD", forward_prefetch=True),
-    "FSDP2": partial(_fully_shard, reshard=True),
-    "FSDP2 tuned": partial(_fully_shard, reshard=True, tuned=True),
-    "FSDP2 grad_op": partial(_fully_shard, reshard=False),
-    "FSDP2 hybrid": partial(_fully_shard, reshard=True, tuned=True, hybrid=True),
+    "FSDP2": partial(as_fsdp2, reshard=True),
+    "FSDP2 tuned": partial(as_fsdp2, reshard=True, tuned=True),
+    "FSDP2 grad_op": partial(as_fsdp2, reshard=False),
+    "FSDP2 hybrid": partial(as_fsdp2, reshard=True, tuned=True, hybrid=True),
     "mini": _mini("FULL_SHARD"),
     "mini prefetch": _mini("FULL_SHARD", forward_prefetch=True),
     "mini gloo": _by_gloo,
@@ -193,7 +197,7 @@ CONTENDERS: dict[str, Wrap] = {
     "mini lean": _mini("FULL_SHARD", _is_block_or_end, backward_prefetch=POST),
     "mini rows": _mini("FULL_SHARD", forward_prefetch=True, use_orig_params=True),
     "mini rows grad_op": _mini("SHARD_GRAD_OP", forward_prefetch=True, use_orig_params=True),
-    "mini rows keep last": partial(_fully_shard, reshard=True, keep_last=True, library=minifsdp),
+    "mini rows keep last": partial(as_fsdp2, reshard=True, keep_last=True, library=minifsdp),
     "mini hybrid": _mini("HYBRID_SHARD", forward_prefetch=True),
     "mini no_shard": _mini("NO_SHARD"),
 }

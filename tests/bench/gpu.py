@@ -48,12 +48,9 @@ RUNS = [
 ]
 AIMS = {"peak reserved": 0.10, "peak allocated": 0.10, "step": 0.15}
 WARM_UP, STEPS = 3, 5
-COLLECTIVES = (
-    *("all_gather_single", "all_gather_into_tensor"),
-    *("reduce_scatter_single", "reduce_scatter_tensor"),
-    "all_reduce",
-)
-"""torch's, by all names that some version has for them."""
+GATHERS = ("all_gather_single", "all_gather_into_tensor")
+SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
+"""torch's names for them: since 2.13, and before."""
 
 
 def name_of(device: str, memory: int) -> str:
@@ -79,8 +76,10 @@ class Sleeping:
         self._cycles = _cycles_per_second()
 
     def instead_of(self, collective: Callable[..., Any], rounds: int = 1) -> Callable[..., None]:
+        signature = inspect.signature(collective)  # not in each call: the host's time counts
+
         def sleep(*arguments: Any, **named: Any) -> None:
-            of = inspect.signature(collective).bind(*arguments, **named).arguments
+            of = signature.bind(*arguments, **named).arguments
             group: dist.ProcessGroup = of.get("group") or dist.group.WORLD
             ranks = dist.get_process_group_ranks(group)
             whole = max(t.numel() * t.itemsize for t in of.values() if isinstance(t, Tensor))
@@ -97,22 +96,29 @@ class Sleeping:
 
 
 @contextmanager
+def rank_0_of(ranks: int) -> Iterator[None]:
+    """Inside, this process is rank 0 of so many, of which the others are missing."""
+    store = torch._C._distributed_c10d.HashStore()
+    dist.init_process_group("fake", store=store, rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
 def modelled_network(cluster: Cluster) -> Iterator[None]:
     """Inside, rank 0 of a cluster computes on the GPU that is here, and its collectives, by whoever
     calls torch's functions for them, take the time that they would take there."""
-    store = torch._C._distributed_c10d.HashStore()
-    dist.init_process_group("fake", store=store, rank=0, world_size=cluster.world_size)
-    sleeping = Sleeping(cluster)
-    named = minifsdp.core.collectives, "torch_all_gather", "torch_reduce_scatter"
-    try:
-        with ExitStack() as patches:
-            for module, *names in (named, (dist, *COLLECTIVES)):
-                for name in filter(module.__dict__.__contains__, names):
-                    asleep = sleeping.instead_of(getattr(module, name), 1 + (name == "all_reduce"))
-                    patches.enter_context(patch.object(module, name, asleep))
-            yield
-    finally:
-        dist.destroy_process_group()
+    core, sleeping = minifsdp.core.collectives, Sleeping(cluster)
+    names = [(core, "torch_all_gather"), (core, "torch_reduce_scatter"), (dist, "all_reduce")]
+    names += [(dist, name) for name in (*GATHERS, *SCATTERS) if hasattr(dist, name)]
+    with rank_0_of(cluster.world_size), ExitStack() as patches:
+        for module, name in names:
+            rounds = 2 if name == "all_reduce" else 1
+            asleep = sleeping.instead_of(getattr(module, name), rounds)
+            patches.enter_context(patch.object(module, name, asleep))
+        yield
 
 
 def _cycles_per_second(cycles: int = 100_000_000) -> float:
@@ -185,13 +191,9 @@ def compared(measured: dict[str, float], predicted: dict[str, Any]) -> list[str]
 
 def launch_here() -> float:
     """What the host of this machine takes for a kernel, in us."""
-    store = torch._C._distributed_c10d.HashStore()
-    dist.init_process_group("fake", store=store, rank=0, world_size=1)
-    try:
-        here = torch.device("cuda", torch.cuda.current_device())
+    here = torch.device("cuda", torch.cuda.current_device())
+    with rank_0_of(1):
         return host.launch(here, dist.distributed_c10d._get_default_group()) * 1e6
-    finally:
-        dist.destroy_process_group()
 
 
 def main() -> int:

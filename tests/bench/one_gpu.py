@@ -7,20 +7,17 @@ real, and a collective takes its modelled time. All contenders get the same time
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed.fsdp as theirs
-from torch import nn
 
 import minifsdp
-import minifsdp.core
 from minifsdp.sim.__main__ import parser
 from minifsdp.sim.cli.machine import machine
 from minifsdp.sim.hardware.costs import Cluster
 from minifsdp.sim.training.presets import find
+from tests.bench import contenders
+from tests.bench.contenders import Setting, Wrap, as_fsdp2
 from tests.bench.gpu import modelled_network, name_of, steps_of
 
 RUNS = [
@@ -30,32 +27,9 @@ RUNS = [
 ]
 
 
-def _flat(library: Any, module: nn.Module, blocks: Any, **options: Any) -> nn.Module:
-    policy = theirs.wrap if library is theirs else library
-    return library.FullyShardedDataParallel(  # type: ignore[no-any-return]
-        module, auto_wrap_policy=policy.ModuleWrapPolicy(set(blocks)), **options
-    )
-
-
-def _with_16_bits(library: Any, module: nn.Module, blocks: Any, **options: Any) -> nn.Module:
-    precision = library.MixedPrecision(torch.bfloat16, torch.bfloat16)
-    return _flat(library, module, blocks, mixed_precision=precision, **options)
-
-
-def _fully_shard(library: Any, module: nn.Module, blocks: Any) -> nn.Module:
-    precision = theirs.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-    for block in module.modules():
-        if isinstance(block, tuple(blocks)):
-            library.fully_shard(block, mp_policy=precision)
-    return library.fully_shard(module, mp_policy=precision)  # type: ignore[no-any-return]
-
-
-CONTENDERS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
-    "local": lambda module, blocks: module.to(torch.bfloat16),  # all of it, for itself
-    "FSDP1": partial(_with_16_bits, theirs),
-    "FSDP2": partial(_fully_shard, theirs),
-    "mini": partial(_with_16_bits, minifsdp),
-    "mini rows": partial(_fully_shard, minifsdp),
+CONTENDERS: dict[str, Wrap] = {
+    **{name: contenders.CONTENDERS[name] for name in ("FSDP1", "FSDP2", "mini")},
+    "mini rows": partial(as_fsdp2, reshard=True, library=minifsdp),
 }
 
 
@@ -74,7 +48,7 @@ def main(argv: list[str]) -> int:
         for _ in range(given.rounds):
             for name, wrap in CONTENDERS.items():
                 with modelled_network(Cluster(preset, **around)), here:
-                    model = wrap(job.build(), job.blocks)
+                    model = wrap(job.build(), Setting(here, bf16=True, blocks=job.blocks))
                     loss_of = partial(job.loss, model, options.batch, options.seq)
                     rounds[name].append(steps_of(model, loss_of))
                     del model, loss_of

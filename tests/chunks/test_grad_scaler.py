@@ -62,9 +62,9 @@ def test_what_one_rank_finds_all_know(setting, fused, value):
 
 @pytest.mark.parametrize("fused", [False, True])
 @on_ranks(2, pretended_gpu=True)
-def test_what_is_found_on_the_host_counts_once(fused):
-    """The scale is on the GPU and the gradients are not. torch's optimizers get the sum of what is
-    found on each device, and fused ones skip a step if it is 1, not 2."""
+def test_what_the_host_reads_of_the_gpu_has_arrived(fused):
+    """The scale is on the GPU and the gradients are not. torch would read the scale, and a fused
+    optimizer whether to skip its step, before the host has them."""
     check_all_know("offload", fused, math.inf)
 
 
