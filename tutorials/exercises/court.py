@@ -18,13 +18,16 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minifsdp.sim.cli.terminal import out_of_reach
 from tutorials.exercises.catalog import Check
 from tutorials.exercises.expected import expected_reports
 from tutorials.exercises.judge import Verdict, verdict
 from tutorials.exercises.sandbox import Report, prepare
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 
 class Court:
@@ -83,7 +86,9 @@ class Court:
 
 def _judge(grader: Connection, checks: list[Check], how: tuple[int, float, int, bool]) -> None:
     """Answer until the grader is gone. Does not return."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that what it runs is ended, too
+    for signal_number in (signal.SIGTERM, signal.SIGALRM):  # so that what it runs is ended, too
+        signal.signal(signal_number, lambda *_: sys.exit())
+    sys.unraisablehook = _again
     with suppress(EOFError, BrokenPipeError, SystemExit):  # the grader's end is ours
         try:
             expected = expected_reports(checks, *how)
@@ -95,3 +100,12 @@ def _judge(grader: Connection, checks: list[Check], how: tuple[int, float, int, 
         except Exception as error:
             grader.send_bytes(pickle.dumps(error))
     os._exit(0)
+
+
+def _again(what: "UnraisableHookArgs") -> None:
+    """What is raised in a callback of a fork is lost. If that was the end, come to it again: whoever
+    has asked for it waits."""
+    if issubclass(what.exc_type, SystemExit):
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+    else:
+        sys.__unraisablehook__(what)
