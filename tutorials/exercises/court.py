@@ -103,8 +103,8 @@ def _judge(grader: Connection, checks: list[Check], how: tuple[int, float, int, 
 
 
 def _again(what: "UnraisableHookArgs") -> None:
-    """What is raised in a callback of a fork is lost. If that was the end, come to it again: whoever
-    has asked for it waits."""
+    """What is raised in a callback of a fork is lost. If that was the end, come to it again, for
+    somebody waits for it."""
     if issubclass(what.exc_type, SystemExit):
         signal.setitimer(signal.ITIMER_REAL, 0.1)
     else:

@@ -6,7 +6,6 @@ there is nothing to grade.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,7 +30,7 @@ from tutorials.exercises.report import (
     write,
 )
 from tutorials.exercises.running import Running, next_jobs
-from tutorials.exercises.sandbox import run_all
+from tutorials.exercises.sandbox import processes_at_a_time, run_all
 
 
 def grade(
@@ -88,7 +87,7 @@ def one_by_one(
     """
     asked = [(exercise, (folder, _graded_as(exercise, folder))) for folder, exercise in cases]
     results = {case: _before_running(case[1], case[0]) for _, case in asked}
-    workers = workers or os.cpu_count() or 1
+    workers = workers or processes_at_a_time()
     running = [Running(case, seed) for case in results if results[case].state == "right"]
     checks = {job.check: None for one in running for job in one.left}  # each once, in order
     before, told = fingerprint(), 0
@@ -256,9 +255,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--patience", type=float, default=1, help="stretch all time limits by this factor"
     )
-    parser.add_argument(
-        "--workers", type=int, help="processes at a time; as many as there are CPUs"
-    )
+    parser.add_argument("--workers", type=int, help="processes at a time; two for each CPU")
     return parser.parse_args()
 
 

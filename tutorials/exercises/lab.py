@@ -8,7 +8,6 @@ student's, so that no figure depends on the machine.
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from tutorials.exercises.inside import Job
 from tutorials.exercises.judge import verdict
 from tutorials.exercises.labs.measure import FIGURE
 from tutorials.exercises.overlay import Layer
-from tutorials.exercises.sandbox import Report, run_all
+from tutorials.exercises.sandbox import Report, processes_at_a_time, run_all
 
 SOLUTIONS = HERE / "labs" / "solutions"
 
@@ -124,7 +123,7 @@ def run(
         for check in lab.checks
     }
     reports: list[dict[Check, Report]] = [{} for _ in folders]
-    ended = run_all(jobs, workers or os.cpu_count() or 1, patience)
+    ended = run_all(jobs, workers or processes_at_a_time(), patience)
     for number, (job, report) in enumerate(ended, 1):
         progress(f"{number} of {len(jobs)} measurements")
         reports[jobs[job]][job.check] = report

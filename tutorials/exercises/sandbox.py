@@ -111,6 +111,12 @@ def run_all(jobs: Iterable[Job], workers: int, patience: float = 1) -> Iterator[
         _kill_descendants()
 
 
+def processes_at_a_time() -> int:
+    """Two for each CPU. With one, a third of the CPUs' time is lost: while ranks find each other,
+    and until it is seen that a check has ended."""
+    return 2 * (os.cpu_count() or 1)
+
+
 @cache
 def prepare() -> None:
     """Import what checks import, for what that imports of torch, which takes seconds; and forget
