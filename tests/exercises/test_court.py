@@ -27,7 +27,7 @@ except EOFError:
 
 
 def test_an_end_that_comes_while_the_judge_forks_is_not_lost():
-    """Python drops what is raised in a callback of a fork. A grader that was interrupted then waited
-    for its judge without an end."""
+    """Python drops what is raised in a callback of a fork. A grader that was interrupted then
+    waited for its judge without an end."""
     ran = run_command([sys.executable, "-c", PROGRAM], cwd=Path(__file__).parents[2])
     assert (ran.stdout, ran.stderr) == ("it has ended\n", "")
