@@ -20,7 +20,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import TYPE_CHECKING, Any
 
-from minifsdp.sim.cli.terminal import out_of_reach
+from minifsdp.sim.cli.terminal import AGAIN, out_of_reach
 from tutorials.exercises.catalog import Check
 from tutorials.exercises.expected import expected_reports
 from tutorials.exercises.judge import Verdict, verdict
@@ -106,6 +106,6 @@ def _again(what: "UnraisableHookArgs") -> None:
     """What is raised in a callback of a fork is lost. If that was the end, come to it again, for
     somebody waits for it."""
     if issubclass(what.exc_type, SystemExit):
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        signal.setitimer(signal.ITIMER_REAL, AGAIN)
     else:
         sys.__unraisablehook__(what)

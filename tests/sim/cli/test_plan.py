@@ -66,7 +66,6 @@ def search():
     return out.getvalue(), made
 
 
-@pytest.mark.slow
 def test_every_value_of_every_free_setting_is_told_and_none_is_better(search):
     best, _, step, largest, _, *others = search[0].splitlines()
     free = {name: VALUES[name] for name in ("strategy", "limit", "backward", "forward")}
@@ -177,7 +176,6 @@ def test_the_largest_batch_that_fits(given, fits, monkeypatch):
     assert len(made) == len(set(made)) < 12
 
 
-@pytest.mark.slow
 def test_what_makes_no_difference_stays_as_it_usually_is(capsys):
     """Without gathers there is nothing to limit or to prefetch."""
     assert main([*SMALL, *FIXED, "--strategy", "no_shard"]) == 0
@@ -185,7 +183,6 @@ def test_what_makes_no_difference_stays_as_it_usually_is(capsys):
     assert best == "--limit 2 --backward pre --forward none"
 
 
-@pytest.mark.slow
 def test_what_cannot_be_run_is_left_out_with_a_word(capsys):
     """The kernel "flash" knows no 32 bits."""
     words = ["--model", "gpt-125m", "--layers", "2", "--attention", "flash", "--seq", "64"]
@@ -199,14 +196,12 @@ def test_what_cannot_be_run_is_left_out_with_a_word(capsys):
     assert "--attention: none of the attention kernels" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_where_nothing_fits_that_is_said(capsys):
     assert main([*SMALL, *FIXED, "--model", "gpt-13b", "--strategy", "no_shard"]) == 1
     out = capsys.readouterr().out
     assert out.startswith("Nothing fits, not even --limit") and "CUDA out of memory" in out
 
 
-@pytest.mark.slow
 def test_one_document_has_all_that_is_printed(search, capsys):
     assert main([*SMALL, *FIXED, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -9,7 +9,6 @@ from tests.sim.cli.test_run import options
 BASE = "--model gpt-1.3b --batch 4 --seq 512 --nodes 2 --steps 2"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "words, expected",
     [
@@ -34,7 +33,6 @@ def test_it_is_tried_and_helps(words, expected):
     assert saved > found.saves / 4 > WORTH / 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2])
 def test_twice_the_samples_also_hide_more_of_what_is_sent(batch):
     """Where a network binds, they save more than half of the time that it keeps the GPU waiting."""
