@@ -50,7 +50,7 @@ def test_it_trains_compares_and_writes(arguments, tmp_path):
     (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
     (["--strategy", "half"], "--strategy half: choose from full_shard, shard_grad_op, no_shard"),
     (["--prefetch", "soon"], "--prefetch soon: choose from pre, post, none"),
-    (["--limit", "0"], "--limit 0: has to be a number from 1, or none"),
+    (["--limit", "0"], "--limit 0: has to be true, a number from 1, or none"),
     (["--ranks", "0"], "--ranks 0: has to be at least 1"),
     (["--device", "tpu"], "--device tpu: choose from cpu, cuda"),
     (["--layers", "0"], "--layers 0: has to be at least 1"),

@@ -98,7 +98,7 @@ def draw() -> None:
     bars(MEMORY, "memory of a GPU at its fullest, by what is a unit", memory, "{:.1f} GB".format)
     computing = [round(row["computing"]) for row in time.values()]
     exposed = [round(row["a collective is exposed"]) for row in time.values()]
-    assert (computing, exposed) == ([70, 75, 73], [32, 5, 46])  # the picture's description
+    assert (computing, exposed) == ([70, 75, 73], [32, 6, 36])  # the picture's description
     blocks = [part for part in gpt_of("gpt-1.3b").modules() if type(part).__name__ == "Block"]
     assert len(blocks) == 24
 
@@ -110,7 +110,7 @@ def gpt_of(preset: str) -> nn.Module:
 
 # %% [markdown]
 # ![Three bars of time. The whole model: 70 ms of computing and 32 of waiting. Each block, the
-# shortest: 75 and 5. Each half of a block, the longest: 73 and 46.](07_unit.svg)
+# shortest: 75 and 6. Each half of a block, the longest: 73 and 36.](07_unit.svg)
 #
 # ![Three bars of memory. The whole model: 8.5 GB, nearly all of it whole parameters and gradients.
 # Each block 3.1 GB, each half of a block 3.0 GB, with small shares of those.](07_unit_memory.svg)

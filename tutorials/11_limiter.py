@@ -177,7 +177,8 @@ def five_ways(name: str) -> tuple[list[int], float]:
 # nothing that the device could do next. So the third unit that PyTorch's queue lets in by accident
 # makes steps shorter by up to 5 % ([a table](../minifsdp/sim/README.md)). minifsdp's default,
 # `limit_all_gathers=True`, lets it in on purpose, and from the first step on: two units that the
-# host has not freed, and one that only the device has not.
+# host has not freed, and one that only the device has not. It is `--limit true` on a command line,
+# and the default there, too.
 #
 # FSDP2 is in the table, too. It needs no limiter and its host never waits, because it does not use
 # `record_stream`. Instead its *streams* wait for each other. So each block of memory is used in the

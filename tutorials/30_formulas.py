@@ -278,7 +278,7 @@ def small_units() -> None:
 
 
 # %% [markdown]
-# The smallest model waits for a fifth of the step. Of the 0.17 ms that its gather takes, 0.13 are
+# The smallest model waits for 18 % of the step. Of the 0.17 ms that its gather takes, 0.13 are
 # latency, and a block of 7 million parameters is soon computed with. With the latency in it, the
 # formula would ask for four times as many tokens. For 7 billion parameters it would ask for a tenth
 # more, so there $T^*$ is good enough. Hence the rule of page [23](23_settings.md): make units
@@ -378,7 +378,7 @@ def constants() -> None:
 # %% [hidden]
 def answers() -> None:
     waits = [round(100 * FOUND[name]) for name in ("gpt-125m", "gpt-1.3b", "gpt-7b")]
-    assert waits == [21, 6, 4] and round(FOUND["none"][0] / FOUND["2"][0], 1) == 2.7
+    assert waits == [18, 5, 4] and round(FOUND["none"][0] / FOUND["2"][0], 1) == 2.7
     assert round(FOUND["T*"], -2) == 4200 and FOUND["2"][1] > 0.5  # of it are activations
     assert sheet.gpus_at_least(70e9, 83e9) == 17 and 20 * 70 == 1400  # 1. seventeen
     assert round(100 * sheet.sent(N, 256) / sheet.sent(N, 16)) == 100 + 6  # 2. little more

@@ -309,8 +309,8 @@ def slow() -> None:
 # %% [markdown]
 # ![Bars of the time for a sample, each run above the same run with its remedy. Much work: 85 % are
 # left, nearly all of it computation. A slow network: most of the waiting goes, and 71 % are left. A
-# small batch: 52 %, of which waiting is less than half. Small units: nothing ran for half of the
-# time, and 57 % are left.](31_debugging.svg)
+# small batch: 52 %, of which waiting is less than half. Small units: nothing ran for nearly half of
+# the time, and 61 % are left.](31_debugging.svg)
 #
 # - **It computes.** Then compute less: no recomputation where there is memory, lower precision, a
 #   faster attention.
@@ -318,7 +318,7 @@ def slow() -> None:
 #   which is the same (page [23](23_settings.md)). Keep gathers off the slow network, or put more
 #   tokens into a step.
 # - **Nothing runs.** The host is behind. Give it less to launch: larger units and batches, or CUDA
-#   graphs. What helps the network makes this run 18 % *longer*: there are all-reduces to launch,
+#   graphs. What helps the network makes this run 19 % *longer*: there are all-reduces to launch,
 #   too.
 #
 # Twice the batch helps nearly always, but is not the same training. `report()` also counts
@@ -329,7 +329,7 @@ def slow() -> None:
 #
 # 1. Nothing is sharded (`--strategy no_shard` above), and memory is full. Which saves more: to
 #    recompute, or to shard?
-# 2. Does it help the run with the slow network to raise its limit from two units to four?
+# 2. Does it help the run with the slow network to allow four units at once (`--limit 4`)?
 #
 # <details><summary>Answers</summary>
 #
@@ -348,7 +348,7 @@ def answers() -> None:
     before, more = (run(ILL["slow network"] + words) for words in ("", " --limit 4"))
     assert round(before["communication"] / before["step"], 2) == 0.95
     assert 0.999 < more["step"] / before["step"] <= 1  # 2.
-    assert round(sum(parts(ILL["small units"], REMEDIES[1]).values())) == 118
+    assert round(sum(parts(ILL["small units"], REMEDIES[1]).values())) == 119
 
 
 def main() -> None:

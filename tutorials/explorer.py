@@ -69,7 +69,7 @@ class Model(NamedTuple):
 
 GPU = "a100-40"
 SCHEDULE = {
-    "limit": ["2", "1", "3", "none"],
+    "limit": ["true", "1", "2", "none"],
     "backward": ["pre", "post", "none"],
     "forward": ["none", "pre"],
 }
@@ -271,7 +271,7 @@ def main() -> None:
     settings = {name: values[0] for name, values in MODELS["large"].settings.items()}
     tapes = {
         f"{MODELS['large'].title}, {words}": run(command("large", settings | {"limit": limit}))[1]
-        for words, limit in (("no limit", "none"), ("a limit of 2 units", "2"))
+        for words, limit in (("no limit", "none"), ("with the limiter", "true"))
     }
     (HERE / "explorer.svg").write_text(svg(tapes))
 

@@ -357,7 +357,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--offload", action="store_true", help="parameters live on the host")
     parser.add_argument("--precision", default="fp32", help="to compute with: fp32, bf16")
     parser.add_argument("--prefetch", default="pre", help="pre, post or none")
-    parser.add_argument("--limit", default="2", help="units alive at once: a number, or none")
+    parser.add_argument(
+        "--limit", default="true", help="units alive at once: a number, true (page 11), or none"
+    )
     parser.add_argument("--ranks", type=int, help="default: 2 on the CPU, all GPUs on CUDA")
     parser.add_argument("--device", default="cuda" if cuda else "cpu", help="cpu or cuda")
     parser.add_argument("--layers", type=int, default=4)
@@ -401,9 +403,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--replicas {args.replicas}: has to divide the {args.ranks} ranks")
     if args.width < HEAD or args.width % HEAD:
         parser.error(f"--width {args.width}: has to be a multiple of {HEAD}, the width of a head")
-    if args.limit != "none" and not (args.limit.isdigit() and int(args.limit) >= 1):
-        parser.error(f"--limit {args.limit}: has to be a number from 1, or none")
-    args.limit = False if args.limit == "none" else int(args.limit)
+    limits = {"true": True, "none": False}
+    if args.limit not in limits and not (args.limit.isdigit() and int(args.limit) >= 1):
+        parser.error(f"--limit {args.limit}: has to be true, a number from 1, or none")
+    args.limit = limits[args.limit] if args.limit in limits else int(args.limit)
     if args.core and (
         args.offload or args.precision or args.checkpoint or "HYBRID" in args.strategy.name
     ):

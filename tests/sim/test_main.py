@@ -135,7 +135,7 @@ REFUSED = [
     ("--optimizer adamw8bit", "did you mean adamw-8bit?"),
     ("--recompute yes", "--recompute: expected none, full, selective, or a share of the blocks"),
     ("--recompute 3/2", "a share of the blocks, as 1/2, got '3/2'"),
-    ("--limit some", "--limit: expected a whole number of at least 1, or none, got 'some'"),
+    ("--limit some", "--limit: expected true, a whole number of at least 1, or none, got 'some'"),
     ("--input 3xax4", "--input: expected one sample's shape, as 3x224x224 or 588, got '3xax4'"),
     # Numbers.
     ("--limit 0", "got '0'"),
@@ -162,7 +162,7 @@ REFUSED = [
     ("--sweep flavour=red", "--sweep: there is no setting 'flavour'; --help shows what is"),
     ("--sweep svg=a,b", "--sweep: there is no setting 'svg'"),
     ("--sweep nodes=1,two", "--nodes: expected a whole number from 1 to 16,384, got 'two'"),
-    ("--sweep limit=1,,2", "--limit: expected a whole number of at least 1, or none, got ''"),
+    ("--sweep limit=1,,2", "--limit: expected true, a whole number of at least 1, or none, got ''"),
     ("--sweep nodes=-1", "got '-1'"),
     ("--sweep limit=1 --sweep limit=2", "--sweep limit is there twice; write all values behind"),
     ("--sweep memory=50,60 --sweep gpu=a100-40", "--memory 50: a100-40 has 39.4 GiB"),
@@ -172,7 +172,7 @@ REFUSED = [
     ("--engine fsdp3", "--engine: expected one of minifsdp, fsdp1, fsdp2, got 'fsdp3'"),
     (
         "--engine fsdp1 --limit 3",
-        "--engine fsdp1 has no --limit 3; give 2 or none, or --engine",
+        "--engine fsdp1 has no --limit 3; give true or none, or --engine",
     ),
     ("--engine fsdp2 --backward post", "--engine fsdp2 has no --backward post; give pre, or"),
     ("--sweep engine=fsdp2 --forward pre", "--engine fsdp2 has no --forward pre; give none"),

@@ -3,7 +3,7 @@ const SUBJECT = {
   model: (its) => capital(say("model", its)),
   strategy: (its) => say("strategy", its),
   unit: (its) => (its.unit === "block" ? "A unit for each block" : "One unit for the whole model"),
-  limit: (its) => (its.limit === "none" ? "No limit" : `The limit of ${count(its.limit, "unit")}`),
+  limit: (its) => ({ none: "No limit", true: "The limiter" })[its.limit] || `The limit of ${count(its.limit, "unit")}`,
   backward: (its) => (its.backward === "none" ? "No prefetch in the backward" : `${PREFETCH[its.backward]} in the backward`),
   forward: (its) => (its.forward === "none" ? "No prefetch in the forward" : `${PREFETCH[its.forward]} in the forward`),
   nodes: (its) => `Training on ${Number(its.nodes) * models[its.model].gpus} GPUs`,

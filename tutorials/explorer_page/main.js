@@ -1,6 +1,7 @@
 // ------------------------------------------------------------------ controls
 let shown = [complete({})], previous = null, selected = null;
-const ordered = (values) => [...values].sort((a, b) => (a === "none") - (b === "none") || a - b);
+const rank = (value) => ({ none: Infinity, true: 2.5 })[value] ?? Number(value);  // true: a limit of 2, and one being freed
+const ordered = (values) => [...values].sort((a, b) => rank(a) - rank(b));
 const valuesOf = (model) => ({ model: Object.keys(models), ...models[model].settings });
 
 function makeControls() {  // anew for each model, which has its own values

@@ -10,8 +10,8 @@ const CONTROLS = {
     meaning: "What the GPUs share out among them. FULL_SHARD: all cut parameters, gradients and Adam's state into shards, and a unit is gathered for its forward and again for its backward. SHARD_GRAD_OP: gathered once. HYBRID_SHARD: cut within a node, copied between nodes. NO_SHARD: each GPU has all, as with DDP." },
   unit: { legend: "Unit", type: "radio", say: (v) => (v === "block" ? "each block" : "the whole model"), page: "07_unit",
     meaning: "A unit is a part of the model whose parameters are gathered and freed together. What is in no block (embeddings, head) is the root, a unit of its own." },
-  limit: { legend: "Limit", type: "range", say: (v) => (v === "none" ? "none" : `${count(v, "unit")} at once`), page: "11_limiter",
-    meaning: "How many units may be gathered at once. The limiter makes the host wait before it launches one more gather. It does not count the root, so with a limit of 2 there may be three." },
+  limit: { legend: "Limit", type: "range", say: (v) => ({ none: "none", true: "2 units, and 1 being freed" })[v] || `${count(v, "unit")} at once`, page: "11_limiter",
+    meaning: "How many units may be gathered at once. The limiter makes the host wait before it launches one more gather. The default, `limit_all_gathers=True`, allows two, and a third that the host has freed and the GPU still uses. The root is not counted." },
   backward: { legend: "Backward prefetch", type: "radio", say: (v) => PREFETCH[v], page: "12_prefetch",
     meaning: "When the backward launches the gather of the next unit: PRE before it computes this unit's gradients, POST after that, none only when the next unit is needed." },
   forward: { legend: "Forward prefetch", type: "radio", say: (v) => PREFETCH[v], page: "12_prefetch",
@@ -33,7 +33,7 @@ const CONTROLS = {
 };
 // A title, the two settings, and what to look at.
 const LOOKS = [
-  ["What the limiter is for", "limit=none/limit=2", "Without a limit the host launches all gathers of the forward in the first milliseconds, and takes memory for each of them. With a limit it waits (orange) until a unit has been freed."],
+  ["What the limiter is for", "limit=none/limit=true", "Without a limit the host launches all gathers of the forward in the first milliseconds, and takes memory for each of them. With a limit it waits (orange) until a unit has been freed."],
   ["No prefetch in the backward, and PRE", "backward=none/backward=pre", "Follow one unit in the backward. Without a prefetch its gather is launched when the unit before it is done, behind that unit's reduction; with PRE it is on its way before."],
   ["Room for one unit: PRE and POST", "limit=1/limit=1&backward=post", "Where only one unit may be gathered, PRE comes too early: the limiter declines its prefetch. POST comes when the place has become free."],
   ["A slow network", "batch=1&network=100/batch=1", "The same bytes through a quarter of the bandwidth, and little to compute: the row of computation is mostly empty, and no schedule can fill it."],

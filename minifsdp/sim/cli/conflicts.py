@@ -128,9 +128,9 @@ def check_engine(options: argparse.Namespace) -> None:
     """What PyTorch's engines leave no choice in."""
     fixed: dict[str, tuple[str, ...]] = {}
     if options.engine == "fsdp1":
-        fixed = {"limit": ("2", "none"), "forward": ("none", "pre")}
+        fixed = {"limit": ("true", "none"), "forward": ("none", "pre")}
     elif options.engine == "fsdp2":
-        fixed = {"limit": ("2", "none"), "forward": ("none",), "backward": ("pre",)}
+        fixed = {"limit": ("true", "none"), "forward": ("none",), "backward": ("pre",)}
     for name, values in fixed.items():
         given = getattr(options, name)
         if given not in (*values, None):  # None: plan will choose

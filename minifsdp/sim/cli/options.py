@@ -89,7 +89,8 @@ def add_settings(p: argparse.ArgumentParser) -> None:
     add("--shard-group", None, together, whole(MOST_GPUS))
     precision = f"of computation, and of reductions: {', '.join(PRECISION)}"
     add("--precision", "bf16", precision, one_of(*PRECISION, others={"fp8": FP8}))
-    add("--limit", "2", "units alive at once, or none", limit)
+    alive = "units alive at once: a number; true, 2 and one that only the GPU still uses; or none"
+    add("--limit", "true", alive, limit)
     _choice(add, "--backward", BACKWARD, "prefetch")
     _choice(add, "--forward", FORWARD, "prefetch")
     _choice(add, "--unit", UNITS, "what is gathered at once", "block")

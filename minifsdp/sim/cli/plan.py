@@ -36,7 +36,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "precision": PRECISION,
     "strategy": STRATEGIES,
     "unit": UNITS,
-    "limit": ("none", "1", "2", "3"),
+    "limit": ("none", "1", "true", "4"),
     "backward": BACKWARD,
     "forward": FORWARD,
 }

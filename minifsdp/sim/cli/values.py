@@ -90,9 +90,10 @@ def number(least: float, most: float) -> Callable[[str], float]:
 
 
 def limit(given: str) -> str:
-    """Units that are alive at once: a whole number, or none."""
-    if given != "none" and not (given.isdecimal() and 1 <= int(given[:9]) < 10**8):
-        raise _refused("a whole number of at least 1, or none", given)
+    """Units that are alive at once: a whole number, true or none."""
+    known = given in ("true", "none") or (given.isdecimal() and 1 <= int(given[:9]) < 10**8)
+    if not known:
+        raise _refused("true, a whole number of at least 1, or none", given)
     return given
 
 

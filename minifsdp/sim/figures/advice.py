@@ -81,7 +81,7 @@ class _Run:
             yield self._rule(f"{wait}, all at once", "unit", "block", could_be_hidden)
         elif gathers and o.limit == "1":
             why = f"{wait}, and no unit is gathered while another one computes"
-            yield self._rule(why, "limit", "2", could_be_hidden)
+            yield self._rule(why, "limit", "true", could_be_hidden)
         elif gathers and o.backward == "none":
             why = f"{wait}, and the backward does not gather ahead"
             yield self._rule(why, "backward", "pre", could_be_hidden / 2)
@@ -106,10 +106,11 @@ class _Run:
         """Time without work: have the host launch it earlier, or less of it."""
         o, idle = self._options, self._idle
         wait = f"the GPU has nothing to do for {self._of_step(idle)}"
-        if o.limit.isdecimal() and o.strategy != "no_shard":
+        chosen = o.limit != "none" and o.engine == "minifsdp"  # PyTorch's engines have no number
+        if chosen and o.strategy != "no_shard":
             why = f"{wait}, and the limiter holds the host back"
             held = min(idle, self._figures["host stalls in the limiter"])
-            yield self._rule(why, "limit", str(int(o.limit) + 1), held)
+            yield self._rule(why, "limit", _MORE.get(o.limit) or str(int(o.limit) + 1), held)
         if o.unit == "part":
             yield self._rule(f"{wait}, with many units to launch", "unit", "block", idle / 2)
         if o.offload == "yes" and self._room(self._needs["on the host"]):
@@ -153,6 +154,7 @@ class _Run:
 
 
 _HYBRID = {"full_shard": "hybrid_shard", "shard_grad_op": "hybrid_shard_zero2"}
+_MORE = {"1": "true", "2": "true", "true": "4"}  # 3 is as true, where one unit is prefetched
 
 
 def _needs(gpu: VirtualGpu) -> dict[str, int]:

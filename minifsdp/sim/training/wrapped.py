@@ -116,5 +116,5 @@ def _groups(together: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 
 def limit_of(given: str) -> bool | int:
-    """What ``--limit`` means."""
-    return False if given == "none" else int(given)
+    """What ``--limit`` means: the argument ``limit_all_gathers``."""
+    return int(given) if given.isdecimal() else given == "true"

@@ -39,7 +39,7 @@ def test_what_goes_together(words):
         ("--model any:thing --config {file}", "--config is for a model of transformers"),
         ("--engine fsdp1 --forward post", "--engine fsdp1 has no --forward post; give none or pre"),
         ("--engine fsdp2 --backward none", "--engine fsdp2 has no --backward none; give pre, or"),
-        ("--engine fsdp2 --limit 1", "--engine fsdp2 has no --limit 1; give 2 or none, or --engi"),
+        ("--engine fsdp2 --limit 1", "--engine fsdp2 has no --limit 1; give true or none, or --e"),
     ],
 )
 def test_what_does_not(words, message, tmp_path):

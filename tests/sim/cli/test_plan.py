@@ -87,7 +87,7 @@ def test_a_search_that_goes_in_a_circle_ends(monkeypatch):
     assert all(better(circle[k - 1], circle[k]) for k in range(3))
     by_limit = dict(zip(VALUES["limit"], circle * 2, strict=False))
     monkeypatch.setattr(module, "measure", lambda options, steps: (by_limit[options.limit], None))
-    search = module.Search(argparse.Namespace(), {"limit": "2"}, lambda text: None)
+    search = module.Search(argparse.Namespace(), {"limit": "true"}, lambda text: None)
     assert search.best()["limit"] in by_limit
 
 
@@ -180,7 +180,7 @@ def test_what_makes_no_difference_stays_as_it_usually_is(capsys):
     """Without gathers there is nothing to limit or to prefetch."""
     assert main([*SMALL, *FIXED, "--strategy", "no_shard"]) == 0
     (best, *_) = capsys.readouterr().out.splitlines()
-    assert best == "--limit 2 --backward pre --forward none"
+    assert best == "--limit true --backward pre --forward none"
 
 
 def test_what_cannot_be_run_is_left_out_with_a_word(capsys):

@@ -12,10 +12,11 @@ BASE = "--model gpt-1.3b --batch 4 --seq 512 --nodes 2 --steps 2"
 @pytest.mark.parametrize(
     "words, expected",
     [
-        (f"{BASE} --limit 1", "limit 2"),
+        (f"{BASE} --limit 1", "limit true"),
         (f"{BASE} --unit model", "unit block"),
         (f"{BASE} --network 100", "strategy hybrid_shard"),
-        (f"{BASE} --network 800 --nodes 1 --batch 1", "limit 3"),
+        (f"{BASE} --network 800 --nodes 1 --batch 1 --limit 2", "limit true"),
+        (f"{BASE} --nodes 1 --batch 1 --unit part --memory 5", "limit 4"),
         (f"{BASE} --recompute full --nodes 1 --batch 8", "recompute none"),
         (f"{BASE} --offload yes --nodes 1", "offload no"),
         (f"{BASE} --precision fp32", "precision bf16"),
@@ -61,7 +62,14 @@ def test_where_nothing_helps_it_says_so():
     figures, gpu = measure(options(words))
     assert gpu is not None
     assert not advice(gpu, figures, options(words)).name
-    assert figures["advice"].startswith("It computes 9")
+    assert figures["advice"].startswith("It computes 100%")
+
+
+def test_a_limit_that_an_engine_has_not_is_not_advised():
+    words = f"{BASE} --network 800 --nodes 1 --batch 1 --memory 5"
+    ours, theirs = (measure(options(f"{words} {more}"))[0] for more in ("", "--engine fsdp1"))
+    assert ours["step"] == pytest.approx(theirs["step"], rel=1e-3)
+    assert "--limit 4" in ours["advice"] and "--limit" not in theirs["advice"]
 
 
 def test_it_is_a_sentence_with_a_setting():
