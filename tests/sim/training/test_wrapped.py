@@ -40,6 +40,8 @@ def test_our_own_engine_has_what_is_asked_for():
     assert found.prefetcher.forward is ForwardPrefetch.FORWARD_PRE
     assert not any(unit.reshard_after_forward for unit in found.units)
     assert isinstance(engine("--limit none").limiter, NoLimit)
+    usual, two = (engine(words).limiter for words in ("", "--limit 2"))
+    assert (usual.limit, usual.freeing) == (2, 1) and (two.limit, two.freeing) == (2, 0)
     assert engine("--forward none --backward none").prefetcher.forward is None
 
 
