@@ -17,6 +17,7 @@ from minifsdp.sim.cli.plan import VALUES, better, why
 
 pytestmark = pytest.mark.xdist_group("plan")  # whose fixtures take seconds
 SMALL = ["plan", "--model", "tests.sim.test_main:small", "--nodes", "2", "--batch", "64"]
+NOTHING = ["--strategy", "no_shard", "--memory", "0.01"]  # fits into so few GiB
 FIXED = ["--precision", "bf16", "--unit", "block", "--recompute", "none", "--offload", "no"]
 
 
@@ -197,7 +198,7 @@ def test_what_cannot_be_run_is_left_out_with_a_word(capsys):
 
 
 def test_where_nothing_fits_that_is_said(capsys):
-    assert main([*SMALL, *FIXED, "--model", "gpt-13b", "--strategy", "no_shard"]) == 1
+    assert main([*SMALL, *FIXED, *NOTHING]) == 1
     out = capsys.readouterr().out
     assert out.startswith("Nothing fits, not even --limit") and "CUDA out of memory" in out
 
@@ -212,7 +213,7 @@ def test_one_document_has_all_that_is_printed(search, capsys):
     told = [f"--{other['setting']} {other['value']}" for other in found["others"]]
     assert told == [" ".join(line.split()[:2]) for line in others]
     assert [o["instead"] for o in found["others"]] == [line[39:] for line in others]
-    assert main([*SMALL, *FIXED, "--model", "gpt-13b", "--strategy", "no_shard", "--json"]) == 1
+    assert main([*SMALL, *FIXED, *NOTHING, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (
         not found["fits"] and "CUDA out of memory" in found["why"] and "limit" in found["settings"]

@@ -6,7 +6,7 @@ from minifsdp.sim.cli.run import measure
 from minifsdp.sim.figures.advice import WORTH, Advice, advice
 from tests.sim.cli.test_run import options
 
-BASE = "--model gpt-1.3b --batch 4 --seq 512 --nodes 2 --steps 2"
+BASE = "--model gpt-1.3b --layers 8 --batch 4 --seq 512 --nodes 2 --steps 2"
 
 
 @pytest.mark.parametrize(
@@ -15,8 +15,8 @@ BASE = "--model gpt-1.3b --batch 4 --seq 512 --nodes 2 --steps 2"
         (f"{BASE} --limit 1", "limit true"),
         (f"{BASE} --unit model", "unit block"),
         (f"{BASE} --network 100", "strategy hybrid_shard"),
-        (f"{BASE} --network 800 --nodes 1 --batch 1 --limit 2", "limit true"),
-        (f"{BASE} --nodes 1 --batch 1 --unit part --memory 5", "limit 4"),
+        (f"{BASE} --nodes 1 --batch 1 --memory 2.7 --limit 2", "limit true"),
+        (f"{BASE} --nodes 1 --batch 1 --memory 2.7 --unit part", "limit 4"),
         (f"{BASE} --recompute full --nodes 1 --batch 8", "recompute none"),
         (f"{BASE} --offload yes --nodes 1", "offload no"),
         (f"{BASE} --precision fp32", "precision bf16"),
@@ -66,7 +66,7 @@ def test_where_nothing_helps_it_says_so():
 
 
 def test_a_limit_that_an_engine_has_not_is_not_advised():
-    words = f"{BASE} --network 800 --nodes 1 --batch 1 --memory 5"
+    words = f"{BASE} --nodes 1 --batch 1 --memory 2.7"
     ours, theirs = (measure(options(f"{words} {more}"))[0] for more in ("", "--engine fsdp1"))
     assert ours["step"] == pytest.approx(theirs["step"], rel=1e-3)
     assert "--limit 4" in ours["advice"] and "--limit" not in theirs["advice"]
