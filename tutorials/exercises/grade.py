@@ -147,7 +147,7 @@ def _before_running(exercise: Exercise, folder: Path) -> Result:
             return Result(exercise, "right") if done else Result(exercise, "to do", exercise.todo)
         if exercise.program:
             left = source.lacks(exercise, folder / exercise.file)
-            says = f"{exercise.file} does not have yet: {', '.join(left)}. {exercise.todo}"
+            says = f"{exercise.file} does not use yet: {', '.join(left)}. {exercise.todo}"
             return Result(exercise, "to do", says) if left else Result(exercise, "right")
         left = [e.key for e in exercises_alone(2) if _before_running(e, folder).state != "right"]
     except source.Complaint as complaint:

@@ -73,7 +73,7 @@ def _raised(check: Check, want: Seen | None, error: dict[str, str]) -> str:
     said = " ".join(error["message"].split())
     said = said if len(said) <= 400 else said[:400] + " ..."
     message = f"{at}{error['raised']}: {said}" if said else f"{at}{error['raised']}"
-    tells_all = "unexpected keyword argument" in said
+    tells_all = "unexpected keyword argument" in said or "positional argument" in said
     because = _because(check, want, error) if want and not tells_all else None
     doing = f" (while looking at: {want.what})" if want and want.what else ""
     return message + doing + (f". Likely: {because}." if because else "")
@@ -149,7 +149,14 @@ def _because(check: Check, want: Seen, got: Any) -> str | None:
         because = check.because(want.what, want.value, got)
     except Exception:  # what was found may be anything, and the student has done nothing to it
         because = None
-    return because or of_tensors(want.value, got)
+    return because or of_tensors(want.value, got) or _of_type(want.value, got)
+
+
+def _of_type(want: Any, got: Any) -> str | None:
+    """Of what is shown as what is expected: 2.0 for 2, for example."""
+    if show(want) != show(got):
+        return None
+    return f"it is of type {type(got).__name__}, and should be of type {type(want).__name__}"
 
 
 def of_tensors(want: Any, got: Any) -> str | None:

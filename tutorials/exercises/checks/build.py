@@ -42,13 +42,16 @@ def _units(what: str, want: Any, got: Any) -> str | None:
         )
     if "still in memory" in what:
         return (
-            "something refers to them in a cycle, such as an inner function that calls itself: the "
-            "whole model stays in memory until Python happens to collect its garbage"
+            "something still refers to them: a list of yours, the modules, or a cycle, such as an "
+            "inner function that calls itself, which stays until Python collects its garbage"
         )
     if "type of" in what:
         return "fsdp returns what Engine(model, units) gives"
-    if "modules" in what and set(got) < set(want):
-        return "what is in no unit of these kinds belongs to the model, and units may be in units"
+    if "modules" in what and set(want) - set(got):
+        return (
+            "what is in no unit of these kinds belongs to the model; units may be in units; and a "
+            "module of a subclass is of that kind as well, as isinstance() says"
+        )
     if "modules" in what:
         return "only modules of these kinds, and the model, are units, if they have parameters"
     if len(got) > len(want) or sum(map(len, got)) > sum(map(len, want)):
@@ -62,9 +65,12 @@ def which_parameters_belong_to_which_unit() -> Iterator[Any]:
 
     from tutorials.exercises.program import KINDS, Block, Model, pretended_ranks, program
 
+    class Special(Block):
+        """A kind of Block."""
+
     with pretended_ranks(2):
         for kinds in (KINDS, (Block,), (nn.Linear, nn.Embedding), ()):
-            model = Model() if kinds != (Block,) else nn.Sequential(nn.Tanh(), Block())
+            model = Model() if kinds != (Block,) else nn.Sequential(nn.Tanh(), Block(), Special())
             names = {module: name or "the model" for name, module in model.named_modules()}
             engine = program(STEP).fsdp(model, *kinds)
             about = f"fsdp(model, {', '.join(kind.__name__ for kind in kinds)})"
@@ -113,7 +119,10 @@ def _shard(what: str, want: Any, got: Any) -> str | None:
     if "bytes of flat_param" in what:
         return "whole parameters have memory only while they are needed: reshard()"
     if "elements of flat_param" in what or "shape should be" in what:
-        return "it is padded with zeros, so that all ranks get the same number of elements"
+        return (
+            "it is padded with zeros, so that all ranks get the same number of elements; where "
+            "nothing is left over, there is no padding"
+        )
     if "module.parameters()" in what:
         return "the module has to lose its parameters (hide_views), and get the shard by its name"
     if "an optimizer" in what:
@@ -130,10 +139,12 @@ def a_unit_is_flattened_and_sharded() -> Iterator[Any]:
 
     from tutorials.exercises.program import pretended_ranks, program
 
-    for number, rank in ((2, 0), (2, 1), (3, 2), (4, 3)):
+    for number, rank in ((2, 0), (2, 1), (3, 2), (4, 3), (13, 12)):
         with pretended_ranks(number, rank):
             module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1), nn.Linear(3, 1, bias=False))
             module[2].weight = module[1].weight
+            if number == 13:  # as many ranks as elements: no padding
+                module.double()
             params: dict[Any, Any] = {}
             for owner in module:
                 for name, param in owner.named_parameters():
@@ -355,6 +366,8 @@ def _backward(what: str, want: Any, got: Any) -> str | None:
             f"the gradient is exactly {factor:g} x too large: DDP averages over the ranks, and a "
             "reduce-scatter sums"
         )
+    if "bytes" in what:
+        return "it is a view, which keeps the gradient of all shards in memory: clone it"
     if "flat_param.grad" in what:
         return "take flat_param.grad away when it is reduced: it is as large as all parameters"
     if "units that have memory" in what:
@@ -378,7 +391,10 @@ def a_backward() -> Iterator[Any]:
         unit.flat_param.register_hook(look)
     one_backward(model, 0)
     for name, unit in units.items():
-        yield f"gradient of the shard of {name}", unit.sharded_flat_param.grad
+        grad = unit.sharded_flat_param.grad
+        yield f"gradient of the shard of {name}", grad
+        kept = 0 if grad is None else grad.untyped_storage().nbytes()
+        yield f"bytes that the gradient of {name} keeps in memory", kept
     yield "whether flat_param.grad is left", [u.flat_param.grad is not None for u in units.values()]
     yield "units that have memory while each gradient is complete", log
     look()

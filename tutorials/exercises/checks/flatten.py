@@ -16,6 +16,8 @@ def _order(what: str, want: Any, got: Any) -> str | None:
     both = isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor)
     if both and want.dtype == got.dtype and sorted(want.tolist()) == sorted(got.tolist()):
         return "all elements are there, and should come in row-major order"
+    if "afterwards" in what:
+        return "they are only read: whoever calls this may still use them"
     if what == "needs a gradient":
         return "the flat tensor is new, and no part of the graph of its parts: detach them"
     if what == "shares memory with its only part":
@@ -29,6 +31,7 @@ def elements_in_row_major_order() -> Iterator[Any]:
 
     parts = [torch.rand(shape) for shape in SHAPES]
     yield f"flatten of {SHAPES}", flatten(parts)
+    yield "the tensors themselves, afterwards", parts
     yield "flatten of one transposed [3, 2]", flatten([torch.rand(2, 3).t()])
     yield "flatten of bfloat16", flatten([torch.rand(3).bfloat16(), torch.rand(1, 2).bfloat16()])
     one = torch.rand(4)

@@ -171,6 +171,7 @@ def more_may_be_alive_that_the_host_has_freed() -> Iterator[Any]:
     limiter.admit(Unit("e"), needed=True)
     limiter.admit(Unit("f"), needed=False)
     yield "events waited for when e and f are two, and one is being freed", list(waited)
+    yield "admit(g), a prefetch beside two units", limiter.admit(Unit("g"), needed=False)
 
 
 @check("limiter.3", because=_drift)

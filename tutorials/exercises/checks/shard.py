@@ -38,6 +38,8 @@ def sizes_of_all_ranks() -> Iterator[Any]:
 def _shards(what: str, want: Any, got: Any) -> str | None:
     if what.startswith("memory"):
         return "it is a view of flat, so that all of flat stays in memory; make a new tensor"
+    if what.startswith("bytes"):
+        return "it is a part of a larger tensor, all of which stays in memory; make one of its own"
     if what.startswith("dtype"):
         return "take flat.new_zeros(), which has the dtype and the device of flat"
     if not isinstance(got, torch.Tensor) or not isinstance(want, torch.Tensor):
@@ -62,6 +64,7 @@ def shards_of_all_ranks() -> Iterator[Any]:
         mine = shard(flat, rank, 2)
         shared = mine.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
         yield f"memory of the shard of rank {rank} is that of flat", shared
+        yield f"bytes that the shard of rank {rank} keeps", mine.untyped_storage().nbytes()
     yield (
         "memory of the only shard is that of flat",
         shard(flat, 0, 1).data_ptr() == flat.data_ptr(),
