@@ -1529,7 +1529,7 @@ MUTANTS = [
     Mutant("sim/cli/plan", "what cannot be ends the search", "                if not self._known:\n                    raise\n", "                raise\n"),
     Mutant("sim/cli/runs", "what cannot be ends the sweep", "            impossible.append(error)\n", "            raise\n"),
     Mutant("sim/cli/run", "a model with offload is wrapped on the GPU", 'gpu.on(HOST) if options.offload == "yes" else nullcontext()', "nullcontext()"),
-    Mutant("sim/training/wrapped", "groups of a node, whatever is asked for", "if options.shard_group is not None:", "if False:"),
+    Mutant("sim/training/wrapped", "groups of a node, whatever is asked for", "if options.shard_group is not None:", "if False:", noticed_by="sim/cli/run"),
     Mutant("sim/figures/advice", "twice the samples hide no more", "max(self._exposed - self._overlap, min(self._exposed, self._ends))", "self._exposed"),
     Mutant("sim/training/llama", "tokens see those after them", "is_causal=True", "is_causal=False"),
     Mutant("sim/training/llama", "each head has its key", "nn.Linear(width, keys * size, bias=False)", "nn.Linear(width, width, bias=False)"),
