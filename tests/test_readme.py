@@ -107,6 +107,12 @@ def test_concepts_come_before_those_that_need_them():
         assert {n.replace(".", "/") for n in needed} <= set(order[:place]), name
 
 
+def test_the_core_says_the_same_order():
+    docstring = ast.get_docstring(ast.parse((PACKAGE / "core" / "__init__.py").read_text()))
+    order = re.findall(r"\w+\.py", docstring.partition("In the order")[2].rpartition("What the")[0])
+    assert order == re.findall(r"^\| \[`(\w+\.py)`\]", README, re.M)
+
+
 def test_no_file_needs_one_that_needs_it():
     """In circles of imports there is no file to start reading with."""
     needed = {

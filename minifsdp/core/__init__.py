@@ -15,10 +15,11 @@ and layout), and a layer (layers.py). Where a feature is absent, no line of it i
 
 In the order in which to read them::
 
-    what a unit is      flatten.py, shard.py, unit_state.py, storage.py, autograd_hooks.py, unit.py
+    what a unit has     flatten.py, shard.py, unit_state.py, storage.py
     what devices do     streams.py, collectives.py
-    what a unit does    views.py, unshard.py, reshard.py, reduce.py
-    what units share    api.py, limiter.py, prefetch.py, parameters.py, gradients.py
+    what a unit is      autograd_hooks.py, unit.py, views.py
+    what a unit does    unshard.py, reshard.py, reduce.py
+    what units share    api.py, gradients.py, limiter.py, prefetch.py, parameters.py
     when                layers.py, engine.py, outputs.py, backward.py, hooks.py
     what users hold     auto_wrap.py, fully_sharded.py
 
