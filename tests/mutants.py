@@ -1350,7 +1350,7 @@ MUTANTS = [
     Mutant("__main__", "nobody is told how to get a clone", "    if clone is None:\n", "    if False:\n"),
     Mutant("__main__", "a mistyped command", 'close = meant(name, [*PACKAGED, *IN_A_CLONE]) or', "close ="),
     Mutant("sim/cli/conflicts", "any file is a configuration", "if not isinstance(found, dict):", "if False:"),
-    Mutant("sim/cli/conflicts", "GPUs have as much memory as one likes", "options.memory > has", "False"),
+    Mutant("sim/cli/conflicts", "GPUs have as much memory as one likes", "int(options.memory * GiB) > gpu.memory", "False"),
     Mutant("sim/cli/conflicts", "FSDP2 has a limit", "if given not in (*values, None):", "if False:"),
     Mutant("sim/cli/conflicts", "plan has chosen", "if given not in (*values, None):", "if given not in values:"),
     Mutant("sim/cli/options", "all rows are the first", "setattr(its, field, getattr(parsed, field))", "pass"),

@@ -154,7 +154,10 @@ REFUSED = [
     ("--network fast", "got 'fast'"),
     ("--launch -1", "--launch: expected a number from 0 to 1,000,000, got '-1'"),
     ("--products 2", "--products: expected a number from 0.001 to 1, got '2'"),
-    ("--memory 100", "--memory 100: a100-40 has 39.4 GiB; take less, or another --gpu"),
+    (
+        "--memory 100",
+        "--memory 100: a100-40 has 39.39 GiB; take no more than that, or another --gpu",
+    ),
     # Sweeps: each value of each is looked at before anything runs.
     ("--sweep limit", "--sweep is NAME=A,B,... with the name of a setting, not 'limit'"),
     ("--sweep limit=", "--sweep is NAME=A,B,... with the name of a setting, not 'limit='"),
@@ -165,7 +168,7 @@ REFUSED = [
     ("--sweep limit=1,,2", "--limit: expected true, a whole number of at least 1, or none, got ''"),
     ("--sweep nodes=-1", "got '-1'"),
     ("--sweep limit=1 --sweep limit=2", "--sweep limit is there twice; write all values behind"),
-    ("--sweep memory=50,60 --sweep gpu=a100-40", "--memory 50: a100-40 has 39.4 GiB"),
+    ("--sweep memory=50,60 --sweep gpu=a100-40", "--memory 50: a100-40 has 39.39 GiB"),
     ("--sweep model=gpt-125m,gpt-1.2b", "'gpt-1.2b' is not known; did you mean gpt-1.3b?"),
     ("--sweep model=gpt-125m,tests.sim.test_main:broken", "fails in broken(): KeyError: 'width' ("),
     # Engines.
@@ -213,7 +216,7 @@ REFUSED = [
     [
         (
             "--sweep memory=30,60",
-            "60    not possible: --memory 60: a100-40 has 39.4 GiB; take less",
+            "60    not possible: --memory 60: a100-40 has 39.39 GiB; take no more",
         ),
         (
             "--sweep precision=bf16,fp32 --attention flash",

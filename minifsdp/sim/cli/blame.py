@@ -39,7 +39,7 @@ def blaming(model: str, doing: str) -> Iterator[None]:
         raise
     except Exception as error:
         if "attention kernels" in str(error):  # of hardware/attention.py
-            raise ImpossibleError(f"--attention: {error}") from error
+            raise ImpossibleError(f"--attention: {error}; here by --attention auto") from error
         what = f"model {model!r} fails in {doing}"
         if isinstance(error, (NotImplementedError, RuntimeError)) and "meta" in str(error):
             what = f"model {model!r} cannot run on tensors without values"

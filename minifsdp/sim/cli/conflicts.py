@@ -70,11 +70,10 @@ def check_machine(options: argparse.Namespace) -> None:
             f"--nodes {nodes} with --gpus {gpus} each are more than {MOST_GPUS:,} "
             f"GPUs; take fewer nodes"
         )
-    has = gpu.memory / GiB
-    if options.memory is not None and options.memory > has:
+    if options.memory is not None and int(options.memory * GiB) > gpu.memory:
         raise ImpossibleError(
-            f"--memory {options.memory:g}: {gpu.name} has {has:.1f} GiB; take less, or another "
-            f"--gpu, or one of your own (minifsdp cluster)"
+            f"--memory {options.memory:g}: {gpu.name} has {gpu.memory / GiB:.2f} GiB; take no more "
+            f"than that, or another --gpu, or one of your own (minifsdp cluster)"
         )
 
 

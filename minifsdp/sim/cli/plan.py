@@ -105,7 +105,8 @@ class Search:
         """With the usual value where it makes no difference."""
         for name, value in self._usual.items():
             usual = {**best, name: value}
-            if not better(self.figures(best), self.figures(usual)):
+            fits = self.figures(usual)["fits"]  # else what needs the least memory is told
+            if fits and not better(self.figures(best), self.figures(usual)):
                 best = usual
         return best
 
@@ -168,10 +169,11 @@ def plan(parser: argparse.ArgumentParser, arguments: Sequence[str], progress: Pr
         if options.json:
             print(json.dumps({"settings": chosen, **best}))
         else:
-            print(f"Nothing fits, not even {_words(chosen)}.\n{best['why']}")
+            tried = f"Nothing fits, not even {_words(chosen)}." if free else "It does not fit."
+            print(f"{tried}\n{best['why']}")
         return 1
     if not options.json:
-        print(f"{_words(chosen)}\n")
+        print(f"{_words(chosen) or 'All settings are given.'}\n")
         print(
             f"step {best['step'] * 1e3:,.1f} ms, {best['peak reserved'] / 2**20:,.0f} MiB "
             f"reserved, bound by {best['binds']}"

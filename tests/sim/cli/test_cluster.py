@@ -49,6 +49,6 @@ def test_what_makes_no_sense_gets_one_line(capsys):
     assert main(["cluster", "--gpu", "h100-80"]) == 2
     assert "did you mean h100?" in capsys.readouterr().err
     assert main(["cluster", "--memory", "100"]) == 2
-    assert "--memory 100: a100-40 has 39.4 GiB" in capsys.readouterr().err
+    assert "--memory 100: a100-40 has 39.39 GiB" in capsys.readouterr().err
     assert main(["cluster", "--batch", "1"]) == 2
     assert "--batch is not known here" in capsys.readouterr().err

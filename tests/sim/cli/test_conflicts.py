@@ -17,6 +17,7 @@ def options(words: str) -> argparse.Namespace:
     [
         "",
         "--memory 39",
+        "--memory 39.39",  # all of an a100-40's
         "--memory 79 --gpu a100-80",
         f"--nodes {MOST_GPUS // 1024} --gpus 1024",
         "--model any:thing --input 3x4",
@@ -31,7 +32,7 @@ def test_what_goes_together(words):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("--memory 40", r"--memory 40: a100-40 has 39\.4 GiB"),
+        ("--memory 40", r"--memory 40: a100-40 has 39.39 GiB"),
         (f"--nodes {MOST_GPUS // 1024 + 1} --gpus 1024", "are more than 131,072 GPUs"),
         ("--model gpt", "'gpt' is not known; did you mean gpt-125m?"),
         ("--model vit-h --input 588", "--input is for a model of your own"),

@@ -69,7 +69,7 @@ def test_a_run_and_a_plan_use_it(file, capsys):
         ),
         ("--cluster {file}x", "x': No such file or directory; minifsdp calibrate"),
         ("--cluster {bad}", "bad' is of format 7, and this is 2; calibrate again"),
-        ("--cluster {file} --memory 150", "--memory 150: h200 has 139.8 GiB; take less"),
+        ("--cluster {file} --memory 150", "--memory 150: h200 has 139.81 GiB; take no more"),
         ("--cluster {file} --nodes 16384 --gpus 9", "--gpus 9 each are more than 131,072 GPUs"),
     ],
 )

@@ -194,13 +194,26 @@ def test_what_cannot_be_run_is_left_out_with_a_word(capsys):
         r"^--precision fp32 +not possible: --attention: none of the attention", out, re.M
     )
     assert main(["plan", *words, *fixed, "--forward", "none", "--precision", "fp32"]) == 2
-    assert "--attention: none of the attention kernels" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--attention: none of the attention kernels" in error
+    assert error.endswith("; here by --attention auto\n")
 
 
 def test_where_nothing_fits_that_is_said(capsys):
     assert main([*SMALL, *FIXED, *NOTHING]) == 1
     out = capsys.readouterr().out
-    assert out.startswith("Nothing fits, not even --limit") and "CUDA out of memory" in out
+    least = "--limit 1 --backward none --forward none"
+    assert out.startswith(f"Nothing fits, not even {least}.\nCUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    "memory, status, says",
+    [("39", 0, "All settings are given.\n\nstep"), ("0.02", 1, "It does not fit.\nCUDA out of")],
+)
+def test_where_nothing_is_left_to_choose_that_is_said(memory, status, says, capsys):
+    given = ["--strategy", "full_shard", "--limit", "2", "--backward", "pre", "--forward", "none"]
+    assert main([*SMALL, *FIXED, *given, "--memory", memory]) == status
+    assert capsys.readouterr().out.startswith(says)
 
 
 def test_one_document_has_all_that_is_printed(search, capsys):
