@@ -1308,6 +1308,8 @@ MUTANTS = [
     Mutant("sim/training/recompute", "selective keeps all products", "keep = counts[context.is_recompute] % 2 == 1", "keep = True"),
     Mutant("sim/training/presets", "embeddings are blocks", "if part.__name__ in names and count > 1", "if part.__name__ in names"),
     Mutant("sim/training/presets", "transformers has everything", 'if getattr(kind, "config_class", None) is None:', "if False:"),
+    Mutant("sim/training/presets", "a file is looked for", 'if "/" in module or module.endswith(".py"):', "if False:"),
+    Mutant("sim/cli/values", "the first one that begins so is meant", "longer.sort(key=lambda name: name != word)", "pass"),
     Mutant("sim/training/presets", "anything is a job", "if not isinstance(found, Job):", "if False:"),
     Mutant("sim/training/plain", "the first class that is repeated is it", "best = max(sizes, key=lambda kind: sizes[kind], default=None)", "best = next(iter(sizes), None)"),
     Mutant("sim/training/plain", "the class with most modules is it", "sizes[type(part)] += sum(p.numel() for p in part.parameters())", "sizes[type(part)] += 1 if list(part.parameters()) else 0"),

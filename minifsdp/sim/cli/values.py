@@ -28,6 +28,7 @@ def meant(given: str, names: Sequence[str]) -> str:
     """The name that may have been meant, as the end of a message; nothing, if none is like it."""
     word = given.lower()
     longer = [name for name in names if word and name.startswith(word)]
+    longer.sort(key=lambda name: name != word)  # H100 is an h100 first, and an h100-64 then
     shorter = [name for name in names if word.startswith(f"{name}-")]  # h100-80 is an h100
     # Who mistypes a name has its first letter right, mostly; a100 is no h100 that was mistyped.
     alike = {name.lstrip("-"): name for name in names if _initial(name) == _initial(word)}

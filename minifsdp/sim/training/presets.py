@@ -3,6 +3,7 @@
 import importlib
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +67,12 @@ def find(
         )
     if module == "hf":
         return _from_transformers(attribute, config)
+    if "/" in module or module.endswith(".py"):
+        raise ValueError(
+            f"model {name!r}: a module is named as import names it, without folders and .py: "
+            f"{Path(module).stem}:{attribute}. It is looked for in the current directory and on "
+            f"PYTHONPATH"
+        )
     try:
         with blaming(name, f"importing {module}"):
             there = importlib.import_module(module)

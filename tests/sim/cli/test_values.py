@@ -62,3 +62,7 @@ def test_what_is_not_is_refused_in_a_short_line(kind, given):
 )
 def test_what_may_have_been_meant(given, name):
     assert meant(given, ["batch", "limit"]) == (f"; did you mean {name}?" if name else "")
+
+
+def test_what_differs_in_its_case_alone_is_meant_first():
+    assert meant("H100", ["h100-64", "h100", "h100-96"]) == "; did you mean h100?"

@@ -105,6 +105,8 @@ def test_a_job_of_ones_own_is_found_by_its_module():
         ("tests:", "'tests:' is not known"),
         ("no.such:model", "there is no module 'no'. It is looked for in the current directory and"),
         ("tests.no:model", r"there is no module 'tests\.no'"),
+        ("./models.py:gpt", r"without folders and \.py: models:gpt\. It is looked for in"),
+        ("models.py:gpt", r"without folders and \.py: models:gpt\. It is looked for in"),
         (
             "tests.sim.training.test_presets:missing",
             "test_presets has nothing of the name 'missing'",

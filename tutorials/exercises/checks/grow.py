@@ -178,6 +178,11 @@ ALL_OR_NONE = "7_all_or_none"
 
 
 def _all_or_none(what: str, want: Any, got: Any) -> str | None:
+    if "races" in what:
+        return (
+            "what a failed backward still sends must keep its memory: wait for its reductions "
+            "before you let go of them"
+        )
     if "gradients" in what and not _raised(got):
         return (
             "hand gradients over at the end of the backward only; what is left of one that has "
@@ -256,6 +261,32 @@ def an_exception_changes_nothing() -> Iterator[Any]:
             yield f"gradients that are changed by {about}", changed
         one_backward(model, 0)
     yield from train(ALL_OR_NONE, ", after an exception", backward=_after_failures)
+
+
+@check("grow.4", because=_all_or_none)
+def what_is_still_being_sent_keeps_its_memory() -> Iterator[Any]:
+    import torch
+
+    from tutorials.exercises.program import Layer, races, stack, virtual_gpu
+
+    fails = True
+
+    def fail(grad: Any) -> None:
+        if fails:
+            raise _Error
+
+    def fail_later(module: Any, args: Any, output: Any) -> None:
+        output.register_hook(fail)
+
+    with virtual_gpu(ALL_OR_NONE) as (gpu, fsdp):
+        model = stack()
+        fsdp(model, Layer)
+        model[0].up.register_forward_hook(fail_later)  # all others have their gradients by then
+        for fails in (True, False, True, False):  # noqa: B007  # fail() looks at it
+            with suppress(_Error):
+                model(torch.empty(1024, 1024)).mean().backward()
+            gpu.step()
+    yield "races after an exception", races(gpu)
 
 
 # ----------------------------------------------------------------------------------- 5: limiter
