@@ -18,6 +18,7 @@ torch takes seconds to import. So it is imported when the options are known to m
 why some imports below are in functions.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -52,11 +53,17 @@ def command(name: str, given: Sequence[str], prog: str) -> int:
         prog: what was typed to get here, for its help.
 
     Returns:
-        The exit status: 0; 1 where nothing fits; 2 where an option makes no sense.
+        The exit status: 0; 1 where nothing fits; 2 where an option makes no sense; 141, as shells
+        have it, where whoever reads has left, as ``| head`` does.
     """
     try:
         known = {"plan": _plan, "calibrate": _calibrate, "cluster": _cluster}
-        return known.get(name, _run)(given, prog)
+        status = known.get(name, _run)(given, prog)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
+        return 141
     except (ValueError, OSError) as error:
         progress("")
         print(f"minifsdp: {error}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -26,6 +27,15 @@ def small() -> Job:
         (Block,),
         lambda model, batch, length: model(torch.zeros(batch, 1024)).sum(),
     )
+
+
+def test_whoever_reads_may_leave():
+    """As `head` does. That is no mistake of the user's, and needs no word."""
+    words, pipe = [sys.executable, "-m", "minifsdp.sim", "cluster"], subprocess.PIPE
+    with subprocess.Popen(words, cwd=ROOT, stdout=pipe, stderr=pipe) as program:
+        program.stdout.close()
+        assert program.stderr.read() == b""
+    assert program.returncode == 141
 
 
 def test_a_run_says_whether_it_fits_how_fast_it_is_and_what_binds(capsys):

@@ -58,6 +58,7 @@ def test_what_is_not_is_refused_in_a_short_line(kind, given):
         ("bat", "batch"),
         ("limits", "limit"),
         ("colour", ""),
+        ("list", ""),
     ],
 )
 def test_what_may_have_been_meant(given, name):
@@ -66,3 +67,7 @@ def test_what_may_have_been_meant(given, name):
 
 def test_what_differs_in_its_case_alone_is_meant_first():
     assert meant("H100", ["h100-64", "h100", "h100-96"]) == "; did you mean h100?"
+
+
+def test_a_name_that_goes_on_is_the_shorter_one():
+    assert meant("h100-90", ["h100-64", "h100", "h100-96"]) == "; did you mean h100?"
