@@ -96,8 +96,10 @@ class RankAgreement(Layer):
         self._hooks, self._no_sync, self._engine = hooks, no_sync, hooks.engine
         self.units = units = hooks.engine.units
         limiter, prefetcher = hooks.engine.limiter, hooks.engine.prefetcher
+        room, more = (getattr(limiter, name, 0) for name in ("limit", "freeing"))
+        limit = True if (room, more) == (2, 1) else room or False
         self._settings = (  # as the program has chosen them; the device may decide on the last
-            f"limit_all_gathers={getattr(limiter, 'limit', False)}, "
+            f"limit_all_gathers={limit}, "
             f"backward_prefetch={prefetcher.backward}, forward_prefetch={prefetcher.forward}"
         )
         self.sharded = any(unit.shard_group is not None for unit in units)  # not all replicated

@@ -94,8 +94,13 @@ DIFFERENT = {  # how the odd rank builds its model, and what it is then said to 
     "another name of a parameter": (renamed, r"'0.bias' \[6\] in unit '1'", r"'0.offset' \[6\]"),
     "another limit": (
         lambda: wrap(layers(), limit_all_gathers=3),
-        "limit_all_gathers=2",
+        "limit_all_gathers=True",
         "limit_all_gathers=3",
+    ),
+    "a limit that holds": (
+        lambda: wrap(layers(), limit_all_gathers=2),
+        "limit_all_gathers=True",
+        "limit_all_gathers=2",
     ),
     "another prefetch": (
         lambda: wrap(layers(), forward_prefetch=ForwardPrefetch.FORWARD_POST),
