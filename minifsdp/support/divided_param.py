@@ -113,9 +113,9 @@ class DividedParameter(FlatParameter):
     @property
     def _version(self) -> int:  # type: ignore[override]
         """Larger after each change in place: of the shard, through a DTensor, by an optimizer."""
-        # That of a local tensor, which views of one shard have in common, counts to_local().
-        version: int = _VERSION.__get__(self) + self.local_tensors[0]._version
-        return version + sum(int(param._version) for param in self.params)
+        # Those of the local tensors count what is done to to_local().
+        version: int = _VERSION.__get__(self)
+        return version + sum(int(t._version) for t in (*self.local_tensors, *self.params))
 
 
 def divided_parameter(unit: Any, trained: list[bool]) -> DividedParameter:
@@ -126,13 +126,12 @@ def divided_parameter(unit: Any, trained: list[bool]) -> DividedParameter:
         trained: whether each parameter has a gradient.
     """
     params: list[Any] = []
-    local = unit.layout.local_tensors(unit.padded_shard, unit.shard_rank)
+    local = _local_tensors(unit)
     for info, tensor, requires_grad in zip(unit.param_infos, local, trained, strict=True):
         made = dtensor(unit, unit.mesh, info.shape, tensor, info.dim)
         if info.spec is not None:
             made = on_both_meshes(made, info.spec)
-        # Without standalone() deepcopy would look for memory in it, where it has an offset.
-        params.append(nn.Parameter(standalone(made), requires_grad))
+        params.append(nn.Parameter(made, requires_grad))
     _watch_steps()
     return _flat_behind(unit, params)
 
@@ -226,10 +225,12 @@ def _name_of(param: Any) -> str:
 
 
 class UnitRef(ref[Any]):
-    """To the unit that a DTensor is of. A deep copy of the DTensor is of none."""
+    """To the unit that a DTensor is of. A copy of the DTensor, or what is loaded of it from a file,
+    is of none."""
 
-    def __deepcopy__(self, memo: object) -> None:
-        return None
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        # Of what is false torch.load(weights_only=True) knows this class.
+        return set, ()
 
 
 def set_owner(unit: Any, flat: DividedParameter) -> None:
@@ -245,11 +246,15 @@ def set_owner(unit: Any, flat: DividedParameter) -> None:
 
 def _show(unit: Any, flat: DividedParameter) -> None:
     """Let the DTensors be views of ``unit.padded_shard``."""
-    flat.local_tensors = unit.layout.local_tensors(unit.padded_shard, unit.shard_rank)
+    flat.local_tensors = _local_tensors(unit)
     for param, tensor in zip(flat.params, flat.local_tensors, strict=True):
         # Assigned, because nn.Parameter(DTensor(...)) makes a view with a version of its own.
         param._local_tensor = tensor
     flat.storages = list(map(_storage, flat.params))
+
+
+def _local_tensors(unit: Any) -> list[Tensor]:
+    return [*map(standalone, unit.layout.local_tensors(unit.padded_shard, unit.shard_rank))]
 
 
 def _storage(param: Tensor) -> int:
@@ -356,7 +361,7 @@ def unit_of_param(param: object) -> Any:
     if isinstance(param, FlatParameter):
         return param.unit()
     unit = getattr(param, "minifsdp_unit", None)
-    return None if unit is None else unit()
+    return unit() if unit else None
 
 
 def is_optimized(param: object) -> bool:
