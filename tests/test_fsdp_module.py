@@ -159,6 +159,32 @@ def test_unshard_shows_whole_parameters_until_reshard_or_the_next_call():
     model.reshard()  # nothing to do
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+@on_ranks(2)
+def test_whole_parameters_may_be_seen_and_set_as_those_of_a_wrapper(wrapped):
+    plain, model = build(), build()
+    fully_shard([model[1], model[3].out])
+    model = FSDP(model) if wrapped else fully_shard(model)
+    names = dict(plain.named_parameters())
+    with torch.no_grad():
+        with FSDP.summon_full_params(model):
+            found = dict(model.named_parameters())
+            assert found.keys() == names.keys()
+            assert all(torch.equal(found[name], names[name]) for name in names)
+            for param in (*found.values(), *names.values()):
+                param.mul_(2)
+        with FSDP.summon_full_params(model[1], recurse=False, writeback=False):
+            model[1].linear.weight.zero_()
+        assert same(whole(model), whole(plain))
+        assert isinstance(model[1].linear.weight, DTensor)
+    x = torch.randn(4, 3, device=device())
+    out = model(x)
+    with FSDP.summon_full_params(model):  # as an error says that tells of a sharded parameter
+        assert torch.equal(model[2].out.weight, plain[2].out.weight)
+    assert torch.equal(out, plain(x))
+    out.sum().backward()
+
+
 @on_ranks(2)
 def test_an_unshard_that_was_refused_can_be_asked_for_again():
     model = sharded()
