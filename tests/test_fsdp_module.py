@@ -144,6 +144,42 @@ def test_a_module_keeps_its_names_and_is_of_a_subclass():
 
 
 @on_ranks(2)
+def test_a_module_may_have_attributes_and_methods_of_many_names():
+    class Named(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 3)
+            self._engine, self._output_dtype = 2.0, torch.float64
+
+        def _choose(self, first, second):
+            return first + second
+
+        def _units(self):
+            return self._choose(1, 2) * self._engine
+
+        def _gathered(self, x):
+            return super().forward(x) * self._units()
+
+        def forward(self, x):
+            return self._gathered(x).to(self._output_dtype)
+
+    torch.manual_seed(0)
+    plain, model = Named().to(device()), Named().to(device())
+    model.load_state_dict(plain.state_dict())
+    x = torch.randn(4, 3, device=device())
+    assert torch.equal(fully_shard(model)(x), plain(x))
+
+
+@pytest.mark.parametrize("name", ["_unit", "_hooks"])
+@on_ranks(1)
+def test_a_name_that_is_taken_is_refused_and_changes_nothing(name):
+    module = build()
+    setattr(module, name, nn.Identity())
+    with pytest.raises(ValueError, match=rf"Sequential has an attribute '{name}' of its own"):
+        fully_shard(module)
+    assert type(module) is nn.Sequential and not isinstance(module[0].weight, DTensor)
+
+
+@on_ranks(2)
 def test_unshard_shows_whole_parameters_until_reshard_or_the_next_call():
     plain, model = build(), sharded()
     handle = model.unshard(async_op=True)
@@ -243,7 +279,7 @@ def test_unshard_between_a_forward_and_its_backward_changes_nothing(by_hand, way
     expected, model = backward(sharded(**WAYS[way])), sharded(**WAYS[way])
     found = backward(model, BY_HAND[by_hand])
     assert all(torch.equal(p, expected[name]) for name, p in found.items())
-    assert model._engine.stats.unsharded_units == 0
+    assert model._hooks.engine.stats.unsharded_units == 0
 
 
 @on_ranks(2)
@@ -364,9 +400,9 @@ def test_reshard_after_forward_can_be_changed():
     x = torch.randn(2, 3, device=device())
     for reshards, gathers in ((False, 4), (True, 7)):
         model.set_reshard_after_forward(reshards)
-        before = model._engine.stats.all_gathers
+        before = model._hooks.engine.stats.all_gathers
         model(x).sum().backward()
-        assert model._engine.stats.all_gathers - before == gathers
+        assert model._hooks.engine.stats.all_gathers - before == gathers
     with pytest.raises(
         ValueError,
         match=r"reshard_after_forward=2: it is True or False here.* given to fully_shard",
