@@ -24,6 +24,7 @@ from functools import cache
 from types import MethodType
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -372,6 +373,7 @@ class FSDPModule:
         """The same when this one's backward begins."""
         self._unit.backward_targets = units_to_prefetch(modules)
 
+    @torch.inference_mode(False)  # what is made here outlives the mode that a program may be in
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Of ``to()``, ``to_empty()``, ``half()``: torch swaps all that a DTensor has for what
         another one has, and with it what a program has set on it."""

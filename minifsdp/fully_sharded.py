@@ -255,6 +255,7 @@ class FullyShardedDataParallel(StateDictMethods, ModuleWrapper):
     def _check_root_and_idle(self, method: str) -> None:
         check_root_and_idle(self._unit, self._engine.root, self._hooks.idle, method)
 
+    @torch.inference_mode(False)  # what is made here outlives the mode that a program may be in
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Of ``to()``, ``cuda()``, ``half()``: torch may put a new parameter in our one's place."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -299,6 +299,7 @@ def was_changed(unit: Any) -> bool:
     )
 
 
+@torch.inference_mode(False)  # this memory outlives the mode that a forward may run in
 def divide_again(unit: Any) -> None:
     """Take over such a change. The unit is sharded.
 
