@@ -1569,6 +1569,7 @@ MUTANTS = [
     Mutant("checks/members", "a unit without a wrapper has no class", "parent._modules.get(WRAPPED, parent)", "parent._modules[WRAPPED]"),
     Mutant("fsdp_module", "names that are taken are overwritten", "            _check_names(one)\n", ""),
     Mutant("fully_sharded", "only wrappers are summoned", "if unit_of(m) is not None]", "if isinstance(m, FullyShardedDataParallel)]", noticed_by="fsdp_module"),
+    Mutant("support/divided_param", "memory that was moved is not followed", "tensor is not tensor or tensor.data_ptr() != address", "tensor is not tensor"),
     Mutant("support/divided_param", "what is loaded from a file is of a class that torch does not know", "return set, ()", "return type(None), ()"),
     Mutant("wrapping/attributes", "nobody says how to have averages", "one's. \" + AVERAGES", "one's. \"", noticed_by="promises/averages"),
     Mutant("fsdp_module", "nobody says how to have averages of DTensors", "            + AVERAGES\n", "", noticed_by="promises/averages"),

@@ -36,13 +36,16 @@ class DividedParameter(FlatParameter):
     Attributes:
         params: one for each parameter of the unit, in the order of ``unit.param_infos``. Their
             local tensors are views of the unit's padded shard.
-        local_tensors: these views.
+        local_tensors: these views, each with a storage of its own.
+        addresses: of their memory, which ``share_memory_()`` moves. (So does a queue to another
+            process.) The unit's shard stays where it was.
         storages: where torch has the storage of each DTensor, which is empty. By these an
             assignment to ``data`` is noticed.
     """
 
     params: list[Any]  # of DTensor, each an nn.Parameter
     local_tensors: list[Tensor]
+    addresses: list[int]
     storages: list[int]
 
     @property
@@ -247,6 +250,7 @@ def set_owner(unit: Any, flat: DividedParameter) -> None:
 def _show(unit: Any, flat: DividedParameter) -> None:
     """Let the DTensors be views of ``unit.padded_shard``."""
     flat.local_tensors = _local_tensors(unit)
+    flat.addresses = [tensor.data_ptr() for tensor in flat.local_tensors]
     for param, tensor in zip(flat.params, flat.local_tensors, strict=True):
         # Assigned, because nn.Parameter(DTensor(...)) makes a view with a version of its own.
         param._local_tensor = tensor
@@ -291,11 +295,14 @@ def check_assigned(unit: Any) -> None:
 
 
 def was_changed(unit: Any) -> bool:
-    """Whether a program has moved or cast the DTensors, or frozen one or begun to train one."""
+    """Whether a program has moved or cast the DTensors, or their memory, or frozen one or begun to
+    train one."""
     flat = unit.sharded_flat_param
     return (flat.requires_grad and unit.trained != unit.layout.trained) or any(
-        param._local_tensor is not tensor
-        for param, tensor in zip(flat.params, flat.local_tensors, strict=True)
+        param._local_tensor is not tensor or tensor.data_ptr() != address
+        for param, tensor, address in zip(
+            flat.params, flat.local_tensors, flat.addresses, strict=True
+        )
     )
 
 

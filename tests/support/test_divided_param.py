@@ -205,6 +205,20 @@ def test_parameters_are_copied_and_saved_as_torchs_are(what):
             assert unit_of_param(same) is None and not is_optimized(same)
 
 
+@on_ranks(2)
+def test_what_is_shared_with_another_process_goes_on():
+    model, plain = rows(), ddp()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    for at in range(3):
+        for either, optimizer in zip((model, plain), optimizers, strict=True):
+            backward(either, at)
+            optimizer.step()
+            optimizer.zero_grad()
+        if at == 0 and device().type == "cpu":  # as a queue of torch.multiprocessing does it
+            list(model.parameters())[1].to_local().share_memory_()
+    assert_same(model, plain)
+
+
 # ----------------------------------------------------------------------------------- versions
 
 
