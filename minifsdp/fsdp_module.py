@@ -24,6 +24,7 @@ from functools import cache
 from types import MethodType
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -36,7 +37,6 @@ from minifsdp.checks.param_changes import check_unreplaced_by_hand
 from minifsdp.checks.unsupported import add_missing, join_hook, refuse
 from minifsdp.core.api import BackwardPrefetch
 from minifsdp.core.streams import Streams
-from minifsdp.featured_engine import FeaturedEngine
 from minifsdp.fully_sharded import make_root
 from minifsdp.no_sync import NoSync
 from minifsdp.prefetch_lists import ListedParameters, ListedPrefetcher, units_to_prefetch
@@ -46,7 +46,7 @@ from minifsdp.support.pytree import map_tensors
 from minifsdp.support.shard_changes import adopt
 from minifsdp.support.tensor_parallel import data_mesh
 from minifsdp.users_comm import checked, group_for_reductions, hybrid_of
-from minifsdp.wrapping.attributes import AVERAGES
+from minifsdp.wrapping.attributes import AVERAGES, has_attribute
 from minifsdp.wrapping.auto_wrap import check_wrappable
 from minifsdp.wrapping.build import build_unit
 from minifsdp.wrapping.compiled import compiled, uncompiled
@@ -112,6 +112,7 @@ def fully_shard(
     with ignoring(whole, ignored_states=params_only(ignored_params)):
         for position, one in enumerate(modules):
             check_wrappable(one, str(position) if one is not whole else "")
+            _check_names(one)
         check_inside(whole, mesh, on_mesh)
         settings = fsdp2_settings(mesh, reshard_after_forward, mp_policy, offload_policy)
         group = settings.placement.shard_group
@@ -121,7 +122,7 @@ def fully_shard(
         unit.is_list, unit.unreduced_dtype = whole is not modules[0], mp_policy.reduce_dtype
         unit.post_forward_lines = post_forward_lines(reshard_after_forward, unit.shard_group, mesh)
     for one in modules:
-        one.__dict__.update(_unit=unit, _output_dtype=mp_policy.output_dtype)
+        one.__dict__.update(_unit=unit, _fsdp_output_dtype=mp_policy.output_dtype)
         cls: Any = type(one)
         one.__class__ = _subclass(cls)
         register_rows_hook(one)
@@ -131,11 +132,14 @@ def fully_shard(
 
 
 class FSDPModule:
-    """What the class of a module that was given to :func:`fully_shard` has more than before."""
+    """What the class of a module that was given to :func:`fully_shard` has more than before.
 
-    _unit: Any
+    The names are torch's, or begin with ``_fsdp``: a module may have any others itself.
+    """
+
+    _unit: Any  # what wrappers have, too; _check_names keeps these two free
     _hooks: Any
-    _output_dtype: Any
+    _fsdp_output_dtype: Any
     join_hook = join_hook
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -147,9 +151,9 @@ class FSDPModule:
     @uncompiled
     def __call__(self, callback: Any, *args: Any, **kwargs: Any) -> Any:
         """The module's call, with its parameters gathered for as long as it runs."""
-        return self._gathered(super().__call__, callback, args, kwargs)  # type: ignore[misc]
+        return self._fsdp_gathered(super().__call__, callback, args, kwargs)  # type: ignore[misc]
 
-    def _gathered(self, function: Any, callback: Any, args: Any, kwargs: Any) -> Any:
+    def _fsdp_gathered(self, function: Any, callback: Any, args: Any, kwargs: Any) -> Any:
         for unit in [*self._hooks.summoned]:
             if unit.by_hand is not None:
                 check_unreplaced_by_hand(unit)
@@ -161,11 +165,11 @@ class FSDPModule:
         if self._hooks.summoned:
             forward = self._hooks.forward_between_steps
         output = forward(self._unit, self, called, args, kwargs)
-        if self._output_dtype is None:
+        if self._fsdp_output_dtype is None:
             return output
 
         def cast(tensor: Tensor) -> Tensor:
-            return tensor.to(self._output_dtype) if tensor.is_floating_point() else tensor
+            return tensor.to(self._fsdp_output_dtype) if tensor.is_floating_point() else tensor
 
         return map_tensors(cast, output)
 
@@ -180,7 +184,7 @@ class FSDPModule:
             async_op: return a handle with a ``wait()``, which need not be called.
         """
         if not self._hooks.idle:
-            engine: Any = self._engine
+            engine: Any = self._hooks.engine
             engine.parameters.prefetch([self._unit])
         elif self._unit.by_hand is None:
             by_hand, options = ExitStack(), Options(writeback=False)
@@ -201,19 +205,19 @@ class FSDPModule:
         Raises:
             RuntimeError: a forward or backward is running.
         """
-        units = self._units_between_steps("set_requires_gradient_sync", recurse)
-        no_sync = self._engine.layer(NoSync)
+        units = self._fsdp_units_between_steps("set_requires_gradient_sync", recurse)
+        no_sync = self._hooks.engine.layer(NoSync)
         change = no_sync.unreduced.difference if requires_gradient_sync else no_sync.unreduced.union
         no_sync.unreduced = change(units)
-        self._choose(hybrid_of(units), all_reduces=requires_gradient_sync)
+        self._fsdp_choose(hybrid_of(units), all_reduces=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """The same for the all-reduce of hybrid sharding alone: False reduces gradients in the
         shard group, and keeps the sum of several backwards there. Without hybrid sharding it
         changes nothing. Raises as :meth:`set_requires_gradient_sync`."""
-        units = self._units_between_steps("set_requires_all_reduce", recurse)
-        self._engine.layer(NoSync).begin_to_use()
-        self._choose(hybrid_of(units), all_reduces=requires_all_reduce)
+        units = self._fsdp_units_between_steps("set_requires_all_reduce", recurse)
+        self._hooks.engine.layer(NoSync).begin_to_use()
+        self._fsdp_choose(hybrid_of(units), all_reduces=requires_all_reduce)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -221,9 +225,9 @@ class FSDPModule:
         """False: units stay gathered after their backward, until an optimizer or somebody else
         changes their shards. That saves the gathers of the next backwards of an accumulation, and
         costs their memory. Raises as :meth:`set_requires_gradient_sync`."""
-        for unit in self._units_between_steps("set_reshard_after_backward", recurse):
+        for unit in self._fsdp_units_between_steps("set_reshard_after_backward", recurse):
             unit.reshard_after_backward = reshard_after_backward
-        self._engine.layer(NoSync).begin_to_use()
+        self._hooks.engine.layer(NoSync).begin_to_use()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this unit's gradients over all ranks by ``factor``, and not by the
@@ -235,8 +239,8 @@ class FSDPModule:
         """
         if not factor > 0:
             raise ValueError(f"set_gradient_divide_factor({factor!r}): expected a number above 0")
-        units = self._units_between_steps("set_gradient_divide_factor")
-        self._choose(units, divide_factor=float(factor))
+        units = self._fsdp_units_between_steps("set_gradient_divide_factor")
+        self._fsdp_choose(units, divide_factor=float(factor))
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor  # torch's old name
 
@@ -250,7 +254,9 @@ class FSDPModule:
             RuntimeError: a forward or backward is running.
         """
         refuse(stream=stream)
-        self._choose(self._units_between_steps("set_all_reduce_hook"), all_reduce_hook=hook)
+        self._fsdp_choose(
+            self._fsdp_units_between_steps("set_all_reduce_hook"), all_reduce_hook=hook
+        )
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather this unit by ``comm``, as torch's ``AllGather`` is called. What it has in
@@ -260,13 +266,16 @@ class FSDPModule:
             TypeError: it cannot be called, or has no ``allocate``.
             RuntimeError: a forward or backward is running.
         """
-        self._choose(self._units_between_steps("set_custom_all_gather"), all_gather=checked(comm))
+        self._fsdp_choose(
+            self._fsdp_units_between_steps("set_custom_all_gather"), all_gather=checked(comm)
+        )
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce gradients of this unit by ``comm``, as torch's ``ReduceScatter`` is called. Raises
         as :meth:`set_custom_all_gather`."""
-        self._choose(
-            self._units_between_steps("set_custom_reduce_scatter"), reduce_scatter=checked(comm)
+        self._fsdp_choose(
+            self._fsdp_units_between_steps("set_custom_reduce_scatter"),
+            reduce_scatter=checked(comm),
         )
 
     def set_separate_reduce_scatter_group(
@@ -274,15 +283,15 @@ class FSDPModule:
     ) -> None:
         """Reduce gradients in a process group of their own, so that NCCL may gather meanwhile. All
         ranks that share the units call it. Raises as :meth:`set_requires_gradient_sync`."""
-        for unit in self._units_between_steps("set_separate_reduce_scatter_group", recurse):
+        for unit in self._fsdp_units_between_steps("set_separate_reduce_scatter_group", recurse):
             own = enable and unit.shard_group is not None
             group = group_for_reductions(unit.shard_group) if own else None
-            self._choose([unit], reduce_group=group)
+            self._fsdp_choose([unit], reduce_group=group)
 
     def set_post_optim_event(self, event: Any) -> None:
         """On a GPU, let the gathers of the next forward wait for ``event``, recorded after the
         optimizer's step, and not for all that is queued by then. For the root."""
-        self._engine.after_optimizer = event
+        self._hooks.engine.after_optimizer = event
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Does nothing: a unit is gathered in the backward if autograd has saved one of its
@@ -291,19 +300,19 @@ class FSDPModule:
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Does nothing: gradients are scaled before they travel, and all reductions are sums."""
 
-    def _units_between_steps(self, method: str, recurse: bool = False) -> list[Any]:
+    def _fsdp_units_between_steps(self, method: str, recurse: bool = False) -> list[Any]:
         if not self._hooks.idle:
             raise RuntimeError(f"{method} was called in a forward or backward; call it between.")
-        return self._units(recurse)
+        return self._fsdp_units(recurse)
 
-    def _units(self, recurse: bool) -> list[Any]:
+    def _fsdp_units(self, recurse: bool) -> list[Any]:
         modules = self.modules() if recurse else [self]  # type: ignore[attr-defined]
         return [*dict.fromkeys(m._unit for m in modules if isinstance(m, FSDPModule))]
 
-    def _choose(self, units: list[Any], **choices: Any) -> None:
+    def _fsdp_choose(self, units: list[Any], **choices: Any) -> None:
         for unit in units:
             unit.users_comm = replace(unit.users_comm, **choices)
-        choose_strategies(units, self._engine.streams)
+        choose_strategies(units, self._hooks.engine.streams)
 
     def _get_fsdp_state(self) -> NoReturn:
         raise NotImplementedError(
@@ -348,7 +357,7 @@ class FSDPModule:
                 f"reshard_after_forward={reshard_after_forward!r}: it is True or False here, as in "
                 f"torch. A number of ranks is given to fully_shard, when the unit is made."
             )
-        for unit in self._units(recurse):
+        for unit in self._fsdp_units(recurse):
             unit.reshard_after_forward, unit.post_forward_lines = reshard_after_forward, None
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
@@ -364,6 +373,7 @@ class FSDPModule:
         """The same when this one's backward begins."""
         self._unit.backward_targets = units_to_prefetch(modules)
 
+    @torch.inference_mode(False)  # what is made here outlives the mode that a program may be in
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Of ``to()``, ``to_empty()``, ``half()``: torch swaps all that a DTensor has for what
         another one has, and with it what a program has set on it."""
@@ -384,17 +394,26 @@ class FSDPModule:
             + AVERAGES
         )
 
-    @property
-    def _engine(self) -> FeaturedEngine:
-        engine: FeaturedEngine = self._hooks.engine
-        return engine
-
 
 class UnshardHandle:
     """What ``unshard(async_op=True)`` returns."""
 
     def wait(self) -> None:
         """Nothing: the gather is complete, or the module itself waits for it when it runs."""
+
+
+def _check_names(module: nn.Module) -> None:
+    """Refuse a module that has something of its own where its unit and hooks are to be.
+
+    Raises:
+        ValueError: naming the attribute.
+    """
+    for name in ("_unit", "_hooks"):
+        if has_attribute(module, name):
+            raise ValueError(
+                f"{type(module).__name__} has an attribute {name!r} of its own. fully_shard needs "
+                f"that name. Give the attribute another one."
+            )
 
 
 @cache  # of one class, the same: type(block) is type(other_block) stays true
@@ -417,7 +436,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ValueError(f"{type(module).__name__} has no method {method_name!r} to gather for")
 
     def gathered(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
-        return self._gathered(method, None, args, kwargs)
+        return self._fsdp_gathered(method, None, args, kwargs)
 
     module.__dict__[method_name] = MethodType(gathered, module)
 

@@ -38,7 +38,7 @@ from minifsdp.wrapping.auto_wrap import Policy, check_wrappable
 from minifsdp.wrapping.build import build_unit, wrap_below
 from minifsdp.wrapping.compiled import compiled, uncompiled
 from minifsdp.wrapping.ignored import ignoring
-from minifsdp.wrapping.module_tree import clean, ignored_params, name_units
+from minifsdp.wrapping.module_tree import clean, ignored_params, name_units, unit_of
 from minifsdp.wrapping.root_settings import make_limiter, make_prefetcher
 from minifsdp.wrapping.settings import Settings
 from minifsdp.wrapping.torch_names import from_torch
@@ -233,7 +233,8 @@ class FullyShardedDataParallel(StateDictMethods, ModuleWrapper):
         """Gather full parameters outside of forward and backward; see full_params.py.
 
         Args:
-            module: with wrappers at or below it. Every rank has to take part.
+            module: with wrappers at or below it, or modules that fully_shard was given. Every rank
+                has to take part.
             recurse: also the units below ``module``'s own.
             writeback: keep changes. Each rank keeps those to its own chunk, so make the same ones
                 on all ranks.
@@ -246,14 +247,15 @@ class FullyShardedDataParallel(StateDictMethods, ModuleWrapper):
                 gradients that are not reduced.
             ValueError: ``rank0_only`` with ``writeback``.
         """
-        wrappers = FullyShardedDataParallel.fsdp_modules(module)
-        units = [(w._hooks, w._unit) for w in wrappers if recurse or w is module]
+        found: list[Any] = [m for m in module.modules() if unit_of(m) is not None]
+        units = {m._unit: m._hooks for m in found if recurse or m is module}
         with summon(units, Options(writeback, rank0_only, offload_to_cpu, with_grads)):
             yield
 
     def _check_root_and_idle(self, method: str) -> None:
         check_root_and_idle(self._unit, self._engine.root, self._hooks.idle, method)
 
+    @torch.inference_mode(False)  # what is made here outlives the mode that a program may be in
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Of ``to()``, ``cuda()``, ``half()``: torch may put a new parameter in our one's place."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -40,7 +40,7 @@ def test_a_root_has_no_layer_of_a_feature_that_it_does_not_use():
     model = layers().to(device())
     fully_shard([model[1], model[2]])
     fully_shard(model)
-    assert SOME & {*kinds(model._engine)} == {Lists, ShownParams}
+    assert SOME & {*kinds(model._hooks.engine)} == {Lists, ShownParams}
     assert SOME & {*kinds(stack(mixed_precision=FULL_PRECISION).engine)} == {CastBack}
 
 
@@ -49,7 +49,7 @@ def test_a_unit_with_a_post_forward_shard_has_its_layer():
     model = layers().to(device())
     fully_shard(model[1], reshard_after_forward=2)
     fully_shard(model)
-    assert PostForward in kinds(model._engine)
+    assert PostForward in kinds(model._hooks.engine)
 
 
 @pytest.mark.parametrize(

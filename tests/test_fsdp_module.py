@@ -144,6 +144,42 @@ def test_a_module_keeps_its_names_and_is_of_a_subclass():
 
 
 @on_ranks(2)
+def test_a_module_may_have_attributes_and_methods_of_many_names():
+    class Named(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 3)
+            self._engine, self._output_dtype = 2.0, torch.float64
+
+        def _choose(self, first, second):
+            return first + second
+
+        def _units(self):
+            return self._choose(1, 2) * self._engine
+
+        def _gathered(self, x):
+            return super().forward(x) * self._units()
+
+        def forward(self, x):
+            return self._gathered(x).to(self._output_dtype)
+
+    torch.manual_seed(0)
+    plain, model = Named().to(device()), Named().to(device())
+    model.load_state_dict(plain.state_dict())
+    x = torch.randn(4, 3, device=device())
+    assert torch.equal(fully_shard(model)(x), plain(x))
+
+
+@pytest.mark.parametrize("name", ["_unit", "_hooks"])
+@on_ranks(1)
+def test_a_name_that_is_taken_is_refused_and_changes_nothing(name):
+    module = build()
+    setattr(module, name, nn.Identity())
+    with pytest.raises(ValueError, match=rf"Sequential has an attribute '{name}' of its own"):
+        fully_shard(module)
+    assert type(module) is nn.Sequential and not isinstance(module[0].weight, DTensor)
+
+
+@on_ranks(2)
 def test_unshard_shows_whole_parameters_until_reshard_or_the_next_call():
     plain, model = build(), sharded()
     handle = model.unshard(async_op=True)
@@ -157,6 +193,32 @@ def test_unshard_shows_whole_parameters_until_reshard_or_the_next_call():
         model(torch.randn(2, 3, device=device())).sum().backward()
         assert isinstance(model[1].linear.weight, DTensor)
     model.reshard()  # nothing to do
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@on_ranks(2)
+def test_whole_parameters_may_be_seen_and_set_as_those_of_a_wrapper(wrapped):
+    plain, model = build(), build()
+    fully_shard([model[1], model[3].out])
+    model = FSDP(model) if wrapped else fully_shard(model)
+    names = dict(plain.named_parameters())
+    with torch.no_grad():
+        with FSDP.summon_full_params(model):
+            found = dict(model.named_parameters())
+            assert found.keys() == names.keys()
+            assert all(torch.equal(found[name], names[name]) for name in names)
+            for param in (*found.values(), *names.values()):
+                param.mul_(2)
+        with FSDP.summon_full_params(model[1], recurse=False, writeback=False):
+            model[1].linear.weight.zero_()
+        assert same(whole(model), whole(plain))
+        assert isinstance(model[1].linear.weight, DTensor)
+    x = torch.randn(4, 3, device=device())
+    out = model(x)
+    with FSDP.summon_full_params(model):  # as an error says that tells of a sharded parameter
+        assert torch.equal(model[2].out.weight, plain[2].out.weight)
+    assert torch.equal(out, plain(x))
+    out.sum().backward()
 
 
 @on_ranks(2)
@@ -217,7 +279,7 @@ def test_unshard_between_a_forward_and_its_backward_changes_nothing(by_hand, way
     expected, model = backward(sharded(**WAYS[way])), sharded(**WAYS[way])
     found = backward(model, BY_HAND[by_hand])
     assert all(torch.equal(p, expected[name]) for name, p in found.items())
-    assert model._engine.stats.unsharded_units == 0
+    assert model._hooks.engine.stats.unsharded_units == 0
 
 
 @on_ranks(2)
@@ -338,9 +400,9 @@ def test_reshard_after_forward_can_be_changed():
     x = torch.randn(2, 3, device=device())
     for reshards, gathers in ((False, 4), (True, 7)):
         model.set_reshard_after_forward(reshards)
-        before = model._engine.stats.all_gathers
+        before = model._hooks.engine.stats.all_gathers
         model(x).sum().backward()
-        assert model._engine.stats.all_gathers - before == gathers
+        assert model._hooks.engine.stats.all_gathers - before == gathers
     with pytest.raises(
         ValueError,
         match=r"reshard_after_forward=2: it is True or False here.* given to fully_shard",

@@ -556,9 +556,9 @@ def test_the_host_waits_for_a_gpu_at_most_once_in_a_step_for_all_parameters(wrap
             waits = [backward(at)]
             optimizer.step()
             optimizer.zero_grad()
-            model._engine.layer(NoSync).unreduced = {*model._engine.units}
+            model._hooks.engine.layer(NoSync).unreduced = {*model._hooks.engine.units}
             waits += [backward(at), backward(at)]
-            model._engine.layer(NoSync).unreduced = set()
+            model._hooks.engine.layer(NoSync).unreduced = set()
             waits += [backward(at)]
             gpu.waits.clear()
             optimizer.step()

@@ -177,9 +177,9 @@ def test_units_that_are_kept_are_gathered_once_for_each_step_of_an_optimizer():
     for _ in range(3):
         for number in range(BATCHES):
             model.set_reshard_after_backward(number == BATCHES - 1)
-            before = model._engine.stats.all_gathers
+            before = model._hooks.engine.stats.all_gathers
             backward(model)
-            gathers.append(model._engine.stats.all_gathers - before)
+            gathers.append(model._hooks.engine.stats.all_gathers - before)
             units = [module._unit for module in model.modules() if isinstance(module, FSDPModule)]
             states = {unit.state.sharded for unit in units}
             kept = number < BATCHES - 1
@@ -366,7 +366,7 @@ def test_one_rank_divides_too():
 @on_ranks(1)
 def test_an_event_of_the_optimizer_is_waited_for_once():
     model = fully_shard(nn.Linear(2, 1).to(device()))
-    engine: FeaturedEngine = model._engine
+    engine: FeaturedEngine = model._hooks.engine
 
     class Event:
         pass
@@ -388,13 +388,13 @@ def test_an_event_of_the_optimizer_is_waited_for_once():
 def test_roots_may_have_their_streams_in_common():
     both, expected = [sharded(), sharded()], [sharded(), sharded()]
     share_comm_ctx(both)
-    assert both[0]._engine.streams is not expected[0]._engine.streams
+    assert both[0]._hooks.engine.streams is not expected[0]._hooks.engine.streams
     for models in (both, expected):
         x = torch.full((2, 3), 1.0 + dist.get_rank(), device=device())
         (models[0](x).sum() + models[1](x).pow(2).sum()).backward()
-    streams = {id(model._engine.streams) for model in both}
-    streams |= {id(model._engine.gradients.streams) for model in both}
-    streams |= {id(model._engine.parameters.streams) for model in both}
+    streams = {id(model._hooks.engine.streams) for model in both}
+    streams |= {id(model._hooks.engine.gradients.streams) for model in both}
+    streams |= {id(model._hooks.engine.parameters.streams) for model in both}
     assert len(streams) == 1
     for ours, plain in zip(both, expected, strict=True):
         pairs = zip(ours.parameters(), plain.parameters(), strict=True)
@@ -410,4 +410,4 @@ def test_what_nobody_has_asked_for_is_not_there():
     model = fully_shard(nn.Linear(2, 1).to(device()))
     backward_stages = [type(stage).__name__ for stage in model._unit.stages]
     assert "Scale" not in backward_stages and "UsersHook" not in backward_stages
-    assert model._engine.layer(NoSync).unreduced == set()
+    assert model._hooks.engine.layer(NoSync).unreduced == set()

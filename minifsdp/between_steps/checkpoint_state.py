@@ -45,7 +45,7 @@ from minifsdp.chunks.unit_dtensors import mesh_of_unit
 from minifsdp.core.outputs import tensors_in
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.rows import local_shape
-from minifsdp.support.dtensors import dtensor, local_of, standalone
+from minifsdp.support.dtensors import dtensor, local_of
 from minifsdp.wrapping.module_tree import unit_of
 
 
@@ -69,7 +69,7 @@ def state_to_save(
         RuntimeError: as :func:`minifsdp.as_dtensors`; ranks that should have the same values have
             not, so that they have no checksum.
     """
-    form = InPlace(standalone)
+    form = InPlace(Tensor.detach)
     with ExitStack() as undo:
         for optimizer in optimizers:
             if not optimizer.state:

@@ -11,7 +11,7 @@ Inside of the block, parameters and buffers have the dtypes in which they are st
 of the computation.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -49,14 +49,14 @@ class Options:
 
 
 @contextmanager
-def summon(units: Iterable[tuple[FeaturedHooks, FeaturedUnit]], options: Options) -> Iterator[None]:
+def summon(units: Mapping[FeaturedUnit, FeaturedHooks], options: Options) -> Iterator[None]:
     """:func:`full_params` of units that may have several roots.
 
     Args:
         units: each with the hooks of its root.
     """
     by_root: dict[FeaturedHooks, list[FeaturedUnit]] = {}
-    for hooks, unit in units:
+    for unit, hooks in units.items():
         by_root.setdefault(hooks, []).append(unit)
     with ExitStack() as stack:
         for hooks, below in by_root.items():

@@ -34,7 +34,7 @@ from minifsdp.between_steps.checkpoint_calls import ModelStateDict, WrapperRef, 
 from minifsdp.between_steps.full_params import Options, full_params, is_first
 from minifsdp.between_steps.state_dict_calls import StateDictCalls
 from minifsdp.chunks.unit_dtensors import EXCHANGED, Form, detached, divide_alike
-from minifsdp.support.dtensors import local_of, standalone
+from minifsdp.support.dtensors import local_of
 from minifsdp.wrapping.module_tree import (
     WRAPPER_PREFIX,
     clean,
@@ -56,17 +56,9 @@ def register_hooks(wrapper: Any) -> None:
 
 
 def register_rows_hook(module: Any) -> None:
-    """Of a module without a wrapper: its state dict has its DTensors, as they can be saved. What is
-    loaded may be divided in any way, or whole."""
-    module.register_state_dict_post_hook(_stand_alone)
+    """Of a module without a wrapper, whose state dict has its DTensors: what is loaded may be
+    divided in any way, or whole."""
     module.register_load_state_dict_pre_hook(_divide)
-
-
-def _stand_alone(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-    for key in _names_below(state, prefix):
-        value = state[key]
-        if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):  # keep_vars=True
-            state[key] = standalone(value)
 
 
 def _divide(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:

@@ -238,7 +238,7 @@ def check_part(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     before, after = _holders(parent._modules.get(name)), _holders(child)
     if before.keys() == after.keys():
         return
-    kind = type(parent if unit_of(parent) is None else parent._modules[WRAPPED]).__name__
+    kind = type(parent._modules.get(WRAPPED, parent)).__name__
     changed = {after.get(m, before.get(m)) for m in before.keys() ^ after.keys()}
     parts = ", ".join(sorted(repr(clean(f"{name}.{part}").strip(".")) for part in changed))
     raise RuntimeError(

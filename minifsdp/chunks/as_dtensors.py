@@ -66,12 +66,12 @@ def shown_as(
 ) -> Iterator[None]:
     """:func:`as_dtensors`, with DTensors of any form."""
     wrappers: list[Any] = [module for module in model.modules() if unit_of(module) is not None]
-    units = [(wrapper._hooks, wrapper._unit) for wrapper in wrappers]
+    units = {wrapper._unit: wrapper._hooks for wrapper in wrappers}
     with ExitStack() as stack:
         stack.enter_context(summon(units, Options(writeback, form=form)))
         divided = []
         for optimizer in optimizers:
-            divided.append(OptimizerDTensors(optimizer, [unit for _, unit in units], form))
+            divided.append(OptimizerDTensors(optimizer, [*units], form))
             stack.callback(divided[-1].restore)
         yield
         if writeback:

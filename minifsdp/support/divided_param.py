@@ -36,13 +36,16 @@ class DividedParameter(FlatParameter):
     Attributes:
         params: one for each parameter of the unit, in the order of ``unit.param_infos``. Their
             local tensors are views of the unit's padded shard.
-        local_tensors: these views.
+        local_tensors: these views, each with a storage of its own.
+        addresses: of their memory, which ``share_memory_()`` moves. (So does a queue to another
+            process.) The unit's shard stays where it was.
         storages: where torch has the storage of each DTensor, which is empty. By these an
             assignment to ``data`` is noticed.
     """
 
     params: list[Any]  # of DTensor, each an nn.Parameter
     local_tensors: list[Tensor]
+    addresses: list[int]
     storages: list[int]
 
     @property
@@ -113,9 +116,9 @@ class DividedParameter(FlatParameter):
     @property
     def _version(self) -> int:  # type: ignore[override]
         """Larger after each change in place: of the shard, through a DTensor, by an optimizer."""
-        # That of a local tensor, which views of one shard have in common, counts to_local().
-        version: int = _VERSION.__get__(self) + self.local_tensors[0]._version
-        return version + sum(int(param._version) for param in self.params)
+        # Those of the local tensors count what is done to to_local().
+        version: int = _VERSION.__get__(self)
+        return version + sum(int(t._version) for t in (*self.local_tensors, *self.params))
 
 
 def divided_parameter(unit: Any, trained: list[bool]) -> DividedParameter:
@@ -126,13 +129,12 @@ def divided_parameter(unit: Any, trained: list[bool]) -> DividedParameter:
         trained: whether each parameter has a gradient.
     """
     params: list[Any] = []
-    local = unit.layout.local_tensors(unit.padded_shard, unit.shard_rank)
+    local = _local_tensors(unit)
     for info, tensor, requires_grad in zip(unit.param_infos, local, trained, strict=True):
         made = dtensor(unit, unit.mesh, info.shape, tensor, info.dim)
         if info.spec is not None:
             made = on_both_meshes(made, info.spec)
-        # Without standalone() deepcopy would look for memory in it, where it has an offset.
-        params.append(nn.Parameter(standalone(made), requires_grad))
+        params.append(nn.Parameter(made, requires_grad))
     _watch_steps()
     return _flat_behind(unit, params)
 
@@ -226,10 +228,12 @@ def _name_of(param: Any) -> str:
 
 
 class UnitRef(ref[Any]):
-    """To the unit that a DTensor is of. A deep copy of the DTensor is of none."""
+    """To the unit that a DTensor is of. A copy of the DTensor, or what is loaded of it from a file,
+    is of none."""
 
-    def __deepcopy__(self, memo: object) -> None:
-        return None
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        # Of what is false torch.load(weights_only=True) knows this class.
+        return set, ()
 
 
 def set_owner(unit: Any, flat: DividedParameter) -> None:
@@ -245,11 +249,16 @@ def set_owner(unit: Any, flat: DividedParameter) -> None:
 
 def _show(unit: Any, flat: DividedParameter) -> None:
     """Let the DTensors be views of ``unit.padded_shard``."""
-    flat.local_tensors = unit.layout.local_tensors(unit.padded_shard, unit.shard_rank)
+    flat.local_tensors = _local_tensors(unit)
+    flat.addresses = [tensor.data_ptr() for tensor in flat.local_tensors]
     for param, tensor in zip(flat.params, flat.local_tensors, strict=True):
         # Assigned, because nn.Parameter(DTensor(...)) makes a view with a version of its own.
         param._local_tensor = tensor
     flat.storages = list(map(_storage, flat.params))
+
+
+def _local_tensors(unit: Any) -> list[Tensor]:
+    return [*map(standalone, unit.layout.local_tensors(unit.padded_shard, unit.shard_rank))]
 
 
 def _storage(param: Tensor) -> int:
@@ -286,14 +295,18 @@ def check_assigned(unit: Any) -> None:
 
 
 def was_changed(unit: Any) -> bool:
-    """Whether a program has moved or cast the DTensors, or frozen one or begun to train one."""
+    """Whether a program has moved or cast the DTensors, or their memory, or frozen one or begun to
+    train one."""
     flat = unit.sharded_flat_param
     return (flat.requires_grad and unit.trained != unit.layout.trained) or any(
-        param._local_tensor is not tensor
-        for param, tensor in zip(flat.params, flat.local_tensors, strict=True)
+        param._local_tensor is not tensor or tensor.data_ptr() != address
+        for param, tensor, address in zip(
+            flat.params, flat.local_tensors, flat.addresses, strict=True
+        )
     )
 
 
+@torch.inference_mode(False)  # this memory outlives the mode that a forward may run in
 def divide_again(unit: Any) -> None:
     """Take over such a change. The unit is sharded.
 
@@ -356,7 +369,7 @@ def unit_of_param(param: object) -> Any:
     if isinstance(param, FlatParameter):
         return param.unit()
     unit = getattr(param, "minifsdp_unit", None)
-    return None if unit is None else unit()
+    return unit() if unit else None
 
 
 def is_optimized(param: object) -> bool:

@@ -57,19 +57,16 @@ def divided_alike(found: object, param: DTensor) -> bool:
     )
 
 
-def standalone(value: Tensor) -> Tensor:
-    """Without a graph and in the same memory; of a DTensor, this is the whole of a storage.
+def standalone(local: Tensor) -> Tensor:
+    """The same memory as a storage of its own, for what this rank has of a DTensor.
 
-    The rows of a parameter begin somewhere in the shard of their unit. A DTensor of them says the
-    same of itself, and torch's ``async_save`` (2.13) takes what begins somewhere for a tensor that
-    has memory, copies it as such, and fails.
+    The rows of a parameter are a part of the shard of their unit. torch copies and saves whole
+    storages: of a view of the shard it would write the whole shard to a file. And of a DTensor
+    whose local tensor begins somewhere in a storage, ``copy.deepcopy``, ``torch.save`` and
+    ``async_save`` (2.13) believe that it has memory itself, and fail.
     """
-    value = value.detach()
-    if not isinstance(value, DTensor) or not value._local_tensor.storage_offset():
-        return value
-    if value.is_meta:  # it has no memory
-        return value
-    local = value._local_tensor
+    if local.is_meta:  # it has no memory
+        return local
     begins, size = local.storage_offset() * local.itemsize, local.numel() * local.itemsize
     storage = local.untyped_storage()[begins : begins + size]  # it keeps all of the memory alive
-    return like(value, local.new_empty(0).set_(storage, 0, local.shape, local.stride()))
+    return local.new_empty(0).set_(storage, 0, local.shape, local.stride())

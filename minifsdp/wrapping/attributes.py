@@ -183,10 +183,12 @@ class ModuleWrapper(nn.Module):
         the module, whose forward may read it. A new name that begins with ``_`` is a mark that a
         framework leaves on the module that it was given, which is the wrapper.
         """
-        if "_hooks" not in self.__dict__ or _has(self, name):  # without _hooks __init__ is running
+        if "_hooks" not in self.__dict__ or has_attribute(
+            self, name
+        ):  # without _hooks __init__ is running
             return False
         module = self._modules[WRAPPED]
-        return not name.startswith("_") or (module is not None and _has(module, name))
+        return not name.startswith("_") or (module is not None and has_attribute(module, name))
 
     def _check_parameter(self, name: str, value: object) -> None:
         """Refuse to set a parameter, except inside summon_full_params (unit_params.py), where it
@@ -211,7 +213,7 @@ class ModuleWrapper(nn.Module):
         return "" if unit is None else f" (unit {unit.label})"
 
 
-def _has(module: nn.Module, name: str) -> bool:
+def has_attribute(module: nn.Module, name: str) -> bool:
     """Whether a module has an attribute. ``hasattr`` would compute the value of a property."""
     state = module.__dict__
     return (

@@ -96,6 +96,7 @@ def wrap_below(
     wrap_inside(module, arguments, wrapper)
 
 
+@torch.inference_mode(False)  # what is made here outlives the mode that a program may be in
 def build_unit(
     module: nn.Module,
     settings: Settings,

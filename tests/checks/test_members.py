@@ -59,6 +59,20 @@ def test_a_part_with_parameters_cannot_be_replaced(how):
     assert torch.equal(step(model), plain(batch()).pow(2).sum())
 
 
+@pytest.mark.parametrize(
+    "how",
+    ["of the root", "of a unit", "an item", "a unit by one without", "added", "added by name"],
+)
+@on_ranks(2)
+def test_so_it_is_where_a_module_is_its_own_unit(how):
+    model, plain = layers(1), layers(1)
+    fully_shard(model[1])
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match=r"in unit .* cannot be replaced, added or removed"):
+        REPLACED[how](model)
+    assert torch.equal(step(model), plain(batch()).pow(2).sum())
+
+
 @on_ranks(2)
 def test_the_message_names_unit_module_and_parameters():
     model = stack(1)

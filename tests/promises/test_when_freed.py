@@ -69,7 +69,7 @@ class Watched:
             linear.register_forward_pre_hook(lambda *_, n=name: self.note(f"forward of {n}"))
             linear.register_full_backward_pre_hook(lambda *_, n=name: self.note(f"backward of {n}"))
         self.model = WAYS[way](net, strategy)
-        self.engine = self.model.engine if way != "fully_shard" else self.model._engine
+        self.engine = self.model.engine if way != "fully_shard" else self.model._hooks.engine
         self.engine.prefetcher.backward = self.engine.prefetcher.forward = None  # see test_prefetch
         self.engine.prefetcher.forward_where_it_helps = False
 

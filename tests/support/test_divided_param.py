@@ -1,6 +1,8 @@
 """divided_param.py: DTensors and the flat parameter behind them are the same numbers, whoever
 changes them, and training with them is training with DistributedDataParallel."""
 
+import copy
+import io
 from contextlib import contextmanager
 
 import pytest
@@ -172,6 +174,49 @@ def test_what_is_done_to_gradients_between_two_backwards_is_as_with_ddp(how):
         CLEAR[how](model, next(model.parameters()))
         backward(model, at=1)
     assert_same(*models, **CLOSE)
+
+
+# ------------------------------------------------------------------------- copies and files
+
+SAVED = {
+    "the parameters": lambda model: list(model.parameters()),
+    "detached": lambda model: [param.detach() for param in model.parameters()],
+    "their data": lambda model: [param.data for param in model.parameters()],
+    "a state dict": lambda model: list(model.state_dict().values()),
+    "one of parameters": lambda model: list(model.state_dict(keep_vars=True).values()),
+}
+
+
+@pytest.mark.parametrize("what", SAVED)
+@on_ranks(2)
+def test_parameters_are_copied_and_saved_as_torchs_are(what):
+    """Not with the rest of their unit's shard, and not with the unit."""
+    model = fully_shard(layers(2, 200).to(device()))
+    given = SAVED[what](model)
+    for value, other in zip(given, copy.deepcopy(given), strict=True):
+        file = io.BytesIO()
+        torch.save(value, file)
+        assert file.tell() < value.to_local().nbytes + 4000
+        file.seek(0)
+        for same in (other, torch.load(file, weights_only=True)):
+            assert type(same) is type(value) and same.requires_grad == value.requires_grad
+            assert torch.equal(same.to_local(), value.to_local())
+            assert same.to_local().data_ptr() != value.to_local().data_ptr()
+            assert unit_of_param(same) is None and not is_optimized(same)
+
+
+@on_ranks(2)
+def test_what_is_shared_with_another_process_goes_on():
+    model, plain = rows(), ddp()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    for at in range(3):
+        for either, optimizer in zip((model, plain), optimizers, strict=True):
+            backward(either, at)
+            optimizer.step()
+            optimizer.zero_grad()
+        if at == 0 and device().type == "cpu":  # as a queue of torch.multiprocessing does it
+            list(model.parameters())[1].to_local().share_memory_()
+    assert_same(model, plain)
 
 
 # ----------------------------------------------------------------------------------- versions

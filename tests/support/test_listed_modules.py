@@ -91,9 +91,9 @@ def whole(tensor):
 
 
 def gathers(model, forward) -> int:
-    before = model._engine.stats.all_gathers
+    before = model._hooks.engine.stats.all_gathers
     forward()
-    return model._engine.stats.all_gathers - before
+    return model._hooks.engine.stats.all_gathers - before
 
 
 LAST = ("norm", "head")
@@ -196,7 +196,7 @@ def test_one_gather_in_the_forward_and_one_in_the_backward():
     words = torch.ones(2, 3, dtype=torch.long, device=device())
     for lists, tied in (([LAST], False), ([("embed", "head")], True)):
         model = sharded(lists, tied=tied)
-        units = len(model._engine.units)
+        units = len(model._hooks.engine.units)
         assert units == 5  # the root, three blocks, the list
         for _ in range(3):
             loss = model(words).sum()
@@ -273,11 +273,11 @@ def test_blocks_are_prefetched_while_a_list_is_open():
     words = torch.ones(2, 3, dtype=torch.long, device=device())
     for _ in range(3):
         model(words).sum().backward()
-    stats = model._engine.prefetcher.stats
-    before = model._engine.stats.prefetches, model._engine.stats.declined_prefetches
+    stats = model._hooks.engine.prefetcher.stats
+    before = model._hooks.engine.stats.prefetches, model._hooks.engine.stats.declined_prefetches
     model(words).sum().backward()
-    prefetched = model._engine.stats.prefetches - before[0]
-    assert prefetched >= 6 - 2 and model._engine.stats.declined_prefetches == before[1]
+    prefetched = model._hooks.engine.stats.prefetches - before[0]
+    assert prefetched >= 6 - 2 and model._hooks.engine.stats.declined_prefetches == before[1]
     assert not any(stats.mistargets.values()), stats.mistargets
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minifsdp import CPUOffload, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
+from minifsdp import CPUOffload, MixedPrecision, ModuleWrapPolicy, ShardingStrategy, fully_shard
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.core.streams import BACKENDS
 from minifsdp.core.unit_state import Purpose
@@ -156,6 +156,25 @@ def test_what_was_made_in_an_inference_may_be_trained_with(strategy):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         assert all(param.grad.dtype is dtype for param in model.parameters())
         model.zero_grad()
+
+
+WAYS = {
+    "chunks": FSDP,
+    "rows": lambda model: FSDP(model, use_orig_params=True),
+    "fully_shard": fully_shard,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_so_may_be_a_model_that_was_sharded_and_cast_in_an_inference(way):
+    with torch.inference_mode():
+        model = WAYS[way](layers(1))
+        for dtype in (torch.float32, torch.float64):
+            model.to(dtype)
+            assert torch.equal(model(batch().to(dtype)), layers(1).to(dtype)(batch().to(dtype)))
+    model(batch().double()).pow(2).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
 @pytest.mark.parametrize("in_rows", [False, True])
