@@ -378,6 +378,20 @@ def gradients_of_inputs_of_a_frozen_model(wrap):
     return found
 
 
+def gradients_of_leaves_of_a_frozen_model(wrap):
+    class Guided(Chain):
+        def forward(self, x, y=0):
+            return super().forward(x + y)
+
+    model, found = wrap(Guided(Reshaped).requires_grad_(False)), []
+    for step in range(4):
+        x, y = (batch(3, 6, step=step + 10 * n).requires_grad_() for n in range(2))
+        found.append(torch.autograd.grad(square(model, x), x))
+        found.append(torch.autograd.grad(model(x, y).pow(2).sum(), [x, y]))
+        found.append(torch.autograd.grad(model(x, y).pow(2).sum(), y))
+    return found
+
+
 def second_derivatives(wrap):
     model = wrap(Chain(Reshaped))
     return [
@@ -460,6 +474,7 @@ RIGHT = {
     "a weight that is made sparse": a_weight_that_is_made_sparse,
     "forces": forces,
     "gradients of the inputs of a frozen model": gradients_of_inputs_of_a_frozen_model,
+    "gradients of leaves of a frozen model": gradients_of_leaves_of_a_frozen_model,
     "second derivatives": second_derivatives,
     "a graph that is used twice": a_graph_that_is_used_twice,
     "reentrant checkpoints in a unit": reentrant_checkpoints_in_a_unit,
