@@ -126,6 +126,32 @@ def test_a_unit_that_the_last_backward_does_not_use_is_reduced_all_the_same():
     assert_same_gradients(gathered_gradients(model), expected)
 
 
+@on_ranks(2)
+def test_so_it_is_where_no_unit_runs_with_gradients():
+    class Parts(nn.Module):
+        def __init__(self, blocks):
+            super().__init__()
+            self.blocks = nn.ModuleList(blocks)
+
+        def forward(self, x, used):
+            for block in self.blocks[:used]:
+                x = checkpoint(block, x, use_reentrant=True)
+            return x
+
+    def losses(model):
+        yield model(batch().requires_grad_(), 2).sum()
+        yield model(batch(step=1).requires_grad_(), 1).sum()
+
+    model = FSDP(Parts(layers(2)[1:]), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    waits, last = losses(model)
+    with model.no_sync():
+        waits.backward()
+    last.backward()
+    plain = Parts(layers(2)[1:])
+    expected = mean_gradients(plain, *losses(plain))
+    assert_same_gradients(gathered_gradients(model), expected)
+
+
 @every_strategy
 @on_ranks(2)
 def test_gradients_that_stay_low_may_wait_too(strategy):
@@ -215,6 +241,20 @@ def test_no_gradient_is_sent_inside(strategy):
     assert model.engine.stats.reductions == 0
     step(model, 2)
     assert model.engine.stats.reductions == 3  # the root's and two units', once
+
+
+@every_strategy
+@on_ranks(4)
+def test_nor_is_what_waits_sent_when_a_gradient_of_an_input_is_asked_for(strategy):
+    model = make(strategy)
+    waiting_step(model, 0)
+    x = batch(step=1).requires_grad_()
+    loss = model(x).pow(2).sum()
+    with patch.object(Reduction, "start", Mock(side_effect=AssertionError("it is sent"))):
+        torch.autograd.grad(loss, x, retain_graph=True)
+    loss.backward()
+    assert model.engine.stats.reductions == 3
+    assert_same_gradients(gathered_gradients(model), by_hand("ws"))
 
 
 # ------------------------------------------------------------------------------- what may clear it

@@ -26,6 +26,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
@@ -101,7 +102,9 @@ def _after_save(
     storages = _own_storages(module) if form is None or form.copies else ()
     for key in _names_below(state, prefix):
         value = state[key]
-        if isinstance(value, Tensor) and local_of(value).untyped_storage().data_ptr() in storages:
+        if isinstance(value, Tensor) and value.layout is not torch.strided:
+            state[key] = detached(value, to_cpu)  # a sparse buffer: it has no storage to know it by
+        elif isinstance(value, Tensor) and local_of(value).untyped_storage().data_ptr() in storages:
             place = (local_of(value).data_ptr(), value.shape, value.dtype)
             if place not in copies:
                 copies[place] = detached(value, to_cpu)
@@ -173,7 +176,7 @@ def _own_storages(module: nn.Module) -> set[int]:
         local_of(tensor)
         for own in own_modules(module).values()
         for tensor in (*own._parameters.values(), *own._buffers.values())
-        if tensor is not None
+        if tensor is not None and tensor.layout is torch.strided
     ]
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 

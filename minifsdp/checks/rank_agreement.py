@@ -282,11 +282,17 @@ class RankAgreement(Layer):
         highest = dict(mine)  # of all ranks
         found: dict[int, list[int]] = {}
         which = self._which(unreduced) if unreduced else 0
+        # autograd.grad() for an input reaches no unit's gradient, though its graph has parameters.
+        # What waits is reduced with a later backward. (While all units are in reentrant checkpoints
+        # no graph has parameters.)
+        saved = any(unit.unsharded.is_saved for unit in mine)
+        reaches = GradSource.BACKWARD in mine.values() or not saved
         for group in self._groups if self.compares_backwards else []:
-            numbers = [which, self._mode(), self.diverged, *(mine[u] for u in group.units)]
+            numbers = [which, self._mode(), self.diverged, reaches, *(mine[u] for u in group.units)]
             found = self._gather(group, Kind.AGREEMENT, "the start of a backward", numbers)
-            _, _, diverged, *by_unit = zip(*found.values(), strict=True)
+            _, _, diverged, reached, *by_unit = zip(*found.values(), strict=True)
             self.diverged |= any(diverged)  # in an agreement group of fewer ranks, asked before
+            reaches |= any(reached)
             for unit, sources in zip(group.units, by_unit, strict=True):
                 highest[unit] = GradSource(max(sources))
                 self.diverged |= min(sources) < max(sources) == GradSource.BACKWARD
@@ -305,7 +311,7 @@ class RankAgreement(Layer):
                 f"do not, or for different units ({format_by_rank(where)}). They reduce gradients "
                 f"together, in one precision, or none does."
             )
-        late = [GradSource.NO_SYNC]
+        late = [GradSource.NO_SYNC] if reaches else []
         if self.diverged:
             late.append(GradSource.BACKWARD)
         self.late = [u for u in self.units if highest[u] in late and u not in unreduced]

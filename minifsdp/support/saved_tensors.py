@@ -75,6 +75,8 @@ class SavedParameters:
 
     def chain_of(self, tensor: Tensor) -> Chain | None:
         """The call whose unsharded parameters ``tensor`` shares memory with, if there is one."""
+        if tensor.layout is not torch.strided:
+            return None  # a sparse tensor has no storage
         address = tensor.untyped_storage()._cdata
         if address not in self._chains:
             return None

@@ -149,6 +149,26 @@ def test_extra_state_and_buffers_that_are_not_saved():
     assert model.get_submodule("1").module[0].extra == "second"
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@on_ranks(2)
+def test_sparse_buffers(layout):
+    edges = torch.eye(6).roll(1, 0).to(device())
+    blocks = [Block(), Block()]
+    for module in blocks:
+        module.register_buffer("edges", edges.to_sparse(layout=layout))
+    model = FSDP(
+        nn.Sequential(*blocks).to(device()),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+    )
+    state = model.state_dict()
+    for name in ("0.edges", "1.edges"):
+        assert state[name].layout is layout and torch.equal(state[name].to_dense(), edges)
+        state[name].mul_(2)  # of a copy
+    assert torch.equal(blocks[0].edges.to_dense(), edges)
+    model.load_state_dict(state)
+    assert torch.equal(blocks[0].edges.to_dense(), 2 * edges)
+
+
 # ------------------------------------------------------------------------- wherever wrappers are
 
 

@@ -66,6 +66,28 @@ def test_a_leaf_and_no_inputs_have_no_door():
     assert heard == []
 
 
+def test_an_input_that_is_a_leaf_is_heard_and_not_kept():
+    leaf, heard = torch.ones(2, requires_grad=True), []
+    after_gradients_of([leaf], heard.append)
+    (leaf * 2).sum().backward()
+    torch.autograd.grad((leaf * 3).sum(), leaf)
+    assert [grad.tolist() for grad in heard] == [[2, 2], [3, 3]]
+    leaf = weakref.ref(leaf)
+    gc.collect()
+    assert leaf() is None
+
+
+def test_of_several_inputs_of_which_one_is_a_leaf_nothing_is_heard():
+    leaf, heard = torch.ones(2, requires_grad=True), []
+    other = leaf * 2
+    after_gradients_of([leaf, other], heard.append)
+    torch.autograd.grad((leaf * other).sum(), leaf)
+    assert heard == []
+    leaf, other = weakref.ref(leaf), None
+    gc.collect()
+    assert leaf() is None
+
+
 def test_what_was_handed_on_is_not_heard_and_the_base_of_a_view_is():
     heard: list[str] = []
     older = torch.ones(2, requires_grad=True) * 2

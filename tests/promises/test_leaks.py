@@ -196,6 +196,49 @@ def test_no_activation_is_left_by_a_frozen_unit(kind, way):
     assert count_after(kind, way, freeze=True) == 0
 
 
+class Frozen(Block):
+    """Counts its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.given = nn.Linear(6, 6).requires_grad_(False), []
+
+    def forward(self, x):
+        self.given.append(StorageWeakRef(x.untyped_storage()))
+        return self.layer(x)
+
+
+class AroundFrozen(nn.Module):
+    """No operation computes what the frozen unit gets: it is the model's input, or that of a
+    reentrant checkpoint."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.layer, self.frozen, self.reentrant = nn.Linear(6, 6), Frozen(), reentrant
+
+    def forward(self, x):
+        if self.reentrant:
+            return checkpoint(self.frozen, self.layer(x), use_reentrant=True)
+        return self.layer(self.frozen(x))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@ways
+@on_ranks(2)
+def test_no_input_of_a_frozen_unit_is_left(way, reentrant):
+    def program(wrap):
+        model = AroundFrozen(reentrant)
+        frozen, model = model.frozen, wrap(model)
+        for step in range(STEPS):
+            model(batch(3, 6, step=step).requires_grad_()).sum().backward()
+            model.zero_grad()
+        gc.collect()
+        assert len(frozen.given) >= STEPS
+        return sum(not storage.expired() for storage in frozen.given)
+
+    assert seeded(program, WAYS[way]) == 0
+
+
 @on_ranks(2)
 def test_a_leak_would_be_seen():
     kept = []

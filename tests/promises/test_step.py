@@ -315,6 +315,34 @@ def skip_connections(wrap):
     return train(wrap(SkipModel(Skips)), square)
 
 
+# ------------------------------------------------- sparse tensors, which have no storage
+
+
+def graph_convolutions(layout):
+    class Graph(Block):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+            self.register_buffer("edges", torch.eye(3).roll(1, 0).to_sparse(layout=layout))
+
+        def forward(self, x):
+            return x + torch.sparse.mm(self.edges, torch.tanh(self.layer(x)))
+
+    return lambda wrap: train(wrap(Chain(Graph)), square)
+
+
+def a_weight_that_is_made_sparse(wrap):
+    class Pruned(Block):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 6))
+
+        def forward(self, x):
+            return torch.sparse.mm(self.weight.relu().to_sparse(), torch.tanh(x).t()).t()
+
+    return train(wrap(Chain(Pruned)), square)
+
+
 # --------------------------------------------------------------- gradients within a forward
 
 
@@ -347,6 +375,20 @@ def gradients_of_inputs_of_a_frozen_model(wrap):
     for step in range(4):
         x = batch(3, 6, step=step).requires_grad_()
         found.append(torch.autograd.grad(model(x * trained).pow(2).sum(), [x, trained]))
+    return found
+
+
+def gradients_of_leaves_of_a_frozen_model(wrap):
+    class Guided(Chain):
+        def forward(self, x, y=0):
+            return super().forward(x + y)
+
+    model, found = wrap(Guided(Reshaped).requires_grad_(False)), []
+    for step in range(4):
+        x, y = (batch(3, 6, step=step + 10 * n).requires_grad_() for n in range(2))
+        found.append(torch.autograd.grad(square(model, x), x))
+        found.append(torch.autograd.grad(model(x, y).pow(2).sum(), [x, y]))
+        found.append(torch.autograd.grad(model(x, y).pow(2).sum(), y))
     return found
 
 
@@ -427,8 +469,12 @@ RIGHT = {
     "parameters that leave their unit": parameters_that_leave_their_unit,
     "parameters that leave without gradient": parameters_that_leave_without_gradient,
     "skip connections": skip_connections,
+    "graph convolutions": graph_convolutions(torch.sparse_coo),
+    "graph convolutions, by compressed rows": graph_convolutions(torch.sparse_csr),
+    "a weight that is made sparse": a_weight_that_is_made_sparse,
     "forces": forces,
     "gradients of the inputs of a frozen model": gradients_of_inputs_of_a_frozen_model,
+    "gradients of leaves of a frozen model": gradients_of_leaves_of_a_frozen_model,
     "second derivatives": second_derivatives,
     "a graph that is used twice": a_graph_that_is_used_twice,
     "reentrant checkpoints in a unit": reentrant_checkpoints_in_a_unit,
