@@ -183,9 +183,8 @@ class ModuleWrapper(nn.Module):
         the module, whose forward may read it. A new name that begins with ``_`` is a mark that a
         framework leaves on the module that it was given, which is the wrapper.
         """
-        if "_hooks" not in self.__dict__ or has_attribute(
-            self, name
-        ):  # without _hooks __init__ is running
+        # Without _hooks __init__ is running.
+        if "_hooks" not in self.__dict__ or has_attribute(self, name):
             return False
         module = self._modules[WRAPPED]
         return not name.startswith("_") or (module is not None and has_attribute(module, name))
