@@ -564,7 +564,7 @@ MUTANTS = [
     Mutant("support/broken_backward", "the end is heard as a death, too", "        if self._hooks.backward.complete:\n", "        if False:\n", noticed_by="support/broken_backward"),
     Mutant("core/autograd_hooks", "the program holds what is queued", "queued = partial(callback)", "queued = callback"),
     Mutant("core/autograd_hooks", "it is queued by another reference", "    return ref(queued)", "    return ref(callback)"),
-    Mutant("core/autograd_hooks", "everything is reached", "return torch._C._will_engine_execute_node(node)", "return True"),
+    Mutant("checks/rank_agreement", "everything is reached", "if torch._C._will_engine_execute_node(node):", "if True:", noticed_by="no_sync"),
     Mutant("checks/rank_agreement", "ranks do not meet after an exception", "            for group in self._groups:\n", "            for group in ():\n", noticed_by="promises/ranks_agree"),
     Mutant("checks/rank_agreement", "where all have failed, some wait for the others", "not self._all_failed and active", "active"),
     Mutant("checks/rank_agreement", "modes are not compared", "        if unit is None:\n            return 0\n", "        if True:\n            return 0\n", noticed_by="promises/ranks_agree"),

@@ -44,7 +44,6 @@ from minifsdp.comm.consensus import first_problem, gather_numbers, groups_with_p
 from minifsdp.comm.deadlock_watch import watch
 from minifsdp.comm.message_tags import Kind, messages_started
 from minifsdp.comm.neighbors import find_neighbors
-from minifsdp.core.autograd_hooks import will_reach
 from minifsdp.core.collectives import Group
 from minifsdp.core.layers import Call, Layer
 from minifsdp.core.reduce import Reduction
@@ -353,6 +352,6 @@ class RankAgreement(Layer):
 def _source(unit: FeaturedUnit) -> GradSource:
     """Where this rank's gradient of a unit comes from, in the backward that has just begun."""
     for node in unit.unsharded_by_dtype.grad_accumulators:
-        if will_reach(node):
+        if torch._C._will_engine_execute_node(node):  # as torch's own multi-grad hooks ask
             return GradSource.BACKWARD
     return GradSource.NO_SYNC if unit.unreduced_grad is not None else GradSource.NONE

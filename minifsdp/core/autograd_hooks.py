@@ -8,8 +8,7 @@
                    before_gradient_of                        after_gradients_of   when_complete
     and when the last node has run: at_end_of_backward
 
-Everything that depends on autograd's internals is in this file, including the two names that are
-not public (``_execution_engine`` and ``_will_engine_execute_node``).
+All hooks of the core are registered in this file.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,10 +45,9 @@ def after_gradients_of(inputs: Sequence[Tensor], hook: Callable[[object], None])
     """Call ``hook`` when all those of ``inputs`` that will get a gradient have got theirs. Not if
     there are several and one is a leaf: torch's way to count them keeps a leaf and its hook for
     ever, and raises an error in ``autograd.grad()`` for the leaf."""
-    if len(inputs) == 1:
-        register_multi_grad_hook(inputs, hook, mode="any")  # there is nothing to count
-    elif not any(tensor.is_leaf for tensor in inputs):
-        register_multi_grad_hook(inputs, hook)
+    alone = len(inputs) == 1  # then there is nothing to count
+    if alone or not any(tensor.is_leaf for tensor in inputs):
+        register_multi_grad_hook(inputs, hook, mode="any" if alone else "all")
 
 
 def when_complete(leaf: Tensor, hook: Callable[..., None]) -> Node:
@@ -57,8 +55,7 @@ def when_complete(leaf: Tensor, hook: Callable[..., None]) -> Node:
     autograd gives to a hook, and must not keep it.
 
     Returns:
-        The node at the end of these ways, for :func:`will_reach`. Whoever wants the calls has to
-        keep it.
+        The node at the end of these ways. Whoever wants the calls has to keep it.
     """
     node = get_gradient_edge(leaf).node
     if leaf.device.type == "cpu":
@@ -79,9 +76,3 @@ def at_end_of_backward(callback: Callable[[], None]) -> "ref[object]":
     queued = partial(callback)  # a new object, so that autograd's reference is the only one
     Variable._execution_engine.queue_callback(queued)
     return ref(queued)
-
-
-def will_reach(node: Node) -> bool:
-    """Whether the backward that is running will execute ``node``."""
-    # torch's own multi-grad hooks ask the engine in the same way.
-    return torch._C._will_engine_execute_node(node)
