@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from weakref import ref
 
-import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_hook
