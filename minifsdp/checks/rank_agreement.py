@@ -283,9 +283,10 @@ class RankAgreement(Layer):
         which = self._which(unreduced) if unreduced else 0
         # autograd.grad() for an input reaches no unit's gradient, though its graph has parameters.
         # What waits is reduced with a later backward. (While all units are in reentrant checkpoints
-        # no graph has parameters.)
+        # no graph has parameters.) When a graph is gone, Python's collector may decide. So without
+        # an agreement of the ranks every backward reaches some.
         saved = any(unit.unsharded.is_saved for unit in mine)
-        reaches = GradSource.BACKWARD in mine.values() or not saved
+        reaches = not (self.compares_backwards and saved) or GradSource.BACKWARD in mine.values()
         for group in self._groups if self.compares_backwards else []:
             numbers = [which, self._mode(), self.diverged, reaches, *(mine[u] for u in group.units)]
             found = self._gather(group, Kind.AGREEMENT, "the start of a backward", numbers)

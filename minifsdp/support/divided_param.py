@@ -232,7 +232,8 @@ class UnitRef(ref[Any]):
     is of none."""
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        # Of what is false torch.load(weights_only=True) knows this class.
+        # A copy has an empty set in its place: it is false, and torch.load(weights_only=True) allows
+        # its class.
         return set, ()
 
 
