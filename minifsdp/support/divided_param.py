@@ -232,8 +232,8 @@ class UnitRef(ref[Any]):
     is of none."""
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        # A copy has an empty set in its place: it is false, and torch.load(weights_only=True) allows
-        # its class.
+        # A copy has an empty set in its place, which is false, and which torch.load() allows with
+        # weights_only=True.
         return set, ()
 
 
