@@ -403,10 +403,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--replicas {args.replicas}: has to divide the {args.ranks} ranks")
     if args.width < HEAD or args.width % HEAD:
         parser.error(f"--width {args.width}: has to be a multiple of {HEAD}, the width of a head")
-    limits = {"true": True, "none": False}
-    if args.limit not in limits and not (args.limit.isdigit() and int(args.limit) >= 1):
+    if args.limit not in ("true", "none") and not (args.limit.isdigit() and int(args.limit) >= 1):
         parser.error(f"--limit {args.limit}: has to be true, a number from 1, or none")
-    args.limit = limits[args.limit] if args.limit in limits else int(args.limit)
+    args.limit = int(args.limit) if args.limit.isdigit() else args.limit == "true"
     if args.core and (
         args.offload or args.precision or args.checkpoint or "HYBRID" in args.strategy.name
     ):

@@ -96,7 +96,7 @@ class RankAgreement(Layer):
         self.units = units = hooks.engine.units
         limiter, prefetcher = hooks.engine.limiter, hooks.engine.prefetcher
         room, more = (getattr(limiter, name, 0) for name in ("limit", "freeing"))
-        limit = True if (room, more) == (2, 1) else room or False
+        limit = True if (room, more) == (2, 1) else (room, more) if more else room or False
         self._settings = (  # as the program has chosen them; the device may decide on the last
             f"limit_all_gathers={limit}, "
             f"backward_prefetch={prefetcher.backward}, forward_prefetch={prefetcher.forward}"
@@ -285,8 +285,11 @@ class RankAgreement(Layer):
         # What waits is reduced with a later backward. (While all units are in reentrant checkpoints
         # no graph has parameters.) When a graph is gone, Python's collector may decide. So without
         # an agreement of the ranks every backward reaches some.
-        saved = any(unit.unsharded.is_saved for unit in mine)
-        reaches = not (self.compares_backwards and saved) or GradSource.BACKWARD in mine.values()
+        reaches = (
+            not self.compares_backwards
+            or GradSource.BACKWARD in mine.values()
+            or not any(unit.unsharded.is_saved for unit in mine)
+        )
         for group in self._groups if self.compares_backwards else []:
             numbers = [which, self._mode(), self.diverged, reaches, *(mine[u] for u in group.units)]
             found = self._gather(group, Kind.AGREEMENT, "the start of a backward", numbers)

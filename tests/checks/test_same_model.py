@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minifsdp import CustomPolicy, ForwardPrefetch, MixedPrecision
+from minifsdp import CustomPolicy, EventQueue, ForwardPrefetch, MixedPrecision
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.checks import same_model
 from minifsdp.sim import cluster
@@ -101,6 +101,11 @@ DIFFERENT = {  # how the odd rank builds its model, and what it is then said to 
         lambda: wrap(layers(), limit_all_gathers=2),
         "limit_all_gathers=True",
         "limit_all_gathers=2",
+    ),
+    "room for one more that is being freed": (
+        lambda: wrap(layers(), limit_all_gathers=EventQueue(2, freeing=3)),
+        "limit_all_gathers=True",
+        r"limit_all_gathers=\(2, 3\)",
     ),
     "another prefetch": (
         lambda: wrap(layers(), forward_prefetch=ForwardPrefetch.FORWARD_POST),

@@ -81,9 +81,8 @@ def test_an_evaluation_is_that_of_the_plain_model(layout, units, context):
         expected = outputs(encoder(**settings).eval(), context)
         model = sharded(encoder(**settings), UNITS[units], layout).eval()
         assert equal(outputs(model, context), expected)
-        assert (
-            model._hooks.engine.stats.unsharded_units == 0
-        )  # also of what was gathered without a call
+        # Also of what was gathered without a call.
+        assert model._hooks.engine.stats.unsharded_units == 0
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, nullcontext])

@@ -32,7 +32,7 @@ def test_what_goes_together(words):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("--memory 40", r"--memory 40: a100-40 has 39.39 GiB"),
+        ("--memory 40", r"--memory 40: a100-40 has 39\.39 GiB"),
         (f"--nodes {MOST_GPUS // 1024 + 1} --gpus 1024", "are more than 131,072 GPUs"),
         ("--model gpt", "'gpt' is not known; did you mean gpt-125m?"),
         ("--model vit-h --input 588", "--input is for a model of your own"),
