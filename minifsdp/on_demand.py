@@ -52,9 +52,8 @@ class OnDemand(Layer):
         # Units that were freed early. To the limiter they are alive until their gradient is
         # complete: it would wait for the device otherwise, before the next unit is gathered.
         self._freed_early: dict[FeaturedUnit, Event] = {}
-        self._needed_again: set[FeaturedUnit] = (
-            set()
-        )  # of these, the ones that had to be gathered again
+        self._needed_again = set[FeaturedUnit]()  # of these, the ones that were gathered again
+        self._frozen: FeaturedUnit | None = None  # the last one whose backward began
         for unit in self.engine.units:
             unit.on_demand = self.on_demand
 
@@ -87,10 +86,16 @@ class OnDemand(Layer):
         self.lent.clear()
 
     def before_backward(self, call: Call) -> None:
-        """Units around this one may not be needed any more."""
-        self.saved.began[call.unit] = call
-        for outer in call.unit.ancestors if self.frees_early else ():
+        """Units around this one may not be needed any more, nor the frozen one before it."""
+        unit = call.unit
+        self.saved.began[unit] = call
+        if not self.frees_early:
+            return
+        for outer in unit.ancestors:
             self._free_early(outer)
+        if self._frozen is not None:
+            self._end_of_frozen(self._frozen)
+        self._frozen = None if unit.sharded_flat_param.requires_grad else unit
 
     def again(self, call: Call) -> None:
         """The unit is there, for this call as well."""
@@ -144,15 +149,8 @@ class OnDemand(Layer):
     def _free_early(self, unit: FeaturedUnit) -> None:
         """The backward has come to a unit inside of this one. If nothing that is saved of this one
         is left, free it; its gradient is complete much later. So it is with most roots: the head's
-        backward is over, and an embedding's needs no parameter.
-
-        Not if there may be another graph, which the program has dropped. Python's collector decides
-        when that is gone, and so on each rank at another time; but all have to free alike."""
-        if unit.state.sharded is not ShardedState.UNSHARDED or BACKWARD not in unit.reasons:
-            return
-        if not unit.reasons <= {BACKWARD, STRATEGY} or unit in self._needed_again:
-            return
-        if self.graphs != 1 or unit.unsharded.is_saved:
+        backward is over, and an embedding's needs no parameter."""
+        if not self._is_done_with(unit):
             return
         hide_views(unit)  # modules refer to the others, too
         if unit.unsharded.is_in_use(unit.views):
@@ -160,6 +158,24 @@ class OnDemand(Layer):
         else:
             self._freed_early[unit] = reshard(unit, self.engine.streams)
             self.engine.stats.count_free(unit)
+
+    def _end_of_frozen(self, unit: FeaturedUnit) -> None:
+        """The backward has come to the unit after this frozen one. Its own is over, if nothing that
+        is saved of it is left. As a rule its inputs have told that already, but not where one of
+        several is a leaf (core/autograd_hooks.py): a prompt that is tuned, for example."""
+        if self._is_done_with(unit):
+            self.hooks.inputs_have_gradients(unit, None)
+
+    def _is_done_with(self, unit: FeaturedUnit) -> bool:
+        """Whether the unit's backward has begun, and nothing that is saved of the unit is left.
+
+        Not if there may be another graph, which the program has dropped. Python's collector decides
+        when that is gone, and so on each rank at another time; but all have to free alike."""
+        if unit.state.sharded is not ShardedState.UNSHARDED or BACKWARD not in unit.reasons:
+            return False
+        if not unit.reasons <= {BACKWARD, STRATEGY} or unit in self._needed_again:
+            return False
+        return self.graphs == 1 and not unit.unsharded.is_saved
 
     def _unshard_again(self, unit: FeaturedUnit) -> None:
         """Gather what was freed early, and is needed in this backward all the same: an activation

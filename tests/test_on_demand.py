@@ -95,6 +95,64 @@ def test_the_root_stays_while_something_is_saved_of_it():
     assert (there, gathers) == ([True, True, False], 1 + 2 * 3)
 
 
+class Prompted(Block):
+    """A frozen unit whose second input is a leaf with a gradient, as in prompt tuning."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.requires_grad_(False)
+
+    def forward(self, x, prompt):
+        return super().forward(x + prompt.sigmoid())
+
+
+class PromptTuned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Prompted() for _ in range(4))
+
+    def forward(self, x, prompts):
+        x = self.first(x)
+        for block, prompt in zip(self.blocks, prompts, strict=True):
+            x = block(x, prompt)
+        return x
+
+
+@pytest.mark.parametrize("rows", [True, False])
+@on_ranks(2)
+def test_a_frozen_unit_with_a_leaf_among_its_inputs_is_freed_by_the_next_ones_backward(rows):
+    model = FSDP(
+        PromptTuned().to(device()),
+        auto_wrap_policy=ModuleWrapPolicy({Prompted}),
+        use_orig_params=rows,
+    )
+    prompts = [torch.full((6,), float(at), device=device(), requires_grad=True) for at in range(4)]
+    there = []
+
+    def look(*_):
+        there.append([bool(storage(unit)) for unit in model.engine.units[1:]])
+
+    for block in model.module.blocks:
+        block.module.register_full_backward_hook(look)
+    for _ in range(2):
+        there.clear()
+        model(batch(), prompts).pow(2).sum().backward()
+        # At the end of a backward the unit itself is there, and the one that was prefetched.
+        assert there == [
+            [False, False, True, True],
+            [False, True, True, False],
+            [True, True, False, False],
+            [True, False, False, False],
+        ]
+        check_at_rest(model)
+    plain, copies = PromptTuned().to(device()), [p.detach().requires_grad_() for p in prompts]
+    for _ in range(2):
+        plain(batch(), copies).pow(2).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(prompts, copies, strict=True))
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @on_ranks(2)
 def test_the_root_is_gathered_again_for_a_checkpoint_but_once_and_for_all(reentrant):

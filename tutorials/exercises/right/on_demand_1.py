@@ -10,7 +10,7 @@ class OnDemand(OnDemand):
         self.agreement.at(Moment.BACKWARD_OF, unit)
         self._unshard_again(unit)
 
-    def _may_go(self, unit: FeaturedUnit) -> bool:
+    def _is_done_with(self, unit: FeaturedUnit) -> bool:
         return (
             self.graphs == 1
             and unit not in self._needed_again
@@ -21,7 +21,7 @@ class OnDemand(OnDemand):
         )
 
     def _free_early(self, unit: FeaturedUnit) -> None:
-        if self._may_go(unit):
+        if self._is_done_with(unit):
             hide_views(unit)
             if not unit.unsharded.is_in_use(unit.views):
                 self._freed_early |= {unit: reshard(unit, self.engine.parameters.streams)}
