@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch._C._functorch import TransformType
 
 from minifsdp.core.layers import Call, Layer
 from minifsdp.featured_hooks import FeaturedHooks
@@ -128,10 +129,36 @@ class RefusedOperations(Layer):
     def __init__(self, units: Sequence[FeaturedUnit]) -> None:
         self._units = units
 
+    def enter(self, unit: FeaturedUnit) -> None:
+        """Raises RuntimeError: see :func:`refuse_functional_gradients`."""
+        if _transforms():
+            refuse_functional_gradients(unit)
+
     def error(self, call: Call, error: RuntimeError) -> None:
         """Raises RuntimeError: ``error`` is one of those that are known here."""
         refuse_transforms(call.unit, error)
         refuse_mixed(call.unit, self._units, error)
+
+
+_transforms = torch._C._functorch.get_interpreter_stack
+"""Those of torch.func that the caller is inside of, outermost first; None if there are none."""
+_OF_GRADIENTS = (TransformType.Grad, TransformType.Jvp)
+
+
+def refuse_functional_gradients(unit: FeaturedUnit) -> None:
+    """Refuse a forward inside of a transform that takes gradients: its tensors have no memory, so
+    that of a unit cannot be gathered and freed.
+
+    Raises:
+        RuntimeError: one of the transforms around this call is such a one. (vmap is not.)
+    """
+    if any(transform.key() in _OF_GRADIENTS for transform in _transforms()):
+        raise RuntimeError(
+            f"unit {unit.label} was called inside of torch.func.grad, vjp, jvp, jacrev or the "
+            f"like, whose tensors have no memory that could be freed. Use torch.autograd.grad, "
+            f"torch.autograd.functional (jacobian, hvp) or torch.autograd.forward_ad, which work; "
+            f"torch.func.vmap does so, too."
+        )
 
 
 def refuse_transforms(unit: FeaturedUnit, error: RuntimeError) -> None:

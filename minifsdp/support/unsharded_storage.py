@@ -138,7 +138,7 @@ class UnshardedFlatParams:
         # ``.data`` makes a tensor of its own. As views they would hold one more reference to the
         # memory, and release() would take it for somebody else's.
         leaf, rest = data[: layout.trained_numel].data, data[layout.trained_numel :].data
-        leaf.requires_grad_(requires_grad)
+        leaf.requires_grad = requires_grad  # torch.func.vmap refuses requires_grad_()
         frozen = rest if len(rest) else None
         node = when_complete(leaf, self._on_gradient) if requires_grad else None
         made = FeaturedFlatParam(leaf, data.data, needs_unshard, node, frozen, layout)

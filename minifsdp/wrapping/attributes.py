@@ -79,13 +79,10 @@ class ModuleWrapper(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         # torch's FSDP sets its mark on all modules first. Refused here, no parameter has changed.
         # replicate() sets a class, on the module that it is given.
-        marks = name in (FSDP_MARK, "__class__")
-        setter = sys._getframe(1).f_globals.get("__name__", "") if marks else ""
-        by_torchs = setter.startswith(("torch.distributed.fsdp.", "torch.distributed._composable."))
-        if by_torchs and name == "__class__":
-            refuse_around("replicate()", self)
-        if by_torchs or (isinstance(value, DTensor) and not is_optimized(value)):
-            refuse_around("torch's FSDP", self)
+        asked = name in (FSDP_MARK, "__class__") or isinstance(value, DTensor)
+        setter = sys._getframe(1).f_globals.get("__name__", "") if asked else ""
+        if setter.startswith(("torch.distributed.fsdp.", "torch.distributed._composable.")):
+            refuse_around("replicate()" if name == "__class__" else "torch's FSDP", self)
         if self._is_for_module(name):
             module = self._modules[WRAPPED]
             self._check_parameter(name, value)

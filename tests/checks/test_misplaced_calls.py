@@ -8,7 +8,15 @@ from minifsdp.checks.misplaced_calls import check_root_and_idle
 from tests.core.common import StubUnit
 from tests.parity import check_at_rest
 from tests.ranks import on_ranks
-from tests.small import batch, layers, stack, step
+from tests.small import (
+    assert_same_gradients,
+    batch,
+    gathered_gradients,
+    layers,
+    mean_gradients,
+    stack,
+    step,
+)
 
 
 @pytest.mark.direct
@@ -52,3 +60,33 @@ def test_what_is_not_trained_may_be_called_inside_of_summon_full_params():
         param.requires_grad_(False)
     with FSDP.summon_full_params(model):
         assert torch.equal(model(batch()), layers()(batch()))
+
+
+@pytest.mark.parametrize("name", ["grad", "vjp", "jvp", "jacrev", "jacfwd"])
+@pytest.mark.parametrize("rows", [False, True])
+@on_ranks(2)
+def test_a_gradient_by_torch_func_is_refused_before_anything_is_gathered(rows, name):
+    model, x = stack(use_orig_params=rows), batch()
+    args = {"vjp": (x,), "jvp": ((x,), (x,))}.get(name)
+    for _ in range(2):  # what is made in the first step is there in the second
+        with pytest.raises(RuntimeError, match=r"<root> was called inside of torch\.func\.grad"):
+            if args is None:
+                getattr(torch.func, name)(lambda x: model(x).sum())(x)
+            else:
+                getattr(torch.func, name)(lambda x: model(x).sum(), *args)
+        step(model)
+        check_at_rest(model)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@on_ranks(2)
+def test_a_model_trains_inside_of_torch_func_vmap(rows):
+    """Also if nothing was made outside of it yet."""
+    model, plain = stack(use_orig_params=rows), layers()
+    for at in range(2):
+        model.zero_grad()
+        loss, expected = (torch.func.vmap(m)(batch(step=at)).pow(2).sum() for m in (model, plain))
+        assert torch.equal(loss, expected)
+        loss.backward()
+        assert_same_gradients(gathered_gradients(model), mean_gradients(plain, expected))
+        check_at_rest(model)

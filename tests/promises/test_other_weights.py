@@ -267,3 +267,12 @@ def test_with_rows_a_parameter_that_was_set_to_none_is_missed(layout):
     inner(model).last.bias = None
     with pytest.raises(RuntimeError, match=r"parameter 'last.bias' of unit <root> there is None"):
         model(batch())
+
+
+@on_ranks(2)
+def test_a_dtensor_for_a_module_that_is_a_unit_itself_is_no_fsdp_of_torchs():
+    linear = FSDP(nn.Linear(6, 6).to(device()), use_orig_params=True)
+    model = FSDP(nn.Sequential(linear), use_orig_params=True)
+    given = {"0.weight": linear.weight.detach() * 2}
+    with pytest.raises(RuntimeError, match=r"'weight' of Linear \(unit '0'\) cannot be set"):
+        functional_call(model, given, batch())
