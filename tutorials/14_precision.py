@@ -22,6 +22,8 @@ from launch import on_ranks
 from one_file import FILE
 from taken_out import gradients, layer, off_ddps, stage, three_times
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from train_gpt import CONTEXT, GPT, Block
 
 from minifsdp import FullyShardedDataParallel as FSDP
@@ -222,6 +224,61 @@ def a_mean_of_gradients() -> None:
 # few ranks the error drowns in the noise of the batch, and bf16 is fine. With hundreds, pay for
 # `reduce_dtype=torch.float32`.
 #
+# ## Why not torch.autocast?
+#
+# With one GPU mixed precision is `torch.autocast`: parameters are in fp32, and each operation that
+# is fast in bf16 casts what it gets. This runs with FSDP, too, but it casts at another place:
+# *after* the gather. Here are both ways, by how much one forward has gathered at once, and how much
+# of the weights it has left in memory for the backward:
+
+
+# %%
+class Casts(TorchDispatchMode):
+    """Knows which weights the model has cast to bf16, and whether they are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[StorageWeakRef, int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and made.dtype is BF16 and made.dim() == 2:
+            self.made.append((StorageWeakRef(made.untyped_storage()), made.nbytes))
+        return made
+
+    def alive(self) -> int:
+        """Bytes."""
+        return sum(nbytes for storage, nbytes in self.made if not storage.expired())
+
+
+@on_ranks(2)
+def of_one_forward(precision: MixedPrecision | None) -> tuple[int, int]:
+    """The most bytes that were gathered at once; and those of cast weights that it has left."""
+    model = FSDP(gpt(), auto_wrap_policy=POLICY, mixed_precision=precision)
+    with Casts() as casts, torch.autocast("cpu", BF16, enabled=precision is None):
+        loss = loss_of(model, dist.get_rank())
+    gathered, left = model.engine.stats.peak_unsharded_bytes, casts.alive()
+    loss.backward()
+    assert casts.alive() == 0
+    return gathered, left
+
+
+def two_places_of_a_cast() -> None:
+    weights = sum(m.weight.numel() for m in gpt().modules() if isinstance(m, nn.Linear))
+    print(f"all linear layers: {2 * weights / 1e6:.1f} MB in bf16")
+    for name, precision in {"MixedPrecision": WAYS["mixed"][1], "autocast": None}.items():
+        gathered, left = of_one_forward(precision)[0]
+        print(f"{name:15} {gathered / 1e6:.1f} MB gathered at once, {left / 1e6:.1f} MB left")
+
+
+# %% [markdown]
+# With autocast a unit is gathered in fp32, which takes twice the bytes in both gathers of a step.
+# And autograd keeps what a weight was cast to until the backward. The unit is freed after its
+# forward, its copy is not. So at the end of the forward each rank has all linear layers in bf16,
+# as if they were not sharded. `MixedPrecision` casts the *shard*, before it is sent. What arrives
+# is what the layers multiply with, and it is freed with the unit. What autocast does beside that,
+# such as a softmax in fp32, is left to the model.
+#
 # ## Buffers and inputs
 #
 # A buffer is a tensor that a module keeps and that is no parameter: running statistics, a table of
@@ -322,6 +379,7 @@ def main() -> None:
     draw(in_time())
     a_mean_of_ones()
     a_mean_of_gradients()
+    two_places_of_a_cast()
     without_a_part()
     answers()
 
