@@ -18,12 +18,11 @@ import grow
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from cast_weights import weights_of_a_forward
 from launch import on_ranks
 from one_file import FILE
 from taken_out import gradients, layer, off_ddps, stage, three_times
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from train_gpt import CONTEXT, GPT, Block
 
 from minifsdp import FullyShardedDataParallel as FSDP
@@ -65,8 +64,7 @@ def train(model: nn.Module, lr: float, steps: int) -> tuple[list[float], list[fl
         optimizer.zero_grad()
         changed = nn.utils.parameters_to_vector(model.parameters()) != before
         parts.append(changed.float().mean().item())
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
+        dist.all_reduce(mean := loss.detach().clone())
         losses.append(mean.item() / dist.get_world_size())
     return losses, parts
 
@@ -229,46 +227,13 @@ def a_mean_of_gradients() -> None:
 # With one GPU mixed precision is `torch.autocast`: parameters are in fp32, and each operation that
 # is fast in bf16 casts what it gets. This runs with FSDP, too, but it casts at another place:
 # *after* the gather. Here are both ways, by how much one forward has gathered at once, and how much
-# of the weights it has left in memory for the backward:
+# of the weights it has left in memory for the backward (`weights_of_a_forward`, in
+# [cast_weights.py](cast_weights.py), looks at what was cast):
 
 
 # %%
-class Casts(TorchDispatchMode):
-    """Knows which weights the model has cast to bf16, and whether they are still there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[tuple[StorageWeakRef, int]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and made.dtype is BF16 and made.dim() == 2:
-            self.made.append((StorageWeakRef(made.untyped_storage()), made.nbytes))
-        return made
-
-    def alive(self) -> int:
-        """Bytes."""
-        return sum(nbytes for storage, nbytes in self.made if not storage.expired())
-
-
-@on_ranks(2)
-def of_one_forward(precision: MixedPrecision | None) -> tuple[int, int]:
-    """The most bytes that were gathered at once; and those of cast weights that it has left."""
-    model = FSDP(gpt(), auto_wrap_policy=POLICY, mixed_precision=precision)
-    with Casts() as casts, torch.autocast("cpu", BF16, enabled=precision is None):
-        loss = loss_of(model, dist.get_rank())
-    gathered, left = model.engine.stats.peak_unsharded_bytes, casts.alive()
-    loss.backward()
-    assert casts.alive() == 0
-    return gathered, left
-
-
 def two_places_of_a_cast() -> None:
-    weights = sum(m.weight.numel() for m in gpt().modules() if isinstance(m, nn.Linear))
-    print(f"all linear layers: {2 * weights / 1e6:.1f} MB in bf16")
-    for name, precision in {"MixedPrecision": WAYS["mixed"][1], "autocast": None}.items():
-        gathered, left = of_one_forward(precision)[0]
-        print(f"{name:15} {gathered / 1e6:.1f} MB gathered at once, {left / 1e6:.1f} MB left")
+    weights_of_a_forward({"MixedPrecision": WAYS["mixed"][1], "autocast": None})
 
 
 # %% [markdown]
@@ -367,8 +332,7 @@ def answers() -> None:
     below, above = (torch.tensor(weight, dtype=BF16) for weight in (0.0038, 1 / 256))
     assert below + 1e-5 != below and above + 1e-5 == above and round(1 / 256, 4) == 0.0039  # 2. so
     assert len(torch.arange(300.0).to(BF16).unique()) == 279  # 3. these many
-    assert all(as_the_engine_adds())
-    assert MixedPrecision().buffer_dtype is None
+    assert all(as_the_engine_adds()) and MixedPrecision().buffer_dtype is None
 
 
 # %% [hidden]
