@@ -614,6 +614,21 @@ def test_a_parameter_that_leaves_its_unit_keeps_its_memory_and_that_is_said_once
 
 
 @on_ranks(2)
+def test_a_penalty_on_gradients_of_the_input_keeps_the_memory_and_that_is_said():
+    model, plain = stack(2), layers(2)
+    x = batch().requires_grad_()
+
+    def penalty(m):
+        (grad,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
+        return grad.norm(2)
+
+    with pytest.warns(UserWarning, match=r"parameter of unit '1' .*graph of .*create_graph=True"):
+        penalty(model).backward()
+    assert_same_gradients(gathered_gradients(model), mean_gradients(plain, penalty(plain)))
+    assert model.engine.stats.unsharded_units == 0 and not any(map(storage, model.engine.units))
+
+
+@on_ranks(2)
 def test_the_root_may_return_a_parameter():
     class Penalized(nn.Linear):
         def forward(self, x):

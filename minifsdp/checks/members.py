@@ -284,6 +284,7 @@ class Leaks(Layer):
                 f"a parameter of unit {unit.label} is still referred to when the unit is freed (by "
                 f"an output of its module, an attribute, a closure?). It keeps the values of this "
                 f"step, and {unit.unsharded.nbytes} bytes that would have been freed. Keep a copy "
-                f"instead: parameter.detach().clone().",
+                f"instead: parameter.detach().clone(). (A graph of torch.autograd.grad(..., "
+                f"create_graph=True) has to keep it.)",
                 stacklevel=3,
             )

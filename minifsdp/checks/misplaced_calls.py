@@ -10,11 +10,13 @@ operations of torch do not go with sharding; where torch says so without a word 
 
 import threading
 from collections.abc import Iterable, Sequence
+from traceback import walk_tb
 
 import torch
 from torch._C._functorch import TransformType
+from torch.distributed.tensor import DTensor
 
-from minifsdp.core.layers import Call, Layer
+from minifsdp.core.layers import Call, Layer, Moments
 from minifsdp.featured_hooks import FeaturedHooks
 from minifsdp.featured_unit import FeaturedUnit
 
@@ -137,7 +139,9 @@ class RefusedOperations(Layer):
     def error(self, call: Call, error: RuntimeError) -> None:
         """Raises RuntimeError: ``error`` is one of those that are known here."""
         refuse_transforms(call.unit, error)
-        refuse_mixed(call.unit, self._units, error)
+        frames = (frame for frame, _ in walk_tb(error.__traceback__))
+        if sum(frame.f_code is Moments.run.__code__ for frame in frames) == 1:
+            refuse_mixed(call.unit, self._units, error)  # it does not come from a unit inside
 
 
 _transforms = torch._C._functorch.get_interpreter_stack
@@ -184,18 +188,26 @@ def refuse_mixed(unit: FeaturedUnit, units: Sequence[FeaturedUnit], error: Runti
     next forward of its unit, a parameter in rows is one.
 
     Args:
-        unit: in whose forward ``error`` was raised.
+        unit: in whose forward ``error`` was raised. If its own parameters are DTensors even there
+            (support/tensor_parallel.py), what torch says is all that is known.
         units: all of its root.
 
     Raises:
         RuntimeError: ``error`` is that refusal.
     """
+    if "got mixed torch.Tensor and DTensor" not in str(error) or DTensor in map(type, unit.views):
+        return
     inside = [u.label for u in units if unit in u.ancestors and not u.shows_views]
-    if inside and "got mixed torch.Tensor and DTensor" in str(error):
-        raise RuntimeError(
-            f"an operation in the forward of unit {unit.label} got a parameter that is sharded now "
-            f"(torch says: {str(error).split(',')[0]}). The parameters of the units inside of it "
-            f"({', '.join(inside)}) are there while the module of that unit is called. If the "
-            f"module around one computes with them itself, as nn.MultiheadAttention does with its "
-            f"out_proj, let both be one unit."
-        ) from error
+    reasons = ""
+    if inside:
+        reasons = (
+            f"The parameters of the units inside of it ({', '.join(inside)}) are there while the "
+            f"module of that unit is called. If the module around one computes with them itself, "
+            f"as nn.MultiheadAttention does with its out_proj, let both be one unit. "
+        )
+    raise RuntimeError(
+        f"an operation in the forward of unit {unit.label} got a parameter that is sharded now, or "
+        f"what was made of one (torch says: {str(error).split(',')[0]}). {reasons}An input that "
+        f"was made of a parameter between steps, as by weight.new_zeros(), is a DTensor: make it "
+        f"by torch.zeros(..., dtype=weight.dtype, device=weight.device)."
+    ) from error

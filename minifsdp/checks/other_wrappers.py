@@ -61,7 +61,8 @@ def check_inside(
         if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.sparse:
             raise ValueError(
                 f"module {clean(name) or '<root>'!r} ({type(inner).__name__}) has sparse "
-                f"gradients, which cannot be parts of a flat one. Build it with sparse=False."
+                f"gradients, which cannot be parts of a flat one. Build it with sparse=False, or "
+                f"ignore it (ignored_modules; ignored_params in fully_shard)."
             )
         if isinstance(inner, OTHERS):
             cls = type(inner)

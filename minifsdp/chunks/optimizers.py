@@ -178,7 +178,8 @@ def _refuse_by_name(optimizer: Optimizer, groups: Groups) -> None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} looks at {looks_at}, so its steps would be wrong for "
                 f"a sharded model. Use one that treats each element by itself, as SGD, AdamW, "
-                f"Adagrad or RMSprop do."
+                f"Adagrad or RMSprop do. With use_orig_params=True an optimizer gets a DTensor for "
+                f"each parameter, and more of them are right."
             )
 
 

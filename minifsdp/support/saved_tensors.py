@@ -89,7 +89,14 @@ class SavedParameters:
         """A context for the forward of the chain's last call, whose unit is computed with from now
         on. It does nothing if a forward around this one has set the hooks."""
         call = chain[-1]
-        self._chains[call.unit.unsharded.storage._cdata] = self.last[call.unit] = chain
+        address = call.unit.unsharded.storage._cdata
+        if address not in self._chains:  # a unit has new memory: of the old nobody will ask again
+            self._chains = {
+                old: last
+                for old, last in self._chains.items()
+                if last[-1].unit.unsharded_by_dtype.has_storage(old)
+            }
+        self._chains[address] = self.last[call.unit] = chain
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if outer is None:
             if not torch._C._autograd._saved_tensors_hooks_is_enabled():

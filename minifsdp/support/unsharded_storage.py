@@ -121,6 +121,11 @@ class UnshardedFlatParams:
         """Whether it is still in use: the parameters were not moved, cast or frozen since."""
         return any(made is unsharded for made in self._made.values())
 
+    def has_storage(self, address: int) -> bool:
+        """Whether one that is still in use has its memory there: ``address`` is that of a storage,
+        which need not be there any more."""
+        return any(made.storage._cdata == address for made in self._made.values())
+
     def forget(self) -> None:
         """Drop all of them: the parameters have been moved or cast."""
         self._made.clear()

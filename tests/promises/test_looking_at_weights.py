@@ -135,6 +135,51 @@ def test_in_training_a_module_has_to_call_what_is_in_a_unit_of_its_own(layout):
     assert equal(outputs(model.eval(), torch.no_grad), expected)  # and nothing is left of it
 
 
+class Nested(nn.Module):
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x):
+        return self.inside(x)
+
+
+@pytest.mark.parametrize("layout", ["rows", "fully_shard"])
+@on_ranks(2)
+def test_of_nested_units_the_one_that_computes_is_named(layout):
+    model = sharded(Nested(encoder()), [nn.TransformerEncoder, LAYER, nn.Linear], layout)
+    with pytest.raises(RuntimeError) as error:
+        model(source())
+    assert str(error.value).startswith(
+        "an operation in the forward of unit 'inside.layers.0' got a parameter"
+    )
+    assert str(error.value).count("The parameters of the units inside of it") == 1
+    assert "'inside.layers.0.self_attn.out_proj'" in str(error.value)
+    assert "'inside.layers.1" not in str(error.value)
+
+
+@pytest.mark.parametrize("layout", ["rows", "fully_shard"])
+@on_ranks(2)
+def test_a_state_that_was_made_of_a_parameter_is_named(layout):
+    """As language models make the hidden state of an RNN. In rows it is a DTensor."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.GRU(16, 16, batch_first=True), nn.Linear(16, 4)
+
+        def forward(self, x, hidden):
+            return self.head(self.rnn(x, hidden)[0])
+
+    model = sharded(Model().to(device()), [nn.GRU], layout)
+    weight = next(model.parameters())
+    inputs = r"unit 'rnn' got a parameter .*, or what was made of one .*weight\.new_zeros\(\)"
+    with pytest.raises(RuntimeError, match=inputs) as error:
+        model(source(), weight.new_zeros(1, 3, 16))
+    assert "units inside of it" not in str(error.value)
+    model(source(), torch.zeros(1, 3, 16, dtype=weight.dtype, device=weight.device))
+
+
 class CastsAsItsWeight(nn.Module):
     """As T5 does: a layer may be kept in another precision than those around it."""
 

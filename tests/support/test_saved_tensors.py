@@ -1,5 +1,8 @@
 """saved_tensors.py: a description in place of a parameter, and all else as without hooks."""
 
+import gc
+from weakref import WeakSet
+
 import pytest
 import torch
 from torch import nn
@@ -57,6 +60,34 @@ def test_the_address_of_memory_that_was_left_to_others_means_nothing():
     assert saved.chain_of(part) is not None
     assert not unit.unsharded.release([])  # `part` refers to it
     assert saved.chain_of(part) is None
+
+
+@on_ranks(2)
+def test_what_was_computed_with_before_parameters_were_frozen_or_thawed_is_let_go():
+    """Programs with two networks (CycleGAN, SAC) freeze one of them in each step."""
+    model, made = stack(), WeakSet()
+    for at in range(8):
+        for param in model.parameters():
+            param.requires_grad_(at % 2 == 1)
+        model(batch().requires_grad_()).sum().backward()
+        made.update(unit.unsharded for unit in model.engine.units)
+    gc.collect()
+    assert len(made) <= 2 * len(model.engine.units)  # and one that the last backward was in
+
+
+@on_ranks(2)
+def test_what_was_computed_with_in_two_dtypes_is_found_in_both():
+    model = stack(1)
+    unit, saved = model.engine.units[1], SavedParameters(lambda chain: None)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        unit.compute_in(dtype)
+        unit.unsharded.allocate()
+        saved.hooks((Call(unit, unit.module, True, True),))
+        found.append(unit.unsharded)
+    for unsharded in found:
+        unit.compute_with(unsharded)
+        assert saved.chain_of(unsharded.flat_param.detach()) is not None
 
 
 @on_ranks(1)
