@@ -1,4 +1,4 @@
-"""The wait is where the copy is used, on the unshard stream; and the copy is made by to(), which makes
+"""The wait is where the copy is used, on the unshard stream; the copy is made by to(), which makes
 none on a CPU."""
 
 
