@@ -80,6 +80,9 @@ def test_the_context_has_what_solutions_call_and_not_the_solutions():
     assert "`Stream.submit(launch, label)`, core/streams.py: Run" in parts["unshard.1"]
     assert "`place(" not in parts["collectives.2"]  # a name of its own there
     assert "`reshard(" not in parts["reshard.1"] and "Nothing but torch." in parts["flatten.1"]
+    assert "`Unit.is_limited`, core/unit.py" in parts["limiter.2"]  # a property is not called
+    assert "Parameters.unshard" not in parts["offload.1"]  # streams.unshard is a stream
+    assert "Form.join" not in parts["groups.2"] and "_groups(" not in parts["clip_grad.1"]
     for key, part in parts.items():
         for name in exercises()[key].takes:
             assert f"`{name}(" not in part, (key, name)

@@ -58,9 +58,15 @@ def _names(node: ast.AST) -> Iterator[tuple[str, bool]]:
     for inside in ast.walk(node):
         if isinstance(inside, ast.Name) and isinstance(inside.ctx, ast.Store):
             own.add(inside.id)
+    # Nobody asks a method for an attribute, or goes over it: streams.unshard is a stream.
+    things = {inside.value for inside in ast.walk(node) if isinstance(inside, ast.Attribute)}
+    things |= {inside.iter for inside in ast.walk(node) if isinstance(inside, ast.For)}
     for inside in ast.walk(node):
+        if isinstance(inside, ast.Attribute) and isinstance(inside.value, ast.Constant):
+            continue  # ", ".join
         if isinstance(inside, ast.Attribute) and not hasattr(torch.Tensor, inside.attr):
-            yield inside.attr, True
+            if inside not in things:
+                yield inside.attr, True
         elif isinstance(inside, ast.Name) and inside.id not in own:
             yield inside.id, False
 
@@ -68,6 +74,8 @@ def _names(node: ast.AST) -> Iterator[tuple[str, bool]]:
 def _meant(name: str, is_method: bool, own: str) -> Definition | None:
     """What a name stands for; None if minifsdp does not define it, or it is not clear where."""
     there = [one for one in _definitions().get(name, []) if ("." in one.name) is is_method]
+    if name.startswith("_") and not is_method:
+        there = [one for one in there if one.file == own]  # a file's own functions
     for fitting in (
         [one for one in there if one.of_protocol],
         [one for one in there if one.file == own],
@@ -100,7 +108,10 @@ def _definitions() -> dict[str, list[Definition]]:
             said = said.split(". ")[0].rstrip(".")  # its first sentence
             if not said or said.startswith("See :"):  # as of a method whose protocol says it
                 continue
-            arguments = "" if isinstance(node, ast.ClassDef) else f"({_arguments(node)})"
+            is_value = isinstance(node, ast.ClassDef) or any(
+                "property" in ast.unparse(decorator) for decorator in node.decorator_list
+            )
+            arguments = "" if is_value else f"({_arguments(node)})"
             line = f"- `{name}{arguments}`, {file}: {said.replace('``', '`')}."
             last = name.rpartition(".")[2]
             found.setdefault(last, []).append(Definition(name, file, is_protocol, line))

@@ -43,7 +43,17 @@ def verdict(check: Check, expected: Report, found: Report) -> Verdict:
         return Verdict("wrong", min(differences)[2])
     if found.inconclusive:
         return Verdict("inconclusive", found.ended)
-    return Verdict("wrong", found.ended) if found.ended else Verdict("right")
+    return (
+        Verdict("wrong", found.ended + _until(expected, found)) if found.ended else Verdict("right")
+    )
+
+
+def _until(expected: Report, found: Report) -> str:
+    """What the rank that has come least far was about to show."""
+    seen = [len(got or ()) for got in found.ranks]
+    rank = seen.index(min(seen))
+    left = (expected.ranks[rank] or [])[seen[rank] :]
+    return f" (while looking at: {left[0].what})" if left and left[0].what else ""
 
 
 def _difference(check: Check, expected: list[Seen], found: list[Seen]) -> tuple[int, str]:

@@ -16,17 +16,18 @@ def _memory(unit: Any) -> int:
     return int(unit.flat_param.untyped_storage().nbytes())
 
 
-def _sharded(hooks: bool = True) -> tuple[Any, Any, dict[str, Any]]:
+def _sharded(hooks: bool = True, double: bool = False) -> tuple[Any, Any, dict[str, Any]]:
     """A model, its engine, and the units by the names of their modules.
 
     Args:
         hooks: False: the engine does nothing.
+        double: parameters of 8 bytes, which are not what torch.empty() makes.
     """
     from types import SimpleNamespace
 
     from tutorials.exercises.program import KINDS, Model, program
 
-    model, file = Model(), program(STEP)
+    model, file = Model().double() if double else Model(), program(STEP)
     names = {module: name or "the model" for name, module in model.named_modules()}
     if not hooks:
         file.Engine = lambda model, units: SimpleNamespace(model=model, units=units)
@@ -38,7 +39,7 @@ def _units(what: str, want: Any, got: Any) -> str | None:
     if isinstance(got, dict) and "raised" in got:
         return (
             "a module's own parameters are those of named_parameters(recurse=False); there may be "
-            "none, and no children either"
+            "none, and no children either; a module without parameters is no unit"
         )
     if "still in memory" in what:
         return (
@@ -54,9 +55,17 @@ def _units(what: str, want: Any, got: Any) -> str | None:
         )
     if "modules" in what:
         return "only modules of these kinds, and the model, are units, if they have parameters"
+    if any("sharded_flat_param" in owner for owners in got for owner in owners):
+        return (
+            "that is what Unit() has made of a unit inside of this one: find the parameters of all "
+            "units before the first Unit() changes its module"
+        )
     if len(got) > len(want) or sum(map(len, got)) > sum(map(len, want)):
         return "parameters of a unit inside of this one are not its own: only the innermost unit's"
-    return "one parameter may have several owners, and each of them has to get the view"
+    return (
+        "one parameter may have several owners, and each of them has to get the view; also in one "
+        "module, under two names: named_parameters(recurse=False, remove_duplicate=False)"
+    )
 
 
 @check("build.1", because=_units)
@@ -71,6 +80,8 @@ def which_parameters_belong_to_which_unit() -> Iterator[Any]:
     with pretended_ranks(2):
         for kinds in (KINDS, (Block,), (nn.Linear, nn.Embedding), ()):
             model = Model() if kinds != (Block,) else nn.Sequential(nn.Tanh(), Block(), Special())
+            if kinds == (Block,):
+                model[1].again = model[1].scale  # two names in one module
             names = {module: name or "the model" for name, module in model.named_modules()}
             engine = program(STEP).fsdp(model, *kinds)
             about = f"fsdp(model, {', '.join(kind.__name__ for kind in kinds)})"
@@ -114,6 +125,15 @@ def _shard(what: str, want: Any, got: Any) -> str | None:
             "hide_views() takes the parameters away, and they are gone already: delattr() removes "
             "a parameter as well as a view, so once for each owner is enough"
         )
+    if "still in memory" in what:
+        return (
+            "the unit keeps them, or what refers to them: a list of yours, or params.values(), "
+            "which is a view of the dict"
+        )
+    if "dtype of flat_param" in what:
+        return "parameters keep their dtype, in the shard and in flat_param"
+    if what.startswith("sharded_flat_param") and (got.shape, got.dtype) == (want.shape, want.dtype):
+        return "rank r keeps the r-th of equal pieces, one after the other; the padding is zeros"
     if "bytes that the shard" in what:
         return "the shard is a view, which keeps all of the flat tensor in memory: clone it"
     if "bytes of flat_param" in what:
@@ -134,6 +154,8 @@ def _shard(what: str, want: Any, got: Any) -> str | None:
 
 @check("build.2", because=_shard)
 def a_unit_is_flattened_and_sharded() -> Iterator[Any]:
+    from weakref import ref
+
     import torch
     from torch import nn
 
@@ -149,9 +171,12 @@ def a_unit_is_flattened_and_sharded() -> Iterator[Any]:
             for owner in module:
                 for name, param in owner.named_parameters():
                     params.setdefault(param, set()).add((owner, name))
+            before = [ref(param) for param in params]
             unit = program(STEP).Unit(module, params)
+            del params, param
             shard, about = unit.sharded_flat_param, f", rank {rank} of {number}"
             yield f"elements of flat_param{about}; the parameters have 13", unit.flat_param.numel()
+            yield f"dtype of flat_param{about}", str(unit.flat_param.dtype)
             yield f"sharded_flat_param{about}", shard
             yield f"bytes that the shard keeps in memory{about}", shard.untyped_storage().nbytes()
             kind = [type(shard).__name__, shard.requires_grad, shard.is_leaf]
@@ -167,11 +192,25 @@ def a_unit_is_flattened_and_sharded() -> Iterator[Any]:
             yield f"unit.shapes{about}", [list(shape) for shape in unit.shapes]
             yield f"number of owners of each parameter{about}", [len(o) for o in unit.owners]
             yield f"unit.world{about}", unit.world
+            alive = sum(param() is not None for param in before)
+            yield f"parameters from before that are still in memory{about}", alive
             with torch.no_grad():
                 shard.zero_()  # of a parameter that is somebody's, nothing may change
 
 
+def _is_of_another_dtype(got: Any) -> bool:
+    """Whether a collective was given tensors of two dtypes."""
+    return isinstance(got, dict) and "invalid tensor type" in got.get("message", "")
+
+
+_LIKE = "what is gathered has the dtype of the shards: torch.empty() alone makes float32"
+
+
 def _gathered(what: str, want: Any, got: Any) -> str | None:
+    if _is_of_another_dtype(got):
+        return _LIKE
+    if isinstance(got, dict) and "out of bounds for storage" in got.get("message", ""):
+        return "resize_() is told bytes, not elements: as many as the whole tensor has (nbytes)"
     if isinstance(got, dict) and "raised" in got:
         return (
             "to autograd a gather is no change: write to flat_param.data, or else it refuses what "
@@ -218,18 +257,27 @@ def memory_comes_and_goes() -> Iterator[Any]:
     unit.unshard()
     loss.backward()
     yield "flat_param.grad, when unshard() was called again before the backward", flat.grad
+    unit = _sharded(hooks=False, double=True)[2]["first"]
+    unit.unshard()
+    yield "bytes of memory after unshard(), in float64", _memory(unit)
+    yield "flat_param after unshard(), in float64", unit.flat_param
 
 
 def _views(what: str, want: Any, got: Any) -> str | None:
     if isinstance(got, dict) and "does not require grad" in got.get("message", ""):
         return "views are made of flat_param itself, with autograd: without .data or detach()"
     if isinstance(got, dict) and "cannot assign" in got.get("message", ""):
-        return "hide_views() takes the attribute away from all owners of a parameter"
+        return (
+            "hide_views() takes the attribute away from all owners of a parameter, with delattr(): "
+            "None would leave the name to a parameter"
+        )
     if _is_gone(got):
         return (
             "hide_views() takes an attribute away that is not there: show_views() sets it in each "
             "owner, and delattr() removes it, so a second time there is nothing left to remove"
         )
+    if isinstance(got, dict) and "sum exactly" in got.get("message", ""):
+        return "flat is longer than the shapes: its last piece, the zeros, has no shape"
     if isinstance(got, dict) and "raised" in got:
         return (
             "hide_views() takes away what show_views() has set, in each owner; the last piece of "
@@ -243,6 +291,11 @@ def _views(what: str, want: Any, got: Any) -> str | None:
         return (
             "make new views in each forward: autograd visits old ones last, so that no unit would "
             "be freed before all are there"
+        )
+    if "is a parameter" in what:
+        return (
+            "a layer computes with any tensor: give it the view itself. A new nn.Parameter would "
+            "get the gradient, and flat_param would get none"
         )
     if "has a weight" in what:
         return "take away the attribute from all owners: somebody might read freed memory"
@@ -302,7 +355,10 @@ def _forward(what: str, want: Any, got: Any) -> str | None:
                 "the output of a unit's forward gets a hook, which calls before_backward: without "
                 "it nothing is gathered again"
             )
-        return "before its forward a unit is unsharded, and its modules get the views"
+        return (
+            "before its forward a unit is unsharded, and its modules get the views. Does each hook "
+            "have its own unit? A lambda in a loop uses the loop's last one, partial() does not"
+        )
     if "while" in what:
         return "each unit is gathered before its own forward, and freed after it"
     if "after the forward" in what:
@@ -357,6 +413,11 @@ def a_forward() -> Iterator[Any]:
 
 
 def _backward(what: str, want: Any, got: Any) -> str | None:
+    if "ranks" in what:
+        return (
+            "unit.world says how many ranks there are; what is received is like the shard, in its "
+            "length and dtype"
+        )
     if isinstance(got, dict) and "raised" in got:
         return "the backward needs the whole parameters: before_backward gathers them again"
     if "second backward" in what:
@@ -404,7 +465,27 @@ def a_backward() -> Iterator[Any]:
         yield f"{name}: gradient of the shard after a second backward", unit.sharded_flat_param.grad
 
 
+@check("build.6", ranks=3, because=_backward)
+def a_backward_of_three() -> Iterator[Any]:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from tutorials.exercises.program import program
+
+    # In these numbers sums and means are exact, in any order.
+    model = nn.Linear(3, 1).double()
+    program(STEP).fsdp(model)
+    (3 * model(torch.tensor([1.0, 2, 4 << dist.get_rank()]).double())).sum().backward()
+    (shard,) = model.parameters()
+    yield "gradient of the shard of a Linear(3, 1) in float64, on three ranks", shard.grad
+
+
 def _names(what: str, want: Any, got: Any) -> str | None:
+    if _is_of_another_dtype(got) or "dtypes" in what:
+        return _LIKE
+    if isinstance(got, list) and any(name.startswith(".") for name in got):
+        return "the model's own path is empty: before the names there comes no dot"
     if "names" in what:
         return "a name is the path of the owner, a dot, and its name there: one of each owner"
     if "memory" in what:
@@ -435,6 +516,8 @@ def the_whole_parameters() -> Iterator[Any]:
     found = engine.full_params()
     for name in names:
         yield f"full_params()[{name!r}] when the shards have changed", found.get(name)
+    found = _sharded(double=True)[1].full_params()
+    yield "dtypes of full_params() in float64", sorted({str(v.dtype) for v in found.values()})
 
 
 @check("build.8", ranks=2, seconds=20, because=of_training)

@@ -47,6 +47,11 @@ def _overlap(what: str, want: Any, got: Any) -> str | None:
             "the next gather gets memory that a layer still reads: tell the allocator before you "
             "free it (record_stream of the compute stream)"
         )
+    if "races" in what and "what was there before" in str(got):
+        return (
+            "its memory comes from the compute stream, which may still read what was there: "
+            "resize it inside of what is launched, so that it is the unshard stream's"
+        )
     who = str(got).partition(" uses ")[0]
     if "races" in what and "allgather" in who:
         return (
@@ -416,6 +421,8 @@ def _prefetch(what: str, want: Any, got: Any) -> str | None:
         )
     if "units alive" in what or "memory" in what:
         return "a prefetch is declined if as many units are alive already as the limit allows"
+    if "seconds" in what and "'post'" in what:
+        return "with 'post' the next gather starts when a unit is freed, before its reduction"
     if "seconds" in what:
         return "a prefetch is launched before the computation waits for the unit's own gather"
     if "races" in what:
@@ -529,6 +536,11 @@ def how_often_units_are_gathered() -> Iterator[Any]:
         gpu = on_gpu(STRATEGIES, partial(stack, root=True), reshard_after_forward=stays)
         yield f"bytes of each gather in a step{about}", gathers(gpu)
         yield from _of_gpu(gpu, about)
+    # The first unit is so large that the most memory is in use in its backward, which comes last.
+    settings = {"rows": 256, "reshard_after_forward": False}
+    gpu = on_gpu(STRATEGIES, partial(stack, (8192, *(2048,) * 8)), **settings)
+    figure = gpu.report()["peak allocated"]
+    yield at_most("bytes of memory that the host has taken at most", figure, slack=0.1)
     yield from _without_gradients(virtual_gpu, stack)
 
 
@@ -572,8 +584,12 @@ def _precision(what: str, want: Any, got: Any) -> str | None:
         )
     if "dtype of the output" in what:
         return "inputs are cast, and outputs are not: the next unit computes in the same dtype"
+    if _raised(got) and "grad_dtype" in got["message"]:
+        return "the mean is cast back to the dtype of the shard before it is its gradient"
     if _raised(got):
         return "inputs of floating point are cast to param_dtype, and indices stay as they are"
+    if what.startswith("parameter") and got.dtype != want.dtype:
+        return "full_params() gathers the shards as they are kept, and not in param_dtype"
     if "dtypes" in what:
         return "what is kept stays in fp32: the shard, its gradient, and so the optimizer's state"
     if "bytes of each gather" in what:

@@ -24,6 +24,11 @@ def _mean(what: str, want: Any, got: Any) -> str | None:
         return f"the gradient is exactly {factor:g} x too large: it was summed, not averaged"
     if factor is not None:
         return f"the gradient is {factor:g} x what it should be: it was averaged more than once"
+    if what.startswith("gradient") and isinstance(got, torch.Tensor) and got.shape == want.shape:
+        return (
+            "unit.comm is given the scale, and what each rank sends is scaled by it: none scales "
+            "its own before (and here the other ranks are pretended)"
+        )
     if "passed" in what:
         return "start the reduction and return: the backward goes on while it travels"
     if "collectives" in what:

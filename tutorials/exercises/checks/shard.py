@@ -42,6 +42,11 @@ def _shards(what: str, want: Any, got: Any) -> str | None:
         return "it is a part of a larger tensor, all of which stays in memory; make one of its own"
     if what.startswith("dtype"):
         return "take flat.new_zeros(), which has the dtype and the device of flat"
+    if isinstance(got, dict) and got.get("raised") == "IndexError":
+        return (
+            "chunk() makes fewer pieces than there are ranks if there are few elements: a slice of "
+            "padded_shard_numel() elements may be short, or empty"
+        )
     if not isinstance(got, torch.Tensor) or not isinstance(want, torch.Tensor):
         return None
     if got.shape != want.shape:
