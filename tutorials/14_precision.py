@@ -225,7 +225,7 @@ def a_mean_of_gradients() -> None:
 # ## Why not torch.autocast?
 #
 # With one GPU mixed precision is `torch.autocast`: parameters are in fp32, and each operation that
-# is fast in bf16 casts what it gets. This runs with FSDP, too, but it casts at another place:
+# is fast in bf16 casts what it gets. This runs with FSDP, too, but it casts at a different place:
 # *after* the gather. Here are both ways, by how much one forward has gathered at once, and how much
 # of the weights it has left in memory for the backward (`weights_of_a_forward`, in
 # [cast_weights.py](cast_weights.py), looks at what was cast):
