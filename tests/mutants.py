@@ -382,7 +382,7 @@ MUTANTS = [
     Mutant("support/divided_param", "an optimizer sees one mesh of two", "            made = on_both_meshes(made, info.spec)\n", "            pass\n", noticed_by="support/tensor_parallel"),
     Mutant("support/param_access", "a placeholder has the shape of a part", "info.spec.shape if info.spec else info.shape", "info.shape", noticed_by="support/tensor_parallel"),
     Mutant("support/param_access", "a placeholder stands for a part", "found: Tensor = self._info.owners[0].get()", "found: Tensor = self._info.parameter", noticed_by="support/tensor_parallel"),
-    Mutant("support/saved_tensors", "what was computed with once is kept for good", "        if address not in self._chains:", "        if False:"),
+    Mutant("support/saved_tensors", "what was computed with once is kept for good", "        if address not in self._chains and", "        if False and"),
     Mutant("support/saved_tensors", "what is computed with in another dtype is forgotten", "if last[-1].unit.unsharded_by_dtype.has_storage(old)", "if False"),
     Mutant("support/saved_tensors", "autograd keeps the memory of DTensors", "        if type(tensor) is DTensor:\n", "        if False:\n", noticed_by="support/tensor_parallel"),
     Mutant("support/saved_tensors", "a backward gets a part", "            return view if saved.spec is None else distributed(view, saved.spec)\n", "            return view\n", noticed_by="support/tensor_parallel"),

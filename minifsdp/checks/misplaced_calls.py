@@ -160,8 +160,8 @@ def refuse_functional_gradients(unit: FeaturedUnit) -> None:
         raise RuntimeError(
             f"unit {unit.label} was called inside of torch.func.grad, vjp, jvp, jacrev or the "
             f"like, whose tensors have no memory that could be freed. Use torch.autograd.grad, "
-            f"torch.autograd.functional (jacobian, hvp) or torch.autograd.forward_ad, which work; "
-            f"torch.func.vmap does so, too."
+            f"torch.autograd.functional (jacobian, hvp) or torch.autograd.forward_ad. (Inside of "
+            f"torch.func.vmap a model may be called.)"
         )
 
 

@@ -90,7 +90,8 @@ class SavedParameters:
         on. It does nothing if a forward around this one has set the hooks."""
         call = chain[-1]
         address = call.unit.unsharded.storage._cdata
-        if address not in self._chains:  # a unit has new memory: of the old nobody will ask again
+        if address not in self._chains and len(self._chains) > 2 * len(self.last):
+            # Units have got new memory. Of the old one nobody will ask again.
             self._chains = {
                 old: last
                 for old, last in self._chains.items()

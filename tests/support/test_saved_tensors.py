@@ -72,15 +72,16 @@ def test_what_was_computed_with_before_parameters_were_frozen_or_thawed_is_let_g
         model(batch().requires_grad_()).sum().backward()
         made.update(unit.unsharded for unit in model.engine.units)
     gc.collect()
-    assert len(made) <= 2 * len(model.engine.units)  # and one that the last backward was in
+    # They are looked through when there are two for each unit. One more: of the last backward.
+    assert len(made) <= 3 * len(model.engine.units)
 
 
 @on_ranks(2)
-def test_what_was_computed_with_in_two_dtypes_is_found_in_both():
+def test_what_was_computed_with_in_several_dtypes_is_found_in_all():
     model = stack(1)
     unit, saved = model.engine.units[1], SavedParameters(lambda chain: None)
     found = []
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         unit.compute_in(dtype)
         unit.unsharded.allocate()
         saved.hooks((Call(unit, unit.module, True, True),))
