@@ -85,6 +85,11 @@ def _raised(check: Check, want: Seen | None, error: dict[str, str]) -> str:
     message = f"{at}{error['raised']}: {said}" if said else f"{at}{error['raised']}"
     tells_all = "unexpected keyword argument" in said or "positional argument" in said
     because = _because(check, want, error) if want and not tells_all else None
+    if "partially initialized module" in said:
+        because = (
+            "the file imports what needs this file itself. Take each name from the file that "
+            "defines it, as the imports at the top do (from .unit import Unit)"
+        )
     doing = f" (while looking at: {want.what})" if want and want.what else ""
     return message + doing + (f". Likely: {because}." if because else "")
 
