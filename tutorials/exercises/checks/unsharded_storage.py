@@ -73,7 +73,7 @@ def a_unit_that_is_frozen_in_part() -> Iterator[Any]:
     layout = Rows([torch.Size([3]), torch.Size([2])], [True, False], 1)
     for keeps in ("nothing", "a parameter"):
         made, memory = UnshardedFlatParams(lambda: None), torch.zeros(layout.padded_numel)
-        unsharded = made.add(memory, True, True, layout)
+        unsharded: Any = made.add(memory, True, True, layout)
         del memory  # else somebody refers to it
         unsharded.allocate()
         views = layout.unflatten(unsharded.flat_param, unsharded.frozen)
