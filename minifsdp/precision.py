@@ -152,8 +152,8 @@ def prepare_inputs(
     says so, and move those of the root to the unit's device.
 
     Args:
-        is_root: this is the outermost module, which the user calls. Its inputs are cast only if its
-            precision has a ``param_dtype``.
+        is_root: this is the outermost module, which the user calls. ``cast_root_forward_inputs`` is
+            about it, and only if there is a ``param_dtype``.
         args, kwargs: any pytree, of which the floating-point tensors are cast. Tensors of integers
             keep their dtype. A tensor that has the dtype and the device already is not copied.
 

@@ -72,6 +72,10 @@ def one_by_one() -> None:
 # {{ minifsdp/core/flatten.py flatten }}
 #
 # {{ minifsdp/core/flatten.py unflatten }}
+#
+# Slices of the flat tensor, such as `flat[:6].view(2, 3)`, are views too, and are right in
+# `build.4`. `flatten.2` wants them from one `split`: then the gradients of all views arrive at one
+# operation, and the engine can take them there.
 
 
 # %%

@@ -99,11 +99,11 @@ def nine_ways() -> None:
 # shard to bf16.)
 #
 # It is not that gather 2 is *launched* late. With any room the host has launched everything in the
-# first milliseconds: follow the threads. But NCCL, the library that communicates between GPUs,
-# carries out the collectives of a group of GPUs one by one, **in the order in which the host
-# launches them**. Without prefetch the host launches gather 2 when block 2 needs it. By then it has
-# launched reduction 3, and gather 2 has to queue behind it. A host that is ahead cannot help. In a
-# forward there are no reductions, so there it can.
+# first milliseconds: follow the lines from the launches to the gathers. But NCCL, the library that
+# communicates between GPUs, carries out the collectives of a group of GPUs one by one, **in the
+# order in which the host launches them**. Without prefetch the host launches gather 2 when block 2
+# needs it. By then it has launched reduction 3, and gather 2 has to queue behind it. It does not
+# help that the host is ahead. In a forward it does, because no reduction is in the queue.
 #
 # The remedy: launch gather 2 before reduction 3. That is *backward prefetch*. There are two moments
 # for it, and they are the names of the two modes.
@@ -112,9 +112,9 @@ def nine_ways() -> None:
 #   backward. Both blocks are in memory, so with room for one the limiter declines it.
 # - **`BACKWARD_POST`**: when the host has launched the backward of block 3 and freed its
 #   parameters, but before it launches reduction 3. With room for one the host first has to wait
-#   until the GPU is done with block 3 (page [11](11_limiter.md)), so gather 2 overlaps with nothing
-#   but comes before the reduction. With more room the host does not wait, gather 2 is launched
-#   early as well, and POST is as good as PRE.
+#   until the GPU is done with block 3 (page [11](11_limiter.md)), so gather 2 runs beside no
+#   computation, but before the reduction. With more room the host does not wait, gather 2 is
+#   launched early as well, and POST is as good as PRE.
 #
 # {{ minifsdp/core/prefetch.py Prefetcher.pre_backward }}
 #
@@ -129,8 +129,8 @@ def nine_ways() -> None:
 #   Reductions are then "perfectly overlapped", and its author reports about 20 % more speed.
 #   Launching it *before* the backward "doesn't seem to help further". A simpler version,
 #   [#865](https://github.com/facebookresearch/fairscale/pull/865), was closed in February, because
-#   fairscale had found another way: gathers and reductions in two process groups of the same GPUs,
-#   so that NCCL has two queues.
+#   fairscale had found another way: two *process groups* (lists of ranks that communicate) with the
+#   same GPUs in both. Gathers use one and reductions the other, so that NCCL has two queues.
 # - **December 2021.** PyTorch takes up the idea
 #   ([#69282](https://github.com/pytorch/pytorch/pull/69282)), gathers before the backward, and
 #   measures 20 % more speed and 10 % more memory.
@@ -177,10 +177,10 @@ def ask_for_maximum(block: nn.Module) -> None:
 HOOKS = {"": lambda block: None, "log": log_norms}
 
 # %% [markdown]
-# With POST half of what prefetch saves is gone. The host waits for block 3's last number, so it is
-# not ahead any more when it comes to freeing block 3 and asking for the next gather: the GPU has
-# nothing left to do beside that gather. PRE asks before the backward begins, so the wait makes no
-# difference to it. This is why PRE is the default: it does not depend on a host that is ahead.
+# With POST half of what prefetch saves is gone. The host waits for the norm of block 3, so it is
+# not ahead any more when it frees block 3 and asks for the next gather. The GPU has nothing left to
+# compute beside that gather. PRE asks before the backward begins, so the wait makes no difference
+# to it. This is why PRE is the default: it does not depend on a host that is ahead.
 #
 # ## Predict, then run
 #

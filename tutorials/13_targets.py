@@ -118,13 +118,12 @@ def all_guesses() -> dict[str, tuple[Any, ...]]:
 #   unit begins before the units inside it in both passes. So `T.2` is gathered when `T` has to come
 #   first.
 # - **fairscale 2** ([#1052](https://github.com/facebookresearch/fairscale/pull/1052)) wrote down
-#   the backward itself, and that was right. For its prefetch in the *forward* it went by the ends,
-#   because it gathers when a unit is freed. Behind the end of `S.2` comes that of `S`, which is in
-#   use.
+#   the backward itself, and that was right. It gathers when a unit is freed, so in the *forward* it
+#   took the order in which units end. There `S` comes after `S.2`, and `S` is still in use.
 # - **PyTorch** takes the order in which units *end* in the forward, reversed. An outer unit ends
 #   after those inside it, so in reverse it comes before them, as in the backward. That needs no
-#   step before this one, and it follows each forward. But no forward can know that the loss will
-#   not depend on `probe`. FSDP2 does the same
+#   earlier step, and changes with each forward. But no forward can know that the loss will not
+#   depend on `probe`. FSDP2 does the same
 #   ([#118118](https://github.com/pytorch/pytorch/pull/118118)).
 # - **minifsdp** takes the last backward, and PyTorch's guess if there was none.
 #
@@ -193,13 +192,13 @@ def layer_drop() -> None:
 # runs first; then gathers, computation and reductions take turns, for 19.6 ms. On the right,
 # PyTorch: gathers are ahead and the computation has no gaps, for 14.4 ms.](13_targets_layers.svg)
 #
-# minifsdp has guessed block 5, which this step leaves out. It is gathered for nothing, and what is
-# needed waits for it. It stays in memory until the backward ends, so that with room for two no
-# other prefetch is admitted. The backward takes more than a third longer than with PyTorch's guess,
-# and longer than without any prefetch (18.9 ms). With room for three it takes 16.3 ms. PyTorch's
-# guess is from the forward of this very step, and right. Neither way is always better: minifsdp's
-# is exact for models that always do the same, even where the loss does not depend on all units;
-# PyTorch's is exact for models that change and use all that they compute.
+# minifsdp has guessed block 5, which this step leaves out. It is gathered for nothing, and the
+# gathers that are needed queue behind it. It stays in memory until the backward ends, so that with
+# room for two no other unit is prefetched. The backward takes more than a third longer than with
+# PyTorch's guess, and longer than without any prefetch (18.9 ms). With room for three it takes 16.3
+# ms. PyTorch's guess comes from the forward of the same step, and is right. Neither way is always
+# better: minifsdp's is exact for models that always do the same, even where the loss does not
+# depend on all units; PyTorch's is exact for models that change and use all that they compute.
 #
 # For a model of this kind, tell the engine what comes: FSDP2 and minifsdp have
 # `set_modules_to_backward_prefetch` ([prefetch_lists.py](../minifsdp/prefetch_lists.py)).
@@ -238,7 +237,7 @@ def without_a_part() -> None:
 # Without the check two units are gathered that have had their turn. Nobody uses them, and they stay
 # until the end of the backward. Without the layer not one number of the step changes. But the
 # statistics say that all is right, in a step that takes a third longer than it has to. A layer that
-# only observes is missed by the person who looks for the reason.
+# only counts changes no step. It helps whoever asks why a step is slow.
 #
 # ## Predict, then run
 #

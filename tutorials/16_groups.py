@@ -14,9 +14,9 @@
 #
 # - **`FULL_SHARD`** is what all pages have done so far. Parameters are gathered for the forward,
 #   freed after it, and gathered once more for the backward.
-# - **`SHARD_GRAD_OP`** leaves out one step. What was gathered for the forward stays in memory until
-#   the backward is done with it. So there is one gather fewer, and the whole model is in memory in
-#   the middle of the step.
+# - **`SHARD_GRAD_OP`** leaves out the second gather. What was gathered for the forward stays in
+#   memory until the backward is done with it. So the whole model is in memory in the middle of a
+#   training step.
 # - **`NO_SHARD`** does what DDP does. Every rank has the whole model all the time, and the
 #   gradients are all-reduced. (PyTorch 2.13 calls it deprecated, and refers to DDP.)
 #
@@ -126,8 +126,8 @@ def draw() -> None:
 # `SHARD_GRAD_OP` sends exactly as much as DDP. It is also faster than DDP here, for two reasons.
 # Half of its communication is in the forward, where DDP has nothing to send, and each rank steps
 # only an eighth of the parameters. `FULL_SHARD` sends 45 % more and is the slowest, because this
-# network is slow and the GPU waits for it: of 0.70 s it computes for 0.25. So if the orange part
-# fits into memory and the network is slow, take `SHARD_GRAD_OP`.
+# network is slow: the GPU computes for 0.25 s, and waits for the rest of the 0.70 s. So if the
+# orange part fits into memory and the network is slow, take `SHARD_GRAD_OP`.
 #
 # (You may know these as the [stages of
 # ZeRO](https://deepspeed.readthedocs.io/en/stable/zero3.html). Stage 1 shards the optimizer state,
@@ -167,8 +167,8 @@ def grid() -> None:
 # ## What breaks: a row of one rank
 #
 # Somebody asks for `HYBRID_SHARD`, and there is one GPU in each machine. A row is a single rank
-# then, so nothing is sharded. It seems reasonable to say that this is `NO_SHARD`, and to go on with
-# the group at hand, which is the row. In code it is three lines:
+# then, so nothing is sharded. It seems reasonable to treat this as `NO_SHARD`, and to average
+# gradients over the only group that is looked at, the row. In code it is three lines:
 
 
 # %%
@@ -231,8 +231,8 @@ def what_breaks() -> None:
 # learns. Nobody notices before the model is used: what is saved is the model of rank 0, and it has
 # never seen a capital.
 #
-# PyTorch's first FSDP takes this shortcut. It prints a warning that the world size is 1, which is
-# that of the row, and models drift apart
+# PyTorch's first FSDP takes this shortcut. It warns that the world size is 1, by which it means the
+# row, and the models drift apart
 # ([pytorch#154888](https://github.com/pytorch/pytorch/issues/154888)). A library for reinforcement
 # learning [found that out in production](https://github.com/verl-project/verl/issues/7493). In
 # minifsdp a row of one rank is a row like any other.

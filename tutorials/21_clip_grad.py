@@ -102,10 +102,10 @@ def against_ddp() -> None:
 #
 # ## Taken out: the sum over the ranks
 #
-# Clipping is not a layer, because nothing happens in a step: it is a function between two steps,
-# [clip_grad.py](../minifsdp/between_steps/clip_grad.py). It has one call that PyTorch's function
-# does not have, `add_up`. Take it out, and put it back (by `three_times`, in
-# [taken_out.py](taken_out.py)):
+# Clipping is not a layer, because it does nothing during a forward or a backward. It is a function
+# that is called after them, [clip_grad.py](../minifsdp/between_steps/clip_grad.py). It has one call
+# that PyTorch's function does not have, `add_up`. Take it out, and put it back (by `three_times`,
+# in [taken_out.py](taken_out.py)):
 
 
 # %%
@@ -120,7 +120,7 @@ def without_the_sum() -> None:
 
 
 # %% [markdown]
-# It is the norm of what rank 0 has, and nothing looks wrong with it.
+# Without the call it is the norm of rank 0's shards, and nothing looks wrong with it.
 #
 # ## What breaks: each rank clips by its own norm
 #
@@ -203,9 +203,9 @@ def draw() -> None:
 # ranks, 0.28 with 8, 0.74 with 64, and 1.25 with 512.](21_clip_grad.svg)
 #
 # The more ranks there are, the smaller is each rank's part of the norm, and the less there is to
-# clip. With 512 ranks hardly anything is clipped. No error comes, and the ranks stay together,
-# since each shard is scaled by one rank. But the same program clips with 2 GPUs and does not with
-# 512, and the spike that it was meant to stop comes through.
+# clip. With 512 ranks hardly anything is clipped. There is no error, and no two ranks differ in a
+# parameter, since each shard is scaled by one rank. But the same program clips with 2 GPUs and does
+# not with 512, and the spike that it was meant to stop comes through.
 #
 # When PyTorch's first FSDP was new, it had no function of its own, and [an issue says what goes
 # wrong](https://github.com/pytorch/pytorch/issues/72548). It has one since. PyTorch's function is

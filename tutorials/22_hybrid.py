@@ -175,12 +175,12 @@ def leaves_a_machine(gpu: VirtualGpu) -> float:
 #
 # ## What breaks without it
 #
-# Take the second part of the reduction out of the engine, and nothing fails. It is one of the
-# *stages* that [strategies.py](../minifsdp/strategies.py) puts together for a unit; on a CPU, two
-# of them. Here is the GPT of `make demo` with two blocks, on four real ranks that pretend to be two
-# machines of two. They learn to name the next letter, each machine from its own half of the
-# alphabet. `three_times`, in [taken_out.py](taken_out.py), runs it as it is, without the stages,
-# and with the stages put back. Look at the losses, and say which run is wrong:
+# Take the second stage of the reduction, the all-reduce, out of the engine, and no error comes. It
+# is one of the *stages* that [strategies.py](../minifsdp/strategies.py) puts together for a unit;
+# on a CPU, two of them. Here is the GPT of `make demo` with two blocks, on four real ranks that
+# pretend to be two machines of two. They learn to name the next letter, each machine from its own
+# half of the alphabet. `three_times`, in [taken_out.py](taken_out.py), runs it as it is, without
+# that part, and with it put back. Look at the losses, and say which run is wrong:
 
 
 # %%

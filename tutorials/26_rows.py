@@ -137,10 +137,10 @@ def draw():
 # has c, c and two zeros, then z and a zero.](26_rows.svg)
 #
 # What one rank has of one parameter is called a *block* here. Above, row `c` is cut in two. Below
-# it is on rank 1 as a whole, and each parameter has padding of its own. That padding is not
-# negligence. NCCL's collectives take equally many elements from each rank, and each parameter has
-# to be in the same place on all ranks. Three rows on two ranks are two rows and one row, so the
-# last rank gets a row of zeros.
+# it is on rank 1 as a whole, and each parameter has padding of its own. The padding has a reason:
+# NCCL's collectives take equally many elements from each rank, and each parameter has to be in the
+# same place on all ranks. Three rows on two ranks are two rows and one row, so the last rank gets a
+# row of zeros.
 #
 # ## The same collectives
 #
@@ -279,7 +279,8 @@ def with_and_without_a_copy() -> None:
 # <details><summary>Answers</summary>
 #
 # 1. No. It has no gradient any more, and an optimizer skips what has none, weight decay included.
-# 2. None: it has no rows. minifsdp refuses it by name, and says that a shape of `[1]` would do.
+# 2. None: it has no rows. minifsdp refuses it by name, and says that a shape of `[1]` would do. (In
+#    `grow.12` it counts as one row, as the shape `[1]` does.)
 # 3. Half. Each rank has room for one row, and 4 of the 8 ranks have a row of zeros.
 # 4. It reports races. The allocator gives the same memory to the next gather, which does not wait
 #    for the layer that still reads it: it writes while that computes.

@@ -188,13 +188,13 @@ def two_and_three(folder: str) -> None:
 
 
 # %% [markdown]
-# `state_to_load` gives the same boxes, as copies to be filled. At the end of the block they take
-# effect. If a file turns out to be damaged, DCP raises an error inside of the block, and model and
-# optimizer are what they were before.
+# `state_to_load` gives the same boxes, as copies to be filled. At the end of the `with` block they
+# are written to the model and the optimizer. If a file turns out to be damaged, DCP raises an error
+# inside of the block, and model and optimizer are what they were before.
 #
 # ## Taken out: the comparison of checksums
 #
-# DCP notices a file that ends too early, but not bytes that have changed on a disk: it loads other
+# DCP notices a file that ends too early, but not bytes that have changed on a disk: it loads wrong
 # numbers. That is why two ranks have saved with `checksums=True`. So the checkpoint has a checksum
 # of each tensor. `state_to_load` finds it there, and adds up once more what was loaded, before
 # anything takes effect ([checksums.py](../minifsdp/between_steps/checksums.py)). The checksum is a

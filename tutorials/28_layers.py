@@ -96,8 +96,9 @@ def draw() -> None:
 #
 # ## Without all of them
 #
-# Here is a model that has only three layers, because it computes in the dtypes and on the device
-# that they choose, and because ranks of one machine read each other's memory. Does it still train?
+# Here is a model with three layers. `ShardChanges` and `Precision` choose the device and the dtypes
+# to compute in. `Readers` waits at the end for ranks of the same machine that still read this
+# rank's shards. Does it still train?
 
 
 # %%
@@ -133,8 +134,8 @@ def with_three() -> bool:
 #
 # **A step between a forward and its backward.** The gradient belongs to parameters that are gone.
 # In plain PyTorch autograd raises an error; it has saved the old tensors, and sees that they were
-# changed. Of a sharded unit it has saved where to find them
-# ([04](04_unshard.md)), and finds the new ones there.
+# changed. Of a sharded unit it has saved where the parameters are ([04](04_unshard.md)), and finds
+# the new ones there.
 
 
 # %%
@@ -159,7 +160,7 @@ def without_unchanged() -> None:
 
 # %% [markdown]
 # **A parameter that is changed in its own forward**, to keep weights small for example. In the
-# forward it is a view of memory that is freed after it.
+# forward it is a view of memory that is freed afterwards, so the change is lost.
 
 
 # %%

@@ -40,8 +40,8 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """Divide elements ``start`` to ``stop`` of a tensor that lies in memory row after row.
 
     Yields:
-        Boxes in the order of memory; at most two for each dimension, less one. Together they
-        have each element once.
+        Boxes in the order of memory, at most ``2 * len(shape) - 1``. Together they have each
+        element once.
     """
     if start >= stop:
         return

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tutorials.exercises.catalog import check
 from tutorials.exercises.judge import ratio
@@ -28,6 +29,13 @@ def _clipped(what: str, want: Any, got: Any) -> str | None:
         return "zero_grad() has cleared what no_sync had left: check_unreduced_grad() drops it"
     if "NaN" in what or "infinite" in what:
         return "what is not finite has to be seen in the norm; a maximum may ignore NaN"
+    if "ignored" in what:
+        return (
+            "parameters that are ignored count, too, and are scaled. Each rank has them whole: the "
+            "powers of their norms count as their mean over the ranks"
+        )
+    if "dtype" in what and "fp64" in what:
+        return "the norm is in fp64 if a unit is"
     if "dtype" in what:
         return "the norm is in fp32 at least: low precision cannot add up so many squares"
     if isinstance(got, dict) and "raised" in got:
@@ -83,6 +91,12 @@ def the_norm_of_several_units() -> Iterator[Any]:
                         f"gradients of unit {at}, {limit}, p = {said}", unit.sharded_flat_param.grad
                     )
         yield "the norm without any gradient", clip_grad_norm([without], 1.0, 2.0)
+        empty = stack.enter_context(lone_unit(ranks=1)).unit
+        empty.sharded_flat_param.data = torch.empty(0)
+        for said, p in P.items():
+            _fill([*units, empty])
+            norm = clip_grad_norm([*units, empty], 1.0, p)
+            yield close(f"the norm with a unit that has no elements here, p = {said}", norm)
         for value in (math.inf, math.nan):
             for said, p in P.items():
                 _fill(units)
@@ -143,10 +157,35 @@ def every_strategy_on_two_ranks() -> Iterator[Any]:
     yield from _on_ranks(wrapped(**whole), "of replicas on two ranks")
     yield from _on_ranks(wrapped(**hybrid), "of hybrid replicas on two ranks")
     yield from _on_ranks(wrapped(auto_wrap_policy=mixed), "of replicas in chunks on two ranks")
+    yield from _ignored_on_two_ranks()
+    for p in ("2", "inf"):
+        model = wrapped()
+        for param in model.parameters():
+            param.grad = torch.full_like(param, math.nan if dist.get_rank() else 1.0)
+        norm = model.clip_grad_norm_(1.0, P[p])
+        what = f"whether the norm is finite where one rank's gradients are NaN, p = {p}"
+        yield what, bool(norm.isfinite())
     low = wrapped().to(torch.bfloat16)
     for param in low.parameters():
         param.grad = torch.full_like(param, 1 + 2**-7)
     yield "the dtype of the norm of bf16 gradients", low.clip_grad_norm_(1.0).dtype
+    high = wrapped().double()
+    yield "the dtype of the norm of fp64 gradients", high.clip_grad_norm_(1.0).dtype
+
+
+def _ignored_on_two_ranks() -> Iterator[Any]:
+    from minifsdp.between_steps.clip_grad import clip_grad_norm
+    from tutorials.exercises.exact import wrapped
+
+    units = wrapped().engine.units
+    alone = torch.nn.Parameter(torch.zeros(3))
+    for name in ("2", "inf"):
+        for unit in units:
+            unit.sharded_flat_param.grad = torch.ones_like(unit.sharded_flat_param)
+        alone.grad = torch.full((3,), 8.0)
+        norm = clip_grad_norm(units, 1.0, P[name], [alone])
+        yield close(f"the norm with an ignored parameter, p = {name}", norm)
+        yield close(f"gradients of an ignored parameter, p = {name}", alone.grad)
 
 
 @check("clip_grad.1", ranks=4, because=_clipped)

@@ -793,6 +793,17 @@ def parameters_are_rows() -> Iterator[Any]:
     yield from train(ROWS, ", some parameters frozen", make=Frozen)
 
 
+@check("grow.12", ranks=4, seconds=30, because=_rows)
+def rows_of_four_ranks() -> Iterator[Any]:
+    from tutorials.exercises.program import KINDS, Frozen, program
+
+    model = Frozen()
+    engine = program(ROWS).fsdp(model, *KINDS)
+    for name, param in model.named_parameters():
+        yield f"rows of {name}, of four ranks", _local(param.detach())
+    yield "full_params(), of four ranks", engine.full_params()
+
+
 @check("grow.12", because=_rows)
 def rows_on_a_gpu() -> Iterator[Any]:
     from tutorials.exercises.program import on_gpu

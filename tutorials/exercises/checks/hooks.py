@@ -10,6 +10,8 @@ from tutorials.exercises.observe import at_most
 def _frozen(what: str, want: Any, got: Any) -> str | None:
     if isinstance(got, dict) and "raised" in got:
         return "inputs may be nested, may be no tensors, and may need no gradient (tensors_in)"
+    if "the nested one last" in what:
+        return "an input that is nested, in args or kwargs, has its gradient later (tensors_in)"
     if "of two inputs" in what:
         return "it is freed too early: the gradient of another input is computed with it still"
     if "before the backward" in what:
@@ -58,22 +60,26 @@ def a_frozen_unit_is_freed_with_its_last_input() -> Iterator[Any]:
     from minifsdp.core.hooks import Hooks
     from tutorials.exercises.watching import gathered_for_backward, has_memory, state, two_units
 
-    for unused in (False, True):
+    for unused, nested in ((False, "first"), (True, "first"), (False, "last")):
         with two_units() as (engine, now, _):
             hooks = Hooks(Backward(engine))
             gathered_for_backward(now)
-            x, y = (torch.rand(2, requires_grad=True) for _ in range(2))
-            first, second = x.clone(), y.clone()
+            leaves = [torch.rand(2, requires_grad=True) for _ in range(2)]
+            inputs = [leaf.clone() for leaf in leaves]  # the second one gets its gradient first
+            first, second = inputs if nested == "first" else inputs[::-1]
             others = [torch.ones(2), torch.rand(2, requires_grad=True).clone()][: 1 + unused]
             hooks._free_when_inputs_have_gradients(
                 now.unit, (first, {"mask": None, "more": others}), {"second": [second, "text"]}
             )
             yield "whether a frozen unit has memory before the backward", has_memory(now)
             found: dict[str, bool] = {}
-            y.register_hook(lambda grad, f=found, now=now: f.update(one=has_memory(now)))
-            loss = (first * 2).sum() + (second * 3).sum()
-            loss.backward()
-            yield "whether it has memory when one of two inputs has its gradient", found["one"]
+            leaves[1].register_hook(lambda grad, f=found, now=now: f.update(one=has_memory(now)))
+            ((inputs[0] * 2).sum() + (inputs[1] * 3).sum()).backward()
+            yield (
+                f"whether it has memory when one of two inputs has its gradient, the nested one "
+                f"{nested}",
+                found["one"],
+            )
             name = ", of which the loss does not use one" if unused else ""
             yield f"the state when all inputs have theirs{name}", state(now)
 

@@ -17,6 +17,10 @@ def _memory(what: str, want: Any, got: Any) -> str | None:
             "a unit inside has its values already, and param_init_fn may fill all that is below a "
             "module: hide it (_hidden_units)"
         )
+    if "new module" in what:
+        return "param_init_fn may put new modules in place: ask own_modules(modules['']) at the end"
+    if "stay on meta" in what:
+        return "the device may be meta itself, on a virtual GPU: then there is nothing to do"
     if "refused" in what:
         return "in the end look what is still on the meta device, and name it in a ValueError"
     if "autograd" in what:
@@ -118,6 +122,35 @@ def what_stays_on_meta_is_refused() -> Iterator[Any]:
         except ValueError as error:
             said = f"ValueError, which names {name}" if name in str(error) else str(error)
         yield f"how a function that leaves {name} on meta is refused", said
+
+
+@check("materialize.1", because=_memory)
+def a_function_puts_a_new_module_in_place() -> Iterator[Any]:
+    from minifsdp.wrapping.materialize import materialize
+
+    for device in ("cpu", "meta"):
+
+        def init_fn(module: nn.Module, device: str = device) -> None:
+            if isinstance(module, nn.Sequential):
+                module[0] = nn.Linear(3, 2, device=device)
+            elif not isinstance(module, _Tied):
+                _ones(module)
+
+        said = "nothing"
+        try:
+            materialize(_modules(_on_meta()), CPU, init_fn)
+        except ValueError:
+            said = "ValueError"
+        yield f"what is said of a new module on {device}", said
+
+
+@check("materialize.1", because=_memory)
+def a_device_without_values() -> Iterator[Any]:
+    from minifsdp.wrapping.materialize import materialize
+
+    root, called = _on_meta(), list[nn.Module]()
+    materialize(_modules(root), torch.device("meta"), called.append)
+    yield "calls where all should stay on meta", len(called)
 
 
 def _ones_of(module: nn.Module, name: str) -> None:

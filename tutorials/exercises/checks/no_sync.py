@@ -20,6 +20,8 @@ def _grad() -> torch.Tensor:
 
 
 def _kept(what: str, want: Any, got: Any) -> str | None:
+    if "no elements" in what and isinstance(got, dict):
+        return "a rank may have no elements of a unit (its chunk is padding): the mark is empty"
     if what.startswith("left") and want is None:
         return "a zero_grad() clears this gradient, too, with set_to_none=True or False"
     if what.startswith("left") and got is None:
@@ -97,6 +99,14 @@ def kept_and_added_up() -> Iterator[Any]:
         for _ in range(2):
             store_unreduced(lone.unit, _grad())
             yield "left where float64 is the dtype to keep it in", _left(lone.unit)
+    with lone_unit(rank=7, ranks=8) as lone:
+        for _ in range(2):
+            store_unreduced(lone.unit, torch.ones(lone.unit.padded_numel))
+            check_unreduced_grad(lone.unit)
+        yield "left on a rank that has no elements", _left(lone.unit)
+        lone.unit.sharded_flat_param.grad = None
+        check_unreduced_grad(lone.unit)
+        yield "left after zero_grad() on a rank that has no elements", _left(lone.unit)
 
 
 @check("no_sync.1", because=_kept)

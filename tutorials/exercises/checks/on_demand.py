@@ -17,7 +17,10 @@ CHECKPOINT = "a layer of the root between the blocks, in a checkpoint"
 
 def _freed(what: str, want: Any, got: Any) -> str | None:
     if "root's forward" in what:
-        return "the unit is held for more than its backward (unit.reasons), so it stays"
+        return (
+            "the unit stays: it is held for more than its backward (unit.reasons), or self.graphs "
+            "is 0, because a backward inside of the forward has ended"
+        )
     if isinstance(got, dict) and "raised" in got:
         if "is sharded now" in got["message"]:
             return (

@@ -54,7 +54,10 @@ def _prepared(what: str, want: Any, got: Any) -> str | None:
         return "keyword arguments are inputs, too"
     if found.count("bfloat16") < str(want).count("bfloat16"):
         return "floating-point inputs are cast where the precision says so, however deep they are"
-    if found.count("bfloat16") > str(want).count("bfloat16"):
+    if found.count("float64") > str(want).count("float64"):
+        return "cast_forward_inputs is for the root as well, with a param_dtype or without one"
+    more = found.count("bfloat16") > str(want).count("bfloat16")
+    if more or found.count("float64") < str(want).count("float64"):
         return (
             "cast_forward_inputs is for every unit; cast_root_forward_inputs is for the root, and "
             "only if there is a param_dtype"

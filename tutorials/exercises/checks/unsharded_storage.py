@@ -9,15 +9,24 @@ from tutorials.exercises.catalog import check
 
 
 def _kept(what: str, want: Any, got: Any) -> str | None:
-    if "bytes" in what:
+    if "bytes" in what and "nothing" in what:
         return "nobody else refers to the memory, so it can be freed: storage.resize_(0)"
+    if "bytes" in what:
+        return (
+            "what was kept has the old memory. The unit has new memory now, which it does not need "
+            "before the next gather: free that"
+        )
     if "that was kept" in what:
         return (
             "the memory was freed though a view of it was kept. Its reader would get garbage or "
             "crash; leave the memory to it, and take a new storage for flat_param and data"
         )
+    if "says" in what and "frozen in part" in what:
+        return "of a unit that is frozen in part, `frozen` refers to the memory, too"
     if "says" in what:
         return "True if the memory is free now, False if somebody has kept it"
+    if "frozen part" in what:
+        return "`frozen` is in the same memory as `flat_param`, behind it, and goes where that goes"
     if "next step" in what:
         return "flat_param and data need the same new memory, and self.storage has to be that"
     return None
@@ -54,6 +63,29 @@ def what_was_kept_keeps_its_values() -> Iterator[Any]:
             if kept is not None and bytes_there:
                 yield f"values of {keeps} that was kept, after the next gather", kept
             del kept
+
+
+@check("unsharded_storage.1", because=_kept)
+def a_unit_that_is_frozen_in_part() -> Iterator[Any]:
+    from minifsdp.rows import Rows
+    from minifsdp.support.unsharded_storage import UnshardedFlatParams
+
+    layout = Rows([torch.Size([3]), torch.Size([2])], [True, False], 1)
+    for keeps in ("nothing", "a parameter"):
+        made, memory = UnshardedFlatParams(lambda: None), torch.zeros(layout.padded_numel)
+        unsharded: Any = made.add(memory, True, True, layout)
+        del memory  # else somebody refers to it
+        unsharded.allocate()
+        views = layout.unflatten(unsharded.flat_param, unsharded.frozen)
+        kept = views[1] if keeps == "a parameter" else None
+        free = unsharded.release(views)
+        yield f"release() of a unit frozen in part says, when the user keeps {keeps}", bool(free)
+        del kept, views
+        unsharded.allocate()
+        unsharded.data.fill_(3)
+        has_memory = unsharded.frozen.untyped_storage().size()
+        values = unsharded.frozen if has_memory else "no memory"
+        yield f"values of the frozen part in the next step, after {keeps} was kept", values
 
 
 @check("unsharded_storage.1", ranks=2, because=_kept)

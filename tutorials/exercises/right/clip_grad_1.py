@@ -51,4 +51,5 @@ def clip_grad_norm(
             unit.sharded_flat_param.grad *= scale
     for grad in grads:
         grad *= min(1.0, max_norm / (float(total) + 1e-6))
-    return total.float()
+    dtypes = {unit.sharded_flat_param.dtype for unit in units}
+    return total if torch.float64 in dtypes else total.float()
