@@ -149,9 +149,8 @@ class Unchanged(Layer):
     """Refuses a backward whose parameters are not those of its forward."""
 
     def __init__(self) -> None:
-        self._began: dict[
-            FeaturedUnit, int
-        ] = {}  # version of the shard in the forward that began it
+        # By unit, the version of its shard in the forward whose backward has begun.
+        self._began: dict[FeaturedUnit, int] = {}
 
     def gathered(self, call: Call) -> None:
         """Note the version that the forward computes with."""

@@ -80,9 +80,8 @@ class UnusedParams(Layer):
 
     def __init__(self, units: Sequence[FeaturedUnit]) -> None:
         self._units = [unit for unit in units if unit.mesh is not None]
-        self._empty: dict[
-            FeaturedUnit, set[int]
-        ] = {}  # the numbers of parameters that have no gradient
+        # By unit, the numbers of parameters that have no gradient.
+        self._empty: dict[FeaturedUnit, set[int]] = {}
 
     def end_of_backward(self) -> None:
         """Note which parameters have no gradient, of units of which this rank has not used all."""
