@@ -18,7 +18,7 @@ from minifsdp.checks.same_launches import SameLaunches
 from minifsdp.core.layers import Layer
 from minifsdp.featured_hooks import FeaturedHooks
 from minifsdp.no_sync import NoSync
-from minifsdp.on_demand import OnDemand
+from minifsdp.on_demand import OnDemand, Unreached
 from minifsdp.post_forward import PostForward
 from minifsdp.precision import CastBack, Precision
 from minifsdp.support.broken_backward import BrokenBackward
@@ -65,6 +65,8 @@ def layers_of(hooks: FeaturedHooks) -> Iterator[Layer]:
     # Checks of a unit that is gathered, or is about to be.
     yield Unchanged()
     yield OnDemand(hooks, agreement)
+    if any(unit.numel and not unit.sharded_flat_param.requires_grad for unit in units):
+        yield Unreached()
     yield Untouched(agreement)
     yield RefusedOperations(units)
     yield Leaks()

@@ -3,11 +3,12 @@
 The moments of hooks.py follow the calls of modules. Programs do more than that: a loss may come
 from an attribute that a module has kept, an activation checkpoint runs a part of a unit again, a
 module computes with the weights of one inside of it. So there are two more signs that a unit is
-needed, and one that it is not::
+needed, and two that it is not::
 
     autograd asks for a parameter that it has saved       gather the unit    saved_tensors.py
     a module asks for a parameter and finds a placeholder gather the unit    param_access.py
     nothing is left that autograd has saved of the unit   free it early      unsharded_storage.py
+    no output of a frozen unit needs a gradient           free it early      in this file
 
 These belong together. What was freed early may be needed once more, by a checkpoint; and what
 gathers on demand must not be fooled by memory that is not there any more.
@@ -20,6 +21,7 @@ import torch
 from minifsdp.checks.param_changes import check_unreplaced
 from minifsdp.checks.rank_agreement import Moment, RankAgreement
 from minifsdp.core.layers import Call, Chain, Layer
+from minifsdp.core.outputs import tensors_in
 from minifsdp.core.reshard import reshard
 from minifsdp.core.streams import Event
 from minifsdp.core.unit_state import BACKWARD, STRATEGY, Purpose, ShardedState
@@ -191,6 +193,32 @@ class OnDemand(Layer):
         """The limiter hears of what was freed early."""
         if unit in self._freed_early:
             self.engine.limiter.freed(unit, self._freed_early.pop(unit))
+
+
+class Unreached(Layer):
+    """Frees frozen units after a forward if no gradient will reach them, since no backward of
+    theirs would: a reference model that is not run in ``no_grad``, the layers below the first
+    trained one."""
+
+    def __init__(self) -> None:
+        self._reached: dict[FeaturedUnit, bool] = {}  # of this forward: may a gradient reach it?
+
+    def start(self, purpose: Purpose) -> None:
+        """Forget what a forward that has failed, or a checkpoint in a backward, has left."""
+        self._reached.clear()
+
+    def after_forward(self, call: Call, output: object) -> object:
+        """A unit may run several times, and then all of its outputs count."""
+        unit = call.unit
+        if unit.numel and not unit.sharded_flat_param.requires_grad and not self._reached.get(unit):
+            self._reached[unit] = any(tensor.requires_grad for tensor in tensors_in(output))
+        return output
+
+    def end_of_forward(self, unit: FeaturedUnit) -> None:
+        """What was not seen, such as a loss in an attribute, has a unit gathered again."""
+        for frozen, reached in self._reached.items():
+            if not reached:
+                frozen.let_go(STRATEGY)
 
 
 def check_in_backward() -> None:

@@ -153,6 +153,48 @@ def test_a_frozen_unit_with_a_leaf_among_its_inputs_is_freed_by_the_next_ones_ba
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(prompts, copies, strict=True))
 
 
+@pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+@on_ranks(2)
+def test_a_frozen_unit_that_no_gradient_will_reach_is_freed_after_the_forward(strategy, rows):
+    """A reference model that runs with gradients enabled, and gets no backward that would free it;
+    and the frozen part of a model, up to the first input that needs a gradient."""
+
+    class Tuned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(Block(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+            for at in (0, 1, 3):
+                self.blocks[at].requires_grad_(False)
+            self.head = nn.Linear(6, 6)
+
+        def forward(self, x, again=False):
+            x = self.blocks[1](self.blocks[0](x))
+            x = self.blocks[3](self.blocks[2](x))
+            return self.head(self.blocks[0](x) if again else x)  # now its input needs a gradient
+
+    def there(model):
+        return [bool(storage(unit)) for unit in model.engine.units]
+
+    settings = {"sharding_strategy": strategy, "use_orig_params": rows}
+    stays = strategy is ShardingStrategy.SHARD_GRAD_OP
+    frozen = wrap(Whole().to(device()).requires_grad_(False), **settings)
+    model, plain = wrap(Tuned().to(device()), **settings), Tuned().to(device())
+    for at in range(3):
+        again = at == 1
+        frozen(tokens())
+        output = model(batch(step=at), again)
+        assert there(frozen) == [False] * 4
+        assert there(model) == [True, again and stays, False, stays, stays]
+        model.zero_grad()
+        output.pow(2).sum().backward()
+        expected = mean_gradients(plain, plain(batch(step=at), again).pow(2).sum())
+        assert_same_gradients(gathered_gradients(model), expected)
+        check_at_rest(model)
+        check_at_rest(frozen)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @on_ranks(2)
 def test_the_root_is_gathered_again_for_a_checkpoint_but_once_and_for_all(reentrant):

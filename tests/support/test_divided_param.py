@@ -684,3 +684,22 @@ def test_whatever_changes_all_parameters_an_optimizer_goes_on_with_the_same_ones
             model._get_fsdp_state()  # it would have the reset_sharded_param() of each parameter
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@on_ranks(2)
+def test_gradients_that_are_cleared_after_the_forward_have_no_memory_in_the_backward():
+    """Many programs clear them just before ``backward()``. They would be there beside the new ones
+    till its end."""
+    model, there = stack(2, use_orig_params=True), []
+    flats = [unit.sharded_flat_param for unit in model.engine.units]
+
+    def look(*_):
+        there.append([torch.Tensor.grad.__get__(flat) is not None for flat in flats])
+
+    model.module[0].register_full_backward_hook(look)
+    for clears in (False, False, True):
+        loss = model(batch()).pow(2).sum()
+        if clears:
+            model.zero_grad()
+        loss.backward()
+    assert there == [[False] * 3, [True] * 3, [False] * 3]
