@@ -169,10 +169,12 @@ def test_a_frozen_unit_that_no_gradient_will_reach_is_freed_after_the_forward(st
                 self.blocks[at].requires_grad_(False)
             self.head = nn.Linear(6, 6)
 
-        def forward(self, x, again=False):
+        def forward(self, x, again=""):
+            """Once more block 0 runs with an input that needs a gradient."""
+            y = self.blocks[0](self.head(x)) if again == "before" else x
             x = self.blocks[1](self.blocks[0](x))
             x = self.blocks[3](self.blocks[2](x))
-            return self.head(self.blocks[0](x) if again else x)  # now its input needs a gradient
+            return self.head(y + (self.blocks[0](x) if again == "after" else x))
 
     def there(model):
         return [bool(storage(unit)) for unit in model.engine.units]
@@ -181,12 +183,11 @@ def test_a_frozen_unit_that_no_gradient_will_reach_is_freed_after_the_forward(st
     stays = strategy is ShardingStrategy.SHARD_GRAD_OP
     frozen = wrap(Whole().to(device()).requires_grad_(False), **settings)
     model, plain = wrap(Tuned().to(device()), **settings), Tuned().to(device())
-    for at in range(3):
-        again = at == 1
+    for at, again in enumerate(("", "after", "before", "")):
         frozen(tokens())
         output = model(batch(step=at), again)
         assert there(frozen) == [False] * 4
-        assert there(model) == [True, again and stays, False, stays, stays]
+        assert there(model) == [True, bool(again) and stays, False, stays, stays]
         model.zero_grad()
         output.pow(2).sum().backward()
         expected = mean_gradients(plain, plain(batch(step=at), again).pow(2).sum())
