@@ -95,7 +95,7 @@ class OnDemand(Layer):
             return
         for outer in unit.ancestors:
             self._free_early(outer)
-        if self._frozen is not None:
+        if self._frozen is not None and self._frozen not in unit.ancestors:
             self._end_of_frozen(self._frozen)
         self._frozen = None if unit.sharded_flat_param.requires_grad else unit
 
@@ -198,7 +198,7 @@ class OnDemand(Layer):
 class Unreached(Layer):
     """Frees frozen units after a forward if no gradient will reach them, since no backward of
     theirs would: a reference model that is not run in ``no_grad``, the layers below the first
-    trained one."""
+    trained one. It is there only for models of which a unit is frozen from the beginning."""
 
     def __init__(self) -> None:
         self._reached: dict[FeaturedUnit, bool] = {}  # of this forward: may a gradient reach it?

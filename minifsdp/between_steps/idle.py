@@ -20,7 +20,7 @@ from minifsdp.core.engine import Engine
 from minifsdp.core.layers import Call, Layer
 from minifsdp.core.unit_state import Purpose
 from minifsdp.featured_unit import FeaturedUnit
-from minifsdp.support.divided_param import forget_cleared_grad
+from minifsdp.support.divided_param import free_cleared_grads
 
 
 class Readers(Layer):
@@ -65,9 +65,7 @@ class ShownParams(Layer):
         """The backward that was waited for. A program may have cleared gradients since the forward
         began: their memory is free before those of this backward arrive."""
         self._graph_waits = False
-        for unit in self._units:
-            if unit.mesh is not None:
-                forget_cleared_grad(unit.sharded_flat_param)
+        free_cleared_grads(self._units)
 
     def idle(self, graph: bool) -> None:
         """The program may want to see them, if no backward comes."""

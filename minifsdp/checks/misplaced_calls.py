@@ -198,16 +198,16 @@ def refuse_mixed(unit: FeaturedUnit, units: Sequence[FeaturedUnit], error: Runti
     if "got mixed torch.Tensor and DTensor" not in str(error) or DTensor in map(type, unit.views):
         return
     inside = [u.label for u in units if unit in u.ancestors and not u.shows_views]
-    reasons = ""
+    about_inside = ""
     if inside:
-        reasons = (
+        about_inside = (
             f"The parameters of the units inside of it ({', '.join(inside)}) are there while the "
             f"module of that unit is called. If the module around one computes with them itself, "
             f"as nn.MultiheadAttention does with its out_proj, let both be one unit. "
         )
     raise RuntimeError(
         f"an operation in the forward of unit {unit.label} got a parameter that is sharded now, or "
-        f"what was made of one (torch says: {str(error).split(',')[0]}). {reasons}An input that "
-        f"was made of a parameter between steps, as by weight.new_zeros(), is a DTensor: make it "
-        f"by torch.zeros(..., dtype=weight.dtype, device=weight.device)."
+        f"what was made of one (torch says: {str(error).split(',')[0]}). {about_inside}An input "
+        f"that was made of a parameter between steps, as by weight.new_zeros(), is a DTensor: make "
+        f"it by torch.zeros(..., dtype=weight.dtype, device=weight.device)."
     ) from error

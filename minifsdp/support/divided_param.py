@@ -166,6 +166,13 @@ def forget_cleared_grad(flat: Any) -> bool:
     return True
 
 
+def free_cleared_grads(units: Iterable[Any]) -> None:
+    """:func:`forget_cleared_grad`, of all units in rows that have a gradient."""
+    for unit in units:
+        if unit.mesh is not None and _GRAD.__get__(unit.sharded_flat_param) is not None:
+            forget_cleared_grad(unit.sharded_flat_param)
+
+
 def count_cleared(units: Iterable[Any]) -> None:
     """Count as a change that ``zero_grad(set_to_none=False)`` has cleared what no_sync has marked
     (no_sync.py). Of DTensors torch's foreach kernels count no version, so the values are looked at.
