@@ -211,7 +211,7 @@ def program(fully_shard, **settings):
 def compare(name, **settings) -> None:
     a, b = (program(way, **settings) for way in (torchs_fully_shard, minifsdp.fully_shard))
     same = a[0] == b[0] and all(a[1][key].equal(b[1][key]) for key in a[1] | b[1])
-    say(f"{name:32} gradients' norm {a[0].item():.4f}; torch's and minifsdp's are the same: {same}")
+    say(f"{name:32} gradients' norm {a[0].item():.2f}; torch's and minifsdp's are the same: {same}")
 
 
 @on_ranks(2)
