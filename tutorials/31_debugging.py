@@ -167,7 +167,7 @@ def trained(kind: type[nn.Module], way: str) -> tuple[float, float]:
 
 # %% [hidden]
 def checksum(state: dict[str, Tensor]) -> str:
-    return f"{sum(value.double().sum().item() for value in state.values()):7.3f}"
+    return f"{sum(value.double().sum().item() for value in state.values()):6.2f}"
 
 
 # %% [markdown]

@@ -57,6 +57,12 @@ def test_lines_that_come_one_by_one_are_those_of_the_table():
     assert "track 1" in printed[sums[0]] and "track 2" in printed[sums[1]]
 
 
+def test_what_is_graded_last_says_what_comes_before_it():
+    last, missing = exercises()["together.1"], "when all others are done; not yet: shard.1, hooks.1"
+    said = what_next([Result(last, "to do", missing)])
+    assert said[1] == f"together.1 is graded {missing}."
+
+
 @pytest.mark.parametrize("width", [40, 96])
 def test_what_is_wrong_is_folded_to_the_width_of_the_terminal(width):
     first, *said = newest([FIRST], [Result(FIRST, "wrong", "because " * 30)], width)[:-1]

@@ -169,7 +169,7 @@ def _because(check: Check, want: Seen, got: Any) -> str | None:
 
 def _of_type(want: Any, got: Any) -> str | None:
     """Of what is shown as what is expected: 2.0 for 2, for example."""
-    if show(want) != show(got):
+    if show(want) != show(got) or type(want) is type(got):
         return None
     return f"it is of type {type(got).__name__}, and should be of type {type(want).__name__}"
 

@@ -1,6 +1,7 @@
 """Results of grading: as a table for a terminal, and as Gradescope's results.json."""
 
 import json
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ def newest(chosen: Sequence[Exercise], results: Sequence[Result], width: int = 9
     points = f"{results[-1].points:>2}/{exercise.points:<2}"
     lines = [f"{SIGNS[state]} {exercise.key:<{keys}} {points}  {exercise.title}"]
     if state in ("wrong", "inconclusive"):
-        lines += _folded(_words(state, message), width)
+        lines += _wrapped(_words(state, message), width + 4, " " * 5)
     mine = [result for result in results if result.exercise.track == exercise.track]
     if len(mine) == sum(one.track == exercise.track for one in chosen):
         got, of = sum(r.points for r in mine), sum(r.exercise.points for r in mine)
@@ -61,6 +62,9 @@ def what_next(results: Sequence[Result]) -> list[str]:
         return ["", _run_again(keys)]
     if following is not None:
         exercise = following.exercise
+        if following.state == "to do" and exercise.takes_all and not exercise.file:
+            last = f"{exercise.key} is graded {following.message}."
+            return ["", *_wrapped(last, 96), "make grade without EX tells what to do next."]
         do = "mend" if following.state == "wrong" else "write"
         what = f"{exercise.where}, " if exercise.file else ""
         lines = ["", f"Next: {do} {exercise.key} ({what}about {exercise.minutes} minutes)."]
@@ -129,13 +133,15 @@ def _run_again(keys: Sequence[str]) -> str:
     )
 
 
-def _folded(message: str, width: int) -> list[str]:
-    words, lines = message.split(), [""]
-    for word in words:
-        if len(lines[-1]) + len(word) >= width:
-            lines.append("")
-        lines[-1] += f" {word}"
-    return [f"    {line}" for line in lines]
+def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def gradescope(
