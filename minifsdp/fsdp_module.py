@@ -416,8 +416,12 @@ def _check_names(module: nn.Module) -> None:
             )
 
 
-@cache  # of one class, the same: type(block) is type(other_block) stays true
 def _subclass(cls: Any) -> type:
+    """The class's with the methods of :class:`FSDPModule`. Of one class it is the same one each
+    time, so that ``type(block) is type(other_block)`` stays true."""
+    for made in type.__subclasses__(cls):  # not in a cache: it would keep classes for ever
+        if made.__bases__ == (FSDPModule, cls):
+            return made
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 
 

@@ -1,7 +1,9 @@
 """fully_shard, against torch's own and against plain modules."""
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -141,6 +143,21 @@ def test_a_module_keeps_its_names_and_is_of_a_subclass():
     assert isinstance(model[1], Block) and not isinstance(model[0], FSDPModule)
     assert "unit of 111 parameters, sharded over 2 ranks, in rows" in repr(model[1])
     assert "rows" in table(model)
+
+
+@on_ranks(2)
+def test_a_class_that_is_gone_is_not_remembered():
+    def made() -> weakref.ref[type]:
+        class Passing(nn.Linear):
+            pass
+
+        model = fully_shard(Passing(3, 3).to(device()))
+        model(torch.ones(1, 3, device=device())).sum().backward()
+        return weakref.ref(Passing)
+
+    gone = [made() for _ in range(2)]
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
 
 
 @on_ranks(2)
