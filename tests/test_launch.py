@@ -86,6 +86,32 @@ def test_it_works_where_the_builder_has_loaded_the_page(page, capsys):
     assert capsys.readouterr().out.startswith(SAID)
 
 
+IMPORTS = """\
+import sys
+
+from launch import on_ranks
+
+
+@on_ranks(1)
+def late():
+    before = {*sys.modules}
+    from minifsdp import FullyShardedDataParallel
+    return {*sys.modules} - before
+
+
+if __name__ == "__main__":
+    print(*late()[0])
+"""
+
+
+def test_ranks_need_not_import_torch_and_minifsdp_each(tmp_path):
+    """It takes each of them longer than all that most pages do."""
+    (tmp_path / "imports.py").write_text(IMPORTS)
+    late = run(tmp_path / "imports.py").stdout.split()
+    assert "minifsdp.between_steps.explain" in late  # few come late, such as this one
+    assert len(late) < 20 and not [name for name in late if name.startswith("torch.")]
+
+
 def test_a_rank_that_fails_is_told_and_the_others_are_not_waited_for(page):
     module = build.load(page)
     with pytest.raises(RuntimeError) as failed:

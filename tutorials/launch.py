@@ -33,6 +33,9 @@ import torch.distributed as dist
 from build import load
 
 TIMEOUT, GRACE = 900.0, 3.0  # seconds for all ranks, to end what hangs; for others once one fails
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "minifsdp.fsdp_module"]
+"""What ranks would import late, with the first optimizer, DDP or FSDP: most of what their start
+takes. (The package `minifsdp` alone imports next to nothing before it is used.)"""
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 if UNDER_TORCHRUN and os.environ["RANK"] != "0":
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # what all ranks do alike is told once
@@ -83,8 +86,7 @@ def _torchruns_store() -> dist.Store:
 
 def _processes(body: Callable[..., Any], count: int, args: tuple[Any, ...]) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
-    # What ranks import late, with the first optimizer or DDP, is most of what their start takes.
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "minifsdp"])
+    context.set_forkserver_preload(PRELOADED)
     os.environ.setdefault("PYTHONWARNINGS", "ignore:Failed to initialize NumPy:UserWarning")
     with tempfile.TemporaryDirectory(prefix="minifsdp-") as folder:
         whole, pipes, processes = _sent(body), [], []
