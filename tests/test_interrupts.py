@@ -31,6 +31,15 @@ COMMANDS = {
     "scale": "-m tests.scale",
 }
 
+# Each of them while torch is being imported, and when it works (after so many seconds of CPU time).
+WHEN = [(name, *when) for name in COMMANDS for when in ((1.0, True), (6.0, False))]
+# And the other way round those that start processes of their own, each in a different way.
+WHEN += [
+    (name, *when)
+    for name in ("demo", "grade", "fuzz", "sim")
+    for when in ((1.0, False), (6.0, True))
+]
+
 
 def started(mark):
     """What still runs of all that a command has started."""
@@ -57,11 +66,10 @@ def computed(mark):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
-@pytest.mark.parametrize("alone", [False, True], ids=["all get it", "one gets it"])
-@pytest.mark.parametrize("seconds", [1.0, 6.0])  # torch is being imported; it works
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(("name", "seconds", "alone"), WHEN, ids=str)
 def test_ctrl_c_is_one_line_and_nothing_stays(name, seconds, alone, tmp_path):
-    """A terminal sends it to all processes of a command, `kill` and a notebook to the first."""
+    """A terminal sends it to all processes of a command, `kill` and a notebook to the first, which
+    is then ``alone``."""
     (tmp_path / "mine").mkdir()
     for exercise in exercises_alone(2):
         (tmp_path / "mine" / exercise.file).write_text(exercise.reference)
