@@ -60,7 +60,13 @@ def by_formula(model, words):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("model, words", RUNS)
+def some_and_others(runs, some):
+    """All of these runs; in `make test` only those at ``some``."""
+    marks = [() if at in some else pytest.mark.slow for at in range(len(runs))]
+    return [pytest.param(*run, marks=mark) for run, mark in zip(runs, marks, strict=True)]
+
+
+@pytest.mark.parametrize("model, words", some_and_others(RUNS, (0, 4, 9)))
 def test_formulas_are_near_the_virtual_gpu(model, words):
     figures, _ = measure(options(model, words), taken=-(2**40))
     moments, within = by_formula(model, words), WITHIN[model[: model.index("-")].rstrip("2")]
@@ -82,7 +88,7 @@ def test_each_moment_is_the_highest_somewhere():
     assert set(highest) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("model, words", [RUNS[at] for at in (0, 1, 4, 7)])
+@pytest.mark.parametrize("model, words", some_and_others([RUNS[at] for at in (0, 1, 4, 7)], (0,)))
 def test_what_is_said_to_fit_fits_and_what_is_said_not_to_does_not(model, words):
     most = max(map(sum, by_formula(model, words)))
     has = GPUS["a100-80"].memory
