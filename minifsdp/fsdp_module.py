@@ -419,10 +419,10 @@ def _check_names(module: nn.Module) -> None:
 def _subclass(cls: Any) -> type:
     """The class's with the methods of :class:`FSDPModule`. Of one class it is the same one each
     time, so that ``type(block) is type(other_block)`` stays true."""
-    for made in type.__subclasses__(cls):  # not in a cache: it would keep classes for ever
-        if made.__bases__ == (FSDPModule, cls):
-            return made
-    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+    bases = (FSDPModule, cls)
+    # Not from a cache, which would keep classes for ever.
+    made = (one for one in type.__subclasses__(cls) if one.__bases__ == bases)
+    return next(made, None) or type(f"FSDP{cls.__name__}", bases, {"__module__": cls.__module__})
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

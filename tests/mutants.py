@@ -1734,7 +1734,7 @@ MUTANTS = [
     Mutant("post_forward", "post-forward shards stay to the end of the backward", "        unit.source = unit.own_source\n        return grad\n", "        return grad\n"),
     Mutant("wrapping/fsdp2_settings", "smaller groups are of those far apart", "ranks.view(-1, given).tolist()", "ranks.view(given, -1).T.tolist()", noticed_by="post_forward"),
     Mutant("fsdp_module", "outputs keep the low precision", "if self._fsdp_output_dtype is None:", "if True:"),
-    Mutant("fsdp_module", "each block has a class of its own", "@cache  # of one class", "# of one class"),
+    Mutant("fsdp_module", "each block has a class of its own", "next(made, None) or type(", "type("),
     Mutant("fsdp_module", "what resharding means is not checked", "if not isinstance(reshard_after_forward, bool):", "if False:"),
     Mutant("fsdp_module", "the backward's list is the forward's", "        self._unit.backward_targets = units", "        self._unit.forward_targets = units", noticed_by="prefetch_lists"),
     Mutant("fsdp_module", "lists are not looked at", "BackwardPrefetch.BACKWARD_PRE, None, ListedPrefetcher)", "BackwardPrefetch.BACKWARD_PRE, None)", noticed_by="prefetch_lists"),
