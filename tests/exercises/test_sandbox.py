@@ -52,6 +52,15 @@ def slow():
     time.sleep(1.5)
     yield "a number", 1
 
+def quick():
+    yield "a number", 1
+
+def in_their_order(*functions):
+    # The names of checks, as they end, with one place.
+    checks = [Check(function, 1, 5, lambda what, want, got: None) for function in functions]
+    reports = run_all([Job(check, {}, None, 0) for check in checks], 1)
+    return [job.check.function.__name__ for job, report in reports]
+
 def looked(function, seconds, ranks=1):
     check = Check(function, ranks, seconds, lambda what, want, got: None)
     ((_, report),) = run_all([Job(check, {}, None, 0)], 2)
@@ -72,6 +81,7 @@ print(json.dumps({
     "hangs once": looked(hangs_once, 1),
     "waits": looked(waits_for_the_other, 1, ranks=2),
     "on a busy machine": busy(slow, 0.5),
+    "in their order": in_their_order(hangs, quick),
 }))
 """
 
@@ -101,3 +111,7 @@ def test_no_timeout_of_gloos_makes_a_rank_fail_that_waits(found):
 
 def test_on_a_busy_machine_limits_come_later(found):
     assert found["on a busy machine"] == ["", False, "right", ""]
+
+
+def test_what_hangs_keeps_others_waiting_for_a_moment_only(found):
+    assert found["in their order"] == ["quick", "hangs"]

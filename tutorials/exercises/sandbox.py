@@ -21,7 +21,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -36,6 +36,7 @@ from tutorials.exercises.inside import STACKS, Job, lead
 from tutorials.exercises.observe import Seen
 
 CHECKS = Path(__file__).parent / "checks"
+SHORT = 3.0  # seconds of an idle machine, within which most checks are over
 
 
 class Report(NamedTuple):
@@ -63,6 +64,12 @@ class _Running:
     again: bool  # it was inconclusive before
     asked: bool = False  # ranks write down where they are
 
+    @property
+    def has_a_place(self) -> bool:
+        """Whether it still counts as one of those that run at a time. What has run for long waits,
+        as a rule: for a rank that will not come, until its time is over."""
+        return not self.asked and self.seconds - self.patience.left < SHORT
+
     def is_late(self) -> bool:
         """Whether it is to be ended now. Before that, its ranks say where they are."""
         self.patience.count()
@@ -89,7 +96,7 @@ def run_all(jobs: Iterable[Job], workers: int, patience: float = 1) -> Iterator[
     running: list[_Running] = []
     try:
         while more or running:
-            while more and sum(run.job.check.ranks for run in running) < workers:
+            while more and _is_room(running, workers):
                 job = next(waiting, None)
                 more = job is not None
                 if job is not None:
@@ -109,6 +116,14 @@ def run_all(jobs: Iterable[Job], workers: int, patience: float = 1) -> Iterator[
         for run in running:
             _finish(run, None)
         _kill_descendants()
+
+
+def _is_room(running: Sequence[_Running], workers: int) -> bool:
+    """Whether one more may start."""
+    there = sum(run.job.check.ranks for run in running)
+    return there < 3 * workers and workers > sum(
+        run.job.check.ranks for run in running if run.has_a_place
+    )
 
 
 def processes_at_a_time() -> int:
