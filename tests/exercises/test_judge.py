@@ -10,7 +10,7 @@ from tutorials.exercises.judge import verdict
 from tutorials.exercises.observe import Seen
 from tutorials.exercises.sandbox import Report
 
-ALMOST = torch.tensor([1.0]), torch.nextafter(torch.tensor([1.0]), torch.tensor([2.0]))
+ALMOST = torch.tensor([1.5]), torch.nextafter(torch.tensor([1.5]), torch.tensor([2.0]))
 
 
 @pytest.mark.parametrize(
