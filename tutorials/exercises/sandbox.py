@@ -68,7 +68,7 @@ class _Running:
     def has_a_place(self) -> bool:
         """Whether it still counts as one of those that run at a time. What has run for long waits,
         as a rule: for a rank that will not come, until its time is over."""
-        return not self.asked and self.seconds - self.patience.left < SHORT
+        return self.seconds - self.patience.left < SHORT
 
     def is_late(self) -> bool:
         """Whether it is to be ended now. Before that, its ranks say where they are."""
