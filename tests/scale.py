@@ -7,15 +7,13 @@ there.
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
-
-import torch
 
 from minifsdp.sim.cli.options import ENGINES
 from minifsdp.sim.cli.run import simulate
-from minifsdp.sim.cli.terminal import progress
+from minifsdp.sim.cli.terminal import end_tidily, progress
 from minifsdp.sim.views.svg import WIDTH, Drawing
+from tests.all_cores import on_all_cores
 from tests.claims import README, MiB, parser, readme_with, table
 from tests.predictions import accumulated, optimizer_seconds
 
@@ -66,40 +64,64 @@ def points(scaling: Scaling) -> list[Point]:
     return [scaling(FULL, n) for n in GPUS] + [scaling(HYBRID, n) for n in GPUS[1:]]
 
 
-@cache
-def simulated(engine: str, strategy: str, gpus: int, batch: int) -> dict[str, Any]:
-    """The report of a step with one batch, and the optimizer's seconds in it."""
+Place = tuple[str, str, int, int]
+"""An engine, and of a point the strategy, the GPUs and the batch: what is simulated."""
+
+Reports = dict[Place, dict[str, Any]]
+
+
+def place(engine: str, point: Point) -> Place:
+    return engine, point.strategy, point.gpus, point.batch
+
+
+def report(place: Place) -> dict[str, Any]:
+    """Of a step with one batch there; the optimizer's seconds, too."""
+    engine, strategy, gpus, batch = place
     command = f"{MODEL} --engine {engine} --strategy {strategy} --nodes {gpus // 8} --batch {batch}"
     # From the second step on FSDP1's queue lets in a unit more, and nothing changes any further.
     gpu = simulate(parser().parse_args(command.split()), steps=2)
     return {**gpu.report(), "optimizer": optimizer_seconds(gpu)}
 
 
-def step_seconds(engine: str, point: Point) -> float:
+def all_places() -> list[Place]:
+    """Of both tables, each once."""
+    every = [*points(weak), *points(strong)]
+    return list(dict.fromkeys(place(engine, point) for point in every for engine in ENGINES))
+
+
+def all_reports() -> Reports:
+    """By place; on all cores."""
+    places, reports = all_places(), {}
+    for here, found in zip(places, on_all_cores(report, places), strict=True):
+        reports[here] = found
+        progress(f"{len(reports)} of {len(places)} runs")
+    progress("")
+    return reports
+
+
+def step_seconds(reports: Reports, engine: str, point: Point) -> float:
     """Of all batches, and the optimizer."""
-    found = simulated(engine, *point[:3])
+    found = reports[place(engine, point)]
     return accumulated(found["step"], found["optimizer"], point.times)
 
 
-def figures(engine: str, scaling: Scaling, point: Point) -> Figures:
-    found, first = simulated(engine, *point[:3]), scaling(FULL, GPUS[0])
+def figures(reports: Reports, engine: str, scaling: Scaling, point: Point) -> Figures:
+    found, first = reports[place(engine, point)], scaling(FULL, GPUS[0])
     sequences, of_first = (p.batch * p.times for p in (point, first))
-    step = step_seconds(engine, point)
+    step = step_seconds(reports, engine, point)
     return Figures(
         step,
-        sequences / step / (of_first / step_seconds("minifsdp", first)),
+        sequences / step / (of_first / step_seconds(reports, "minifsdp", first)),
         found["peak reserved"] / MiB,
         found["host stalls in the limiter"],
     )
 
 
-def rows(scaling: Scaling) -> str:
+def rows(reports: Reports, scaling: Scaling) -> str:
     """A table: each engine's figures for each strategy and number of GPUs."""
     lines = []
-    for number, point in enumerate(points(scaling), 1):
-        name = f"{scaling.__name__} scaling, {number} of {len(points(scaling))}"
-        progress(f"{name}: {point.strategy} on {point.gpus:,} GPUs")
-        found = [figures(engine, scaling, point) for engine in ENGINES]
+    for point in points(scaling):
+        found = [figures(reports, engine, scaling, point) for engine in ENGINES]
         lines.append(
             (
                 f"`{point.strategy.upper()}`",
@@ -125,7 +147,7 @@ PANELS: dict[str, Callable[[Figures], float]] = {
 }
 
 
-def picture() -> Drawing:
+def picture(reports: Reports) -> Drawing:
     """Bars: above the speed, below the memory; to the left weak scaling, to the right strong."""
     drawing = Drawing("Speed and memory of three schedules on 8 to 4,096 GPUs")
     width = (WIDTH - LEFT - GAP) / 2
@@ -138,21 +160,25 @@ def picture() -> Drawing:
             left, top = LEFT + column * (width + GAP), begin + row * (HEIGHT + 90)
             each = f"{WEAK} sequences a GPU" if scaling is weak else f"{STRONG:,} sequences in all"
             drawing.text(left, top, f"{title}: {each}", "title")
-            _panel(drawing, scaling, value, left, top + 24, width)
+            values = {
+                (point, engine): value(figures(reports, engine, scaling, point))
+                for point in points(scaling)
+                for engine in ENGINES
+            }
+            _panel(drawing, values, left, top + 24, width)
     return drawing
 
 
 def _panel(
     drawing: Drawing,
-    scaling: Scaling,
-    value: Callable[[Figures], float],
+    values: dict[tuple[Point, str], float],
     left: float,
     top: float,
     width: float,
 ) -> None:
-    places = points(scaling)
+    """Three bars for each point, by the values of the engines there."""
+    places = list(dict.fromkeys(point for point, _ in values))
     pitch, floor = width / len(places), top + HEIGHT
-    values = {(p, e): value(figures(e, scaling, p)) for p in places for e in ENGINES}
     scale = HEIGHT / max(values.values())
     step = next(s for s in (10, 25) if s * 5 > max(values.values()))
     for at in range(0, int(max(values.values())) + 1, step):
@@ -175,7 +201,8 @@ def _panel(
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    README.write_text(readme_with("scale", weak_scaling=rows(weak), strong_scaling=rows(strong)))
-    progress("")
-    picture().write(PICTURE)
+    end_tidily()
+    found = all_reports()
+    tables = {"weak_scaling": rows(found, weak), "strong_scaling": rows(found, strong)}
+    README.write_text(readme_with("scale", **tables))
+    picture(found).write(PICTURE)

@@ -11,64 +11,86 @@ import torch
 import torch.distributed as dist
 
 from minifsdp import ShardingStrategy
-from tests.matrix import CELLS, SCHEDULES, STRATEGIES, WORLDS, Cell, check_all
+from tests.matrix import (
+    CELLS,
+    CORE,
+    CORE_STRATEGIES,
+    OFFLOAD,
+    PRECISION,
+    SCHEDULES,
+    STRATEGIES,
+    WORLDS,
+    Cell,
+    check_all,
+)
 from tests.models import CASES
-from tests.parity import check_parity, delays, reference
+from tests.parity import INITS, check_parity, delays, reference
 from tests.ranks import on_ranks, run
 
-SOME_SCHEDULES = SCHEDULES[::5]  # `make matrix` has them all
+FEW_RANKS = [cell for cell in CELLS if cell.world_size <= 2]
+MANY_RANKS = [cell for cell in CELLS if cell.world_size > 2]
 
 
-def pairs_of(cell: Cell) -> set[tuple[Any, ...]]:
-    """Any two of its settings."""
-    return set(itertools.combinations(zip(Cell._fields, cell, strict=True), 2))
+@functools.cache
+def settings_of(cell: Cell, number: int) -> frozenset[tuple[Any, ...]]:
+    """Any so many of its settings."""
+    return frozenset(itertools.combinations(zip(Cell._fields, cell, strict=True), number))
 
 
-def where_every_two_meet(cells: list[Cell]) -> Iterator[Cell]:
-    """Few cells, among which are any two settings together that are together in one of all: always
-    the one of a hundred that has most of the pairs that are missing. To try all takes long."""
-    missing, choice = set().union(*map(pairs_of, cells)), random.Random(0)
+def where_all_meet(cells: list[Cell], number: int) -> Iterator[Cell]:
+    """Few cells, among which are any two (or three: `number`) settings together that are together
+    in one of all: always the one of a hundred that has most of the sets that are missing. To try
+    all takes long."""
+    missing = set().union(*(settings_of(cell, number) for cell in cells))
+    choice = random.Random(0)
     while missing:
-        best = max(choice.sample(cells, 100), key=lambda cell: len(missing & pairs_of(cell)))
-        if missing.isdisjoint(pairs_of(best)):
-            best = next(cell for cell in cells if not missing.isdisjoint(pairs_of(cell)))
-        missing -= pairs_of(best)
+        some = choice.sample(cells, 100)
+        best = max(some, key=lambda cell: len(missing & settings_of(cell, number)))
+        if missing.isdisjoint(settings_of(best, number)):
+            best = next(cell for cell in cells if missing & settings_of(cell, number))
+        missing -= settings_of(best, number)
         yield best
 
 
 @functools.cache  # and not at once: each rank imports this file
-def some() -> list[Cell]:
-    return list(where_every_two_meet(CELLS + SCHEDULES))
+def any_two() -> list[Cell]:
+    return list(where_all_meet(CELLS + SCHEDULES, 2))
+
+
+@functools.cache
+def any_three() -> list[Cell]:
+    """With 3 and 4 ranks; and with 2, whenever units are gathered. `make matrix` has all."""
+    return list(where_all_meet(MANY_RANKS + SCHEDULES, 3))
 
 
 @functools.cache
 def on_pretended_gpu() -> list[Cell]:
     """`make matrix ARGS=--pretended-gpu` has all, and other numbers of ranks."""
-    return list(where_every_two_meet([c for c in CELLS + SCHEDULES if c.world_size == 2]))
+    return list(where_all_meet([c for c in CELLS + SCHEDULES if c.world_size == 2], 2))
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_equal_to_ddp_in_any_two_settings(world_size):
-    run(check_all, world_size, [cell for cell in some() if cell.world_size == world_size])
+    run(check_all, world_size, [cell for cell in any_two() if cell.world_size == world_size])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("model", CASES)
+def test_equal_to_ddp_in_any_three_settings(model, world_size):
+    """With 3 and 4 ranks; and with 2, all prefetches and limits."""
+    row = model, world_size
+    run(check_all, world_size, [c for c in any_three() if (c.model, c.world_size) == row])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", CASES)
 def test_equal_to_ddp(model, strategy, world_size):
-    """With and without offload, in each precision, initialized in each way."""
+    """With and without offload, in each precision, initialized in each way: in every bit."""
     row = model, strategy, world_size
-    run(check_all, world_size, [c for c in CELLS if (c.model, c.strategy, c.world_size) == row])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("model", CASES)
-def test_equal_to_ddp_whenever_gathered(model, strategy):
-    """With prefetches and limits."""
-    row = model, strategy
-    run(check_all, 2, [cell for cell in SOME_SCHEDULES if (cell.model, cell.strategy) == row])
+    run(check_all, world_size, [c for c in FEW_RANKS if (c.model, c.strategy, c.world_size) == row])
 
 
 @pytest.mark.parametrize("model", CASES)
@@ -110,16 +132,35 @@ def test_experts_really_differ():
     assert not torch.equal(*gathered)
 
 
-def test_any_two_settings_meet():
-    for few, worlds in ((some(), WORLDS), (on_pretended_gpu(), [2])):
-        cells = [cell for cell in CELLS + SCHEDULES if cell.world_size in worlds]
-        assert set().union(*map(pairs_of, cells)) == set().union(*map(pairs_of, few))
-        assert len(few) < 100
+def test_with_few_ranks_and_with_many_all_settings_meet_each_other():
+    """But the core alone has not all of them."""
+    others = {*OFFLOAD, *PRECISION, *INITS, *STRATEGIES} - {"", "fp32", "before", *CORE_STRATEGIES}
+    for cells in (FEW_RANKS, MANY_RANKS):
+        meet = set().union(*(settings_of(cell, 2) for cell in cells))
+        values = [{(name, getattr(cell, name)) for cell in cells} for name in Cell._fields]
+        for of_one, of_other in itertools.combinations(values, 2):
+            for pair in itertools.product(of_one, of_other):
+                (_, one), (_, other) = pair
+                assert pair in meet or (other == CORE and one in others), pair
+
+
+def test_few_cells_have_all_settings_that_meet():
+    every = CELLS + SCHEDULES
+    pretended = [cell for cell in every if cell.world_size == 2]
+    for few, cells, number, most in (
+        (any_two(), every, 2, 100),
+        (on_pretended_gpu(), pretended, 2, 100),
+        (any_three(), MANY_RANKS + SCHEDULES, 3, 600),
+    ):
+        sets = set().union(*(settings_of(cell, number) for cell in cells))
+        assert sets == set().union(*(settings_of(cell, number) for cell in few))
+        assert set(few) <= set(cells) and len(few) < most
 
 
 def test_every_way_to_set_it_up_is_in_the_matrix():
     assert len(set(CELLS)) == len(CELLS) and len(CELLS) + len(SCHEDULES) >= 1500
-    for cells in (CELLS, SCHEDULES, SOME_SCHEDULES):
+    assert {cell.world_size for cell in FEW_RANKS} == {1, 2}
+    for cells in (FEW_RANKS, MANY_RANKS, SCHEDULES, any_three()):
         for field in ("backward", "forward", "limit"):
             for strategy in {cell.strategy for cell in cells}:
                 values = {getattr(c, field) for c in cells if c.strategy == strategy}
