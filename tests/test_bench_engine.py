@@ -358,6 +358,15 @@ def test_the_settings_for_slow_links_train():
     assert [unit.reshard_after_forward for unit in units] == [False] * 2 + [True] * 2 + [False] * 2
 
 
+@pytest.mark.parametrize("words", ["--model deep --only mini", "--model ranks --rounds 3 --bf16"])
+def test_what_a_model_does_not_take_is_refused(words, capsys):
+    """`--only` was ignored by `--model deep`."""
+    with pytest.raises(SystemExit):
+        engine.main(words.split())
+    first = words.split()[2]
+    assert f"{first}: --model {words.split()[1]} goes with --" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_host_is_timed_beyond_a_plain_module(tmp_path):
     command = [sys.executable, "-m", "tests.bench.engine", "--model", "deep", "--rounds", "1"]

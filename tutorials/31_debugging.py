@@ -292,7 +292,7 @@ THREE = {"computes": "compute", "waits": "exposed communication", "nothing runs"
 def parts(words: str, remedy: str = "") -> dict[str, float]:
     """Of the time for a sample, in % of what it is without the remedy."""
     before = run(words)
-    now = run(f"{words} {remedy}".replace("TWICE", str(2 * before["batch"])))
+    now = run(f"{words} {remedy}".strip().replace("TWICE", str(2 * before["batch"])))
     whole = before["step"] / before["batch"] * now["batch"] / 100
     return {name: now[its] / whole for name, its in THREE.items()}
 

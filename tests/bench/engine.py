@@ -69,6 +69,20 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+TAKES = {"deep": ("rounds", "json"), "ranks": ("json",)}
+"""What goes with a --model that has its own contenders, ranks and links."""
+
+
+def refuse_what_is_not_taken(options: argparse.Namespace) -> None:
+    """Else it would measure something else than was asked for, and not say so."""
+    taken = TAKES.get(options.model)
+    for name, value in vars(options).items():
+        if taken and name not in ("model", *taken) and value != parser().get_default(name):
+            option = "--" + name.replace("_", "-")
+            goes_with = " and ".join(f"--{each}" for each in taken)
+            parser().error(f"{option}: --model {options.model} goes with {goes_with} alone")
+
+
 def mbit(word: str) -> float | str:
     """What `--net` takes."""
     return word if word == slow_links.WORD else float(word)
@@ -92,6 +106,7 @@ def main(argv: list[str]) -> int:
     if not argv:
         return max(map(main, DEFAULT))
     options = parser().parse_args(argv)
+    refuse_what_is_not_taken(options)
     if options.model == "deep":
         times = host_times(options.rounds)
         print(f"host time for each of {UNITS} units and step, beyond a plain module's:")
