@@ -37,7 +37,7 @@ def blaming(model: str, doing: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script without a main guard may end the program
         if "attention kernels" in str(error):  # of hardware/attention.py
             raise ImpossibleError(f"--attention: {error}; here by --attention auto") from error
         what = f"model {model!r} fails in {doing}"
@@ -46,13 +46,13 @@ def blaming(model: str, doing: str) -> Iterator[None]:
         raise ValueError(f"{what}: {said(error)}") from error
 
 
-def said(error: Exception) -> str:
+def said(error: Exception | SystemExit) -> str:
     """An error in one line: its type, the first line of its message, where it comes from."""
     first = (str(error).strip() or "(no message)").splitlines()[0]
     return f"{type(error).__name__}: {first} ({place(error)})"
 
 
-def place(error: Exception) -> str:
+def place(error: Exception | SystemExit) -> str:
     """``file:line``: the innermost that is not in torch, minifsdp or Python itself; if all are,
     the innermost of minifsdp."""
     if isinstance(error, SyntaxError) and error.filename:  # that line has not been run

@@ -29,6 +29,7 @@ def test_only_the_first_line_of_a_message_and_something_for_none():
     for error, shown in (
         (TypeError("\none\ntwo"), "its backward: TypeError: one ("),
         (OSError(), "its backward: OSError: (no message) ("),
+        (SystemExit(0), "its backward: SystemExit: 0 ("),
     ):
         with pytest.raises(ValueError) as found, blaming("m", "its backward"):
             raise error
