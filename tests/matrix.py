@@ -107,7 +107,8 @@ def _schedules() -> Iterator[Cell]:
 
 WITHOUT_ROWS = ("odd",)  # has a 0-d parameter
 
-CELLS, SCHEDULES = list(_cells()), list(_schedules())
+CELLS = list(_cells())
+SCHEDULES = [*dict.fromkeys((*CELLS, *_schedules()))][len(CELLS) :]  # each cell once
 
 
 def check(cell: Cell) -> float | None:

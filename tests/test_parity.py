@@ -4,6 +4,7 @@ import functools
 import itertools
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.matrix import (
     PRECISION,
     SCHEDULES,
     STRATEGIES,
+    WITHOUT_ROWS,
     WORLDS,
     Cell,
     check_all,
@@ -27,6 +29,7 @@ from tests.models import CASES
 from tests.parity import INITS, check_parity, delays, reference
 from tests.ranks import on_ranks, run
 
+ROOT = Path(__file__).parents[1]
 FEW_RANKS = [cell for cell in CELLS if cell.world_size <= 2]
 MANY_RANKS = [cell for cell in CELLS if cell.world_size > 2]
 
@@ -155,6 +158,27 @@ def test_few_cells_have_all_settings_that_meet():
         sets = set().union(*(settings_of(cell, number) for cell in cells))
         assert sets == set().union(*(settings_of(cell, number) for cell in few))
         assert set(few) <= set(cells) and len(few) < most
+
+
+def test_the_page_says_how_many_there_are():
+    page = " ".join((ROOT / "tutorials" / "reference" / "testing.md").read_text().split())
+    every = {*CELLS, *SCHEDULES}
+    around = {cell for cell in every if cell.layout != CORE}
+    for says, number in (
+        ("in {} cells: 13 models", len(around)),
+        ("`make test-all` has {}:", len(around & {*FEW_RANKS, *any_three(), *any_two()})),
+        ("`make test` has {}, in", len(around & {*any_two()})),
+        ("{} have to be refused", sum(is_refused(cell) for cell in around)),
+        ("({} cells of the matrix, some", len(every - around)),
+        ("{} cells of the matrix, in", len(on_pretended_gpu())),
+    ):
+        assert says.format(f"{number:,}") in page
+
+
+def is_refused(cell: Cell) -> bool:
+    """As tests/matrix.py expects it."""
+    without_rows = cell.layout == "rows" and cell.model in WITHOUT_ROWS
+    return without_rows or bool(cell.offload and cell.init == "after")
 
 
 def test_every_way_to_set_it_up_is_in_the_matrix():
