@@ -131,6 +131,8 @@ def _ask_all(group: Group, about: str, note: Any, judge: Callable[..., Any]) -> 
                 store.delete_key(f"{key}/{rank}")  # else a long run would fill the store
             owns, agreed = zip(*notes, strict=True)
             store.set(key, pickle.dumps(judge(list(owns), list(agreed))))
+            # All have come here, so they have read what was agreed before: as above.
+            store.delete_key(f"minifsdp/consensus/{message.label}/{message.count - 1}")
         return _read(store, key, message)
     finally:
         deadlock_watch.waiting.pop(thread, None)

@@ -133,7 +133,7 @@ def _lookalike(tensor: Tensor) -> Tensor:
 
 
 class _Pack:
-    """The hook that is called to save a tensor. It calls the one around it, since torch calls the
+    """The hooks to save a tensor and to read it. They call those around them, since torch calls the
     innermost only."""
 
     # By this name torch's selective checkpoints (2.14) know hooks of an engine, and look for those
@@ -169,14 +169,6 @@ class _Pack:
         place = (local.shape, local.stride(), local.storage_offset(), local.dtype)
         token = chain[-1].unsharded.saved[0]
         return PackedParameter(self.saved, chain, *place, outer, token, spec)
-
-
-class _Hooks(saved_tensors_hooks):
-    """One pair of hooks."""
-
-    def __init__(self, saved: SavedParameters, outer: tuple[Hook, Hook] | None) -> None:
-        super().__init__(_Pack(saved, outer), self.unpack)
-        self.saved, self.outer = saved, outer
 
     def unpack(self, saved: Any) -> Tensor:
         if type(saved) is PackedParameter and saved.owner is self.saved:
@@ -215,3 +207,14 @@ class _Hooks(saved_tensors_hooks):
                 f"torch.autograd.set_detect_anomaly(True)."
             )
         return tensor
+
+
+class _Hooks(saved_tensors_hooks):
+    """One pair of hooks."""
+
+    def __init__(self, saved: SavedParameters, outer: tuple[Hook, Hook] | None) -> None:
+        pack = _Pack(saved, outer)
+        # Not methods of this object, which has both. A graph that was dropped would wait for
+        # Python's collector; and a checkpoint around the unit, which saves its input by a graph of
+        # which no collector knows, would stay for ever.
+        super().__init__(pack, pack.unpack)

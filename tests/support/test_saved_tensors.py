@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import _CheckpointFrame
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.core.layers import Call
@@ -33,6 +35,22 @@ def test_a_graph_holds_no_memory_of_a_unit():
         unit.views = []
         assert torch._C._storage_Use_Count(unit.unsharded.storage._cdata) == 3
     loss.backward()
+
+
+@on_ranks(2)
+def test_a_checkpoint_around_a_unit_goes_with_a_graph_that_is_dropped():
+    model = stack(2)
+    for at in (1, 2):
+        model.module[at] = checkpoint_wrapper(model.module[at])
+
+    def frames():
+        gc.collect()
+        return sum(type(item) is _CheckpointFrame for item in gc.get_objects())
+
+    before = frames()
+    for _ in range(5):
+        model(batch())
+    assert frames() == before
 
 
 @on_ranks(2)
