@@ -1061,6 +1061,8 @@ MUTANTS = [
     Mutant("featured_unit", "a full that is of an inference", "    @torch.inference_mode(False)  # what", "    # what"),
     Mutant("core/unshard", "room for more than is sent", "unit.unsharded.allocate()", "unit.unsharded.storage.resize_(unit.padded_numel * 4)"),
     Mutant("precision", "inputs are cast where nobody asked for it", "is_root and precision.cast_root_forward_inputs and precision.param_dtype is not None", "is_root and precision.cast_root_forward_inputs"),
+    Mutant("between_steps/clip_grad", "nothing is complex", "if values.is_complex() else", "if False else"),
+    Mutant("between_steps/clip_grad", "a norm is complex", "torch.float32).to_real()", "torch.float32)"),
     Mutant("between_steps/clip_grad", "a norm of zero divides", "(total + 1e-6)", "total"),
     Mutant("core/reshard", "what frees waits for the gathers, not for the computation", "return streams.compute.record_event()", "return streams.unshard.record_event()"),
     Mutant("core/reshard", "the allocator is told of the wrong stream", "streams.compute.record_stream(unit.unsharded.data)", "streams.unshard.record_stream(unit.unsharded.data)"),
