@@ -71,20 +71,20 @@ def clip_grad_norm(
     # A unit without parameters may be on another device.
     units_with_params = [unit for unit in units if unit.numel] or units
     dtypes = (unit.sharded_flat_param.dtype for unit in units_with_params)
-    dtype = reduce(torch.promote_types, dtypes, torch.float32)
+    dtype = reduce(torch.promote_types, dtypes, torch.float32).to_real()
     total = torch.zeros((), dtype=dtype, device=units_with_params[0].device)
     for unit in units_with_params:
         grad = unit.sharded_flat_param.grad
         counts = unit.replicate_group is None or unit.replicate_group.rank() == 0
         if grad is not None and grad.numel() and counts:
-            norm = torch.linalg.vector_norm(grad, norm_type, dtype=dtype).to(total.device)
+            norm = _norm(grad, norm_type, dtype).to(total.device)
             total = torch.maximum(total, norm) if largest else total + norm**norm_type
     groups = max(map(_groups, units), key=lambda groups: math.prod(g.size() for g in groups))
     ranks = math.prod(group.size() for group in groups)
     grads = [param.grad for param in ignored if param.grad is not None]
     for grad in grads:
         values = grad.coalesce().values() if grad.is_sparse else grad  # of an embedding, say
-        norm = torch.linalg.vector_norm(values, norm_type, dtype=dtype)
+        norm = _norm(values, norm_type, dtype)
         norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).to(total.device)
         total = torch.maximum(total, norm) if largest else total + norm.pow(norm_type) / ranks
     if largest:
@@ -100,6 +100,13 @@ def clip_grad_norm(
     for grad in grads:
         grad.mul_(scale.to(grad.device))
     return total
+
+
+def _norm(values: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
+    """In a real ``dtype``. Complex values are summed in its complex one, or torch refuses them."""
+    summed = dtype.to_complex() if values.is_complex() else dtype
+    norm: Tensor = torch.linalg.vector_norm(values, norm_type, dtype=summed)
+    return norm
 
 
 def _groups(unit: FeaturedUnit) -> list[Group]:

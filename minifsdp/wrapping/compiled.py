@@ -8,6 +8,9 @@ engine runs, and on again for the wrapped module, as it is for PyTorch's own FSD
                            module(...)     Dynamo on: compiled
                          the rest          Dynamo off: free
 
+A module that is compiled first and becomes a unit afterwards is compiled in the same way: see
+:func:`call_units`.
+
 ``set_eval_frame`` is Dynamo's own switch: it sets the callback and returns the previous one.
 """
 
@@ -44,10 +47,15 @@ def uncompiled(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     # Dynamo meets `call` in two ways: as a frame that is about to run (the strategy is for that),
     # and as a call in a function that it is compiling (the attribute is for that).
-    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
-    set_code_exec_strategy(call.__code__, skip)  # type: ignore[attr-defined]
+    never_compile(call)
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     return call
+
+
+def never_compile(function: Any) -> None:
+    """Dynamo compiles no frame of this function."""
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
+    set_code_exec_strategy(function.__code__, skip)
 
 
 def compiled(module: nn.Module, callback: Callback) -> Callable[..., Any]:
@@ -67,3 +75,13 @@ def _call_module(module: nn.Module, args: Any, kwargs: Any) -> Any:
     # A function of its own: Dynamo compiles functions that begin while it is on, but not those of
     # torch.nn, such as the module's __call__.
     return module(*args, **kwargs)
+
+
+def call_units(root: nn.Module) -> None:
+    """``torch.compile(block)`` remembers how to call ``block``. If that has become a unit since,
+    look again: what is remembered would run the block without its parameters."""
+    for module in root.modules():
+        inner = module._modules.get("_orig_mod")
+        if "dynamo_ctx" in module.__dict__ and inner is not None and "_unit" in inner.__dict__:
+            initialize: Any = module._initialize
+            initialize()

@@ -250,6 +250,36 @@ def _with_gradients(plain, dtype):
         yield exact
 
 
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5, dtype=torch.complex64)
+        self.own = nn.Linear(6, 3, dtype=torch.complex64)  # ignored
+
+    def forward(self, x):
+        x = x.to(torch.complex64)
+        return torch.cat([self.linear(x), self.own(x)], 1).abs()
+
+
+def with_complex_ones() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), Complex(), nn.Linear(8, 3)).to(device())
+
+
+@pytest.mark.parametrize("in_rows", [False, True])
+@on_ranks(2)
+def test_complex_gradients_count_by_their_absolute_values(in_rows):
+    model, plain = with_complex_ones(), with_complex_ones()
+    model = FSDP(
+        model,
+        auto_wrap_policy=CustomPolicy(lambda m: isinstance(m, Complex)),
+        ignored_modules=[model[1].own],
+        use_orig_params=in_rows,
+    )
+    check(model, plain, lambda m: m(torch.ones(2, 6, device=device())).pow(2).sum())
+    assert model.clip_grad_norm_(1.0).dtype is torch.float32
+
+
 @on_ranks(2)
 def test_gradients_that_stay_low_are_scaled_low():
     precision = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)

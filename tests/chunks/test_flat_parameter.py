@@ -35,6 +35,18 @@ def test_the_gradient_of_a_flat_parameter_is_that_of_any_other():
         param.grad = torch.ones(4)
 
 
+@on_ranks(2)
+def test_the_step_of_an_optimizer_may_be_compiled():
+    model, plain = stack(1), layers(1)
+    for each in (model, plain):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        compiled = torch.compile(optimizer.step, backend="eager") if each is model else None
+        each(torch.ones(1, 6, device=device())).pow(2).sum().backward()
+        (compiled or optimizer.step)()
+    with FSDP.summon_full_params(model):
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
 @pytest.mark.parametrize("foreach", [True, False, None])
 def test_torchs_clip_grad_norm_does_not_get_the_gradient_of_a_shard(foreach):
     param = flat_parameter(is_sharded=True)

@@ -1,12 +1,13 @@
 """compiled.py: torch.compile compiles what is wrapped, and leaves the engine alone."""
 
+import pytest
 import torch
 import torch._dynamo
 from torch import nn
 from torch._dynamo.utils import counters
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ModuleWrapPolicy
+from minifsdp import ModuleWrapPolicy, fully_shard
 from tests.ranks import device, on_ranks
 from tests.small import Block, batch, gathered_gradients, layers, stack
 
@@ -62,3 +63,47 @@ def test_what_surrounds_a_wrapper_is_compiled_too():
     targets = " ".join(target for graph in graphs for target in graph)
     assert "sin" in targets and "cos" in targets and "linear" in targets
     assert_engine_is_left_alone(graphs)
+
+
+class Tanh(Block):
+    def forward(self, x):  # of its own: torch.compile calls those of torch.nn in another way
+        return super().forward(x).tanh()
+
+
+def blocks():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), *(Tanh(nn.Linear(6, 6)) for _ in range(3))).to(device())
+
+
+def in_chunks(model):
+    return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Tanh}))
+
+
+def in_rows(model):
+    return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Tanh}), use_orig_params=True)
+
+
+def without_a_wrapper(model):
+    for module in reversed([*model.modules()]):
+        if isinstance(module, Tanh):
+            fully_shard(module)
+    return fully_shard(model)
+
+
+@pytest.mark.parametrize("wrap", [in_chunks, in_rows, without_a_wrapper])
+@on_ranks(2)
+def test_a_block_may_be_compiled_before_it_becomes_a_unit(wrap):
+    (graphs, backend), plain, model = counting(), in_chunks(blocks()), blocks()
+    for place, module in enumerate(model):
+        if isinstance(module, Tanh):
+            model[place] = torch.compile(module, backend=backend)
+    model = wrap(model)
+    losses = [[], []]
+    for kind, each in enumerate((plain, model)):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for at in range(3):
+            losses[kind].append(each(batch(step=at)).pow(2).sum())
+            losses[kind][-1].backward()
+            optimizer.step(), optimizer.zero_grad()
+    assert losses[0] == losses[1]
+    assert sum("linear" in str(graph) for graph in graphs) >= 1
