@@ -37,12 +37,13 @@ def test_the_gradient_of_a_flat_parameter_is_that_of_any_other():
 
 @on_ranks(2)
 def test_the_step_of_an_optimizer_may_be_compiled():
+    """Compiled, SGD rounds in another way in torch 2.11."""
     model, plain = stack(1), layers(1)
     for each in (model, plain):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-        compiled = torch.compile(optimizer.step, backend="eager") if each is model else None
+        step = torch.compile(optimizer.step, backend="eager")
         each(torch.ones(1, 6, device=device())).pow(2).sum().backward()
-        (compiled or optimizer.step)()
+        step()
     with FSDP.summon_full_params(model):
         assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
