@@ -764,7 +764,6 @@ MUTANTS = [
     Mutant("wrapping/auto_wrap", "an inner unit's parameter goes unnoticed", "if unit is not None:", "if False:"),
     Mutant("core/auto_wrap", "one place of two is wrapped", "                setattr(parent, name, wrapped)", "                setattr(parent, name, wrapped); break"),
     Mutant("chunks/flat_parameter", "torch's own norm gets a chunk", "if function in _REFUSED:", "if False:"),
-    Mutant("chunks/flat_parameter", "compiled, a gradient asks for itself", 'never_compile(vars(FlatParameter)["grad"].fget)', ""),
     Mutant("chunks/flat_parameter", "nor does it get a whole one", "if grad is None or not self.is_sharded:", "if grad is None:"),
     Mutant("chunks/flat_parameter", "compiled, a gradient asks for itself", 'never_compile(vars(FlatParameter)["grad"].fget)', ""),
     Mutant("chunks/flat_parameter", "nor does anybody's of that name", 'if module == "torch.nn.utils.clip_grad":', "if True:"),
@@ -1793,6 +1792,9 @@ MUTANTS = [
     Mutant("between_steps/idle", "chunks, too, wait for a backward", "any(unit.mesh is not None and unit.has_placeholders", "any(unit.has_placeholders", noticed_by="fsdp_module"),
     Mutant("between_steps/idle", "what is run again finds DTensors", "        if unit.mesh is not None and not unit.shows_views and unit.has_placeholders:\n", "        if False:\n", noticed_by="fsdp_module"),
     Mutant("comm/groups", "a grid has the dimensions the other way round", "[replicate, shard], device_type, mesh=sorted(rows)", "[shard, replicate], device_type, mesh=[list(line) for line in zip(*sorted(rows))]"),
+    Mutant("comm/message_tags", "what a rank may wait for is forgotten", "(have_met[name] and number not in numbers)", "number not in numbers"),
+    Mutant("comm/message_tags", "the counts of units that are gone stay", "is_gone = name not in have_met or", "is_gone = name not in have_met or False and"),
+    Mutant("comm/consensus", "all that was agreed stays in the store", 'store.delete_key(f"minifsdp/consensus', 'str(f"minifsdp/consensus'),
 ]  # fmt: skip
 
 
