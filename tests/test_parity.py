@@ -3,7 +3,7 @@
 import functools
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +34,23 @@ FEW_RANKS = [cell for cell in CELLS if cell.world_size <= 2]
 MANY_RANKS = [cell for cell in CELLS if cell.world_size > 2]
 
 
-@functools.cache
-def settings_of(cell: Cell, number: int) -> frozenset[tuple[Any, ...]]:
+def settings_of(cell: Cell, number: int) -> set[tuple[Any, ...]]:
     """Any so many of its settings."""
-    return frozenset(itertools.combinations(zip(Cell._fields, cell, strict=True), number))
+    return set(itertools.combinations(zip(Cell._fields, cell, strict=True), number))
+
+
+def that_meet(cells: Iterable[Cell], number: int) -> set[tuple[Any, ...]]:
+    """All of them, of any of these cells."""
+    return set(itertools.chain.from_iterable(settings_of(cell, number) for cell in cells))
 
 
 def where_all_meet(cells: list[Cell], number: int) -> Iterator[Cell]:
     """Few cells, among which are any two (or three: `number`) settings together that are together
-    in one of all: always the one of a hundred that has most of the sets that are missing. To try
-    all takes long."""
-    missing = set().union(*(settings_of(cell, number) for cell in cells))
-    choice = random.Random(0)
+    in one of all: always the one of fifty that has most of the sets that are missing. To try all
+    takes long."""
+    missing, choice = that_meet(cells, number), random.Random(0)
     while missing:
-        some = choice.sample(cells, 100)
+        some = choice.sample(cells, 50)
         best = max(some, key=lambda cell: len(missing & settings_of(cell, number)))
         if missing.isdisjoint(settings_of(best, number)):
             best = next(cell for cell in cells if missing & settings_of(cell, number))
@@ -139,7 +142,7 @@ def test_with_few_ranks_and_with_many_all_settings_meet_each_other():
     """But the core alone has not all of them."""
     others = {*OFFLOAD, *PRECISION, *INITS, *STRATEGIES} - {"", "fp32", "before", *CORE_STRATEGIES}
     for cells in (FEW_RANKS, MANY_RANKS):
-        meet = set().union(*(settings_of(cell, 2) for cell in cells))
+        meet = that_meet(cells, 2)
         values = [{(name, getattr(cell, name)) for cell in cells} for name in Cell._fields]
         for of_one, of_other in itertools.combinations(values, 2):
             for pair in itertools.product(of_one, of_other):
@@ -155,8 +158,7 @@ def test_few_cells_have_all_settings_that_meet():
         (on_pretended_gpu(), pretended, 2, 100),
         (any_three(), MANY_RANKS + SCHEDULES, 3, 600),
     ):
-        sets = set().union(*(settings_of(cell, number) for cell in cells))
-        assert sets == set().union(*(settings_of(cell, number) for cell in few))
+        assert that_meet(few, number) == that_meet(cells, number)
         assert set(few) <= set(cells) and len(few) < most
 
 
