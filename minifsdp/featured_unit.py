@@ -19,7 +19,7 @@ from minifsdp.api import MixedPrecision
 from minifsdp.chunks.flat_parameter import FlatParameter, flat_parameter
 from minifsdp.chunks.param_attributes import common_attributes
 from minifsdp.comm.groups import Placement
-from minifsdp.comm.message_tags import Launches, numbered
+from minifsdp.comm.message_tags import Launches
 from minifsdp.core.flatten import check_flattenable
 from minifsdp.core.shard import Chunks
 from minifsdp.core.unit import Unit, gradient_hook
@@ -98,7 +98,6 @@ class FeaturedUnit(Unit):
         self.mixed = layout if isinstance(layout, MixedRows) else None
         self.exact = False  # it is computed in the dtype in which it is kept, whatever `precision`
         self.tag = tag
-        numbered.add(self)
         self.launches = defaultdict[str, Launches](Launches)  # by name of a group
         self.waits = set[str]()  # reasons not to reduce its gradient yet; see held_gradients.py
         self.on_demand: Callable[[FeaturedUnit], bool] = lambda unit: False  # see Placeholder

@@ -1792,8 +1792,6 @@ MUTANTS = [
     Mutant("between_steps/idle", "chunks, too, wait for a backward", "any(unit.mesh is not None and unit.has_placeholders", "any(unit.has_placeholders", noticed_by="fsdp_module"),
     Mutant("between_steps/idle", "what is run again finds DTensors", "        if unit.mesh is not None and not unit.shows_views and unit.has_placeholders:\n", "        if False:\n", noticed_by="fsdp_module"),
     Mutant("comm/groups", "a grid has the dimensions the other way round", "[replicate, shard], device_type, mesh=sorted(rows)", "[shard, replicate], device_type, mesh=[list(line) for line in zip(*sorted(rows))]"),
-    Mutant("comm/message_tags", "what a rank may wait for is forgotten", "(have_met[name] and number not in numbers)", "number not in numbers"),
-    Mutant("comm/message_tags", "the counts of units that are gone stay", "is_gone = name not in have_met or", "is_gone = name not in have_met or False and"),
     Mutant("comm/consensus", "all that was agreed stays in the store", 'store.delete_key(f"minifsdp/consensus', 'str(f"minifsdp/consensus'),
 ]  # fmt: skip
 

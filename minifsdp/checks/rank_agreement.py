@@ -42,7 +42,7 @@ from minifsdp.checks.same_model import compare_models, forget_values
 from minifsdp.comm.collectives import direct
 from minifsdp.comm.consensus import first_problem, gather_numbers, groups_with_peers
 from minifsdp.comm.deadlock_watch import watch
-from minifsdp.comm.message_tags import Kind, forget_gone, messages_started
+from minifsdp.comm.message_tags import Kind, messages_started
 from minifsdp.comm.neighbors import find_neighbors
 from minifsdp.core.collectives import Group
 from minifsdp.core.layers import Call, Layer
@@ -170,9 +170,7 @@ class RankAgreement(Layer):
         if problem is not None:
             self._all_failed = True
             raise ValueError(problem)
-        groups = self._process_groups()
-        forget_gone(groups)
-        for process_group in groups if direct(self._device) else ():
+        for process_group in self._process_groups() if direct(self._device) else ():
             find_neighbors(process_group)
         self._compared, self._compared_values = True, forward
         if forward:

@@ -19,7 +19,7 @@ kept, which checks/same_launches.py compares.
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import IntEnum
 from functools import cache
 from typing import Any, TypeVar
@@ -54,8 +54,6 @@ started: dict[Key, int] = {}
 """How many messages with this key this rank has started in the current default process group."""
 owners: dict[str, int] = {}
 """By name of a process group: the thread that has started the last message in it."""
-numbered: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""The units that there are; each has its number in ``tag``."""
 
 _all_started = 0
 _caches: list[Any] = []
@@ -182,26 +180,3 @@ def check_exists(group: dist.ProcessGroup) -> None:
 def messages_started() -> int:
     """How many messages of any kind this rank has started."""
     return _all_started
-
-
-def forget_gone(met: Iterable[dist.ProcessGroup]) -> None:
-    """Forget the counts of units and process groups that are gone: a program may make one model
-    after another.
-
-    Args:
-        met: all ranks of these groups have come to the same place, so none waits for a message of a
-            unit that it has left. Counts between others stay: one may wait there for a message that
-            this rank has started, and deadlock_watch.py would say that it has not.
-    """
-    here = {rank for group in met for rank in dist.get_process_group_ranks(group)}
-    groups = dist.distributed_c10d._world.pg_group_ranks.items()
-    have_met: dict[str, bool] = {
-        group.group_name: ranks.keys() <= here
-        for group, ranks in groups
-        if isinstance(group, dist.ProcessGroup)  # else this rank has no part in it
-    }
-    numbers = {0, *(unit.tag for unit in numbered)}  # 0: of no unit
-    for name, number, kind, size in [*started]:
-        is_gone = name not in have_met or (have_met[name] and number not in numbers)
-        if is_gone and kind != Kind.STORE:
-            del started[name, number, kind, size]

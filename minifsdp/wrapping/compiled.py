@@ -81,7 +81,7 @@ def call_units(root: nn.Module) -> None:
     """``torch.compile(block)`` remembers how to call ``block``. If that has become a unit since,
     look again: what is remembered would run the block without its parameters."""
     for module in root.modules():
-        inner = module._modules.get("_orig_mod")
-        if "dynamo_ctx" in module.__dict__ and inner is not None and "_unit" in inner.__dict__:
+        # Only of these is there a plain dictionary of modules: torch.jit's have another one.
+        if "dynamo_ctx" in module.__dict__ and "_unit" in vars(module._modules["_orig_mod"]):
             initialize: Any = module._initialize
             initialize()

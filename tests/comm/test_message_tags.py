@@ -1,12 +1,10 @@
 """message_tags.py: tags that no two messages share by accident, the same on both sides."""
 
-import gc
-
 import pytest
 import torch.distributed as dist
 
 from minifsdp.comm.consensus import gather_objects
-from minifsdp.comm.message_tags import Kind, Message, forget_gone, messages_started, started
+from minifsdp.comm.message_tags import Kind, Message, messages_started, started
 from tests.ranks import join_another_group, on_ranks, run
 from tests.small import stack, step
 
@@ -54,40 +52,6 @@ def test_what_was_started_is_known():
     assert started[message.key] == message.count == 1
     assert new(UNIT + 6000, Kind.REDUCTION).count == started[message.key] == 2
     assert messages_started() == before + 2
-
-
-@on_ranks(2)
-def test_of_models_that_are_gone_no_counts_are_left():
-    gone = set()
-    for _ in range(3):
-        model = stack(1)
-        step(model)
-        gone |= {unit.tag for unit in model.engine.units}
-        del model
-        gc.collect()
-    step(stack(1))
-    assert not [key for key in started if key[1] in gone and key[2] != Kind.STORE]
-
-
-@on_ranks(2)
-def test_counts_stay_where_a_rank_may_wait_and_those_of_units_that_are_there():
-    model, group = stack(1), dist.new_group()
-    step(model)
-    there = [new(unit.tag) for unit in model.engine.units]
-    gone, other = new(UNIT + 8000), Message(group, UNIT + 8000, Kind.PARAMETERS, 4, "")
-    store, before = Message(group, 0, Kind.STORE, 1, "counts"), messages_started()
-    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    forget_gone([alone])
-    assert all(m.key in started for m in (*there, gone, other, store))
-    forget_gone([group])
-    assert all(m.key in started for m in (*there, store))
-    assert gone.key not in started and other.key not in started
-    number = model.engine.root.tag  # another group's units have the same numbers
-    other = Message(group, number, Kind.PARAMETERS, 4, "")
-    dist.destroy_process_group(group)
-    forget_gone([dist.group.WORLD])
-    assert all(m.key in started for m in (*there, store)) and other.key not in started
-    assert messages_started() == before + 1  # `other`
 
 
 @pytest.mark.parametrize(
