@@ -46,10 +46,10 @@ from minifsdp.support.pytree import map_tensors
 from minifsdp.support.shard_changes import adopt
 from minifsdp.support.tensor_parallel import data_mesh
 from minifsdp.users_comm import checked, group_for_reductions, hybrid_of
-from minifsdp.wrapping.attributes import AVERAGES, has_attribute
+from minifsdp.wrapping.attributes import AVERAGES, check_names
 from minifsdp.wrapping.auto_wrap import check_wrappable
 from minifsdp.wrapping.build import build_unit
-from minifsdp.wrapping.compiled import compiled, uncompiled
+from minifsdp.wrapping.compiled import compiled, is_compiling, never_compile, uncompiled
 from minifsdp.wrapping.fsdp2_settings import fsdp2_settings, post_forward_lines
 from minifsdp.wrapping.ignored import ignoring, params_only
 from minifsdp.wrapping.root_settings import make_limiter, make_prefetcher
@@ -112,7 +112,7 @@ def fully_shard(
     with ignoring(whole, ignored_states=params_only(ignored_params)):
         for position, one in enumerate(modules):
             check_wrappable(one, str(position) if one is not whole else "")
-            _check_names(one)
+            check_names(one)
         check_inside(whole, mesh, on_mesh)
         settings = fsdp2_settings(mesh, reshard_after_forward, mp_policy, offload_policy)
         group = settings.placement.shard_group
@@ -137,7 +137,7 @@ class FSDPModule:
     The names are torch's, or begin with ``_fsdp``: a module may have any others itself.
     """
 
-    _unit: Any  # what wrappers have, too; _check_names keeps these two free
+    _unit: Any  # what wrappers have, too; check_names keeps these two free
     _hooks: Any
     _fsdp_output_dtype: Any
     join_hook = join_hook
@@ -153,13 +153,27 @@ class FSDPModule:
         """The module's call, with its parameters gathered for as long as it runs."""
         return self._fsdp_gathered(super().__call__, callback, args, kwargs)  # type: ignore[misc]
 
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        """What :meth:`__call__` comes to. And what ``torch.compile(module)`` comes to, past it, if
+        that was called before :func:`fully_shard` and so has the ``__call__`` of then."""
+        if is_compiling() and not self._fsdp_runs():
+            looked_at = self._unit in self._hooks.summoned and self._unit.by_hand is None
+            if not looked_at:
+                return self(*args, **kwargs)
+        return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
+
+    never_compile(_call_impl)
+
+    def _fsdp_runs(self) -> bool:
+        return any(call.unit is self._unit for call in self._hooks.calls)
+
     def _fsdp_gathered(self, function: Any, callback: Any, args: Any, kwargs: Any) -> Any:
         for unit in [*self._hooks.summoned]:
             if unit.by_hand is not None:
                 check_unreplaced_by_hand(unit)
                 unit.end_by_hand()
         called = function if callback is None else compiled(function, callback)
-        if any(call.unit is self._unit for call in self._hooks.calls):
+        if self._fsdp_runs():
             return called(*args, **kwargs)  # a registered method that calls its own module
         forward = self._hooks.forward
         if self._hooks.summoned:
@@ -400,20 +414,6 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Nothing: the gather is complete, or the module itself waits for it when it runs."""
-
-
-def _check_names(module: nn.Module) -> None:
-    """Refuse a module that has something of its own where its unit and hooks are to be.
-
-    Raises:
-        ValueError: naming the attribute.
-    """
-    for name in ("_unit", "_hooks"):
-        if has_attribute(module, name):
-            raise ValueError(
-                f"{type(module).__name__} has an attribute {name!r} of its own. fully_shard needs "
-                f"that name. Give the attribute another one."
-            )
 
 
 def _subclass(cls: Any) -> type:

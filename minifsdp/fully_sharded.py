@@ -36,7 +36,7 @@ from minifsdp.support.shard_changes import adopt
 from minifsdp.wrapping.attributes import Forward, ModuleWrapper
 from minifsdp.wrapping.auto_wrap import Policy, check_wrappable
 from minifsdp.wrapping.build import build_unit, wrap_below
-from minifsdp.wrapping.compiled import call_units, compiled, uncompiled
+from minifsdp.wrapping.compiled import call_wrappers, compiled, uncompiled
 from minifsdp.wrapping.ignored import ignoring
 from minifsdp.wrapping.module_tree import clean, ignored_params, name_units, unit_of
 from minifsdp.wrapping.root_settings import make_limiter, make_prefetcher
@@ -127,6 +127,7 @@ class FullyShardedDataParallel(StateDictMethods, ModuleWrapper):
             if auto_wrap_policy is not None:
                 policy = from_torch(auto_wrap_policy)
                 wrap_below(module, policy, settings, FullyShardedDataParallel)
+            call_wrappers(module)
             self._unit = build_unit(module, settings)
         self._fsdp_wrapped_module = module
         register_hooks(self)
@@ -276,7 +277,6 @@ def make_root(
         engine = FeaturedEngine(units, limiter, prefetcher, kind)
         return FeaturedHooks(FeaturedBackward(engine))
 
-    call_units(module)
     hooks = core.make_root(name_units(module), hooks_of)
     choose_strategies(hooks.engine.units, hooks.engine.streams)
     hooks.engine.use(layers_of(hooks))

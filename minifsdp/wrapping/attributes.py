@@ -215,3 +215,17 @@ def has_attribute(module: nn.Module, name: str) -> bool:
     return (
         name in state or hasattr(type(module), name) or any(name in state[kind] for kind in KINDS)
     )
+
+
+def check_names(module: nn.Module) -> None:
+    """Refuse a module that has something of its own where its unit and hooks are to be.
+
+    Raises:
+        ValueError: naming the attribute.
+    """
+    for name in ("_unit", "_hooks"):
+        if has_attribute(module, name):
+            raise ValueError(
+                f"{type(module).__name__} has an attribute {name!r} of its own. fully_shard needs "
+                f"that name. Give the attribute another one."
+            )

@@ -8,8 +8,8 @@ engine runs, and on again for the wrapped module, as it is for PyTorch's own FSD
                            module(...)     Dynamo on: compiled
                          the rest          Dynamo off: free
 
-A module that is compiled first and becomes a unit afterwards is compiled in the same way: see
-:func:`call_units`.
+What was compiled before it was sharded has the call of then. :func:`call_wrappers` gives it that of
+a wrapper; ``FSDPModule._call_impl`` is where it meets a module that ``fully_shard`` has changed.
 
 ``set_eval_frame`` is Dynamo's own switch: it sets the callback and returns the previous one.
 """
@@ -18,10 +18,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import (
     _FrameAction,
     _FrameExecStrategy,
+    get_eval_frame_callback,
     set_code_exec_strategy,
     set_eval_frame,
 )
@@ -58,6 +60,13 @@ def never_compile(function: Any) -> None:
     set_code_exec_strategy(function.__code__, skip)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def is_compiling() -> bool:
+    """Whether Dynamo would compile a function that is called now. Not so in a function that it is
+    compiling already: with ``fullgraph=True`` it would refuse to look."""
+    return get_eval_frame_callback() is not None
+
+
 def compiled(module: nn.Module, callback: Callback) -> Callable[..., Any]:
     """A function that calls ``module`` with Dynamo on."""
 
@@ -77,9 +86,9 @@ def _call_module(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def call_units(root: nn.Module) -> None:
-    """``torch.compile(block)`` remembers how to call ``block``. If that has become a unit since,
-    look again: what is remembered would run the block without its parameters."""
+def call_wrappers(root: nn.Module) -> None:
+    """``torch.compile(block)`` remembers how to call ``block``. Where a wrapper has taken the place
+    of that, look again: what is remembered would run the block without its parameters."""
     for module in root.modules():
         # Only of these is there a plain dictionary of modules: torch.jit's have another one.
         if "dynamo_ctx" in module.__dict__ and "_unit" in vars(module._modules["_orig_mod"]):

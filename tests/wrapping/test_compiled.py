@@ -45,19 +45,20 @@ def test_a_compiled_wrapper_computes_the_same_and_its_modules_are_compiled():
     assert_engine_is_left_alone(graphs)
 
 
+class Around(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x.sin()).cos()
+
+
 @on_ranks(2)
 def test_what_surrounds_a_wrapper_is_compiled_too():
     graphs, backend = counting()
-
-    class Around(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = FSDP(layers(1), auto_wrap_policy=ModuleWrapPolicy({Block}))
-
-        def forward(self, x):
-            return self.inner(x.sin()).cos()
-
-    model = Around().to(device())
+    inner = FSDP(layers(1), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    model = Around(inner).to(device())
     compiled = torch.compile(model, backend=backend)
     assert torch.equal(compiled(batch()), model(batch()))
     targets = " ".join(target for graph in graphs for target in graph)
@@ -96,7 +97,7 @@ def test_a_block_may_be_compiled_before_it_becomes_a_unit(wrap):
     (graphs, backend), plain, model = counting(), in_chunks(blocks()), blocks()
     for place, module in enumerate(model):
         if isinstance(module, Tanh):
-            model[place] = torch.compile(module, backend=backend)
+            model[place] = torch.compile(module, backend=backend, fullgraph=True)
     model = wrap(model)
     losses = [[], []]
     for kind, each in enumerate((plain, model)):
@@ -107,3 +108,73 @@ def test_a_block_may_be_compiled_before_it_becomes_a_unit(wrap):
             optimizer.step(), optimizer.zero_grad()
     assert losses[0] == losses[1]
     assert sum("linear" in str(graph) for graph in graphs) >= 1
+
+
+def compiled_first(model, backend):
+    compiled = torch.compile(model, backend=backend)
+    without_a_wrapper(model)
+    return compiled
+
+
+def in_place_first(model, backend):
+    model.compile(backend=backend)
+    return without_a_wrapper(model)
+
+
+def in_place_afterwards(model, backend):
+    without_a_wrapper(model).compile(backend=backend)
+    return model
+
+
+def sharded_from_outside(model, backend):
+    return without_a_wrapper(torch.compile(model, backend=backend))
+
+
+def blocks_without_a_root(model, backend):
+    for place, module in enumerate(model.inner):
+        if isinstance(module, Tanh):
+            model.inner[place] = torch.compile(module, backend=backend, fullgraph=True)
+        fully_shard(module)
+    return model
+
+
+WAYS = [
+    compiled_first,
+    in_place_first,
+    in_place_afterwards,
+    sharded_from_outside,
+    blocks_without_a_root,
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_a_model_may_be_compiled_before_or_after_it_is_sharded(way):
+    (graphs, backend), plain = counting(), FSDP(Around(blocks()))
+    model = way(Around(blocks()), backend)
+    losses = [[], []]
+    for kind, each in enumerate((plain, model)):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for at in range(3):
+            losses[kind].append(each(batch(step=at)).pow(2).sum())
+            losses[kind][-1].backward()
+            optimizer.step(), optimizer.zero_grad()
+    assert losses[0] == losses[1]
+    called = [target for graph in graphs for target in graph]
+    assert any("linear" in target for target in called)
+    assert not any("minifsdp" in target for target in called)
+
+
+@on_ranks(2)
+def test_what_was_compiled_before_runs_while_parameters_are_out():
+    """It has no hooks to go through there, and would look for them for ever."""
+    _, backend = counting()
+    model = blocks()
+    compiled = torch.compile(Around(model), backend=backend)
+    without_a_wrapper(compiled._orig_mod)
+    expected = compiled(batch())
+    with FSDP.summon_full_params(compiled._orig_mod), torch.no_grad():
+        assert torch.equal(compiled(batch()), expected)
+    compiled._orig_mod.unshard()
+    assert torch.equal(compiled(batch()), expected)
+    expected.sum().backward()
