@@ -549,6 +549,29 @@ def test_an_evaluation_may_come_between_a_forward_and_its_backward(grad, strateg
     check_at_rest(model)
 
 
+class NoElements(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0, 6))
+
+    def forward(self, x):
+        return torch.cat([x, x @ self.weight.T], 1)
+
+
+@pytest.mark.parametrize("in_rows", [False, True])
+@on_ranks(2)
+def test_parameters_without_elements_may_be_looked_at_between_a_forward_and_its_backward(in_rows):
+    settings = {"mixed_precision": BF16, "use_orig_params": in_rows}
+    module = nn.Sequential(NoElements(), nn.Linear(6, 6))
+    policy = ModuleWrapPolicy({NoElements})
+    model = FSDP(module.to(device()), auto_wrap_policy=policy, **settings)
+    loss = model(batch()).sum()
+    with FSDP.summon_full_params(model, writeback=False):
+        assert model.module[0].weight.dtype is EXACT
+    loss.backward()
+    check_at_rest(model)
+
+
 @on_ranks(1)
 def test_what_a_checkpoint_runs_again_after_an_evaluation_finds_its_buffers_as_they_were():
     class Checkpointed(Buffered):

@@ -20,7 +20,6 @@ from minifsdp.core.engine import Engine
 from minifsdp.core.layers import Call, Layer
 from minifsdp.core.unit_state import Purpose
 from minifsdp.featured_unit import FeaturedUnit
-from minifsdp.support.divided_param import free_cleared_grads
 
 
 class Readers(Layer):
@@ -62,10 +61,8 @@ class ShownParams(Layer):
             hide_divided_params(self._units)
 
     def start_backward(self, call: Call | None) -> None:
-        """The backward that was waited for. A program may have cleared gradients since the forward
-        began: their memory is free before those of this backward arrive."""
+        """The backward that was waited for."""
         self._graph_waits = False
-        free_cleared_grads(self._units)
 
     def idle(self, graph: bool) -> None:
         """The program may want to see them, if no backward comes."""

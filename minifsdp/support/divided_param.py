@@ -13,7 +13,7 @@ The engine knows only the first, which is a :class:`DividedParameter`: its ``gra
 that it stores is found in each ``weight.grad``.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 from weakref import ref
@@ -41,24 +41,29 @@ class DividedParameter(FlatParameter):
             process.) The unit's shard stays where it was.
         storages: where torch has the storage of each DTensor, which is empty. By these an
             assignment to ``data`` is noticed.
+        whole: a weak reference to the gradient, of which those of the DTensors are parts.
     """
 
     params: list[Any]  # of DTensor, each an nn.Parameter
     local_tensors: list[Tensor]
     addresses: list[int]
     storages: list[int]
+    whole: Callable[[], "Whole | None"]
 
     @property
     def grad(self) -> Tensor | None:
         """``[n]``: the gradients of the DTensors. A part that ``zero_grad()`` has cleared is zero;
         None if all are."""
-        if forget_cleared_grad(self):
+        unit, whole = self.unit(), self.whole()
+        given = [self.params[number].grad for number in unit.layout.with_grad]
+        if all(grad is None for grad in given):
             return None
-        flat: Tensor | None = _GRAD.__get__(self)
-        unit = self.unit()
-        if flat is None:
+        if whole is None or not any(getattr(grad, PART_OF, None) is whole for grad in given):
+            # A program has assigned all of them, and may keep those of before.
             flat = torch.zeros_like(self, dtype=self.grad_dtype, requires_grad=False)
-            _GRAD.__set__(self, flat)
+            whole = Whole(flat)
+            self.whole = ref(whole)
+        flat = whole.grad
         places = unit.layout.local_tensors(flat, unit.shard_rank)
         for param, place in zip(self.params, places, strict=True):
             grad = param.grad
@@ -68,18 +73,19 @@ class DividedParameter(FlatParameter):
                 place.zero_()
             elif grad._local_tensor.data_ptr() != place.data_ptr():  # a program has assigned it
                 place.copy_(grad._local_tensor)
-                param.grad = _gradient(param, place)
+                param.grad = _gradient(param, place, whole)
         return flat
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        _GRAD.__set__(self, value)
         unit, places = self.unit(), [None] * len(self.params)
         if value is not None:
+            whole = Whole(value)
+            self.whole = ref(whole)
             places = unit.layout.local_tensors(value, unit.shard_rank)
         for param, place in zip(self.params, places, strict=True):
             if place is not None:
-                param.grad = _gradient(param, place)
+                param.grad = _gradient(param, place, whole)
             elif value is None:
                 param.grad = None
 
@@ -89,7 +95,6 @@ class DividedParameter(FlatParameter):
 
     def hide_grad(self) -> None:
         """Let each DTensor have its gradient for itself, to be laid end to end anew."""
-        _GRAD.__set__(self, None)
         for param in self.params:
             if param.grad is not None:
                 param.grad = like(param, param.grad._local_tensor.clone())
@@ -145,32 +150,12 @@ def _flat_behind(unit: Any, params: list[Any]) -> DividedParameter:
     # torch itself is told that it has no gradient, which of integers it would refuse.
     data = unit.padded_shard[: unit.layout.optimized_numel(unit.shard_rank)]
     flat = DividedParameter(data, requires_grad=False)
-    flat.unit, flat.params = ref(unit), params
+    flat.unit, flat.params, flat.whole = ref(unit), params, lambda: None
     if unit.grad_dtype is not None:
         flat.grad_dtype = unit.grad_dtype
     set_owner(unit, flat)
     _show(unit, flat)
     return flat
-
-
-def forget_cleared_grad(flat: Any) -> bool:
-    """Free the memory of a gradient that ``zero_grad()`` has cleared in every DTensor, of which
-    nobody tells the flat parameter. Returns whether there is no gradient.
-
-    Args:
-        flat: a :class:`DividedParameter`.
-    """
-    if any(flat.params[number].grad is not None for number in flat.unit().layout.with_grad):
-        return False
-    _GRAD.__set__(flat, None)
-    return True
-
-
-def free_cleared_grads(units: Iterable[Any]) -> None:
-    """:func:`forget_cleared_grad`, of all units in rows that have a gradient."""
-    for unit in units:
-        if unit.mesh is not None and _GRAD.__get__(unit.sharded_flat_param) is not None:
-            forget_cleared_grad(unit.sharded_flat_param)
 
 
 def count_cleared(units: Iterable[Any]) -> None:
@@ -193,10 +178,26 @@ def count_cleared(units: Iterable[Any]) -> None:
                 increment_version(grad)
 
 
-def _gradient(param: Any, local: Tensor) -> Any:
+def _gradient(param: Any, local: Tensor, whole: "Whole") -> Any:
     grad: Any = like(param, local)
     grad.minifsdp_storage = _storage(grad)  # see _before_step
+    setattr(grad, PART_OF, whole)
     return grad
+
+
+class Whole:
+    """The gradient of a unit, ``[n]``. Only those of the parameters, which are its parts, refer to
+    it. So its memory is free when ``zero_grad()`` has cleared the last of them, of which nobody
+    tells the flat parameter."""
+
+    def __init__(self, grad: Tensor) -> None:
+        self.grad = grad
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return set, ()  # a copy of a part is no part: see UnitRef
+
+
+PART_OF = "minifsdp_whole"
 
 
 @cache
@@ -386,6 +387,5 @@ def is_optimized(param: object) -> bool:
     return isinstance(param, FlatParameter) or bool(getattr(param, "minifsdp_unit", None))
 
 
-_DATA: Any = Tensor.data
-_GRAD: Any = Tensor.grad  # the descriptors that the properties here hide
+_DATA: Any = Tensor.data  # the descriptors that the properties here hide
 _VERSION: Any = Tensor._version

@@ -34,7 +34,6 @@ from minifsdp.strategies import choose_strategies, source_of
 from minifsdp.support.divided_param import (
     check_assigned,
     divide_again,
-    forget_cleared_grad,
     set_owner,
     unit_of_param,
     was_changed,
@@ -97,8 +96,6 @@ def follow_changes(unit: FeaturedUnit) -> None:
         check_assigned(unit)
         if was_changed(unit):
             divide_again(unit)
-        # Or a forward would run beside the gradient of the step before it.
-        forget_cleared_grad(unit.sharded_flat_param)
         return
     shard = unit.sharded_flat_param
     if shard.numel() != unit.shard_numel:

@@ -16,6 +16,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import MixedPrecision, ShardingStrategy, fully_shard
 from minifsdp.comm import pieces
 from minifsdp.support.divided_param import is_optimized, unit_of_param
+from tests.live_bytes import settled_bytes
 from tests.ranks import device, on_ranks, run
 from tests.small import batch, layers, stack, travels
 
@@ -686,20 +687,49 @@ def test_whatever_changes_all_parameters_an_optimizer_goes_on_with_the_same_ones
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
+@pytest.mark.parametrize("clears", ["model", "optimizer", "each by itself", "all but one"])
 @on_ranks(2)
-def test_gradients_that_are_cleared_after_the_forward_have_no_memory_in_the_backward():
-    """Many programs clear them just before ``backward()``. They would be there beside the new ones
-    till its end."""
-    model, there = stack(2, use_orig_params=True), []
-    flats = [unit.sharded_flat_param for unit in model.engine.units]
+def test_gradients_that_are_cleared_have_no_memory_from_then_on(clears):
+    """Many programs clear them after the forward, just before ``backward()``. They would be there
+    beside the new ones till its end."""
+    model = stack(2, use_orig_params=True)
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    model(batch()).pow(2).sum().backward()  # what is made once is there after this
+    model.zero_grad()
+    before = settled_bytes()
+    model(batch()).pow(2).sum().backward()
+    grads = settled_bytes() - before
+    assert grads >= sum(param.grad.to_local().nbytes for param in params)
+    if clears == "model":
+        model.zero_grad()
+    elif clears == "optimizer":
+        optimizer.zero_grad()
+    else:
+        for param in params[clears == "all but one" :]:
+            param.grad = None
+    left = model.engine.units[0].padded_shard.nbytes if clears == "all but one" else 0
+    assert settled_bytes() - before == left
 
-    def look(*_):
-        there.append([torch.Tensor.grad.__get__(flat) is not None for flat in flats])
 
-    model.module[0].register_full_backward_hook(look)
-    for clears in (False, False, True):
-        loss = model(batch()).pow(2).sum()
-        if clears:
-            model.zero_grad()
-        loss.backward()
-    assert there == [[False] * 3, [True] * 3, [False] * 3]
+@on_ranks(2)
+def test_what_a_program_has_kept_of_a_gradient_is_not_written_to():
+    model = rows()
+    flat, (weight, bias) = parts(model)
+    flat.grad = torch.ones(len(flat), device=device())
+    kept = weight.grad
+    weight.grad, bias.grad = torch.full_like(weight, 3), torch.full_like(bias, 3)
+    assert flat.grad[0] == 3 and flat.grad[15] == 3 and kept.to_local().eq(1).all()
+
+
+@on_ranks(2)
+def test_a_copy_of_a_gradient_has_nothing_of_the_others():
+    model = rows()
+    flat, (weight, _) = parts(model)
+    flat.grad = torch.ones(len(flat), device=device())
+    buffer = io.BytesIO()
+    torch.save(copy.deepcopy(weight.grad), buffer)
+    loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    assert not vars(loaded)["minifsdp_whole"]
+    weight.grad = loaded
+    assert flat.grad[:15].eq(1).all() and weight.grad is not loaded  # its own memory again
