@@ -14,23 +14,30 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
 
 from minifsdp import (
     CPUOffload,
     CustomPolicy,
     MixedPrecision,
     ModuleWrapPolicy,
+    ShardingStrategy,
     SynchronizeAfterFree,
+    fully_shard,
 )
 from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.featured_engine import FeaturedEngine
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.sim.cli.terminal import end_tidily
 from tests.parity import check_at_rest
@@ -53,7 +60,7 @@ from tests.random_models import (
     split,
 )
 from tests.ranks import RankFailure, cached_in_a_world, device, run
-from tests.reference import SGD, Groups, Reference
+from tests.reference import SGD, Groups, Reference, somewhere
 
 with warnings.catch_warnings():  # it scripts functions
     warnings.simplefilter("ignore")
@@ -77,10 +84,42 @@ def initial(case: Case, rank: int) -> nn.Module:
 
 def reference(case: Case) -> Reference:
     units = {name: (border, groups(border)) for name, border in case.borders.items()}
-    return Reference(initial(case, 0), units, case.precision, case.in_rows)
+    kept = case.precision.reduce_dtype if case.by_function else None
+    return Reference(initial(case, 0), units, case.precision, case.in_rows, kept)
 
 
-def sharded(case: Case) -> FSDP:
+def by_function(case: Case) -> Any:
+    """The same module, whose units are made by ``fully_shard``."""
+    module = initial(case, dist.get_rank())
+    dtypes = case.precision.param_dtype, case.precision.reduce_dtype
+    # As torch's: a unit casts its inputs, and its outputs stay as they are.
+    policies = {"mp_policy": MixedPrecisionPolicy(*dtypes)}
+    if case.offload:
+        policies["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    units = {module.get_submodule(name): border for name, border in case.borders.items()}
+    for unit in inner_first(units):
+        mesh = mesh_of(ranks_in_a_row(units[unit], dist.get_world_size()))
+        hybrid, stays = (word in units[unit].strategy.name for word in ("HYBRID", "2"))
+        stays |= units[unit].strategy is ShardingStrategy.SHARD_GRAD_OP
+        fully_shard(
+            unit, mesh=mesh if hybrid else None, reshard_after_forward=not stays, **policies
+        )
+    return module
+
+
+def inner_first(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    return sorted(modules, key=lambda module: sum(1 for _ in module.modules()))
+
+
+@cached_in_a_world
+def mesh_of(length: int) -> DeviceMesh:
+    """Of two dimensions, with ranks in rows of this length."""
+    ranks = dist.get_world_size()
+    names = ("replicate", "shard")
+    return init_device_mesh(device().type, (ranks // length, length), mesh_dim_names=names)
+
+
+def wrapped(case: Case) -> FSDP:
     """The same module, wrapped as the case says."""
     module = original = initial(case, dist.get_rank())
     if case.meta:
@@ -113,14 +152,12 @@ def sharded(case: Case) -> FSDP:
     if case.refused_first:
         attempt_to_wrap(case, module, of_root)
     if case.wrapping == "hand":
-        for unit in sorted(
-            settings, key=lambda unit: sum(1 for _ in unit.modules())
-        ):  # inner first
-            wrapped = FSDP(unit, **of_all | settings[unit])
+        for unit in inner_first(settings):
+            wrapper = FSDP(unit, **of_all | settings[unit])
             for parent in list(module.modules()):
                 for place, child in parent._modules.items():
                     if child is unit:
-                        setattr(parent, place, wrapped)
+                        setattr(parent, place, wrapper)
         return FSDP(module, **of_root)
     chosen = {unit: own for unit, own in settings.items() if case.borders[units[unit]].chosen}
     policy = CustomPolicy(lambda inner: chosen.get(inner, False))
@@ -200,15 +237,23 @@ class Comparison:
     """A model and its reference, on this rank. Methods are called as the operations of a case."""
 
     def __init__(self, case: Case) -> None:
-        self.case, self.reference, self.model = case, reference(case), sharded(case)
-        self.units = {unit.name: unit for unit in self.model.engine.units}
-        module = self.model if case.optimizer_of == "model" else self.model.module
+        self.case, self.reference = case, reference(case)
+        self.model = by_function(case) if case.by_function else wrapped(case)
+        self.plain: Any = self.model if case.by_function else self.model.module
+        self.units = {unit.name: unit for unit in self.engine.units}
+        module = self.model if case.optimizer_of == "model" else self.plain
         self.fused = "step" in case.after_hooks
         self.optimizer = None if self.fused else torch.optim.SGD(module.parameters(), **SGD)
         self.calls = Counter[object](), Counter[object]()  # of hooks, here and by the reference
         self.graphs: list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]] = []
         self.at, self.events = 0, self.reference.events
         self.rng = random.Random(case.seed)  # the same on all ranks
+
+    @property
+    def engine(self) -> FeaturedEngine:
+        """The model's. A module may have something else of that name."""
+        found: FeaturedEngine = self.model._hooks.engine
+        return found
 
     def run(self) -> None:
         assert self.units.keys() == self.reference.units.keys()
@@ -220,7 +265,7 @@ class Comparison:
                 self.compare()
             except Differs as error:
                 complaint = str(error)
-            if anywhere(complaint):  # so that no rank goes on alone
+            if any(somewhere(bool(complaint))):  # so that no rank goes on alone
                 raise Differs(
                     f"operation {at}, {op.do} {op.number}: {complaint or 'right on this rank'}"
                 )
@@ -285,9 +330,12 @@ class Comparison:
             self.graphs.clear()  # it steps
         if not expected.requires_grad:
             return  # everything is frozen
-        with nullcontext() if synchronize else self.model.no_sync():
+        with nullcontext() if synchronize else self.no_sync():
             failed = fails(trap, found.backward)
-        as_it_should = fails(trap, lambda: self.reference.backward(expected, synchronize))
+        # What waits since no_sync may stay, if the backward has reached no unit on any rank (as
+        # autograd.grad() for an input). Or it was sent, if nothing was saved of any unit either.
+        sent = not any(unit.unreduced_grad is not None for unit in self.units.values())
+        as_it_should = fails(trap, lambda: self.reference.backward(expected, synchronize, sent))
         assert failed == as_it_should
         if failed:
             self.events.add("a backward has failed")
@@ -297,7 +345,22 @@ class Comparison:
             if self.calls[0] != self.calls[1]:
                 raise Differs(f"calls of hooks: {self.calls[0]}, expected {self.calls[1]}")
             same(x.grad, its_x.grad, "gradient of the input")
-            check_at_rest(self.model, kept=not synchronize)
+            check_at_rest(self, kept=not synchronize)
+        if synchronize and any(self.reference.waits()):
+            self.events.add("a backward has reached nothing")
+            self.zero_grad(0)  # or the step to come would be refused
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        if not self.case.by_function:
+            with self.model.no_sync():
+                yield
+            return
+        self.model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.model.set_requires_gradient_sync(True)
 
     def backward_in_no_sync(self, which: int) -> None:
         self.backward(which, synchronize=False)
@@ -325,7 +388,8 @@ class Comparison:
         for model in (self.model, self.reference):
             seed_everything(seed)  # for dropout
             x = given.to(device(), copy=True).requires_grad_(self.case.input_gradients)
-            results.append((x, outputs(model, x, trap)))
+            plain = self.plain if model is self.model else model.module
+            results.append((x, outputs(model, plain, x, trap)))
         (_, found), (_, expected) = results
         assert len(found) == len(expected)
         for place, (a, b) in enumerate(zip(found, expected, strict=True)):
@@ -336,7 +400,13 @@ class Comparison:
 
     def clip(self, variant: int) -> None:
         max_norm, norm_type = ((0.01, 2.0), (0.01, math.inf), (1e4, 1.0))[variant]
-        total = self.model.clip_grad_norm_(max_norm, norm_type)
+        if self.case.by_function and not self.takes_torchs_clip(norm_type):
+            return
+        if self.case.by_function:
+            total = clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+            total = total.full_tensor() if isinstance(total, DTensor) else total
+        else:
+            total = self.model.clip_grad_norm_(max_norm, norm_type)
         grads = [unit.flat.grad for unit in self.reference.units.values()]
         grads = [grad for grad in grads if grad is not None and grad.numel()]
         norms = torch.tensor([0.0, *(grad.double().norm(norm_type) for grad in grads)])
@@ -348,6 +418,14 @@ class Comparison:
         for grad in grads:
             grad.mul_((max_norm / (total + 1e-6)).clamp(max=1.0))
 
+    def takes_torchs_clip(self, norm_type: float) -> bool:
+        """Whether torch's function takes all gradients: they are on one mesh, and for the largest
+        element every rank has one of each."""
+        grads = [param.grad for param in self.model.parameters() if param.grad is not None]
+        empty = any(not grad.to_local().numel() for grad in grads)
+        one_mesh = len({id(grad.device_mesh) for grad in grads}) <= 1
+        return one_mesh and not (norm_type == math.inf and somewhere(empty)[0])
+
     def step(self, _: int) -> None:
         self.graphs.clear()  # a backward through one of them would be refused now
         if self.optimizer is not None:
@@ -357,7 +435,7 @@ class Comparison:
     def zero_grad(self, variant: int) -> None:
         through_module, how = divmod(variant, 3)
         if how < 2:  # else the next gradients are added to these
-            owner = self.model.module if through_module else self.optimizer or self.model
+            owner = self.plain if through_module else self.optimizer or self.model
             owner.zero_grad(set_to_none=how == 0)
             self.reference.zero_grad(set_to_none=how == 0)
 
@@ -365,27 +443,28 @@ class Comparison:
         """Freeze the wrapped module, or thaw it; or one unit with what is inside of it."""
         inner, frozen = divmod(variant, 2)
         name = self.rng.choice(list(self.units)) if inner else ""
-        (self.wrapper(self.units[name]) if inner else self.model.module).requires_grad_(not frozen)
+        (self.holder(self.units[name]) if inner else self.plain).requires_grad_(not frozen)
         below = set(self.reference.module.get_submodule(name).modules())
         for name, unit in self.reference.units.items():
             if self.reference.module.get_submodule(name) in below:
                 unit.train(not frozen)
 
-    def wrapper(self, unit: FeaturedUnit) -> FSDP:
-        (found,) = (w for w in FSDP.fsdp_modules(self.model) if w._unit is unit)
+    def holder(self, unit: FeaturedUnit) -> Any:
+        """The wrapper of a unit, or the module that was given to ``fully_shard``."""
+        (found,) = (m for m in self.model.modules() if m.__dict__.get("_unit") is unit)
         return found
 
     def save(self, variant: int) -> None:
-        model = self.model.module if variant == 1 else self.model
-        same_by_name(model.state_dict(), self.reference.state_dict())
+        model = self.plain if variant == 1 else self.model
+        same_by_name(whole(model.state_dict()), self.reference.state_dict())
 
     def load(self, variant: int) -> None:
         state = {
             name: tensor * 0.75 if tensor.is_floating_point() else tensor + 1
             for name, tensor in self.model.state_dict().items()
         }
-        (self.model.module if variant == 1 else self.model).load_state_dict(state)
-        self.reference.load_state_dict(state)
+        (self.plain if variant == 1 else self.model).load_state_dict(state)
+        self.reference.load_state_dict(whole(state))
 
     def read(self, variant: int) -> None:
         with_grads = variant == 2 and not any(self.reference.waits())
@@ -412,6 +491,8 @@ class Comparison:
     # Each of these is refused. What is compared after it has to be as if it had not been tried.
 
     def refused(self, which: int) -> None:
+        if self.case.by_function and REFUSED[which] != "a step that comes too early":
+            return  # by other words, or not at all, as what is there are parameters
         units = list(self.units.values())
         places = [(u, *owner) for u in units for info in u.param_infos for owner in info.owners]
         unit, module, attribute = self.rng.choice(places)
@@ -429,13 +510,13 @@ class Comparison:
                 other = nn.Parameter(torch.zeros(2))
                 if module is unit.module and self.rng.random() < 0.5:
                     with pytest.raises(RuntimeError, match="cannot be set or deleted here"):
-                        setattr(self.wrapper(unit), attribute, other)
+                        setattr(self.holder(unit), attribute, other)
                 else:
                     with pytest.raises(RuntimeError, match="cannot be added or replaced"):
                         setattr(module, attribute, other)
             case "a parameter too many":
                 with pytest.raises(RuntimeError, match="cannot be set or deleted here"):
-                    self.wrapper(unit).more = nn.Parameter(torch.zeros(2))
+                    self.holder(unit).more = nn.Parameter(torch.zeros(2))
             case "another module":
                 plain = [m for m in self.model.modules() if not isinstance(m, FSDP)]
                 parent, name = self.rng.choice([(m, n) for m in plain for n in m._modules])
@@ -451,7 +532,7 @@ class Comparison:
                     setattr(module, attribute, nn.Parameter(torch.zeros(*placeholder.shape, 2)))
             case "a step that comes too early":
                 waits = any(unit.waiting is not None for unit in self.reference.units.values())
-                if not anywhere(not waits):
+                if not any(somewhere(not waits)):
                     with pytest.raises(RuntimeError, match="wait to be reduced"):
                         self.optimizer.step()
                     self.events.add("a step came too early")
@@ -502,9 +583,9 @@ class Outputs(list[Tensor]):
     kept: list[Tensor]  # by modules, in attributes
 
 
-def outputs(model: Any, x: Tensor, trap: str) -> Outputs:
+def outputs(model: Any, plain: nn.Module, x: Tensor, trap: str) -> Outputs:
     out = Outputs()
-    keeping = [m for m in model.module.modules() if isinstance(m, (Keeps, Penalized))]
+    keeping = [m for m in plain.modules() if isinstance(m, (Keeps, Penalized))]
     for module in keeping:
         module.kept = None  # it may not be called this time
 
@@ -552,18 +633,16 @@ def same(found: Tensor | None, expected: Tensor | None, *what: object) -> None:
         raise Differs(f"{name}: off by {gap:.3g}, of at most {expected.abs().max():.3g}")
 
 
+def whole(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With whole tensors in place of DTensors."""
+    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.items()}
+
+
 def same_by_name(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     if list(found) != list(expected):
         raise Differs(f"names: {list(found)}, expected {list(expected)}")
     for name in found:
         same(found[name], expected[name], name)
-
-
-def anywhere(condition: object) -> bool:
-    """Whether it holds on some rank."""
-    some = torch.tensor(int(bool(condition)), device=device())
-    dist.all_reduce(some, dist.ReduceOp.MAX)
-    return bool(some)
 
 
 # ------------------------------------------------------------------------------------ many of them

@@ -335,6 +335,7 @@ class Case:
     refused_first: str  # of REFUSED_FIRST
     program: tuple[Op, ...]
     in_rows: bool = False  # and not in chunks
+    by_function: bool = False  # sharded by fully_shard, and not wrapped
 
 
 def build(case: Case) -> nn.Module:
@@ -410,7 +411,25 @@ def random_case(seed: int) -> Case:
         program=tuple(op for _ in range(3) for op in _random_step(rng, variants, freezes, fused)),
     )
     divisible = all(param.dim() for param in module.parameters())  # what has no rows is refused
-    return replace(case, in_rows=divisible and not after_hooks and rng.random() < 0.7)
+    case = replace(case, in_rows=divisible and not after_hooks and rng.random() < 0.7)
+    islands = any(border.island for border in borders.values())
+    return _by_function(case) if case.in_rows and not islands and rng.random() < 0.6 else case
+
+
+def _by_function(case: Case) -> Case:
+    """The same for ``fully_shard``, as far as it has what the wrapper has."""
+    sharded = ShardingStrategy.FULL_SHARD
+    alone = {n: b for n, b in case.borders.items() if b.strategy is ShardingStrategy.NO_SHARD}
+    dtypes = case.precision.param_dtype, case.precision.reduce_dtype
+    return replace(
+        case,
+        by_function=True,
+        borders=case.borders | {name: b._replace(strategy=sharded) for name, b in alone.items()},
+        precision=MixedPrecision(*dtypes),
+        sync_module_states=False,
+        meta=False,
+        refused_first="",
+    )
 
 
 def _random_part(rng: random.Random, depth: int, made: list[Part]) -> Part:

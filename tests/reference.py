@@ -183,11 +183,16 @@ class PlainUnit:
     def reduce(self) -> None:
         """Add the mean of what waits on all ranks, of which some may have nothing."""
         self.add_to_gradient(self.mean(self.waiting))
-        here = [int(number in self.used) for number in range(len(self.params))]
-        somewhere = torch.tensor(here, device=device())
-        dist.all_reduce(somewhere, dist.ReduceOp.MAX)
-        self.without -= {number for number, used in enumerate(somewhere) if used}
+        used = somewhere(*(number in self.used for number in range(len(self.params))))
+        self.without -= {number for number, by_some in enumerate(used) if by_some}
         self.waiting, self.used = None, set()
+
+
+def somewhere(*conditions: bool) -> list[bool]:
+    """Whether each of them holds on some rank."""
+    some = torch.tensor([int(condition) for condition in conditions], device=device())
+    dist.all_reduce(some, dist.ReduceOp.MAX)
+    return [bool(holds) for holds in some]
 
 
 def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -218,6 +223,7 @@ class Reference:
     Args:
         module: with its first values.
         units: by the name of their module.
+        kept_dtype: of gradients that wait to be reduced. None: the one in which they come.
     """
 
     def __init__(
@@ -226,8 +232,10 @@ class Reference:
         units: dict[str, tuple[Border, Groups]],
         precision: MixedPrecision,
         in_rows: bool = False,
+        kept_dtype: torch.dtype | None = None,
     ) -> None:
         self.module, self.precision, self.events = module, precision, set[str]()
+        self.kept_dtype = kept_dtype
         self._once = dict(module.named_parameters())
         self._always = dict(module.named_parameters(remove_duplicate=False))
         names = {param: unit_around(name, units) for name, param in self._once.items()}
@@ -278,8 +286,12 @@ class Reference:
         finally:
             self.cast()
 
-    def backward(self, loss: Tensor, synchronize: bool) -> None:
-        """All gradients of a backward, or none."""
+    def backward(self, loss: Tensor, synchronize: bool, sent: bool = True) -> None:
+        """All gradients of a backward, or none.
+
+        Args:
+            sent: whether what waits is reduced by a backward that reaches no unit on any rank.
+        """
         units = list(self.units.values())
         try:
             loss.backward()
@@ -287,15 +299,17 @@ class Reference:
             for unit in units:
                 unit.take_gradient()
             raise
+        reached = False
         for unit in units:
             found = unit.take_gradient()
             if found is not None:
                 grad, used = found
-                unit.waiting = grad if unit.waiting is None else unit.waiting + grad
+                reached = True
+                unit.waiting = self._sum(unit.waiting, grad, synchronize)
                 unit.used |= used
                 if not synchronize:
                     unit.add_to_gradient(0.0)  # so that the optimizer finds one, as after DDP's
-        if not synchronize:
+        if not synchronize or not (somewhere(reached)[0] or sent):
             return
         complete = [unit for unit, waits in zip(units, self.waits(), strict=True) if waits]
         for unit in complete:
@@ -307,12 +321,15 @@ class Reference:
                 hook(unit.flat)
         self.cast()  # one of them may have been an optimizer
 
+    def _sum(self, waiting: Tensor | None, grad: Tensor, synchronize: bool) -> Tensor:
+        """What a backward leaves to be reduced: at once, or in the dtype to keep it in."""
+        if waiting is None:
+            return grad if synchronize else grad.to(self.kept_dtype or grad.dtype)
+        return waiting + grad if synchronize else (waiting + grad).to(waiting.dtype)
+
     def waits(self) -> list[bool]:
         """For each unit: whether some rank has a gradient that is not reduced."""
-        here = [int(unit.waiting is not None) for unit in self.units.values()]
-        somewhere = torch.tensor(here, device=device())
-        dist.all_reduce(somewhere, dist.ReduceOp.MAX)
-        return [bool(waits) for waits in somewhere]
+        return somewhere(*(unit.waiting is not None for unit in self.units.values()))
 
     def step(self) -> None:
         for unit in self.units.values():

@@ -73,15 +73,19 @@ def once(**calls):
     return before
 
 
-def train(model, before, steps=3):
-    """Of what a program does before each batch; the losses."""
+def train(model, before, late=False, steps=3):
+    """Of what a program does before each batch, or ``late``, between its forward and its backward;
+    the losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     losses = []
     for step in range(steps):
         for number in range(BATCHES):
             torch.manual_seed(100 * step + 10 * number + dist.get_rank())
-            before(model, number)
+            if not late:
+                before(model, number)
             loss = model(torch.randn(4, 3, device=device())).pow(2).mean()
+            if late:
+                before(model, number)
             loss.backward()
             losses.append(loss.item())
         optimizer.step()
@@ -123,32 +127,34 @@ IN_HYBRID = {
 }
 
 
-def against_torchs(control, **settings):
+def against_torchs(control, late, **settings):
     theirs = sharded(torchs_fully_shard, **settings)
     for module in theirs.modules():
         if isinstance(module, TorchsModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has nothing else for factors
-    expected = train(theirs, control())
+    expected = train(theirs, control(), late)
     ours = sharded(**settings)
-    assert train(ours, control()) == expected
+    assert train(ours, control(), late) == expected
     assert same(whole(ours), whole(theirs))
     return ours
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
 @pytest.mark.parametrize("native", [False, True], ids=["", "native"])
 @pytest.mark.parametrize("name", CONTROLS)
 @on_ranks(2)
-def test_bit_equal_to_torchs(name, native):
+def test_bit_equal_to_torchs(name, native, late):
     with patch.object(collectives, "NATIVE", native):
-        against_torchs(CONTROLS[name])
+        against_torchs(CONTROLS[name], late)
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
 @pytest.mark.parametrize("native", [False, True], ids=["", "native"])
 @pytest.mark.parametrize("name", IN_HYBRID)
 @on_ranks(4)
-def test_bit_equal_to_torchs_in_two_groups_of_two(name, native):
+def test_bit_equal_to_torchs_in_two_groups_of_two(name, native, late):
     with patch.object(collectives, "NATIVE", native):
-        against_torchs(IN_HYBRID[name], mesh=mesh(replicas=2))
+        against_torchs(IN_HYBRID[name], late, mesh=mesh(replicas=2))
 
 
 def backward(model, seed=0):
@@ -167,6 +173,20 @@ def test_a_programs_functions_are_called_with_its_unit_alone():
     assert gather.calls == [(full, shard, None)] * 2  # in the forward and in the backward
     assert reduce.calls == [(shard, full, dist.ReduceOp.SUM)]
     assert (gather.allocated, reduce.allocated) == (2, 2)
+
+
+@on_ranks(2)
+def test_a_programs_functions_are_given_one_tensor_of_a_unit_of_one_parameter():
+    def gradient(**functions):
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(3, 4, bias=False).to(device()))
+        for name, function in functions.items():
+            getattr(model, name)(function)
+        backward(model)
+        return model.weight.grad.to_local()
+
+    own = {"set_custom_all_gather": all_gather(), "set_custom_reduce_scatter": reduce_scatter()}
+    assert torch.equal(gradient(**own), gradient())
 
 
 @on_ranks(2)

@@ -18,7 +18,7 @@ from torch import Tensor
 from minifsdp.comm.blocks import copy_apart, together
 from minifsdp.comm.collectives import all_gather, reduce_scatter
 from minifsdp.comm.message_tags import Kind, Message
-from minifsdp.comm.pieces import Pieces
+from minifsdp.comm.pieces import Pieces, whole
 from minifsdp.comm.transport import watched
 from minifsdp.core.collectives import Group, TorchCollectives
 from minifsdp.core.streams import Finish
@@ -68,9 +68,10 @@ class Watched:
         return watched(self.inner.all_gather(unit, full, shard, group), message)
 
     def reduce_scatter(
-        self, unit: FeaturedUnit, flat: Tensor, scale: float
+        self, unit: FeaturedUnit, flat: Tensor | Pieces, scale: float
     ) -> tuple[Tensor, Finish]:
         """See :class:`~minifsdp.core.collectives.TorchCollectives`."""
+        flat = whole(flat)  # on a CPU it comes in pieces, also if a program sends it
         assert unit.shard_group is not None
         message = Message(unit.shard_group, unit.tag, Kind.REDUCTION, flat.itemsize, unit.label)
         unit.launches[message.key[0]].add(message)
@@ -111,10 +112,10 @@ class InBlocks:
         return finish
 
     def reduce_scatter(
-        self, unit: FeaturedUnit, flat: Tensor, scale: float
+        self, unit: FeaturedUnit, flat: Tensor | Pieces, scale: float
     ) -> tuple[Tensor, Finish]:
         """See :class:`~minifsdp.core.collectives.TorchCollectives`."""
-        sent = together(flat, unit.layout.trained_blocks, unit.shard_world_size)
+        sent = together(whole(flat), unit.layout.trained_blocks, unit.shard_world_size)
         return self.inner.reduce_scatter(unit, sent, scale)
 
 

@@ -20,33 +20,22 @@ from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.piece_views import Grads, PieceViews, before_joining
 from minifsdp.support.unsharded_storage import FeaturedFlatParam
 
-Used = dict[FeaturedFlatParam, set[int]]
-"""Numbers of parameters, in the order in which they are laid."""
-
 
 class MarkedSplitViews(SplitViews):
-    """As :class:`~minifsdp.core.views.SplitViews`, and knows which parameters have a gradient.
-
-    Attributes:
-        used: of each dtype that the unit is computed in, the parameters that have a gradient which
-            nobody has taken yet.
-    """
-
-    def __init__(self) -> None:
-        self.used: Used = {}
+    """As :class:`~minifsdp.core.views.SplitViews`, and knows which parameters have a gradient."""
 
     def make(self, unit: FeaturedUnit) -> list[Tensor]:
         """See :class:`~minifsdp.core.views.SplitViews`."""
         layout: Any = unit.layout
         unsharded = unit.unsharded
         views: list[Tensor] = layout.unflatten(unsharded.flat_param, unsharded.frozen)
-        before_joining(views, partial(_note, self.used, unsharded, layout.places))
+        before_joining(views, partial(_note, unsharded, layout.places))
         return views
 
     def take_gradient(self, unit: FeaturedUnit) -> Any:
         """See :class:`~minifsdp.core.views.SplitViews`."""
         layout: Any = unit.layout
-        used = self.used.pop(unit.unsharded)
+        used, unit.unsharded.used = unit.unsharded.used, frozenset()
         grad = super().take_gradient(unit)
         mark_unused(unit, grad, [number for number in layout.marked if number not in used])
         return grad
@@ -54,7 +43,7 @@ class MarkedSplitViews(SplitViews):
     def drop_gradient(self, unit: FeaturedUnit) -> None:
         """See :class:`~minifsdp.core.views.SplitViews`."""
         super().drop_gradient(unit)
-        self.used.pop(unit.unsharded, None)
+        unit.unsharded.used = frozenset()
 
 
 class MarkedPieceViews(PieceViews):
@@ -63,7 +52,7 @@ class MarkedPieceViews(PieceViews):
     def take_gradient(self, unit: FeaturedUnit) -> Any:
         """See :class:`~minifsdp.core.views.SplitViews`."""
         layout: Any = unit.layout
-        grads = self.arrived[unit.unsharded]
+        grads: Any = unit.unsharded.arrived
         unused = [number for number in layout.marked if grads[layout.places[number]] is None]
         grad = super().take_gradient(unit)
         mark_unused(unit, grad.pieces[-1], unused)  # the marks come last
@@ -107,11 +96,10 @@ class UnusedParams(Layer):
             unit.has_unused = False
 
 
-def _note(used: Used, unsharded: FeaturedFlatParam, places: Sequence[int], grads: Grads) -> None:
+def _note(unsharded: FeaturedFlatParam, places: Sequence[int], grads: Grads) -> None:
     """Note which parameters a backward has a gradient for, of those at ``places``. (No method: a
     graph holds this, and must not hold more than it needs.)"""
-    now = {number for number, place in enumerate(places) if grads[place] is not None}
-    used[unsharded] = used.get(unsharded, set()) | now
+    unsharded.used |= {at for at, place in enumerate(places) if grads[place] is not None}
 
 
 def _without_gradient(unit: FeaturedUnit) -> set[int]:

@@ -22,35 +22,27 @@ from minifsdp.support.unsharded_storage import FeaturedFlatParam
 Grads = Sequence[Tensor | None]
 """One for each piece that the unsharded flat parameter was split into: the parameters, and what is
 padding."""
-Arrived = dict[FeaturedFlatParam, list[Tensor | None]]
-"""Gradients that a backward has computed."""
 
 
 class PieceViews:
-    """The ``view_maker`` of a unit that the ranks of a shard group share, on CPUs.
-
-    Attributes:
-        arrived: of each dtype that the unit is computed in, what nobody has taken yet.
-    """
-
-    def __init__(self) -> None:
-        self.arrived: Arrived = {}
+    """The ``view_maker`` of a unit that the ranks of a shard group share, on CPUs."""
 
     def make(self, unit: FeaturedUnit) -> list[Tensor]:
         """See :class:`~minifsdp.core.views.SplitViews`."""
         unsharded = unit.unsharded
         views = unit.layout.unflatten(unsharded.flat_param, unsharded.frozen)
-        before_joining(views, partial(_keep, self.arrived, unsharded))
+        before_joining(views, partial(_keep, unsharded))
         return views
 
     def has_gradient(self, unit: FeaturedUnit) -> bool:
         """See :class:`~minifsdp.core.views.SplitViews`."""
-        return unit.unsharded in self.arrived
+        return unit.unsharded.arrived is not None
 
     def take_gradient(self, unit: FeaturedUnit) -> Any:
         """See :class:`~minifsdp.core.views.SplitViews`. Returns
         :class:`~minifsdp.comm.pieces.Pieces`, one for each of ``unit.layout.sizes``."""
-        grads: list[Any] = self.arrived.pop(unit.unsharded)
+        grads: Any = unit.unsharded.arrived
+        unit.unsharded.arrived = None
         for number, size in enumerate(unit.layout.sizes):
             if grads[number] is None:
                 grads[number] = unit.unsharded.flat_param.new_zeros(size, requires_grad=False)
@@ -58,7 +50,7 @@ class PieceViews:
 
     def drop_gradient(self, unit: FeaturedUnit) -> None:
         """See :class:`~minifsdp.core.views.SplitViews`."""
-        self.arrived.pop(unit.unsharded, None)
+        unit.unsharded.arrived = None
 
 
 def before_joining(views: Sequence[Tensor], hook: Callable[[Grads], Grads | None]) -> None:
@@ -76,16 +68,16 @@ def before_joining(views: Sequence[Tensor], hook: Callable[[Grads], Grads | None
             return
 
 
-def _keep(arrived: Arrived, unsharded: FeaturedFlatParam, grads: Grads) -> Grads:
+def _keep(unsharded: FeaturedFlatParam, grads: Grads) -> Grads:
     """Keep the gradients, and give autograd none to join. It calls the hook on the flat parameter
     all the same. (No method: a graph holds this, and must not hold more than it needs.)"""
     found = list(grads)
-    if unsharded in arrived:
+    if unsharded.arrived is not None:
         # A module has run twice. The first gradient may be in use elsewhere, so the second one is
         # not added in place.
-        for number, first in enumerate(arrived[unsharded]):
+        for number, first in enumerate(unsharded.arrived):
             if first is not None:
                 second = grads[number]
                 found[number] = first if second is None else first + second
-    arrived[unsharded] = found
+    unsharded.arrived = found
     return (None,) * len(grads)

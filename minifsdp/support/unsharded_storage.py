@@ -32,10 +32,17 @@ class FeaturedFlatParam(UnshardedFlatParam):
         saved: one object, a new one for each graph. All that autograd has saved of the parameters
             in the last graph refers to it (saved_tensors.py), so the references to it tell whether
             there is still something.
+        arrived: gradients of its pieces that a backward has computed and nobody has taken yet
+            (piece_views.py). Here, and not in the ``view_maker``: a program may choose settings
+            between a forward and its backward, and then there is a new one.
+        used: numbers of the parameters with a gradient that nobody has taken yet, in the order in
+            which they are laid (marked_views.py).
     """
 
     frozen: Tensor | None = None
     layout: Any = None
+    arrived: list[Tensor | None] | None = None
+    used: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         super().__post_init__()
