@@ -68,7 +68,10 @@ class DividedParameter(FlatParameter):
                 place.zero_()
             elif grad._local_tensor.data_ptr() != place.data_ptr():  # a program has assigned it
                 place.copy_(grad._local_tensor)
-                param.grad = _gradient(param, place)
+                # The program's own tensor stays there, as in a plain model: what it clears next may
+                # be that, and not param.grad.
+                grad._local_tensor = place
+                grad.minifsdp_storage = _storage(grad)
         return flat
 
     @grad.setter
@@ -79,7 +82,8 @@ class DividedParameter(FlatParameter):
             places = unit.layout.local_tensors(value, unit.shard_rank)
         for param, place in zip(self.params, places, strict=True):
             if place is not None:
-                param.grad = _gradient(param, place)
+                if not _lies_at(param.grad, place):
+                    param.grad = _gradient(param, place)
             elif value is None:
                 param.grad = None
 
@@ -191,6 +195,12 @@ def count_cleared(units: Iterable[Any]) -> None:
         for (grad, _), was_cleared in zip(on_device, cleared, strict=True):
             if was_cleared:
                 increment_version(grad)
+
+
+def _lies_at(grad: Any, place: Tensor) -> bool:
+    """Whether a gradient is the one at this place already; not sure of one without elements."""
+    found = None if grad is None else grad._local_tensor
+    return found is not None and found.data_ptr() == place.data_ptr() != 0
 
 
 def _gradient(param: Any, local: Tensor) -> Any:

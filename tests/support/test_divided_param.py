@@ -176,6 +176,20 @@ def test_what_is_done_to_gradients_between_two_backwards_is_as_with_ddp(how):
     assert_same(*models, **CLOSE)
 
 
+@on_ranks(2)
+def test_a_gradient_that_a_program_has_assigned_is_the_one_that_backwards_add_to():
+    models = rows(), ddp()
+    for model in models:
+        own = [torch.zeros_like(param) for param in model.parameters()]
+        for param, gradient in zip(model.parameters(), own, strict=True):
+            param.grad = gradient
+        for at in range(3):
+            torch._foreach_zero_(own)
+            backward(model, at)
+            assert all(p.grad is g for p, g in zip(model.parameters(), own, strict=True))
+    assert_same(*models)
+
+
 # ------------------------------------------------------------------------- copies and files
 
 SAVED = {
