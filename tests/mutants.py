@@ -1710,6 +1710,7 @@ MUTANTS = [
     Mutant("support/divided_param", "what is cleared comes back", "                place.zero_()\n", "                pass\n"),
     Mutant("support/divided_param", "an assigned gradient is not read", "                place.copy_(grad._local_tensor)\n", "                pass\n"),
     Mutant("support/divided_param", "an assigned gradient is read once", "                grad._local_tensor = place\n", ""),
+    Mutant("support/divided_param", "what a program has kept of a gradient is overwritten", "flat = flat.clone()", "pass"),
     Mutant("support/divided_param", "another tensor takes the place of an assigned gradient", "if not _lies_at(param.grad, place):", "if True:"),
     Mutant("support/divided_param", "only the shard's own changes are counted", "return version + sum(int(t._version) for t in (*self.local_tensors, *self.params))", "return version"),
     Mutant("support/divided_param", "changes of local tensors are not counted", "in (*self.local_tensors, *self.params))", "in self.params)"),

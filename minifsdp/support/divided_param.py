@@ -54,32 +54,40 @@ class DividedParameter(FlatParameter):
         None if all are."""
         if forget_cleared_grad(self):
             return None
-        flat: Tensor | None = _GRAD.__get__(self)
+        flat: Any = _GRAD.__get__(self)
         unit = self.unit()
         if flat is None:
             flat = torch.zeros_like(self, dtype=self.grad_dtype, requires_grad=False)
             _GRAD.__set__(self, flat)
+        elif any(self.params[number].grad is None for number in flat.shown):
+            flat = flat.clone()  # the program may have kept what it has cleared
+            _GRAD.__set__(self, flat)
+        flat.shown = []
         places = unit.layout.local_tensors(flat, unit.shard_rank)
-        for param, place in zip(self.params, places, strict=True):
+        for number, (param, place) in enumerate(zip(self.params, places, strict=True)):
             grad = param.grad
             if place is None:
                 continue  # frozen when the unit was divided; it may have one from before that
             if grad is None:
                 place.zero_()
-            elif grad._local_tensor.data_ptr() != place.data_ptr():  # a program has assigned it
+                continue
+            flat.shown.append(number)
+            if grad._local_tensor.data_ptr() != place.data_ptr():  # a program has assigned it
                 place.copy_(grad._local_tensor)
                 # The program's own tensor stays there, as in a plain model: what it clears next may
                 # be that, and not param.grad.
                 grad._local_tensor = place
                 grad.minifsdp_storage = _storage(grad)
-        return flat
+        return flat  # type: ignore[no-any-return]
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         _GRAD.__set__(self, value)
+        flat: Any = value
         unit, places = self.unit(), [None] * len(self.params)
         if value is not None:
             places = unit.layout.local_tensors(value, unit.shard_rank)
+            flat.shown = [number for number, place in enumerate(places) if place is not None]
         for param, place in zip(self.params, places, strict=True):
             if place is not None:
                 if not _lies_at(param.grad, place):

@@ -190,6 +190,18 @@ def test_a_gradient_that_a_program_has_assigned_is_the_one_that_backwards_add_to
     assert_same(*models)
 
 
+@on_ranks(2)
+def test_a_gradient_that_a_program_has_kept_stays_when_others_of_its_unit_are_not_cleared():
+    models, kept = (rows(), ddp()), []
+    for model in models:
+        first = next(model.parameters())
+        backward(model)
+        kept.append(first.grad)
+        assign(first, None)
+        backward(model, at=1)
+    torch.testing.assert_close(whole(kept[0]), kept[1], rtol=0, atol=0)
+
+
 # ------------------------------------------------------------------------- copies and files
 
 SAVED = {
