@@ -69,6 +69,7 @@ class OnDemand(Layer):
 
     def before_forward(self, call: Call) -> None:
         """In a backward, a checkpoint may run a unit again that was freed early."""
+        call.notes["gradients"] = torch.is_grad_enabled()
         if call.unit in self._freed_early:
             self.freed(call.unit)
 
@@ -145,8 +146,13 @@ class OnDemand(Layer):
 
     @property
     def _lends(self) -> bool:
-        """Whether a forward without gradients is running."""
-        return bool(self.hooks.calls) and not self.backward.running and not torch.is_grad_enabled()
+        """Whether a forward without gradients is running. It does not count that they are off now:
+        so they are where autograd saves a tensor, and in the forward of an autograd.Function. What
+        is lent there gets no gradient, and nobody would know."""
+        calls = self.hooks.calls
+        if not calls or calls[-1].notes["gradients"]:
+            return False
+        return not self.backward.running and not torch.is_grad_enabled()
 
     def _free_early(self, unit: FeaturedUnit) -> None:
         """The backward has come to a unit inside of this one. If nothing that is saved of this one

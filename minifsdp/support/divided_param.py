@@ -55,39 +55,46 @@ class DividedParameter(FlatParameter):
         """``[n]``: the gradients of the DTensors. A part that ``zero_grad()`` has cleared is zero;
         None if all are."""
         unit, whole = self.unit(), self.whole()
-        given = [self.params[number].grad for number in unit.layout.with_grad]
-        if all(grad is None for grad in given):
+        if all(self.params[number].grad is None for number in unit.layout.with_grad):
             return None
-        if whole is None or not any(getattr(grad, PART_OF, None) is whole for grad in given):
-            # A program has assigned all of them, and may keep those of before.
-            flat = torch.zeros_like(self, dtype=self.grad_dtype, requires_grad=False)
-            whole = Whole(flat)
-            self.whole = ref(whole)
-        flat = whole.grad
-        places = unit.layout.local_tensors(flat, unit.shard_rank)
-        for param, place in zip(self.params, places, strict=True):
+        if whole is None:
+            whole = Whole(torch.zeros_like(self, dtype=self.grad_dtype, requires_grad=False))
+        elif not all(whole.has(self.params[number]) for number in whole.shown):
+            whole = Whole(whole.grad.clone())  # a program may have kept what it has cleared
+        self.whole = ref(whole)
+        places = unit.layout.local_tensors(whole.grad, unit.shard_rank)
+        whole.shown = []
+        for number, (param, place) in enumerate(zip(self.params, places, strict=True)):
             grad = param.grad
             if place is None:
                 continue  # frozen when the unit was divided; it may have one from before that
             if grad is None:
                 place.zero_()
-            elif grad._local_tensor.data_ptr() != place.data_ptr():  # a program has assigned it
+                continue
+            whole.shown.append(number)
+            if not whole.has(param) or grad._local_tensor.data_ptr() != place.data_ptr():
+                # The program's own tensor stays there, as in a plain model: what it clears next may
+                # be that, and not param.grad.
                 place.copy_(grad._local_tensor)
-                param.grad = _gradient(param, place, whole)
-        return flat
+                whole.take(grad, place)
+        return whole.grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        unit, places = self.unit(), [None] * len(self.params)
-        if value is not None:
+        if value is None:
+            for param in self.params:
+                param.grad = None
+            return
+        unit, whole = self.unit(), self.whole()
+        if whole is None or whole.grad is not value:
             whole = Whole(value)
             self.whole = ref(whole)
-            places = unit.layout.local_tensors(value, unit.shard_rank)
-        for param, place in zip(self.params, places, strict=True):
-            if place is not None:
-                param.grad = _gradient(param, place, whole)
-            elif value is None:
-                param.grad = None
+        places = unit.layout.local_tensors(value, unit.shard_rank)
+        whole.shown = [number for number, place in enumerate(places) if place is not None]
+        for number in whole.shown:
+            param = self.params[number]
+            if not whole.has(param):
+                param.grad = whole.take(like(param, places[number]), places[number])
 
     @grad.deleter
     def grad(self) -> None:
@@ -178,26 +185,30 @@ def count_cleared(units: Iterable[Any]) -> None:
                 increment_version(grad)
 
 
-def _gradient(param: Any, local: Tensor, whole: "Whole") -> Any:
-    grad: Any = like(param, local)
-    grad.minifsdp_storage = _storage(grad)  # see _before_step
-    setattr(grad, PART_OF, whole)
-    return grad
-
-
 class Whole:
     """The gradient of a unit, ``[n]``. Only those of the parameters, which are its parts, refer to
     it. So its memory is free when ``zero_grad()`` has cleared the last of them, of which nobody
-    tells the flat parameter."""
+    tells the flat parameter.
+
+    Attributes:
+        shown: numbers of the parameters whose gradients are parts of it.
+    """
 
     def __init__(self, grad: Tensor) -> None:
-        self.grad = grad
+        self.grad, self.shown = grad, list[int]()
+
+    def has(self, param: Any) -> bool:
+        """Whether the parameter's gradient is a part of this one."""
+        return getattr(param.grad, "minifsdp_whole", None) is self
+
+    def take(self, part: Any, place: Tensor) -> Any:
+        """Have a DTensor as the part that is at this place. Returns it."""
+        part._local_tensor, part.minifsdp_whole = place, self
+        part.minifsdp_storage = _storage(part)  # see _before_step
+        return part
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return set, ()  # a copy of a part is no part: see UnitRef
-
-
-PART_OF = "minifsdp_whole"
 
 
 @cache

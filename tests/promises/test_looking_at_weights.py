@@ -6,6 +6,7 @@ the weights of the modules inside of them, and do not call these; with a mask fo
 outputs at padding are then zero.
 """
 
+import copy
 import warnings
 from contextlib import nullcontext
 
@@ -133,6 +134,62 @@ def test_in_training_a_module_has_to_call_what_is_in_a_unit_of_its_own(layout):
         model(source())
     expected = outputs(encoder().eval(), torch.no_grad)
     assert equal(outputs(model.eval(), torch.no_grad), expected)  # and nothing is left of it
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, grad * x
+
+
+USES = {
+    # Autograd saves the weight, without gradients, before there is an operation.
+    "it is saved": lambda x, norm: nn.functional.layer_norm(x, (6,), norm.weight, norm.bias),
+    "an autograd.Function": lambda x, norm: Scale.apply(x, norm.weight),
+}
+
+
+class Uses(nn.Module):
+    """Computes with what is in a unit of its own, and does not call that one."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.first, self.norm, self.use = nn.Linear(6, 6), nn.LayerNorm(6), use
+
+    def forward(self, x):
+        return self.use(self.first(x), self.norm)
+
+
+@pytest.mark.parametrize("use", USES)
+@on_ranks(2)
+def test_nor_may_it_where_autograd_has_turned_gradients_off(use):
+    """The weight would have no gradient."""
+    torch.manual_seed(0)
+    plain = Uses(USES[use]).to(device())
+    model = sharded(copy.deepcopy(plain), [nn.LayerNorm], "chunks")
+    x = torch.ones(2, 6, device=device())
+    with pytest.raises(RuntimeError, match=r"parameter '(weight|bias)' of unit 'norm' is sharded"):
+        model(x)
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+
+
+def with_gradients_again(x, norm):
+    with torch.enable_grad():
+        return x * norm.weight
+
+
+@on_ranks(2)
+def test_nor_where_an_evaluation_turns_them_on_again():
+    model = sharded(Uses(with_gradients_again).to(device()), [nn.LayerNorm], "chunks")
+    with torch.no_grad(), pytest.raises(RuntimeError, match="'weight' of unit 'norm' is sharded"):
+        model(torch.ones(2, 6, device=device()))
 
 
 class Nested(nn.Module):

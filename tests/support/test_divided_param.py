@@ -177,6 +177,32 @@ def test_what_is_done_to_gradients_between_two_backwards_is_as_with_ddp(how):
     assert_same(*models, **CLOSE)
 
 
+@on_ranks(2)
+def test_a_gradient_that_a_program_has_assigned_is_the_one_that_backwards_add_to():
+    models = rows(), ddp()
+    for model in models:
+        own = [torch.zeros_like(param) for param in model.parameters()]
+        for param, gradient in zip(model.parameters(), own, strict=True):
+            param.grad = gradient
+        for at in range(3):
+            torch._foreach_zero_(own)
+            backward(model, at)
+            assert all(p.grad is g for p, g in zip(model.parameters(), own, strict=True))
+    assert_same(*models)
+
+
+@on_ranks(2)
+def test_a_gradient_that_a_program_has_kept_stays_when_others_of_its_unit_are_not_cleared():
+    models, kept = (rows(), ddp()), []
+    for model in models:
+        first = next(model.parameters())
+        backward(model)
+        kept.append(first.grad)
+        assign(first, None)
+        backward(model, at=1)
+    torch.testing.assert_close(whole(kept[0]), kept[1], rtol=0, atol=0)
+
+
 # ------------------------------------------------------------------------- copies and files
 
 SAVED = {
@@ -732,4 +758,6 @@ def test_a_copy_of_a_gradient_has_nothing_of_the_others():
     loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     assert not vars(loaded)["minifsdp_whole"]
     weight.grad = loaded
-    assert flat.grad[:15].eq(1).all() and weight.grad is not loaded  # its own memory again
+    assert flat.grad[:15].eq(1).all() and weight.grad is loaded
+    flat.grad.mul_(2)
+    assert loaded.to_local().eq(2).all()
