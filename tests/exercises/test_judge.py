@@ -26,3 +26,16 @@ def test_a_type_is_named_where_that_is_the_difference(want, got, says):
     state, message = verdict(check, *reports)
     assert state == "wrong" and "a value" in message
     assert says in message and ("of type" in message) == bool(says)
+
+
+@pytest.mark.parametrize(
+    ("want", "got", "says"),
+    [
+        (0.315773, 0.3157730001, "(they differ by 1e-10)"),
+        (["name"] * 99 + ["head"], ["name"] * 99, "at [99]: head, and nothing"),
+    ],
+)
+def test_what_is_printed_alike_says_where_it_differs(want, got, says):
+    check = Check(count, 1, 1.0, lambda what, want, got: None)
+    reports = [Report([[Seen("a value", value)]], "", False) for value in (want, got)]
+    assert says in verdict(check, *reports).message

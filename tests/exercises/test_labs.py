@@ -68,3 +68,12 @@ print(show(outcome))
     first, *_, last = run(program).splitlines()
     assert first == "True False False"
     assert last == "  ? inconclusive, run again: of the reference, it was stopped"
+
+
+def test_what_a_crash_interrupts_is_not_its_likely_cause():
+    program = """
+from tutorials.exercises.labs.measure import because
+error = {"raised": "ValueError", "message": "no such rank", "at": "collectives.py:1"}
+print(because("races", [], error))
+"""
+    assert run(program) == "None\n"

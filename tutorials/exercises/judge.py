@@ -1,6 +1,7 @@
 """Compares what the reference gives with what the student's functions give, in words."""
 
 import math
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -67,7 +68,8 @@ def _difference(check: Check, expected: list[Seen], found: list[Seen]) -> tuple[
         if got.what != want.what:
             return i, f"expected {want.what} here, and found {got.what}"
         if not _fits(want, got.value):
-            message = f"{want.what}: expected {_expected(want)}, found {show(got.value)}."
+            message = f"{want.what}: expected {_expected(want)}, found {show(got.value)}"
+            message += _where_shown_alike(want.value, got.value) + "."
             because = _because(check, want, got.value)
             return i, f"{message} Likely: {because}." if because else message
     if len(found) > len(expected):
@@ -156,6 +158,20 @@ def show(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     return str(value)
+
+
+def _where_shown_alike(want: Any, got: Any) -> str:
+    """What differs, where :func:`show` leaves it out: the last digits of a number, or the end of a
+    long list."""
+    if type(want) is not type(got) or show(want) != show(got):
+        return ""
+    if isinstance(want, float):
+        return f" (they differ by {got - want:.3g})"
+    if isinstance(want, list):
+        for i, (one, other) in enumerate(zip_longest(want, got, fillvalue="nothing")):
+            if show(one) != show(other):
+                return f" (the first difference is at [{i}]: {show(one)}, and {show(other)})"
+    return ""
 
 
 def _because(check: Check, want: Seen, got: Any) -> str | None:

@@ -177,6 +177,10 @@ def check_right_at_once(folder: Path) -> list[str]:
     return [f"all right solutions at once: {result.message}"] if result.message else []
 
 
+# What Python raises for a line that cannot run. That is no symptom: it says where the line is.
+OWN_ERRORS = {"AttributeError", "ImportError", "NameError", "TypeError", "UnboundLocalError"}
+
+
 def check_mistakes(folder: Path) -> list[str]:
     """Of mistakes.toml: each mistake has a symptom, which the reference does not have."""
     problems = []
@@ -189,6 +193,16 @@ def check_mistakes(folder: Path) -> list[str]:
         seen = verdict(mistake.check, expected, found)
         if seen.state != "wrong":
             problems.append(f"mistake {mistake.key} has no symptom: {seen.state}, {seen.message}")
+        if (
+            raised := {
+                entry.value["raised"]
+                for rank in found.ranks
+                for entry in rank or []
+                if not entry.what
+            }
+            & OWN_ERRORS
+        ):
+            problems.append(f"mistake {mistake.key} cannot even run: {', '.join(raised)}")
         file.write_text(mistake.text.replace(mistake.replacement, mistake.original))
         expected, found = look(mistake, [mistake.check], file)[0]
         seen = verdict(mistake.check, expected, found)

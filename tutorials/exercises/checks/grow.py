@@ -740,6 +740,15 @@ def _rows(what: str, want: Any, got: Any) -> str | None:
         return "each rank has the same number of rows, rounded up; the last ones may have fewer"
     if "second backward" in what:
         return "the first backward gives a parameter its gradient, and the next one adds to it"
+    if "optimizer has written" in what:
+        return (
+            "parameters share the memory of the shard, in which an optimizer writes; and what "
+            "full_params() gathers is put in order, as for a layer"
+        )
+    if "seconds" in what:
+        return "a copy takes the host time: put rows in order with one for a parameter, or in all"
+    if "bytes of memory" in what:
+        return "beside the shard nothing stays: no table of places, nothing of what was gathered"
     if "scalar" in what:
         return "its row is what an optimizer sees: layers compute with a view of shape []"
     if "gradient" in what:

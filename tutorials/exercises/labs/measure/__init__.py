@@ -34,6 +34,15 @@ def on_gpu(gpu: Any, time_slack: float = 0.01) -> list[Any]:
 
 def because(what: str, want: Any, got: Any) -> str | None:
     """The likely mistake behind what all labs look at."""
+    if isinstance(got, dict) and "raised" in got:
+        if "world group map" in got["message"]:
+            return "these groups are of another run, which is over: keep them in self"
+        return None  # what comes next was not looked at
+    if "wrong unit" in what:
+        return (
+            "the target's backward is over, or it was gathered already and is_sound() was asked, "
+            "which counts each time that it says no: look at unit.state.sharded instead"
+        )
     if what == "races":
         return "memory is used, or given away, before the stream that works on it was waited for"
     if what == "seconds of a step":

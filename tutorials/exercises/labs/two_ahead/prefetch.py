@@ -11,7 +11,8 @@ No races, no prefetch of a wrong unit. On real ranks the values are right.
 ``Prefetcher`` here takes the place of the engine's. The engine calls ``pre_backward`` before a unit
 computes and ``post_backward`` when its gradient is there, just before its reduction starts. Each
 returns a unit to gather now, or None. ``pre_backward_order`` has the order of the last step.
-``unit.state.sharded`` says whether a unit is gathered. This one is the default.
+``unit.state.sharded`` says whether a unit is gathered. (Do not call ``is_sound``: it counts a wrong
+prefetch each time that it says no.) This one is the default.
 """
 
 from minifsdp.core.prefetch import Prefetcher as Default

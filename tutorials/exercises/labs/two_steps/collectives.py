@@ -13,8 +13,8 @@ This one is the engine's. From ``minifsdp.comm.groups`` you can import, inside o
 that file imports this one: ``hosts_of(group)``, the host of each rank, and
 ``groups_by_host(group)``, the group of the ranks of this host and the group of those in the same
 place on the others. All ranks have to call it together, so use two steps for ``dist.group.WORLD``
-only, and keep the groups. Take care of the order of the chunks, and of memory that is still being
-sent.
+only, and keep the groups, in ``self``: the groups of one run are gone in the next. Take care of the
+order of the chunks, and of memory that is still being sent.
 """
 
 from typing import Any
