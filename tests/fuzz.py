@@ -97,13 +97,18 @@ def by_function(case: Case) -> Any:
     if case.offload:
         policies["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     units = {module.get_submodule(name): border for name, border in case.borders.items()}
+    world, rng = dist.get_world_size(), random.Random(case.seed)
     for unit in inner_first(units):
-        mesh = mesh_of(ranks_in_a_row(units[unit], dist.get_world_size()))
-        hybrid, stays = (word in units[unit].strategy.name for word in ("HYBRID", "2"))
-        stays |= units[unit].strategy is ShardingStrategy.SHARD_GRAD_OP
-        fully_shard(
-            unit, mesh=mesh if hybrid else None, reshard_after_forward=not stays, **policies
-        )
+        ranks, strategy = ranks_in_a_row(units[unit], world), units[unit].strategy
+        reshards: bool | int = "2" not in strategy.name and "OP" not in strategy.name
+        if strategy is ShardingStrategy.FULL_SHARD and rng.random() < 0.5:
+            reshards = ranks  # to a part that so many ranks share
+        mesh = mesh_of(ranks) if "HYBRID" in strategy.name else None
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshards, **policies)
+    for unit in units:
+        for order in ("forward", "backward") if rng.random() < 0.3 else ():
+            listed = rng.sample([*units], rng.randint(0, min(2, len(units))))
+            getattr(unit, f"set_modules_to_{order}_prefetch")(listed)
     return module
 
 
