@@ -193,16 +193,10 @@ def check_mistakes(folder: Path) -> list[str]:
         seen = verdict(mistake.check, expected, found)
         if seen.state != "wrong":
             problems.append(f"mistake {mistake.key} has no symptom: {seen.state}, {seen.message}")
-        if (
-            raised := {
-                entry.value["raised"]
-                for rank in found.ranks
-                for entry in rank or []
-                if not entry.what
-            }
-            & OWN_ERRORS
-        ):
-            problems.append(f"mistake {mistake.key} cannot even run: {', '.join(raised)}")
+        entries = [entry for rank in found.ranks for entry in rank or []]
+        own = OWN_ERRORS & {entry.value["raised"] for entry in entries if not entry.what}
+        if own:
+            problems.append(f"mistake {mistake.key} cannot even run: {', '.join(own)}")
         file.write_text(mistake.text.replace(mistake.replacement, mistake.original))
         expected, found = look(mistake, [mistake.check], file)[0]
         seen = verdict(mistake.check, expected, found)
