@@ -207,8 +207,6 @@ def compare(ours, theirs, in_rows):
     for moment, (expected, _) in theirs.items():
         counts = 4 * 60 if moment == ("optimizer", 1) else counts
         found = ours[moment][0]
-        if in_rows and moment[0] == "zero_grad":
-            found -= ours["wrapped"][0]  # gradients, which are freed when the next forward begins
         part = moment if isinstance(moment, str) else moment[0]
         assert found == expected - counts + beside[part], moment
     peaks = {part: ours[part, 1][1] / theirs[part, 1][1] for part in ("forward", "backward")}
