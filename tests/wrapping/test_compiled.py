@@ -76,6 +76,17 @@ def blocks():
     return nn.Sequential(nn.Linear(6, 6), *(Tanh(nn.Linear(6, 6)) for _ in range(3))).to(device())
 
 
+def losses(model):
+    """Of three steps."""
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for at in range(3):
+        loss = model(batch(step=at)).pow(2).sum()
+        loss.backward()
+        optimizer.step(), optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
 def in_chunks(model):
     return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Tanh}))
 
@@ -99,14 +110,7 @@ def test_a_block_may_be_compiled_before_it_becomes_a_unit(wrap):
         if isinstance(module, Tanh):
             model[place] = torch.compile(module, backend=backend, fullgraph=True)
     model = wrap(model)
-    losses = [[], []]
-    for kind, each in enumerate((plain, model)):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-        for at in range(3):
-            losses[kind].append(each(batch(step=at)).pow(2).sum())
-            losses[kind][-1].backward()
-            optimizer.step(), optimizer.zero_grad()
-    assert losses[0] == losses[1]
+    assert losses(model) == losses(plain)
     assert sum("linear" in str(graph) for graph in graphs) >= 1
 
 
@@ -152,14 +156,7 @@ WAYS = [
 def test_a_model_may_be_compiled_before_or_after_it_is_sharded(way):
     (graphs, backend), plain = counting(), FSDP(Around(blocks()))
     model = way(Around(blocks()), backend)
-    losses = [[], []]
-    for kind, each in enumerate((plain, model)):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-        for at in range(3):
-            losses[kind].append(each(batch(step=at)).pow(2).sum())
-            losses[kind][-1].backward()
-            optimizer.step(), optimizer.zero_grad()
-    assert losses[0] == losses[1]
+    assert losses(model) == losses(plain)
     called = [target for graph in graphs for target in graph]
     assert any("linear" in target for target in called)
     assert not any("minifsdp" in target for target in called)
