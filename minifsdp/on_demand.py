@@ -146,13 +146,13 @@ class OnDemand(Layer):
 
     @property
     def _lends(self) -> bool:
-        """Whether a forward without gradients is running. It does not count that they are off now:
-        so they are where autograd saves a tensor, and in the forward of an autograd.Function. What
-        is lent there gets no gradient, and nobody would know."""
+        """Whether a forward is running that began without gradients. That they are off now is not
+        enough: they are off as well where autograd saves a tensor, and in the forward of an
+        autograd.Function. What is lent there would get no gradient, without a word."""
         calls = self.hooks.calls
-        if not calls or calls[-1].notes["gradients"]:
+        if not calls or calls[-1].notes["gradients"] or torch.is_grad_enabled():
             return False
-        return not self.backward.running and not torch.is_grad_enabled()
+        return not self.backward.running
 
     def _free_early(self, unit: FeaturedUnit) -> None:
         """The backward has come to a unit inside of this one. If nothing that is saved of this one

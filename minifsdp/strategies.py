@@ -123,7 +123,7 @@ def _in_elements(unit: FeaturedUnit, device: torch.device) -> Any:
 def view_maker_of(unit: FeaturedUnit, device: torch.device) -> Any:
     """What makes the views of a unit, and takes their gradients."""
     # An all-reduce writes its result to the flat gradient, and so has no use for pieces.
-    in_pieces = _by_itself(unit, device) and unit.shard_group is not None
+    in_pieces = _sends_pieces(unit, device) and unit.shard_group is not None
     maker: Any = PieceViews() if in_pieces else SplitViews()
     if isinstance(unit.layout, Rows) and unit.layout.marks:
         maker = MarkedPieceViews() if in_pieces else MarkedSplitViews()
@@ -159,10 +159,11 @@ def _all_reduce(first: str, streams: Streams) -> list[Stage]:
 
 def _direct(unit: FeaturedUnit, device: torch.device) -> bool:
     """Whether ranks send the unit to each other by themselves, and not by a program's function."""
-    return _by_itself(unit, device) and not unit.users_comm.has_functions
+    return _sends_pieces(unit, device) and not unit.users_comm.has_functions
 
 
-def _by_itself(unit: FeaturedUnit, device: torch.device) -> bool:
-    """The same as far as the unit decides it. Of what is divided between columns each row would be
-    a message."""
+def _sends_pieces(unit: FeaturedUnit, device: torch.device) -> bool:
+    """Whether the unit can be sent from the places where it is. Of what is divided between columns
+    each row would be a message. (It does not matter whether a program's function sends it, which
+    may be chosen after the forward that decides where gradients arrive.)"""
     return direct(device) and Columns not in map(type, unit.layout.blocks or ())

@@ -100,6 +100,9 @@ def features(case: Case) -> Iterator[object]:
     yield from (case.forward_prefetch, ("offload", case.offload), ("meta", case.meta))
     yield from (("sync", case.sync_module_states), ("input gradients", case.input_gradients))
     yield case.precision.param_dtype, case.precision.reduce_dtype
+    if case.by_function:
+        yield from (("by function", border.strategy) for border in case.borders.values())
+        yield from (("by function", op.do) for op in case.program)
     yield "buffers", case.precision.buffer_dtype
     yield "exact evaluation", case.precision.full_precision_in_eval
     yield from case.program
@@ -127,6 +130,9 @@ EXPECTED = [
     *[(what, yes) for what in ("offload", "meta", "sync", "input gradients") for yes in (0, 1)],
     (None, None), (None, LOW), (LOW, None), (LOW, LOW), (LOW, EXACT),
     ("buffers", LOW), ("exact evaluation", True),
+    *[("by function", s) for s in ShardingStrategy if s is not ShardingStrategy.NO_SHARD],
+    *[("by function", do) for do in ("backward in no_sync", "backward that fails", "evaluate",
+                                     "clip", "read", "write", "save", "load", "requires_grad_")],
     *[(do, n) for do in ("forward", "evaluate", "clip", "zero_grad", "read", "write")
       for n in (0, 1, 2)],
     *[(do, n) for do in ("save", "load") for n in (0, 1)],

@@ -73,7 +73,7 @@ def once(**calls):
     return before
 
 
-def train(model, before, late=False, steps=3):
+def train(model, before, late, steps=3):
     """Of what a program does before each batch, or ``late``, between its forward and its backward;
     the losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)

@@ -41,29 +41,30 @@ class DividedParameter(FlatParameter):
             process.) The unit's shard stays where it was.
         storages: where torch has the storage of each DTensor, which is empty. By these an
             assignment to ``data`` is noticed.
-        whole: a weak reference to the gradient, of which those of the DTensors are parts.
+        unit_grad: a weak reference to the gradient, of which those of the DTensors are parts.
     """
 
     params: list[Any]  # of DTensor, each an nn.Parameter
     local_tensors: list[Tensor]
     addresses: list[int]
     storages: list[int]
-    whole: Callable[[], "Whole | None"]
+    unit_grad: Callable[[], "UnitGrad | None"]
 
     @property
     def grad(self) -> Tensor | None:
         """``[n]``: the gradients of the DTensors. A part that ``zero_grad()`` has cleared is zero;
         None if all are."""
-        unit, whole = self.unit(), self.whole()
+        unit, unit_grad = self.unit(), self.unit_grad()
         if all(self.params[number].grad is None for number in unit.layout.with_grad):
             return None
-        if whole is None:
-            whole = Whole(torch.zeros_like(self, dtype=self.grad_dtype, requires_grad=False))
-        elif not all(whole.has(self.params[number]) for number in whole.shown):
-            whole = Whole(whole.grad.clone())  # a program may have kept what it has cleared
-        self.whole = ref(whole)
-        places = unit.layout.local_tensors(whole.grad, unit.shard_rank)
-        whole.shown = []
+        if unit_grad is None:
+            unit_grad = UnitGrad(torch.zeros_like(self, dtype=self.grad_dtype, requires_grad=False))
+        elif not all(unit_grad.has(self.params[number]) for number in unit_grad.parts):
+            # A program may have kept what it has cleared.
+            unit_grad = UnitGrad(unit_grad.grad.clone())
+        self.unit_grad = ref(unit_grad)
+        places = unit.layout.local_tensors(unit_grad.grad, unit.shard_rank)
+        unit_grad.parts = []
         for number, (param, place) in enumerate(zip(self.params, places, strict=True)):
             grad = param.grad
             if place is None:
@@ -71,13 +72,13 @@ class DividedParameter(FlatParameter):
             if grad is None:
                 place.zero_()
                 continue
-            whole.shown.append(number)
-            if not whole.has(param) or grad._local_tensor.data_ptr() != place.data_ptr():
+            unit_grad.parts.append(number)
+            if not unit_grad.has(param) or grad._local_tensor.data_ptr() != place.data_ptr():
                 # The program's own tensor stays there, as in a plain model: what it clears next may
                 # be that, and not param.grad.
                 place.copy_(grad._local_tensor)
-                whole.take(grad, place)
-        return whole.grad
+                unit_grad.take(grad, place)
+        return unit_grad.grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -85,16 +86,16 @@ class DividedParameter(FlatParameter):
             for param in self.params:
                 param.grad = None
             return
-        unit, whole = self.unit(), self.whole()
-        if whole is None or whole.grad is not value:
-            whole = Whole(value)
-            self.whole = ref(whole)
+        unit, unit_grad = self.unit(), self.unit_grad()
+        if unit_grad is None or unit_grad.grad is not value:
+            unit_grad = UnitGrad(value)
+            self.unit_grad = ref(unit_grad)
         places = unit.layout.local_tensors(value, unit.shard_rank)
-        whole.shown = [number for number, place in enumerate(places) if place is not None]
-        for number in whole.shown:
+        unit_grad.parts = [number for number, place in enumerate(places) if place is not None]
+        for number in unit_grad.parts:
             param = self.params[number]
-            if not whole.has(param):
-                param.grad = whole.take(like(param, places[number]), places[number])
+            if not unit_grad.has(param):
+                param.grad = unit_grad.take(like(param, places[number]), places[number])
 
     @grad.deleter
     def grad(self) -> None:
@@ -157,7 +158,7 @@ def _flat_behind(unit: Any, params: list[Any]) -> DividedParameter:
     # torch itself is told that it has no gradient, which of integers it would refuse.
     data = unit.padded_shard[: unit.layout.optimized_numel(unit.shard_rank)]
     flat = DividedParameter(data, requires_grad=False)
-    flat.unit, flat.params, flat.whole = ref(unit), params, lambda: None
+    flat.unit, flat.params, flat.unit_grad = ref(unit), params, lambda: None
     if unit.grad_dtype is not None:
         flat.grad_dtype = unit.grad_dtype
     set_owner(unit, flat)
@@ -185,25 +186,25 @@ def count_cleared(units: Iterable[Any]) -> None:
                 increment_version(grad)
 
 
-class Whole:
+class UnitGrad:
     """The gradient of a unit, ``[n]``. Only those of the parameters, which are its parts, refer to
     it. So its memory is free when ``zero_grad()`` has cleared the last of them, of which nobody
     tells the flat parameter.
 
     Attributes:
-        shown: numbers of the parameters whose gradients are parts of it.
+        parts: numbers of the parameters whose gradients they are.
     """
 
     def __init__(self, grad: Tensor) -> None:
-        self.grad, self.shown = grad, list[int]()
+        self.grad, self.parts = grad, list[int]()
 
     def has(self, param: Any) -> bool:
         """Whether the parameter's gradient is a part of this one."""
-        return getattr(param.grad, "minifsdp_whole", None) is self
+        return getattr(param.grad, "minifsdp_unit_grad", None) is self
 
     def take(self, part: Any, place: Tensor) -> Any:
         """Have a DTensor as the part that is at this place. Returns it."""
-        part._local_tensor, part.minifsdp_whole = place, self
+        part._local_tensor, part.minifsdp_unit_grad = place, self
         part.minifsdp_storage = _storage(part)  # see _before_step
         return part
 

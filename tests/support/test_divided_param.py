@@ -756,7 +756,7 @@ def test_a_copy_of_a_gradient_has_nothing_of_the_others():
     buffer = io.BytesIO()
     torch.save(copy.deepcopy(weight.grad), buffer)
     loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-    assert not vars(loaded)["minifsdp_whole"]
+    assert not vars(loaded)["minifsdp_unit_grad"]
     weight.grad = loaded
     assert flat.grad[:15].eq(1).all() and weight.grad is loaded
     flat.grad.mul_(2)
