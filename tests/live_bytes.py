@@ -31,7 +31,6 @@ def settled_bytes() -> int:
     last for a moment longer than anybody else."""
     levels = [-1]
     while levels[-5:] != 5 * levels[-1:]:
-        gc.collect()
         time.sleep(0.01)
         levels.append(live_bytes())
     return levels[-1]
@@ -40,11 +39,12 @@ def settled_bytes() -> int:
 @contextmanager
 def bytes_at(owner: object, function: str):
     """A list of how many bytes there were, above those at the start, after each call."""
+    gc.collect()  # at the start only: what a cycle keeps after a call is to be counted
     found, start, called = [], settled_bytes(), getattr(owner, function)
 
     def counted(*args, **kwargs):
         result = called(*args, **kwargs)
-        found.append(live_bytes() - start)
+        found.append(settled_bytes() - start)
         return result
 
     with patch.object(owner, function, counted):

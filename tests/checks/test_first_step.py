@@ -295,10 +295,10 @@ def test_a_rank_without_the_checkpoint_holds_one_unit_beyond_its_shards(load):
     sent += sent_by_other_releases
     # The tensor that has come, whole, and what is left here of those before it.
     assert len(sent) >= LAYERS
-    assert all(unit <= found <= shards + unit + margin for found in sent)
+    assert all(unit <= found <= shards + unit + margin for found in sent), sent
     # A shard is copied to where it stays, and its memory before that is let go.
     assert len(followed) == LAYERS + 1
-    assert all(shards <= found <= shards + unit + margin for found in followed)
+    assert all(shards <= found <= shards + unit + margin for found in followed), followed
 
 
 # ---------------------------------------------------------------------------------- refused by name

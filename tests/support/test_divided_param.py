@@ -2,6 +2,7 @@
 changes them, and training with them is training with DistributedDataParallel."""
 
 import copy
+import gc
 import io
 from contextlib import contextmanager
 
@@ -723,6 +724,7 @@ def test_gradients_that_are_cleared_have_no_memory_from_then_on(clears):
     optimizer = torch.optim.SGD(params, lr=0.1)
     model(batch()).pow(2).sum().backward()  # what is made once is there after this
     model.zero_grad()
+    gc.collect()
     before = settled_bytes()
     model(batch()).pow(2).sum().backward()
     grads = settled_bytes() - before
