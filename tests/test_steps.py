@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+import re
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -64,6 +65,16 @@ def test_a_hunk_that_does_not_fit_says_so():
         grow.applied("nothing of it", grow.diff("8_limiter"))
     with pytest.raises(ValueError, match="fits 2 times"):
         grow.applied("a\nb\na\nb\n", "@@ x @@\n a\n-b\n+c\n")
+
+
+def test_a_page_says_to_which_exercise_a_step_is_an_answer():
+    exercises = {"7_all_or_none": "grow.4", "6_reduce": "grow.3"}
+    text = "\n".join(grow.on_page("20_no_sync", exercises))
+    of_page = [name for name in grow.NAMES[1:] if grow.page(name) == "20_no_sync"]
+    assert of_page == ["5_end_of_backward", "6_reduce", "7_all_or_none"]
+    keys = re.findall(r"lines more \(an answer to (.*): try", text)
+    assert keys == ["grow.3", "grow.3", "grow.4"]
+    assert "answer" not in "\n".join(grow.on_page("20_no_sync", {"4_overlap": "grow.1"}))
 
 
 def test_a_hunk_shows_enough_to_fit_once():

@@ -80,7 +80,7 @@ def framed(path: Path, body: str) -> str:
         OPEN,
         body,
         CLOSE,
-        *grow.on_page(path.stem),
+        *grow.on_page(path.stem, _grown()),
         "---",
         *exercises(path.stem),
         " · ".join(way),
@@ -119,6 +119,11 @@ def exercises(stem: str) -> list[str]:
     if not here:
         return []
     return [f"**[Now write it yourself](exercises/README.md)**: {', '.join(here)}."]
+
+
+def _grown() -> dict[str, str]:
+    """Of the program that grows: the step that an exercise ends with, and its key."""
+    return {e["program"]: e["key"] for e in _exercises() if "program" in e}
 
 
 def _exercises() -> list[dict[str, Any]]:

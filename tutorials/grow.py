@@ -14,6 +14,7 @@ import ast
 import difflib
 import re
 import sys
+from collections.abc import Mapping
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -78,15 +79,22 @@ def table() -> str:
     return "\n".join(rows)
 
 
-def on_page(stem: str) -> list[str]:
-    """What stands below a page that has steps: each of them, to be opened."""
+def on_page(stem: str, exercises: Mapping[str, str]) -> list[str]:
+    """What stands below a page that has steps: each of them, to be opened.
+
+    Args:
+        exercises: the last step that a student writes in one -> its key.
+    """
     steps = [name for name in NAMES[1:] if page(name) == stem]
     if not steps:
         return []
     parts = ["## The program that grows"]
     for name in steps:
         what = f"**Step [{name}](steps/{name}.diff)** of [one program that grows](29_steps.md). "
-        parts += [what + title(name), f"<details><summary>{size(name)} lines more</summary>"]
+        later = NAMES[NAMES.index(name) :]
+        key = next((exercises[step] for step in later if step in exercises), None)
+        says = f"{size(name)} lines more" + f" (an answer to {key}: try it first)" * bool(key)
+        parts += [what + title(name), f"<details><summary>{says}</summary>"]
         parts += [f"```diff\n{diff(name).rstrip()}\n```", "</details>"]
     return parts
 
