@@ -58,6 +58,7 @@ from tests.random_models import (
     random_case,
     ranks_in_a_row,
     split,
+    unit_names,
 )
 from tests.ranks import RankFailure, cached_in_a_world, device, run
 from tests.reference import SGD, Groups, Reference, somewhere
@@ -85,7 +86,7 @@ def initial(case: Case, rank: int) -> nn.Module:
 def reference(case: Case) -> Reference:
     units = {name: (border, groups(border)) for name, border in case.borders.items()}
     kept = case.precision.reduce_dtype if case.by_function else None
-    return Reference(initial(case, 0), units, case.precision, case.in_rows, kept)
+    return Reference(initial(case, 0), units, unit_names(case), case.precision, case.in_rows, kept)
 
 
 def by_function(case: Case) -> Any:
@@ -97,19 +98,28 @@ def by_function(case: Case) -> Any:
     if case.offload:
         policies["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     units = {module.get_submodule(name): border for name, border in case.borders.items()}
+    lists = {inner_first(several)[-1]: several for several in modules_of_lists(case, module)}
+    in_lists = {inner for several in lists.values() for inner in several}
     world, rng = dist.get_world_size(), random.Random(case.seed)
     for unit in inner_first(units):
+        if unit in in_lists and unit not in lists:
+            continue  # the last of its list has its turn when all units inside of them are made
         ranks, strategy = ranks_in_a_row(units[unit], world), units[unit].strategy
         reshards: bool | int = "2" not in strategy.name and "OP" not in strategy.name
         if strategy is ShardingStrategy.FULL_SHARD and rng.random() < 0.5:
             reshards = ranks  # to a part that so many ranks share
         mesh = mesh_of(ranks) if "HYBRID" in strategy.name else None
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshards, **policies)
+        given = lists.get(unit, unit)
+        fully_shard(given, mesh=mesh, reshard_after_forward=reshards, **policies)
     for unit in units:
         for order in ("forward", "backward") if rng.random() < 0.3 else ():
             listed = rng.sample([*units], rng.randint(0, min(2, len(units))))
             getattr(unit, f"set_modules_to_{order}_prefetch")(listed)
     return module
+
+
+def modules_of_lists(case: Case, module: nn.Module) -> list[list[nn.Module]]:
+    return [[module.get_submodule(name) for name in several] for several in case.lists]
 
 
 def inner_first(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -446,18 +456,19 @@ class Comparison:
 
     def requires_grad_(self, variant: int) -> None:
         """Freeze the wrapped module, or thaw it; or one unit with what is inside of it."""
-        inner, frozen = divmod(variant, 2)
-        name = self.rng.choice(list(self.units)) if inner else ""
-        (self.holder(self.units[name]) if inner else self.plain).requires_grad_(not frozen)
-        below = set(self.reference.module.get_submodule(name).modules())
-        for name, unit in self.reference.units.items():
-            if self.reference.module.get_submodule(name) in below:
-                unit.train(not frozen)
+        one, frozen = divmod(variant, 2)
+        name = self.rng.choice(list(self.units)) if one else ""
+        for module in self.holders(self.units[name]) if one else [self.plain]:
+            module.requires_grad_(not frozen)
+        plain = self.reference.module.get_submodule
+        below = {module for outer in name.split(", ") for module in plain(outer).modules()}
+        for inner, unit in unit_names(self.case).items():
+            if plain(inner) in below:
+                self.reference.units[unit].train(not frozen)
 
-    def holder(self, unit: FeaturedUnit) -> Any:
-        """The wrapper of a unit, or the module that was given to ``fully_shard``."""
-        (found,) = (m for m in self.model.modules() if m.__dict__.get("_unit") is unit)
-        return found
+    def holders(self, unit: FeaturedUnit) -> list[Any]:
+        """The wrapper of a unit, or the modules that were given to ``fully_shard`` for it."""
+        return [m for m in self.model.modules() if m.__dict__.get("_unit") is unit]
 
     def save(self, variant: int) -> None:
         model = self.plain if variant == 1 else self.model
@@ -515,13 +526,13 @@ class Comparison:
                 other = nn.Parameter(torch.zeros(2))
                 if module is unit.module and self.rng.random() < 0.5:
                     with pytest.raises(RuntimeError, match="cannot be set or deleted here"):
-                        setattr(self.holder(unit), attribute, other)
+                        setattr(self.holders(unit)[0], attribute, other)
                 else:
                     with pytest.raises(RuntimeError, match="cannot be added or replaced"):
                         setattr(module, attribute, other)
             case "a parameter too many":
                 with pytest.raises(RuntimeError, match="cannot be set or deleted here"):
-                    self.holder(unit).more = nn.Parameter(torch.zeros(2))
+                    self.holders(unit)[0].more = nn.Parameter(torch.zeros(2))
             case "another module":
                 plain = [m for m in self.model.modules() if not isinstance(m, FSDP)]
                 parent, name = self.rng.choice([(m, n) for m in plain for n in m._modules])

@@ -336,6 +336,7 @@ class Case:
     program: tuple[Op, ...]
     in_rows: bool = False  # and not in chunks
     by_function: bool = False  # sharded by fully_shard, and not wrapped
+    lists: tuple[tuple[str, ...], ...] = ()  # names of modules that fully_shard makes one unit of
 
 
 def build(case: Case) -> nn.Module:
@@ -354,6 +355,14 @@ def build(case: Case) -> nn.Module:
 def unit_around(name: str, units: Iterable[str]) -> str:
     """The innermost of the units that a module, parameter or buffer is in."""
     return max((u for u in units if not u or f"{name}.".startswith(f"{u}.")), key=len)
+
+
+def unit_names(case: Case) -> dict[str, str]:
+    """Of each module that is given to minifsdp: what its unit is called."""
+    names = {name: name for name in case.borders}
+    for several in case.lists:
+        names |= dict.fromkeys(several, ", ".join(several))
+    return names
 
 
 def ranks_in_a_row(border: Border, world: int) -> int:
@@ -413,7 +422,12 @@ def random_case(seed: int) -> Case:
     divisible = all(param.dim() for param in module.parameters())  # what has no rows is refused
     case = replace(case, in_rows=divisible and not after_hooks and rng.random() < 0.7)
     islands = any(border.island for border in borders.values())
-    return _by_function(case) if case.in_rows and not islands and rng.random() < 0.6 else case
+    if not case.in_rows or islands or rng.random() >= 0.6:
+        return case
+    case = _by_function(case)
+    # Whose several calls are those of its modules. See _losses_may_differ.
+    alike = Op("forward", DIFFERENT) not in case.program
+    return _with_lists(rng, case, module) if alike and rng.random() < 0.6 else case
 
 
 def _by_function(case: Case) -> Case:
@@ -430,6 +444,23 @@ def _by_function(case: Case) -> Case:
         meta=False,
         refused_first="",
     )
+
+
+def _with_lists(rng: random.Random, case: Case, root: nn.Module) -> Case:
+    """Some units become one, of those that are in the same unit, and in one place only."""
+    places = Counter(module for _, module in root.named_modules(remove_duplicate=False))
+    inside: dict[tuple[str, bool], list[str]] = {}
+    for name, border in case.borders.items():
+        if name and places[root.get_submodule(name)] == 1:
+            around = unit_around(name, [unit for unit in case.borders if unit != name])
+            inside.setdefault((around, border.frozen), []).append(name)
+    borders, lists = dict(case.borders), []
+    for names in inside.values():
+        chosen = [name for name in names if rng.random() < 0.7]
+        if len(chosen) > 1:
+            lists.append(tuple(chosen))
+            borders |= dict.fromkeys(chosen, borders[chosen[0]])
+    return replace(case, borders=borders, lists=tuple(lists))
 
 
 def _random_part(rng: random.Random, depth: int, made: list[Part]) -> Part:

@@ -223,6 +223,7 @@ class Reference:
     Args:
         module: with its first values.
         units: by the name of their module.
+        names: of these modules -> what their unit is called. Several may have one.
         kept_dtype: of gradients that wait to be reduced. None: the one in which they come.
     """
 
@@ -230,6 +231,7 @@ class Reference:
         self,
         module: nn.Module,
         units: dict[str, tuple[Border, Groups]],
+        names: dict[str, str],
         precision: MixedPrecision,
         in_rows: bool = False,
         kept_dtype: torch.dtype | None = None,
@@ -238,20 +240,20 @@ class Reference:
         self.kept_dtype = kept_dtype
         self._once = dict(module.named_parameters())
         self._always = dict(module.named_parameters(remove_duplicate=False))
-        names = {param: unit_around(name, units) for name, param in self._once.items()}
+        unit_of = {p: names[unit_around(name, units)] for name, p in self._once.items()}
         owners: defaultdict[nn.Parameter, Owners] = defaultdict(list)
         for owner in module.modules():
             for name, param in owner._parameters.items():
                 owners[param].append((owner, name))
         self.units = {
-            name: PlainUnit(
-                {param: owners[param] for param in names if names[param] == name},
+            unit: PlainUnit(
+                {param: owners[param] for param in unit_of if unit_of[param] == unit},
                 border, groups, precision, in_rows,
             )
-            for name, (border, groups) in units.items()
+            for unit, (border, groups) in {names[at]: of for at, of in units.items()}.items()
         }  # fmt: skip
-        for name, unit in self.units.items():
-            module.get_submodule(name).register_forward_pre_hook(unit.renew)
+        for name in units:
+            module.get_submodule(name).register_forward_pre_hook(self.units[names[name]].renew)
             if units[name][0].island:
                 _keep_in_full_precision(module.get_submodule(name))
         self._low_buffers = [

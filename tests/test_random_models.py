@@ -103,6 +103,7 @@ def features(case: Case) -> Iterator[object]:
     if case.by_function:
         yield from (("by function", border.strategy) for border in case.borders.values())
         yield from (("by function", op.do) for op in case.program)
+    yield from (f"modules in a list, {len(several)}" for several in case.lists)
     yield "buffers", case.precision.buffer_dtype
     yield "exact evaluation", case.precision.full_precision_in_eval
     yield from case.program
@@ -133,6 +134,7 @@ EXPECTED = [
     *[("by function", s) for s in ShardingStrategy if s is not ShardingStrategy.NO_SHARD],
     *[("by function", do) for do in ("backward in no_sync", "backward that fails", "evaluate",
                                      "clip", "read", "write", "save", "load", "requires_grad_")],
+    *[f"modules in a list, {n}" for n in (2, 3)],
     *[(do, n) for do in ("forward", "evaluate", "clip", "zero_grad", "read", "write")
       for n in (0, 1, 2)],
     *[(do, n) for do in ("save", "load") for n in (0, 1)],
