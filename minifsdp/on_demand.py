@@ -89,10 +89,11 @@ class OnDemand(Layer):
         self.lent.clear()
 
     def before_backward(self, call: Call) -> None:
-        """Units around this one may not be needed any more, nor the frozen one before it."""
+        """Units around this one may not be needed any more, nor the frozen one before it. (A unit
+        without parameters tells nothing: ranks need not agree on whether its backward runs.)"""
         unit = call.unit
         self.saved.began[unit] = call
-        if not self.frees_early:
+        if not self.frees_early or not unit.numel:
             return
         for outer in unit.ancestors:
             self._free_early(outer)

@@ -582,10 +582,11 @@ def _losses_may_differ(root: nn.Module, borders: dict[str, Border]) -> bool:
         for block in root.modules()
         if isinstance(block, Block)
         for how, place in block.plan
-        if how == "checkpoint" and isinstance(part := block[place], Block)
+        if how == "checkpoint" and list((part := block[place]).parameters())
     ]
     units = {root.get_submodule(name) for name in borders}
-    hidden = any(unit in units and unit is not part for part in again for unit in part.modules())
+    hidden = any(not units.intersection(part.modules()) <= {part} for part in again)
+    hidden |= not units.issuperset(again)  # a part of a unit, which some ranks may free early
     return once and not hidden and not any(border.frozen for border in borders.values())
 
 

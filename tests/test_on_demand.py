@@ -212,6 +212,33 @@ def test_the_root_is_gathered_again_for_a_checkpoint_but_once_and_for_all(reentr
 
 
 @on_ranks(2)
+def test_a_unit_without_parameters_does_not_free_the_root_on_some_ranks_only():
+    """A rank whose loss does not use the head has nothing saved of the root in the backward of the
+    activation. It would gather the root once more for the checkpoint, and the other would not."""
+
+    class TwoOutputs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.activation = nn.Linear(6, 6), Block(nn.Tanh())
+            self.head = nn.Linear(6, 6, bias=False)
+
+        def forward(self, x):
+            x = checkpoint(self.first, x, use_reentrant=False)
+            return self.activation(x), self.head(x)
+
+    model, plain = wrap(TwoOutputs().to(device())), TwoOutputs().to(device())
+    for at in range(2):
+        losses = [m(batch(step=at))[dist.get_rank()].pow(2).sum() for m in (model, plain)]
+        model.zero_grad()
+        losses[0].backward()
+        for param in plain.parameters():  # mean_gradients() wants one of each
+            losses[1] = losses[1] + 0 * param.sum()
+        assert_same_gradients(gathered_gradients(model), mean_gradients(plain, losses[1]))
+        check_at_rest(model)
+
+
+@on_ranks(2)
 def test_to_the_limiter_a_root_that_is_gathered_again_is_alive_once():
     model = FSDP(
         Whole(lambda layer, x: checkpoint(layer, x, use_reentrant=False)).to(device()),
