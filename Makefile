@@ -94,7 +94,7 @@ mutants: $(INSTALLED)  ## break each concept on purpose; its tests have to notic
 
 N ?= 1000
 fuzz: $(INSTALLED)  ## N=10000: that many random models with random settings, against plain ones
-	@$(PY) -m tests.fuzz $(N) $(ARGS)
+	@$(PY) $(QUIETLY) -m tests.fuzz $(N) $(ARGS)
 
 claims: $(INSTALLED)  ## what others have measured, on the virtual GPU: minifsdp/sim/README.md
 	@$(PY) -W ignore::UserWarning -m tests.claims
