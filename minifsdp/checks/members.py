@@ -82,7 +82,7 @@ def join(unit: FeaturedUnit, modules: Modules) -> None:
         # By this torch's replicate() leaves the module alone, or refuses it.
         module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
         if module is not unit.module:  # which lists the flat parameter, and can be frozen
-            part = Part(module)
+            part = Part(module, unit)
             module.__dict__.update(
                 named_parameters=part.named_parameters, requires_grad_=part.requires_grad_
             )
@@ -94,11 +94,14 @@ class Part:
     While the unit is sharded, the originals would list nothing and freeze nothing, silently.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, unit: FeaturedUnit | None) -> None:
         self._module = ref(module)
+        # Not looked up in the table, in a compiled module: that would be compiled for all modules
+        # that are in it, and once more whenever a model is made or gone.
+        self._unit = ref(unit) if unit is not None else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Part":
-        return Part(memo[id(self._module())])  # for the module's copy
+        return Part(memo[id(self._module())], None)  # for the module's copy, which is in no unit
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         """Called also by ``parameters()``, ``zero_grad()`` and everything else that lists them.
@@ -124,8 +127,7 @@ class Part:
 
     def _missing(self, recurse: bool) -> str:
         """Which parameters are sharded now, in words; empty if none is."""
-        module = self._module()
-        unit = None if module is None else _unit_with(module)
+        module, unit = self._module(), self._unit() if self._unit is not None else None
         if module is None or unit is None or unit.shows_views:
             return ""
         if torch._C._current_graph_task_id() >= 0 and unit.on_demand(unit):

@@ -1,5 +1,7 @@
 """compiled.py: torch.compile compiles what is wrapped, and leaves the engine alone."""
 
+import gc
+
 import pytest
 import torch
 import torch._dynamo
@@ -175,3 +177,25 @@ def test_what_was_compiled_before_runs_while_parameters_are_out():
     compiled._orig_mod.unshard()
     assert torch.equal(compiled(batch()), expected)
     expected.sum().backward()
+
+
+class AsItsWeight(nn.Linear):
+    """It asks for its dtype, as the models of transformers do."""
+
+    def forward(self, x):
+        return super().forward(x.to(next(self.parameters()).dtype))
+
+
+@pytest.mark.parametrize("wrap", [in_chunks, without_a_wrapper])
+@on_ranks(2)
+def test_what_lists_its_parameters_is_compiled_for_itself_and_not_for_all_that_are_sharded(wrap):
+    _, backend = counting()
+    model = wrap(nn.Sequential(*(Tanh(AsItsWeight(6, 6)) for _ in range(2))).to(device()))
+    model.compile(backend=backend)
+    first = losses(model)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        other = in_chunks(blocks())
+        assert losses(model) < first
+        del other
+        gc.collect()
+        losses(model)
