@@ -22,6 +22,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -33,6 +38,7 @@ from minifsdp import (
     MixedPrecision,
     ModuleWrapPolicy,
     ShardingStrategy,
+    StateDictType,
     SynchronizeAfterFree,
     fully_shard,
 )
@@ -482,6 +488,50 @@ class Comparison:
         (self.plain if variant == 1 else self.model).load_state_dict(state)
         self.reference.load_state_dict(whole(state))
 
+    def save_states(self, variant: int) -> None:
+        """Of the optimizer: by torch's function, of whole tensors or DTensors, or by FSDP's."""
+        expected = self.momenta()
+        if not expected:
+            return  # a step would be made, so that there is some
+        found = whole_states(self.states(variant == 0))
+        # Where there is no state yet, there may be zeros, which are the same to the next step.
+        found = {name: value for name, value in found.items() if name in expected or value.any()}
+        same_by_name(dict(sorted(found.items())), dict(sorted(expected.items())))
+
+    def load_states(self, variant: int) -> None:
+        if not self.momenta():
+            return
+        state = self.states(variant == 0)
+        for of_param in state["state"].values():
+            if (momentum := of_param["momentum_buffer"]) is not None:
+                of_param["momentum_buffer"] = momentum * 0.75
+        if self.case.by_function:
+            # Not strict: torch wants one of each parameter, and what was not used has none.
+            options = StateDictOptions(full_state_dict=variant == 0, strict=False)
+            set_optimizer_state_dict(self.model, self.optimizer, state, options=options)
+        else:
+            state = FSDP.optim_state_dict_to_load(self.model, self.optimizer, state)
+            self.optimizer.load_state_dict(state)
+        for momentum in self.momenta().values():
+            momentum *= 0.75
+
+    def momenta(self) -> dict[str, Tensor]:
+        """The reference's. torch's functions leave out what is frozen."""
+        momenta = self.reference.momenta()
+        if not self.case.by_function:
+            return momenta
+        trained = {name for name, param in self.model.named_parameters() if param.requires_grad}
+        return {name: momentum for name, momentum in momenta.items() if name in trained}
+
+    def states(self, whole: bool) -> dict[str, Any]:
+        """The optimizer's, under the names of parameters."""
+        if self.case.by_function:
+            options = StateDictOptions(full_state_dict=whole)
+            return get_optimizer_state_dict(self.model, self.optimizer, options=options)
+        kind = StateDictType.FULL_STATE_DICT if whole else StateDictType.SHARDED_STATE_DICT
+        with FSDP.state_dict_type(self.model, kind):
+            return FSDP.optim_state_dict(self.model, self.optimizer)
+
     def read(self, variant: int) -> None:
         with_grads = variant == 2 and not any(self.reference.waits())
         with FSDP.summon_full_params(
@@ -652,6 +702,12 @@ def same(found: Tensor | None, expected: Tensor | None, *what: object) -> None:
 def whole(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """With whole tensors in place of DTensors."""
     return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.items()}
+
+
+def whole_states(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Of all parameters that have a momentum, whole ones."""
+    momenta = {name: of["momentum_buffer"] for name, of in state["state"].items()}
+    return whole({name: momentum for name, momentum in momenta.items() if momentum is not None})
 
 
 def same_by_name(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -422,12 +422,12 @@ def random_case(seed: int) -> Case:
     divisible = all(param.dim() for param in module.parameters())  # what has no rows is refused
     case = replace(case, in_rows=divisible and not after_hooks and rng.random() < 0.7)
     islands = any(border.island for border in borders.values())
-    if not case.in_rows or islands or rng.random() >= 0.6:
-        return case
-    case = _by_function(case)
-    # Whose several calls are those of its modules. See _losses_may_differ.
-    alike = Op("forward", DIFFERENT) not in case.program
-    return _with_lists(rng, case, module) if alike and rng.random() < 0.6 else case
+    if case.in_rows and not islands and rng.random() < 0.6:
+        case = _by_function(case)
+        # Whose several calls are those of its modules. See _losses_may_differ.
+        alike = Op("forward", DIFFERENT) not in case.program
+        case = _with_lists(rng, case, module) if alike and rng.random() < 0.6 else case
+    return case if fused else replace(case, program=_with_states(rng, case.program))
 
 
 def _by_function(case: Case) -> Case:
@@ -641,6 +641,16 @@ def _random_step(rng: random.Random, variants: int, freezes: bool, fused: bool) 
         yield Op("clip", rng.randrange(3))
     yield Op("step")
     yield Op("zero_grad", rng.randrange(6))
+
+
+def _with_states(rng: random.Random, program: Iterable[Op]) -> tuple[Op, ...]:
+    """The same, in which the optimizer's state is looked at or changed at times."""
+    found = []
+    for op in program:
+        found.append(op)
+        if rng.random() < 0.05:
+            found.append(Op(rng.choice(("save states", "load states")), rng.randrange(2)))
+    return tuple(found)
 
 
 ALL, MAIN, KEPT, DIFFERENT = range(4)

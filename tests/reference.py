@@ -358,6 +358,18 @@ class Reference:
 
         return self._named(gradients, True)
 
+    def momenta(self) -> dict[str, Tensor]:
+        """The optimizer's state; its memory."""
+
+        def momenta(unit: PlainUnit) -> list[Tensor | None]:
+            states = [self.optimizer.state.get(param, {}) for param in unit.optimized]
+            found = [state.get("momentum_buffer") for state in states]
+            if unit.in_rows or found == [None]:
+                return found
+            return unit.pieces(found[0])
+
+        return self._named(momenta, True)
+
     def _named(
         self, which: Callable[[PlainUnit], Sequence[Tensor | None]], remove_duplicate: bool
     ) -> dict[str, Tensor]:

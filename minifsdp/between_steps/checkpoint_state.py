@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
-    _init_optim_state,
+    StateDictOptions,
     get_state_dict,
     set_state_dict,
 )
@@ -88,7 +88,7 @@ def state_to_load(model: nn.Module, *optimizers: Optimizer) -> Iterator[dict[str
     Nothing is changed if an exception ends the block. Every rank has to take part.
 
     Args, and what it yields: as :func:`state_to_save`. An optimizer that has not stepped gets its
-    state first, by torch's rule: a step with zeros for gradients and for the learning rate.
+    states first (:func:`make_states`).
 
     Raises:
         RuntimeError: as :func:`minifsdp.as_dtensors`, when the block begins or ends.
@@ -105,7 +105,7 @@ def state_to_load(model: nn.Module, *optimizers: Optimizer) -> Iterator[dict[str
         for optimizer in optimizers:
             if not optimizer.state:
                 undo.callback(optimizer.state.clear)
-                _init_optim_state(optimizer)
+                make_states(optimizer)
                 unused.update(map(_storage, tensors_in(list(optimizer.state.values()))))
         with torch.no_grad(), shown_as(form, model, optimizers, writeback=True):
             named = _state(model, optimizers)
@@ -118,7 +118,11 @@ def state_to_load(model: nn.Module, *optimizers: Optimizer) -> Iterator[dict[str
                 tree_map(_named_again, named[part], loaded[part])
                 for part in named  # a program may have added parts of its own
             )
-            set_state_dict(model, optimizers, model_state_dict=params, optim_state_dict=states)
+            # Not strict: what no step has used has no state, neither here nor in the checkpoint.
+            options = StateDictOptions(strict=False)
+            set_state_dict(
+                model, optimizers, model_state_dict=params, optim_state_dict=states, options=options
+            )
         undo.pop_all()
 
 

@@ -13,6 +13,7 @@ state_dict_type.py say whether it has whole tensors or DTensors.
 Source: ``torch.distributed.fsdp.FullyShardedDataParallel.optim_state_dict`` (pytorch 2.13).
 """
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
@@ -120,9 +121,11 @@ def named_state(
         return detached(value, config.offload_to_cpu) if isinstance(value, Tensor) else value
 
     source = optim if given is None else _as_given(model, optim, given)
-    with as_dtensors(model, source, writeback=False):
+    with ExitStack() as undo:
         if sharded and given is None and not optim.state:
+            undo.callback(optim.state.clear)  # to look at it is no step
             make_states(optim)
+        undo.enter_context(as_dtensors(model, source, writeback=False))
         params = named_params(model, source.param_groups)
         # All ranks gather in the same order. Each optimizer may have its parameters in another.
         state = {

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
@@ -36,6 +35,9 @@ State = dict[str, Any]
 """An optimizer's state of one parameter: tensors and numbers by name."""
 
 NAMES = "param_names"  # the key in a parameter group, of optimizers that were given names
+RATES = ("lr", "weight_decay")  # keys of what a step multiplies parameters and gradients with
+BEFORE_A_STEP = {"step": 0, "mu_product": 1}
+"""Numbers in the states of torch's optimizers that change in each step, as they are before it."""
 
 
 class OptimizerState:
@@ -53,11 +55,30 @@ class OptimizerState:
 
 def make_states(optimizer: Optimizer) -> None:
     """Give an optimizer that has not stepped its states, as they are before the first step. So they
-    can be saved, and programs can load into them."""
-    _init_optim_state(optimizer)  # by a step without gradients or rate
+    can be saved, and programs can load into them. Does nothing if there are gradients.
+
+    They are made by a step in which gradients, learning rate and weight decay are zero. (torch's
+    own ``_init_optim_state`` has the weight decay, which some optimizers keep in their moments.)
+    """
+    groups = optimizer.param_groups
+    params = [param for group in groups for param in group["params"] if param.requires_grad]
+    if any(param.grad is not None for param in params):
+        return
+    settings = [{name: group[name] for name in RATES if name in group} for group in groups]
+    for group, own in zip(groups, settings, strict=True):
+        group.update({name: 0.0 * rate for name, rate in own.items()})  # some rates are tensors
+    try:
+        for param in params:
+            param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
+        optimizer.step()
+    finally:
+        for param in params:
+            param.grad = None
+        for group, own in zip(groups, settings, strict=True):
+            group.update(own)
     for entry in optimizer.state.values():
-        if "step" in entry:  # and the step that is to come is the first one
-            entry["step"] = torch.zeros_like(torch.as_tensor(entry["step"]))
+        for name in BEFORE_A_STEP.keys() & entry.keys():  # the step that is to come is the first
+            entry[name] = torch.full_like(torch.as_tensor(entry[name]), BEFORE_A_STEP[name])
 
 
 class OptimizerDTensors:
@@ -85,7 +106,7 @@ class OptimizerDTensors:
         self.units = {
             unit.sharded_flat_param: unit
             for unit in units
-            if unit.mesh is None and unit.numel and unit.sharded_flat_param in held
+            if unit.mesh is None and unit.param_infos and unit.sharded_flat_param in held
         }
         self.dtensors: dict[FlatParameter, list[Any]] = {
             flat: [info.parameter for info in unit.param_infos] for flat, unit in self.units.items()

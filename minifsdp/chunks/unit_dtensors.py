@@ -150,7 +150,7 @@ class UnitDTensors:
         self.unit, self.form = unit, form
         self.params: list[Any] = unit.optimized_params
         if unit.mesh is None:
-            made = form.split(unit, unit.sharded_flat_param, "") if unit.numel else []
+            made = form.split(unit, unit.sharded_flat_param, "") if unit.param_infos else []
             self.params = [nn.Parameter(d, requires_grad=unit.trained[0]) for d in made]
 
     def register(self) -> None:

@@ -218,7 +218,7 @@ def test_only_what_would_be_lost_is_loaded_into_copies(way):
     made = []
 
     def init(optimizer) -> None:
-        init_optim_state(optimizer)
+        make_states(optimizer)
         made.extend(_memory(_values(optimizer.state)))
 
     def entered() -> tuple[list, list]:
@@ -226,8 +226,8 @@ def test_only_what_would_be_lost_is_loaded_into_copies(way):
             weights = [t for name, t in state["model"].items() if name != "steps"]
             return _memory(weights), _memory(_values(state["optimizer"]["state"]))
 
-    init_optim_state = checkpoint_state._init_optim_state
-    with patch.object(checkpoint_state, "_init_optim_state", init):
+    make_states = checkpoint_state.make_states
+    with patch.object(checkpoint_state, "make_states", init):
         weights, states = entered()
     assert not any(_lies_in(tensor, params) for tensor in weights)
     assert states and all(_lies_in(tensor, made) for tensor in states)  # no step is lost with them

@@ -14,6 +14,7 @@ import minifsdp
 from minifsdp import (
     CPUOffload,
     FullOptimStateDictConfig,
+    MixedPrecision,
     ModuleWrapPolicy,
     ShardingStrategy,
 )
@@ -117,24 +118,41 @@ def test_the_first_rank_alone_may_have_the_state(in_rows):
         assert all(torch.equal(found["state"][name][key], state[key]) for key in state)
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+OPTIMIZERS = [
+    (torch.optim.AdamW, {}, {"step", "exp_avg", "exp_avg_sq"}),
+    (torch.optim.SGD, {}, set()),
+    (torch.optim.Adagrad, {}, {"step", "sum"}),
+    # Their weight decay is a part of the gradient.
+    (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}, {"momentum_buffer"}),
+    (torch.optim.Adam, {"weight_decay": 0.1}, {"step", "exp_avg", "exp_avg_sq"}),
+    (torch.optim.NAdam, {"weight_decay": 0.1}, {"step", "exp_avg", "exp_avg_sq", "mu_product"}),
+    (torch.optim.RMSprop, {"momentum": 0.9, "weight_decay": 0.1},
+     {"step", "square_avg", "momentum_buffer"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "settings", "moments"), OPTIMIZERS)
 @IN_ROWS
 @on_ranks(2)
-def test_before_the_first_step_there_is_something_to_load_into(in_rows, make):
+def test_before_the_first_step_there_is_something_to_load_into(in_rows, kind, settings, moments):
     """As programs do with DCP, which writes into a state dict that a new optimizer gives. And what
     is saved then is the state of an optimizer that has not stepped."""
     model = stack(2, use_orig_params=in_rows)
-    optimizer = make(model.parameters(), lr=0.01)
     losses = []
-    for saves in (False, True):
+    for loads in (False, True, None):
         model.load_state_dict(layers(2).state_dict())
-        if saves:
-            optimizer = make(model.parameters(), lr=0.01)
+        optimizer = kind(model.parameters(), lr=0.01, **settings)
+        if loads is not None:
             with FSDP.state_dict_type(model, SHARDED):
                 state = FSDP.optim_state_dict(model, optimizer)
-            moments = {key for entry in state["state"].values() for key in entry}
-            assert moments == {torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"},
-                               torch.optim.Adagrad: {"step", "sum"}}.get(make, moments)  # fmt: skip
+            entries = state["state"].values()
+            found = {key for entry in entries for key in entry if entry[key] is not None}
+            assert found == moments
+            # It is as it was. Adagrad has its state from the beginning.
+            assert bool(optimizer.state) == (kind is torch.optim.Adagrad)
+            (group,) = optimizer.param_groups
+            assert group["weight_decay"] == optimizer.defaults["weight_decay"]
+        if loads:
             to_load = FSDP.optim_state_dict_to_load(model, optimizer, state)
             optimizer.load_state_dict(to_load)
         losses.append([])
@@ -142,7 +160,23 @@ def test_before_the_first_step_there_is_something_to_load_into(in_rows, make):
             losses[-1].append(step(model, at))
             optimizer.step()
             optimizer.zero_grad()
-    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
+    assert all(torch.equal(a, b) for one in losses for a, b in zip(one, losses[-1], strict=True))
+
+
+@IN_ROWS
+@on_ranks(2)
+def test_gradients_stay_and_may_be_of_low_precision(in_rows):
+    low = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
+    model = stack(2, use_orig_params=in_rows, mixed_precision=low)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    with FSDP.state_dict_type(model, SHARDED):
+        assert FSDP.optim_state_dict(model, optimizer)["state"]
+        step(model)
+        grads = [param.grad for param in model.parameters()]
+        assert not FSDP.optim_state_dict(model, optimizer)["state"]
+    assert not optimizer.state
+    params = zip(grads, model.parameters(), strict=True)
+    assert all(grad is not None and param.grad is grad for grad, param in params)
 
 
 # --------------------------------------------------------------------------------- what is refused

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -16,7 +16,15 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from minifsdp import CPUOffload, ModuleWrapPolicy, ShardingStrategy, as_dtensors, fully_shard
+from minifsdp import (
+    CPUOffload,
+    ModuleWrapPolicy,
+    ShardingStrategy,
+    as_dtensors,
+    fully_shard,
+    state_to_load,
+    state_to_save,
+)
 from minifsdp import FullyShardedDataParallel as FSDP
 from tests.ranks import device, on_ranks, run
 from tests.small import stack, watch
@@ -409,3 +417,65 @@ def test_one_form_inside_of_the_other_is_refused(outer):
         forms[inner](),
     ):
         pass
+
+
+class NoElements(Block):
+    """A unit whose parameters have no elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(3, 0))
+
+    def forward(self, x):
+        return x + self.nothing.sum()
+
+
+class Unused(NoElements):
+    """One that has another, which is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize(("make", "in_rows"), [(NoElements, False), (Unused, True)])
+@pytest.mark.parametrize("by_torch", [True, False])
+@on_ranks(2)
+def test_what_has_no_state_is_saved_and_loaded(by_torch, make, in_rows, tmp_path):
+    def trained(steps):
+        model = FSDP(
+            nn.Sequential(nn.Linear(5, 5), make()).to(device()),
+            auto_wrap_policy=ModuleWrapPolicy({make}),
+            use_orig_params=in_rows,
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for at in range(steps):
+            model(torch.full((2, 5), float(at + dist.get_rank()), device=device())).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    model, optimizer = trained(2)
+    other, its_optimizer = trained(1)
+    if by_torch:
+        with as_dtensors(model, optimizer):
+            params, states = get_state_dict(model, optimizer)
+            assert params["1.nothing"].shape == (3, 0)
+        options = StateDictOptions(strict=False)
+        with as_dtensors(other, its_optimizer):
+            set_state_dict(
+                other,
+                its_optimizer,
+                model_state_dict=params,
+                optim_state_dict=states,
+                options=options,
+            )
+    else:
+        dcp.save(state_to_save(model, optimizer), checkpoint_id=tmp_path)
+        with state_to_load(other, its_optimizer) as state:
+            dcp.load(state, checkpoint_id=tmp_path)
+    found = FSDP.optim_state_dict(other, its_optimizer)["state"]
+    expected = FSDP.optim_state_dict(model, optimizer)["state"]
+    assert found.keys() == expected.keys() >= {"0.weight", "0.bias"}
+    assert torch.equal(found["0.weight"]["exp_avg"], expected["0.weight"]["exp_avg"])
+    assert torch.equal(other.state_dict()["0.weight"], model.state_dict()["0.weight"])
