@@ -14,6 +14,9 @@ crash at random. All that the engine does, at each of its moments, is done with 
 
 A mode that is no program's stays on: the virtual GPU is one, and has to see all that is run on it.
 Its class says so by ``sees_engine = True``, and so may a tool that measures the engine.
+
+``torch.compile`` sees nothing of it either: TorchDynamo is on in the forward of a compiled module,
+and in a step that is compiled with its backward and its optimizer in it.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,9 +25,15 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import torch
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 F = TypeVar("F", bound=Callable[..., Any])
+_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 
 def without_modes(function: F) -> F:
@@ -37,7 +46,15 @@ def without_modes(function: F) -> F:
         with _modes_off():
             return function(*args, **kwargs)
 
+    never_compile_inside(call)
     return call  # type: ignore[return-value]
+
+
+def never_compile_inside(function: F) -> F:
+    """Decorates what autograd or an optimizer calls: Dynamo compiles no frame of it, nor of what it
+    calls."""
+    set_code_exec_strategy(function.__code__, _SKIP)
+    return function
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import nn
 from minifsdp.chunks.unit_dtensors import Form
 from minifsdp.core.backward import Backward
 from minifsdp.core.hooks import Hooks
-from minifsdp.dispatch_modes import without_modes
+from minifsdp.dispatch_modes import never_compile_inside, without_modes
 from minifsdp.featured_engine import FeaturedEngine
 from minifsdp.featured_unit import FeaturedUnit
 
@@ -57,6 +57,11 @@ class FeaturedHooks(Hooks):
     def idle(self) -> bool:
         """Whether no forward and no backward is running."""
         return self.depth == 0 and not self.backward.running_anywhere
+
+    @never_compile_inside
+    def runs(self, unit: FeaturedUnit) -> bool:
+        """Whether a forward of this unit is running."""
+        return any(call.unit is unit for call in self.calls)
 
     before_forward = without_modes(Hooks.before_forward)
     after_forward = without_modes(Hooks.after_forward)

@@ -156,7 +156,7 @@ class FSDPModule:
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         """What :meth:`__call__` comes to. And what ``torch.compile(module)`` comes to, past it, if
         that was called before :func:`fully_shard` and so has the ``__call__`` of then."""
-        if is_compiling() and not self._fsdp_runs():
+        if is_compiling() and not self._hooks.runs(self._unit):
             looked_at = self._unit in self._hooks.summoned and self._unit.by_hand is None
             if not looked_at:
                 return self(*args, **kwargs)
@@ -164,16 +164,13 @@ class FSDPModule:
 
     never_compile(_call_impl)
 
-    def _fsdp_runs(self) -> bool:
-        return any(call.unit is self._unit for call in self._hooks.calls)
-
     def _fsdp_gathered(self, function: Any, callback: Any, args: Any, kwargs: Any) -> Any:
         for unit in [*self._hooks.summoned]:
             if unit.by_hand is not None:
                 check_unreplaced_by_hand(unit)
                 unit.end_by_hand()
         called = function if callback is None else compiled(function, callback)
-        if self._fsdp_runs():
+        if self._hooks.runs(self._unit):
             return called(*args, **kwargs)  # a registered method that calls its own module
         forward = self._hooks.forward
         if self._hooks.summoned:

@@ -45,6 +45,7 @@ from minifsdp.core.layers import Call, Layer
 from minifsdp.core.reduce import ReduceScatter, Reduction
 from minifsdp.core.streams import Finish
 from minifsdp.core.unit_state import STRATEGY, Purpose
+from minifsdp.dispatch_modes import never_compile_inside
 from minifsdp.featured_engine import FeaturedEngine
 from minifsdp.featured_unit import FeaturedUnit, UnreducedGrad
 from minifsdp.support.divided_param import count_cleared
@@ -280,6 +281,7 @@ def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_step)  # of all optimizers, until the process ends
 
 
+@never_compile_inside
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """Refuse a step with a part of the gradient before it is made. After it ``zero_grad()`` would
     clear the mark, and the mistake could not be found."""

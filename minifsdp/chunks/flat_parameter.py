@@ -35,7 +35,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, _foreach_supported_types
 
-from minifsdp.wrapping.compiled import never_compile
+from minifsdp.dispatch_modes import never_compile_inside
 
 _TOTAL_NORM = {"get_total_norm", "_get_total_norm"}
 _OUR_CODE = ("torch.", "minifsdp.")  # which knows what it asks
@@ -121,7 +121,7 @@ class FlatParameter(nn.Parameter):
 
 
 # Where torch.compile(optimizer.step) has compiled it, the property calls itself.
-never_compile(vars(FlatParameter)["grad"].fget)
+never_compile_inside(vars(FlatParameter)["grad"].fget)
 
 # On GPUs an optimizer takes kernels for many tensors at a time (foreach), if the exact type of each
 # parameter is in this list. Without this line it would launch a dozen small kernels for each unit.

@@ -40,6 +40,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from minifsdp.chunks import optim_state
 from minifsdp.chunks.flat_parameter import FlatParameter
 from minifsdp.core.unit_state import TrainingState
+from minifsdp.dispatch_modes import never_compile_inside
 from minifsdp.support.divided_param import is_optimized
 from minifsdp.wrapping.orig_params import unit_of_orig_param
 
@@ -89,6 +90,7 @@ def _being_built(optimizer: Optimizer, frame: FrameType) -> None:
         _warn_of_groups(optimizer, given)  # an iterator would be used up by looking at it
 
 
+@never_compile_inside
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """Called before each step of any optimizer.
 

@@ -24,6 +24,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from minifsdp.chunks.flat_parameter import FlatParameter
+from minifsdp.dispatch_modes import never_compile_inside
 from minifsdp.mixed_rows import MixedRows, rows_of
 from minifsdp.offload import host_copy
 from minifsdp.support.dtensors import dtensor, like, standalone
@@ -218,6 +219,7 @@ def _watch_steps() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
+@never_compile_inside
 def _before_step(optimizer: Optimizer, *_: object) -> None:
     """Refuse a step with a gradient to whose ``data`` a program has assigned: as of a parameter
     (:func:`check_assigned`), torch ignores the new values.

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from minifsdp.comm.pieces import Pieces
+from minifsdp.dispatch_modes import never_compile_inside
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.unsharded_storage import FeaturedFlatParam
 
@@ -68,6 +69,7 @@ def before_joining(views: Sequence[Tensor], hook: Callable[[Grads], Grads | None
             return
 
 
+@never_compile_inside
 def _keep(unsharded: FeaturedFlatParam, grads: Grads) -> Grads:
     """Keep the gradients, and give autograd none to join. It calls the hook on the flat parameter
     all the same. (No method: a graph holds this, and must not hold more than it needs.)"""

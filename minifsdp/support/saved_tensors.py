@@ -34,7 +34,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from minifsdp.core.layers import Call, Chain
 from minifsdp.core.unit_state import TrainingState
-from minifsdp.dispatch_modes import without_modes
+from minifsdp.dispatch_modes import never_compile_inside, without_modes
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.dtensors import distributed
 
@@ -150,6 +150,7 @@ class _Pack:
             outer = outer[0]._user_hooks
         return outer  # type: ignore[no-any-return]
 
+    @never_compile_inside
     def __call__(self, tensor: Tensor) -> object:
         local, spec = tensor, None
         if type(tensor) is DTensor:
@@ -170,6 +171,7 @@ class _Pack:
         token = chain[-1].unsharded.saved[0]
         return PackedParameter(self.saved, chain, *place, outer, token, spec)
 
+    @never_compile_inside
     def unpack(self, saved: Any) -> Tensor:
         if type(saved) is PackedParameter and saved.owner is self.saved:
             if self.outer is not None:

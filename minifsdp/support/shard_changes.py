@@ -27,6 +27,7 @@ from minifsdp.comm.message_tags import exists
 from minifsdp.core.layers import Layer
 from minifsdp.core.unit_state import Purpose
 from minifsdp.core.views import FLAT_PARAM
+from minifsdp.dispatch_modes import never_compile_inside
 from minifsdp.featured_engine import FeaturedEngine
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.offload import HOST, has_memory, host_copy
@@ -199,6 +200,7 @@ def watch_steps() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
+@never_compile_inside
 def _after_step(optimizer: Optimizer, *_: object) -> None:
     params = (param for group in optimizer.param_groups for param in group["params"])
     stepped = (param for param in params if param.grad is not None)

@@ -16,7 +16,9 @@ a wrapper; ``FSDPModule._call_impl`` is where it meets a module that ``fully_sha
 
 import functools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -67,23 +69,38 @@ def is_compiling() -> bool:
     return get_eval_frame_callback() is not None
 
 
-def compiled(module: nn.Module, callback: Callback) -> Callable[..., Any]:
-    """A function that calls ``module`` with Dynamo on."""
+def compiled(module: Any, callback: Callback) -> Callable[..., Any]:
+    """A function that calls ``module``, or a method of one, with Dynamo on."""
+
+    call_module = _call_module_of(type(getattr(module, "__self__", module)))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         set_eval_frame(callback)
         try:
-            return _call_module(module, args, kwargs)
+            return call_module(module, args, kwargs)
         finally:
             set_eval_frame(None)
 
     return call
 
 
-def _call_module(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _call_module(module: Any, args: Any, kwargs: Any) -> Any:
     # A function of its own: Dynamo compiles functions that begin while it is on, but not those of
     # torch.nn, such as the module's __call__.
     return module(*args, **kwargs)
+
+
+def _call_module_of(cls: type) -> Any:
+    """:func:`_call_module` for modules of a class. Dynamo counts by code what it has compiled, and
+    gives up after eight times (``recompile_limit``), which is few for all units of a model. As in
+    a plain model those of one class have one code."""
+    if cls not in _CALLS:
+        code = _call_module.__code__.replace(co_name=f"call_{cls.__name__}")
+        _CALLS[cls] = FunctionType(code, globals())
+    return _CALLS[cls]
+
+
+_CALLS = WeakKeyDictionary[type, Any]()
 
 
 def call_wrappers(root: nn.Module) -> None:

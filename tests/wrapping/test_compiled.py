@@ -1,13 +1,15 @@
 """compiled.py: torch.compile compiles what is wrapped, and leaves the engine alone."""
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo
 from torch import nn
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 
+import minifsdp
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, fully_shard
 from tests.ranks import device, on_ranks
@@ -17,6 +19,7 @@ from tests.small import Block, batch, gathered_gradients, layers, stack
 def counting():
     torch._dynamo.reset()
     counters.clear()
+    clear_compilation_metrics()
     graphs = []
 
     def backend(graph, inputs):
@@ -24,6 +27,13 @@ def counting():
         return graph.forward
 
     return graphs, backend
+
+
+def of_the_engine():
+    """Names of the engine's functions that have been compiled, but for those that call modules."""
+    folder = str(Path(minifsdp.__file__).parent)
+    compiled = [m for m in get_compilation_metrics() if (m.co_filename or "").startswith(folder)]
+    return {metrics.co_name for metrics in compiled if not metrics.co_name.startswith("call_")}
 
 
 def assert_engine_is_left_alone(graphs):
@@ -162,6 +172,7 @@ def test_a_model_may_be_compiled_before_or_after_it_is_sharded(way):
     called = [target for graph in graphs for target in graph]
     assert any("linear" in target for target in called)
     assert not any("minifsdp" in target for target in called)
+    assert not of_the_engine()
 
 
 @on_ranks(2)
@@ -199,3 +210,39 @@ def test_what_lists_its_parameters_is_compiled_for_itself_and_not_for_all_that_a
         del other
         gc.collect()
         losses(model)
+
+
+@pytest.mark.parametrize("wrap", [in_chunks, in_rows, without_a_wrapper])
+@on_ranks(2)
+def test_a_step_may_be_compiled_with_its_backward(wrap):
+    """There Dynamo is on when autograd calls the engine. It compiled thirty of its functions, and
+    could not compile one, where the size of a batch is not known."""
+    (graphs, backend), plain, model = counting(), in_chunks(blocks()), wrap(blocks())
+
+    def step(model, optimizer, x):
+        loss = model(x).pow(2).sum()
+        loss.backward()
+        optimizer.step(), optimizer.zero_grad()
+        return loss.detach()
+
+    def losses(step, model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = [batch(step=at)[: 2 + at % 2] for at in range(4)]
+        return [step(model, optimizer, x).item() for x in batches]
+
+    assert losses(torch.compile(step, backend=backend), model) == losses(step, plain)
+    assert sum("linear" in str(graph) for graph in graphs) >= 1
+    assert not of_the_engine()
+
+
+@pytest.mark.parametrize("wrap", [in_chunks, in_rows, without_a_wrapper])
+@on_ranks(2)
+def test_there_may_be_more_kinds_of_units_than_dynamo_compiles_one_code(wrap):
+    graphs, backend = counting()
+    kinds = [type(f"Kind{at}", (Tanh,), {}) for at in range(torch._dynamo.config.recompile_limit)]
+    model = nn.Sequential(*(kind(nn.Linear(6, 6)) for kind in [*kinds, Tanh])).to(device())
+    model = wrap(model)
+    for at in range(len(model)):
+        model[at] = torch.compile(model[at], backend=backend, fullgraph=True)
+    model(batch()).sum().backward()
+    assert len(graphs) == len(model)
