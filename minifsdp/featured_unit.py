@@ -254,7 +254,9 @@ class FeaturedUnit(Unit):
         if whole:  # it is all there
             memory = self.padded_shard.data
         else:
-            memory = torch.empty(layout.padded_numel, dtype=dtype, device=self.device)
+            # A unit without elements is never gathered: its marks (rows.py) stay as they are here.
+            new = torch.empty if self.numel else torch.zeros
+            memory = new(layout.padded_numel, dtype=dtype, device=self.device)
         return self.unsharded_by_dtype.add(
             memory,
             trained,

@@ -917,6 +917,7 @@ MUTANTS = [
     Mutant("chunks/unit_dtensors", "a unit without elements is no unit", '"") if unit.param_infos else []', '"") if unit.numel else []', noticed_by="chunks/as_dtensors"),
     Mutant("chunks/optimizer_dtensors", "nobody's parameter has no elements", "if unit.mesh is None and unit.param_infos and", "if unit.mesh is None and unit.numel and", noticed_by="chunks/as_dtensors"),
     Mutant("between_steps/checkpoint_state", "all that is trained has a state", "StateDictOptions(strict=False)", "StateDictOptions()", noticed_by="chunks/as_dtensors"),
+    Mutant("featured_unit", "marks of what is never gathered are anything", "new = torch.empty if self.numel else torch.zeros", "new = torch.empty"),
     Mutant("between_steps/optim_state_dict", "to look at a state makes one", "            undo.callback(optim.state.clear)  # to look at it is no step\n", ""),
     Mutant("between_steps/checkpoint_state", "saving is a step", "                undo.callback(optimizer.state.clear)\n                make_states(optimizer)\n        undo", "                make_states(optimizer)\n        undo"),
     Mutant("between_steps/local_optim_state", "an empty group takes no settings", "found.append(_settings(empty.pop(0)) if not group[\"params\"] else {})", "found.append({})", noticed_by="between_steps/optim_state_dict"),

@@ -179,3 +179,20 @@ def test_what_runs_again_after_an_evaluation_finds_views_that_get_gradients(mode
         gradients.append([param.grad for param in model.parameters()])
     for found, expected in zip(*gradients, strict=True):
         assert expected.any() and torch.equal(found, expected)
+
+
+@on_ranks(2)
+def test_the_marks_of_a_unit_without_elements_are_zero():
+    """Nobody gathers it, so they are what its memory has. Ranks compare them with its values."""
+    block = Block()
+    block.first, block.second = (nn.Parameter(torch.empty(3, 0)) for _ in range(2))
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # which writes NaN to the memory of torch.empty()
+    try:
+        unit = FSDP(block.to(device()), use_orig_params=True).engine.root
+        with FSDP.summon_full_params(unit.module):
+            pass
+        unit.compute_in(torch.float32)
+    finally:
+        torch.use_deterministic_algorithms(was)
+    assert unit.unsharded.data.tolist() == [0.0] * 16
