@@ -237,8 +237,10 @@ def test_a_step_may_be_compiled_with_its_backward(wrap):
     assert losses(torch.compile(step, backend=backend), model) == losses(step, plain)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if isinstance(model, FSDP):
-        with model.no_sync():  # which looks at each step from now on
+        with model.no_sync():
             model(batch()).sum().backward()
+        with pytest.raises(RuntimeError, match="wait to be reduced"):
+            torch.compile(optimizer.step, backend=backend)()
     model(batch()).sum().backward()
     torch.compile(optimizer.step, backend=backend)()
     assert sum("linear" in str(graph) for graph in graphs) >= 1
