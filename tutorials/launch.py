@@ -33,8 +33,13 @@ import torch.distributed as dist
 from build import load
 
 TIMEOUT, GRACE = 900.0, 3.0  # seconds for all ranks, to end what hangs; for others once one fails
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.checkpoint"]
-PRELOADED += ["torch.distributed.checkpoint.state_dict", "minifsdp.fsdp_module"]
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "minifsdp.fsdp_module",
+]
 """What ranks would import late, with the first optimizer, DDP or FSDP: most of what their start
 takes. (The package `minifsdp` alone imports next to nothing before it is used.)"""
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ

@@ -96,8 +96,8 @@ class Part:
 
     def __init__(self, module: nn.Module, unit: FeaturedUnit | None) -> None:
         self._module = ref(module)
-        # Not looked up in the table, in a compiled module: that would be compiled for all modules
-        # that are in it, and once more whenever a model is made or gone.
+        # Kept here, and not looked up among all modules that are sharded: TorchDynamo would look at
+        # each of them, and compile again whenever a model is made or gone.
         self._unit = ref(unit) if unit is not None else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Part":
@@ -127,7 +127,8 @@ class Part:
 
     def _missing(self, recurse: bool) -> str:
         """Which parameters are sharded now, in words; empty if none is."""
-        module, unit = self._module(), self._unit() if self._unit is not None else None
+        module = self._module()
+        unit = self._unit() if self._unit is not None else None
         if module is None or unit is None or unit.shows_views:
             return ""
         if torch._C._current_graph_task_id() >= 0 and unit.on_demand(unit):

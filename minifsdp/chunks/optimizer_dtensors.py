@@ -66,7 +66,8 @@ def make_states(optimizer: Optimizer) -> None:
         return
     settings = [{name: group[name] for name in RATES if name in group} for group in groups]
     for group, own in zip(groups, settings, strict=True):
-        group.update({name: 0.0 * rate for name, rate in own.items()})  # some rates are tensors
+        for name, rate in own.items():  # a tensor, a number or, of some optimizers, None
+            group[name] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
     try:
         for param in params:
             param.grad = torch.zeros_like(param, dtype=param.grad_dtype)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import as_dtensors
 from minifsdp.chunks.optim_state import MARK
+from minifsdp.chunks.optimizer_dtensors import make_states
 from tests.ranks import device, on_ranks
 from tests.small import stack, step
 
@@ -105,3 +106,24 @@ def test_states_of_one_unit_that_cannot_be_one_are_refused(what):
     after = FSDP.optim_state_dict(model, optimizer)
     for name, entry in before["state"].items():
         assert all(torch.equal(after["state"][name][key], entry[key]) for key in entry)
+
+
+class ItsOwnRate(torch.optim.Optimizer):
+    """It finds its rate itself, as the Adafactor of transformers does."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": None})
+
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["mean"] = torch.zeros_like(param)
+
+
+@pytest.mark.parametrize("rate", [None, torch.tensor(0.1), 0.1])
+def test_a_rate_may_be_of_any_kind_and_stays(rate):
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = ItsOwnRate([param])
+    optimizer.param_groups[0]["lr"] = rate
+    make_states(optimizer)
+    assert optimizer.state[param]["mean"].tolist() == [0.0] * 3
+    assert optimizer.param_groups[0]["lr"] is rate and param.grad is None
