@@ -19,13 +19,14 @@
 # ## A hang
 #
 # A collective needs all ranks. In the smallest program that hangs, rank 1 has one batch more. Here
-# it is with torch's FSDP and with minifsdp. After two seconds without progress Python's own
-# `faulthandler` writes down where the program is.
+# it is with torch's FSDP and with minifsdp. After two seconds without progress an alarm goes off,
+# and Python's own `faulthandler` writes down where the program is.
 
 # %% [hidden]
 import faulthandler
 import json
 import re
+import signal
 import tempfile
 import warnings
 from datetime import timedelta
@@ -95,13 +96,14 @@ def short(error: object) -> str:
 def one_batch_more(kind: type[nn.Module]) -> None:
     model = wrap(kind, Towers())
     with tempfile.TemporaryFile("w+") as file:
+        faulthandler.register(signal.SIGALRM, file, all_threads=False)
         for _ in range(4 + dist.get_rank()):
-            faulthandler.dump_traceback_later(2, file=file)  # unless it is cancelled before
+            signal.alarm(2)  # unless it is cancelled before
             try:
                 step(model)
             except RuntimeError as error:
                 print(f"stack: {stack(file)}\nerror: {short(error)}")
-            faulthandler.cancel_dump_traceback_later()
+            signal.alarm(0)
     print(f"flight recorder, with {kind.__module__.partition('.')[0]}'s FSDP: {recorded()}")
 
 

@@ -104,7 +104,7 @@ def _processes(body: Callable[..., Any], count: int, args: tuple[Any, ...]) -> l
             theirs.close()
             pipes.append(ours)
         try:
-            return _collect(pipes)
+            return _collect(pipes, processes)
         finally:
             for process in processes:
                 process.join(GRACE)
@@ -127,7 +127,7 @@ def _found(page: str, name: str) -> Callable[..., Any]:
     return body
 
 
-def _collect(pipes: list[Any]) -> list[Any]:
+def _collect(pipes: list[Any], processes: list[Any]) -> list[Any]:
     reports: list[Any] = [None] * len(pipes)
     errors: dict[int, str] = {}
     silent = set(range(len(pipes)))
@@ -141,7 +141,8 @@ def _collect(pipes: list[Any]) -> list[Any]:
             try:
                 reports[rank], error = pickle.loads(pipes[rank].recv_bytes())
             except EOFError:
-                error = "it died"
+                processes[rank].join(GRACE)
+                error = f"it died (exit code {processes[rank].exitcode})"
             if error:  # the others may wait for it, and would for ever
                 errors[rank] = error
     if errors:

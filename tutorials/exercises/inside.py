@@ -71,7 +71,8 @@ def _be_a_rank(job: Job, rank: int, out: Path) -> None:
             os.dup2(null, stream)
         _limit_memory()
         stack = (out / f"stack.{rank}").open("w")
-        faulthandler.register(STACKS, file=stack)
+        # Of other threads it reads frames that may be gone by then, which has ended a rank.
+        faulthandler.register(STACKS, file=stack, all_threads=False)
         _look(job, rank, out)
         (out / f"seen.{rank}.partly").rename(out / f"seen.{rank}")
         code = 0
