@@ -12,6 +12,8 @@ from tests.torchrun import torchrun
 from tutorials import build
 
 PAGE = """\
+import os
+import signal
 import sys
 
 import torch.distributed as dist
@@ -33,9 +35,15 @@ def fail():
 
 
 @on_ranks(2)
-def die():
+def leave():
     if dist.get_rank() == 1:
         sys.exit(3)
+
+
+@on_ranks(2)
+def die():
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def main():
@@ -118,4 +126,6 @@ def test_a_rank_that_fails_is_told_and_the_others_are_not_waited_for(page):
         module.fail()
     assert "rank 1: Traceback" in str(failed.value) and "boom" in str(failed.value)
     with pytest.raises(RuntimeError, match="rank 1:"):
+        module.leave()
+    with pytest.raises(RuntimeError, match=r"rank 1: it died \(exit code -11\)"):
         module.die()
