@@ -98,6 +98,8 @@ def reference(case: Case) -> Reference:
 def by_function(case: Case) -> Any:
     """The same module, whose units are made by ``fully_shard``."""
     module = initial(case, dist.get_rank())
+    if case.compiled_first:
+        compile_some(case, module, module)
     dtypes = case.precision.param_dtype, case.precision.reduce_dtype
     # As torch's: a unit casts its inputs, and its outputs stay as they are.
     policies = {"mp_policy": MixedPrecisionPolicy(*dtypes)}
@@ -124,6 +126,13 @@ def by_function(case: Case) -> Any:
     return module
 
 
+def compile_some(case: Case, model: nn.Module, plain: nn.Module) -> None:
+    """Those modules of a case that are compiled: their wrappers, where they have one."""
+    for name in case.compiled:
+        module = plain.get_submodule(name) if name else model
+        module.compile(backend="eager")  # others may compute in another order
+
+
 def modules_of_lists(case: Case, module: nn.Module) -> list[list[nn.Module]]:
     return [[module.get_submodule(name) for name in several] for several in case.lists]
 
@@ -146,6 +155,8 @@ def wrapped(case: Case) -> FSDP:
     if case.meta:
         with torch.device("meta"):
             module = build(case)
+    if case.compiled_first:
+        compile_some(case, module, module)
     names = {inner: name for name, inner in module.named_modules()}
 
     def init(inner: nn.Module) -> None:
@@ -262,6 +273,8 @@ class Comparison:
         self.model = by_function(case) if case.by_function else wrapped(case)
         self.plain: Any = self.model if case.by_function else self.model.module
         self.units = {unit.name: unit for unit in self.engine.units}
+        if not case.compiled_first:
+            compile_some(case, self.model, self.plain)
         module = self.model if case.optimizer_of == "model" else self.plain
         self.fused = "step" in case.after_hooks
         self.optimizer = None if self.fused else torch.optim.SGD(module.parameters(), **SGD)
@@ -404,7 +417,8 @@ class Comparison:
     def call(self, trap: str = "") -> list[tuple[Tensor, list[Tensor]]]:
         """Both on the same input: input and outputs. No outputs: it has failed."""
         seed = 1000 * self.case.seed + 10 * self.at + dist.get_rank()
-        given = torch.randn(4, self.case.width, generator=torch.Generator().manual_seed(seed))
+        rows = 2 + self.at % 3  # else what is compiled would be so for 4 rows
+        given = torch.randn(rows, self.case.width, generator=torch.Generator().manual_seed(seed))
         results = []
         for model in (self.model, self.reference):
             seed_everything(seed)  # for dropout
@@ -722,9 +736,22 @@ def same_by_name(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def check(seed: int) -> set[str]:
     """One case, on this rank. Returns what has happened that not every case has."""
-    comparison = Comparison(random_case(seed))
-    comparison.run()
+    case = random_case(seed)
+    with compiling() if case.compiled else nullcontext():
+        comparison = Comparison(case)
+        comparison.run()
+        if case.compiled and torch._dynamo.utils.counters["stats"]["unique_graphs"]:
+            comparison.events.add("a module was compiled")
     return comparison.events
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """For one case: nothing of another's, and a graph for each Linear of its sizes."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
 
 
 def failure(seed: int, world: int, timeout: float = 60) -> str | None:

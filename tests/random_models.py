@@ -337,6 +337,8 @@ class Case:
     in_rows: bool = False  # and not in chunks
     by_function: bool = False  # sharded by fully_shard, and not wrapped
     lists: tuple[tuple[str, ...], ...] = ()  # names of modules that fully_shard makes one unit of
+    compiled: tuple[str, ...] = ()  # names of modules that are compiled in place
+    compiled_first: bool = False  # before they are sharded, and not after
 
 
 def build(case: Case) -> nn.Module:
@@ -427,7 +429,9 @@ def random_case(seed: int) -> Case:
         # Whose several calls are those of its modules. See _losses_may_differ.
         alike = Op("forward", DIFFERENT) not in case.program
         case = _with_lists(rng, case, module) if alike and rng.random() < 0.6 else case
-    return case if fused else replace(case, program=_with_states(rng, case.program))
+    case = case if fused else replace(case, program=_with_states(rng, case.program))
+    # Seldom: it takes seconds.
+    return _with_compiled(rng, case, module) if rng.random() < 0.08 else case
 
 
 def _by_function(case: Case) -> Case:
@@ -461,6 +465,22 @@ def _with_lists(rng: random.Random, case: Case, root: nn.Module) -> Case:
             lists.append(tuple(chosen))
             borders |= dict.fromkeys(chosen, borders[chosen[0]])
     return replace(case, borders=borders, lists=tuple(lists))
+
+
+def _with_compiled(rng: random.Random, case: Case, root: nn.Module) -> Case:
+    """Some modules are compiled, or the root is. Not what changes a buffer: torch then runs no
+    checkpoint of it in a backward. Not a trap that will be armed: what is compiled does not see it.
+    """
+    armed = any("fails" in op.do for op in case.program)
+    left_out = Centered, nn.BatchNorm1d, *[Trap] * armed
+    names = [
+        name
+        for name, module in root.named_modules()
+        if not any(isinstance(part, left_out) for part in module.modules())
+    ]
+    whole = "" in names and rng.random() < 0.8
+    chosen = [""] if whole else [name for name in names if rng.random() < 0.4]
+    return replace(case, compiled=tuple(chosen), compiled_first=rng.random() < 0.5)
 
 
 def _random_part(rng: random.Random, depth: int, made: list[Part]) -> Part:

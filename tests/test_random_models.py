@@ -104,6 +104,8 @@ def features(case: Case) -> Iterator[object]:
         yield from (("by function", border.strategy) for border in case.borders.values())
         yield from (("by function", op.do) for op in case.program)
     yield from (f"modules in a list, {len(several)}" for several in case.lists)
+    for name in case.compiled:
+        yield ("before" if case.compiled_first else "after"), "compiled", bool(name)
     yield "buffers", case.precision.buffer_dtype
     yield "exact evaluation", case.precision.full_precision_in_eval
     yield from case.program
@@ -130,6 +132,7 @@ EXPECTED = [
     *[("limit", limit) for limit in ("True", "False", "1", "3", "synchronize after free")],
     *[(what, yes) for what in ("offload", "meta", "sync", "input gradients") for yes in (0, 1)],
     (None, None), (None, LOW), (LOW, None), (LOW, LOW), (LOW, EXACT),
+    *[(when, "compiled", yes) for when in ("before", "after") for yes in (0, 1)],
     ("buffers", LOW), ("exact evaluation", True),
     *[("by function", s) for s in ShardingStrategy if s is not ShardingStrategy.NO_SHARD],
     *[("by function", do) for do in ("backward in no_sync", "backward that fails", "evaluate",
@@ -159,7 +162,7 @@ def test_traps_go_off_and_ranks_differ_in_the_units_that_they_use():
     seen = {event for seed in range(60) for events in run(check, 2, seed) for event in events}
     rare = {
         "a forward has failed", "a backward has failed", "another rank has used more units",
-        "a step came too early",
+        "a step came too early", "a module was compiled",
     }  # fmt: skip
     assert seen == rare
 
