@@ -73,7 +73,8 @@ def step(model: nn.Module) -> float:
 
 def stack(file: Any) -> str:
     """What faulthandler has written, the innermost function first, down to one of this page."""
-    names = file.seek(0) or re.findall(r" in ([a-z_]*[a-z])\n", file.read())
+    # The last one: a slow step may have left another before.
+    names = re.findall(r" in ([a-z_]*[a-z])\n", file.seek(0) or file.read().rpartition("Stack")[2])
     inside = [name for name in names[: names.index("step")] if name not in GENERAL]
     return " < ".join([*[*dict.fromkeys(inside)][:3], "...", *names[names.index("step") :][:2]])
 
