@@ -33,7 +33,7 @@ from torch._C._dynamo.eval_frame import (
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 F = TypeVar("F", bound=Callable[..., Any])
-_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+_SKIP = _FrameAction.SKIP
 
 
 def without_modes(function: F) -> F:
@@ -50,10 +50,15 @@ def without_modes(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
+def never_compile(function: F) -> F:
+    """Decorates a function of which Dynamo compiles no frame; it may compile what that calls."""
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_SKIP, _FrameAction.DEFAULT))
+    return function
+
+
 def never_compile_inside(function: F) -> F:
-    """Decorates what autograd or an optimizer calls: Dynamo compiles no frame of it, nor of what it
-    calls."""
-    set_code_exec_strategy(function.__code__, _SKIP)
+    """Decorates what autograd or an optimizer calls: nor does Dynamo compile what it calls."""
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_SKIP, _SKIP))
     return function
 
 

@@ -37,6 +37,7 @@ from minifsdp.checks.param_changes import check_unreplaced_by_hand
 from minifsdp.checks.unsupported import add_missing, join_hook, refuse
 from minifsdp.core.api import BackwardPrefetch
 from minifsdp.core.streams import Streams
+from minifsdp.dispatch_modes import never_compile
 from minifsdp.fully_sharded import make_root
 from minifsdp.no_sync import NoSync
 from minifsdp.prefetch_lists import ListedParameters, ListedPrefetcher, units_to_prefetch
@@ -49,7 +50,7 @@ from minifsdp.users_comm import checked, group_for_reductions, hybrid_of
 from minifsdp.wrapping.attributes import AVERAGES, check_names
 from minifsdp.wrapping.auto_wrap import check_wrappable
 from minifsdp.wrapping.build import build_unit
-from minifsdp.wrapping.compiled import compiled, is_compiling, never_compile, uncompiled
+from minifsdp.wrapping.compiled import compiled, is_compiling, uncompiled
 from minifsdp.wrapping.fsdp2_settings import fsdp2_settings, post_forward_lines
 from minifsdp.wrapping.ignored import ignoring, params_only
 from minifsdp.wrapping.root_settings import make_limiter, make_prefetcher
@@ -153,6 +154,7 @@ class FSDPModule:
         """The module's call, with its parameters gathered for as long as it runs."""
         return self._fsdp_gathered(super().__call__, callback, args, kwargs)  # type: ignore[misc]
 
+    @never_compile
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         """What :meth:`__call__` comes to. And what ``torch.compile(module)`` comes to, past it, if
         that was called before :func:`fully_shard` and so has the ``__call__`` of then."""
@@ -161,8 +163,6 @@ class FSDPModule:
             if not looked_at:
                 return self(*args, **kwargs)
         return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
-
-    never_compile(_call_impl)
 
     def _fsdp_gathered(self, function: Any, callback: Any, args: Any, kwargs: Any) -> Any:
         for unit in [*self._hooks.summoned]:

@@ -22,13 +22,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import (
-    _FrameAction,
-    _FrameExecStrategy,
-    get_eval_frame_callback,
-    set_code_exec_strategy,
-    set_eval_frame,
-)
+from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
+
+from minifsdp.dispatch_modes import never_compile
 
 Callback = Any
 """The function that Dynamo has Python call for each frame; None where nothing is being compiled."""
@@ -54,12 +50,6 @@ def uncompiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     never_compile(call)
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     return call
-
-
-def never_compile(function: Any) -> None:
-    """Dynamo compiles no frame of this function."""
-    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
-    set_code_exec_strategy(function.__code__, skip)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
