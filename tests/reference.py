@@ -295,6 +295,8 @@ class Reference:
             sent: whether what waits is reduced by a backward that reaches no unit on any rank.
         """
         units = list(self.units.values())
+        self._full = False  # an evaluation may have come between; a checkpoint runs as it did
+        self.cast_buffers(self._full)
         try:
             loss.backward()
         except BaseException:
