@@ -15,6 +15,7 @@ gathers on demand must not be fooled by memory that is not there any more.
 """
 
 from contextlib import AbstractContextManager
+from weakref import ref
 
 import torch
 
@@ -70,8 +71,14 @@ class OnDemand(Layer):
     def before_forward(self, call: Call) -> None:
         """In a backward, a checkpoint may run a unit again that was freed early."""
         call.notes["gradients"] = torch.is_grad_enabled()
+        call.unit.kept_views = []  # a forward has new views, also in a backward
         if call.unit in self._freed_early:
             self.freed(call.unit)
+
+    def gathered(self, call: Call) -> None:
+        """Somebody may keep the views of this call for its backward (support/param_views.py)."""
+        if call.notes["gradients"]:
+            call.notes["views"] = [*map(ref, call.unit.views)]
 
     def around_forward(self, call: Call) -> AbstractContextManager[object]:
         """Saves parameters as descriptions: what is saved from now on of this unit's is of this
@@ -93,6 +100,7 @@ class OnDemand(Layer):
         without parameters tells nothing: ranks need not agree on whether its backward runs.)"""
         unit = call.unit
         self.saved.began[unit] = call
+        unit.kept_views = call.notes.get("views", [])
         if not self.frees_early or not unit.numel:
             return
         for outer in unit.ancestors:
@@ -103,11 +111,17 @@ class OnDemand(Layer):
 
     def again(self, call: Call) -> None:
         """The unit is there, for this call as well."""
-        self.saved.began[call.unit] = call
+        unit = call.unit
+        self.saved.began[unit] = call
+        unit.kept_views = call.notes.get("views", [])
+        if unit.shows_views:
+            show_views(unit)
 
     def end_of_backward(self) -> None:
         """The graphs are gone, or will be gone through again."""
         self.graphs = 0
+        for unit in self.engine.units:
+            unit.kept_views = []
 
     broken = end_of_backward
 

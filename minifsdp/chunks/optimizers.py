@@ -34,7 +34,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from minifsdp.chunks import optim_state
@@ -54,6 +54,9 @@ _BY_TENSOR = re.compile(
 )
 _BY_MODEL = re.compile("lbfgs|prodigy|dadapt|^sam$|zeroredundancy|localsgd")
 _NOT_OF_DTENSORS = (torch.optim.Adafactor, torch.optim.LBFGS)
+# They compute with torch.view_as_real(param), which of a DTensor that ranks do not divide evenly is
+# a copy. What they write to it is lost, and no error says so.
+_AS_REAL = re.compile("Adadelta|Adagrad|AdamW?|Adamax|ASGD|NAdam|RAdam|RMSprop|Rprop")
 _INSIDE = re.compile(r"torch\.|minifsdp\.")
 
 
@@ -165,6 +168,18 @@ def _refuse_by_name(optimizer: Optimizer, groups: Groups) -> None:
             f"element by itself, as SGD, AdamW, Adagrad or RMSprop do, or torch.optim.Muon for "
             f"matrices."
         )
+    if any(_AS_REAL.fullmatch(cls.__name__) for cls in type(optimizer).__mro__) and any(
+        isinstance(param, DTensor) and param.is_complex() and is_optimized(param) and _uneven(param)
+        for group in groups
+        for param in _tensors(group["params"])
+    ):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} views a complex parameter as real numbers. Of a DTensor "
+            f"whose dimension the ranks do not divide evenly torch gives it a copy, so the "
+            f"parameter would not be trained. Keep it in real numbers (torch.view_as_real in "
+            f"__init__, torch.view_as_complex in forward), ignore it, or use "
+            f"FullyShardedDataParallel without use_orig_params, or SGD."
+        )
     # Base classes too: a subclass of LBFGS is an LBFGS, whatever its name is.
     flat = [param for group in groups for param in _flat(group["params"])]
     # It depends on the parameters, too: where each rank has the whole of one vector, even Adafactor
@@ -183,6 +198,13 @@ def _refuse_by_name(optimizer: Optimizer, groups: Groups) -> None:
                 f"Adagrad or RMSprop do. With use_orig_params=True an optimizer gets a DTensor for "
                 f"each parameter, and more of them are right."
             )
+
+
+def _uneven(param: DTensor) -> bool:
+    return any(
+        isinstance(placement, Shard) and param.shape[placement.dim] % param.device_mesh.size(at)
+        for at, placement in enumerate(param.placements)
+    )
 
 
 def _is_flattened(param: FlatParameter) -> bool:

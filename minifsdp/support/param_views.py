@@ -10,6 +10,7 @@ unit's module has the sharded flat parameter, which an optimizer finds there::
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -52,6 +53,8 @@ class Placeholders:
         # Or parameters() would list its elements twice.
         unit.module._parameters.pop(FLAT_PARAM, None)
         hidden, unit.has_placeholders = unit.has_placeholders, False
+        if unit.kept_views and unit.shows_views:  # not so between steps
+            tensors = _kept(unit.kept_views, tensors)
         for info, tensor in zip(unit.param_infos, tensors, strict=True):
             for module, name in info.owners:
                 attributes = module.__dict__
@@ -86,6 +89,20 @@ class Placeholders:
                 module.__dict__[name] = placeholder
         if unit.param_infos and unit.mesh is None:
             unit.module._parameters[FLAT_PARAM] = unit.sharded_flat_param
+
+
+def _kept(refs: Sequence[ref[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The views of a forward that somebody has kept, and of ``tensors`` those in place of others.
+
+    An autograd.Function that checkpoints activations keeps the views, and asks torch.autograd.grad
+    for the gradients of these. What it runs again in the backward has to compute with the same
+    tensors, or they get none.
+    """
+    kept: list[Any] = [old() for old in refs]
+    for old in kept:
+        if old is not None:
+            old._fix_weakref()  # as torch asks for, or autograd may let go of it meanwhile
+    return [new if old is None else old for new, old in zip(tensors, kept, strict=True)]
 
 
 _SETATTR: Any = nn.Module.__setattr__

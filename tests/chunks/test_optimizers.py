@@ -11,7 +11,7 @@ from torch import nn
 import minifsdp.chunks.optim_state
 import minifsdp.chunks.optimizers
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ShardingStrategy
+from minifsdp import ShardingStrategy, fully_shard
 from tests.ranks import device, on_ranks
 from tests.small import batch, stack, step
 
@@ -146,6 +146,33 @@ def test_a_step_looks_at_groups_once():
             step(model, at)
             optimizer.step()
     assert agree.call_count == 1
+
+
+class Complex(nn.Module):
+    """A layer of complex weights, as of spectral convolutions."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width, dtype=torch.cfloat))
+
+    def forward(self, x):
+        return (self.weight * x).abs()
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.SGD])
+@pytest.mark.parametrize("width", [4, 5])
+@on_ranks(2)
+def test_complex_weights_are_trained_or_the_optimizer_is_refused(width, cls):
+    """torch views them as real numbers. Of a DTensor that is divided unevenly that is a copy."""
+    model = fully_shard(Complex(width).to(device()))
+    optimizer = cls(model.parameters(), lr=0.1)
+    model(torch.ones(width, device=device())).sum().backward()
+    if width == 5 and cls is not torch.optim.SGD:
+        with pytest.raises(RuntimeError, match="views a complex parameter as real"):
+            optimizer.step()
+        return
+    optimizer.step()
+    assert (model.weight.full_tensor().real < 0.95).all()
 
 
 def split(model, make=list):

@@ -1,13 +1,14 @@
 """param_views.py: what modules see of their parameters, and when."""
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from minifsdp import CustomPolicy, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ShardingStrategy
 from minifsdp.comm.pieces import whole
 from minifsdp.core.views import make_views, show_views
 from minifsdp.support.param_access import ParamInfo, Placeholder
@@ -15,7 +16,15 @@ from minifsdp.support.param_views import Placeholders
 from minifsdp.support.tensor_attribute import TensorAttribute
 from tests.lone_unit import lone_unit
 from tests.ranks import device, on_ranks
-from tests.small import batch, stack, step
+from tests.small import (
+    Block,
+    assert_same_gradients,
+    batch,
+    gathered_gradients,
+    mean_gradients,
+    stack,
+    step,
+)
 
 STRATEGIES = [s for s in ShardingStrategy if "HYBRID" not in s.name]
 
@@ -38,6 +47,7 @@ def of(*infos):
         module=nn.Module(),
         sharded_flat_param=None,
         has_placeholders=False,
+        kept_views=[],
     )
 
 
@@ -175,3 +185,56 @@ def test_after_a_backward_that_died_parameters_are_flat_again():
     assert all(p.is_leaf for p in model.module.parameters())
     torch.optim.SGD(model.module.parameters(), lr=0.1)
     step(model)
+
+
+class Checkpoint(torch.autograd.Function):
+    """As in the U-Net of latent diffusion models: it is given the parameters, keeps them, and asks
+    for their gradients when it has run the function again. Those without one are left out."""
+
+    @staticmethod
+    def forward(ctx, function, x, *params):
+        ctx.function, ctx.kept = function, (x, *params)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, *params = ctx.kept
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.function(x)
+        del ctx.kept
+        return None, *torch.autograd.grad(output, (x, *params), grad, allow_unused=True)
+
+
+class Checkpointed(Block):
+    def forward(self, x):
+        return Checkpoint.apply(super().forward, x, *self.parameters())
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("part", [False, True])
+@on_ranks(2)
+def test_a_checkpoint_that_keeps_parameters_gets_their_gradients(part, rows):
+    """What it runs again has to compute with the tensors that it was given in the forward, whether
+    it is the unit or in it."""
+
+    def loss_of(model, at):
+        return (model(batch(step=at)) * model(batch(step=at + 9))).sum()  # two calls of each
+
+    def make():
+        torch.manual_seed(0)
+        blocks = [Checkpointed(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(2)]
+        blocks = [Block(block, nn.Linear(6, 6)) for block in blocks] if part else blocks
+        return nn.Sequential(nn.Linear(6, 6), *blocks, nn.Linear(6, 6)).to(device())
+
+    plain = make()
+    policy = CustomPolicy(lambda module: type(module) is (Block if part else Checkpointed))
+    model = FSDP(make(), auto_wrap_policy=policy, use_orig_params=rows)
+    for at in range(2):
+        model.zero_grad()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "a parameter of unit .* is still referred to")
+            loss_of(model, at).backward()
+        expected = mean_gradients(plain, loss_of(plain, at))
+        assert_same_gradients(gathered_gradients(model), expected)
+        assert not any(unit.kept_views for unit in model.engine.units)
