@@ -1105,6 +1105,8 @@ MUTANTS = [
     Mutant("on_demand", "a gradient in a forward frees the units around it", "if not unit.reasons <= {BACKWARD, STRATEGY} or unit in self._needed_again:", "if unit in self._needed_again:"),
     Mutant("on_demand", "the root stays to the end", "            self._free_early(outer)\n", "            pass\n"),
     Mutant("checks/misplaced_calls", "a gradient by torch.func is tried", "        if _transforms():\n", "        if False:\n"),
+    Mutant("checks/misplaced_calls", "a compiled backward ends with no gradient", "if compiler is not None and compiler.in_compiled_autograd_region:", "if False:"),
+    Mutant("checks/members", "a look at new modules is compiled", "@never_compile_inside  # torch calls it also", "# torch calls it also", noticed_by="checks/misplaced_calls"),
     Mutant("on_demand", "a frozen unit with a leaf among its inputs stays to the end", "            self._end_of_frozen(self._frozen)\n", "            pass\n"),
     Mutant("on_demand", "what somebody refers to is freed early", "        if unit.unsharded.is_in_use(unit.views):", "        if False:"),
     Mutant("on_demand", "each checkpoint gathers the root", "        self._needed_again.add(unit)\n", ""),

@@ -32,6 +32,7 @@ from torch.nn.modules.module import (
 )
 
 from minifsdp.core.layers import Layer
+from minifsdp.dispatch_modes import never_compile_inside
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.divided_param import is_optimized, take_over, unit_of_param
 from minifsdp.support.dtensors import divided_alike
@@ -226,6 +227,7 @@ def check_lists(units: Sequence[FeaturedUnit]) -> None:
                 )
 
 
+@never_compile_inside  # torch calls it also where it makes a module to compile a backward
 def check_part(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     """Refuse ``parent.name = child`` if that removes parameters from a unit, or brings new ones.
 

@@ -8,6 +8,7 @@ operations of torch do not go with sharding; where torch says so without a word 
 :class:`RefusedOperations` has it.
 """
 
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from traceback import walk_tb
@@ -136,6 +137,10 @@ class RefusedOperations(Layer):
         if _transforms():
             refuse_functional_gradients(unit)
 
+    def enter_backward(self) -> None:
+        """Raises RuntimeError: see :func:`refuse_compiled_autograd`."""
+        refuse_compiled_autograd()
+
     def error(self, call: Call, error: RuntimeError) -> None:
         """Raises RuntimeError: ``error`` is one of those that are known here."""
         refuse_transforms(call.unit, error)
@@ -162,6 +167,24 @@ def refuse_functional_gradients(unit: FeaturedUnit) -> None:
             f"like, whose tensors have no memory that could be freed. Use torch.autograd.grad, "
             f"torch.autograd.functional (jacobian, hvp) or torch.autograd.forward_ad. (Inside of "
             f"torch.func.vmap a model may be called.)"
+        )
+
+
+def refuse_compiled_autograd() -> None:
+    """Refuse a backward that torch has compiled: it never calls what is to come at its end, so that
+    no gradient would reach a parameter, and nobody would be told.
+
+    Raises:
+        RuntimeError: this backward is such a one.
+    """
+    # Looked up, not imported: a program that compiles nothing need not wait for all of Dynamo.
+    compiler = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiler is not None and compiler.in_compiled_autograd_region:
+        raise RuntimeError(
+            "backward() was called with compiled autograd, which does not call what gathers and "
+            "reduces at the end of a backward. Switch it off (torch._dynamo.config."
+            "compiled_autograd, torch._dynamo.compiled_autograd): torch.compile of a model, a "
+            "block or a loss compiles their backwards without it."
         )
 
 

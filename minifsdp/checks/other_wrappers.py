@@ -27,6 +27,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from minifsdp.checks.members import WRAPPED
+from minifsdp.dispatch_modes import never_compile_inside
 from minifsdp.support.divided_param import is_optimized
 from minifsdp.support.tensor_parallel import check_meshes, check_on_mesh
 from minifsdp.wrapping.module_tree import clean, is_ignored, unit_of
@@ -133,6 +134,7 @@ def refuse_around(other: str, module: nn.Module) -> None:
             )
 
 
+@never_compile_inside  # see members.check_part
 def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     if isinstance(parent, AROUND) and child is not None:
         refuse_around(type(parent).__name__, child)

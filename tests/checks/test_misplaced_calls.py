@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from torch._dynamo import compiled_autograd
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.checks.misplaced_calls import check_root_and_idle
@@ -97,3 +98,33 @@ def test_a_model_trains_inside_of_torch_func_vmap(rows):
         loss.backward()
         assert_same_gradients(gathered_gradients(model), mean_gradients(plain, expected))
         check_at_rest(model)
+
+
+def compiled_backward(model):
+    """With compiled autograd around the backward alone."""
+    loss = model(batch()).pow(2).sum()
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        loss.backward()
+
+
+def compiled_step(model):
+    """With compiled autograd in a step that is compiled. It makes modules there."""
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda: model(batch()).pow(2).sum().backward(), backend="eager")()
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("run", [compiled_backward, compiled_step])
+@on_ranks(2)
+def test_compiled_autograd_is_refused_and_the_next_step_is_right(run, rows):
+    """It calls nothing at the end of a backward: no parameter had a gradient, without a word."""
+    torch._dynamo.reset()  # what an earlier one has compiled would not be compiled again
+    model, plain = stack(use_orig_params=rows), layers()
+    step(model)
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="was called with compiled autograd"):
+        run(model)
+    loss, expected = (m(batch()).pow(2).sum() for m in (model, plain))
+    loss.backward()
+    assert_same_gradients(gathered_gradients(model), mean_gradients(plain, expected))
+    check_at_rest(model)
