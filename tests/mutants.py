@@ -406,7 +406,7 @@ MUTANTS = [
     Mutant("between_steps/comm_hooks", "memory is given away that is being read", "whole(value).detach()", "whole(value)"),
     Mutant("chunks/grad_scaler", "the host divides by what has not arrived", "            numbers = inv_scale.cpu(), found_inf.cpu()  # the host waits for them\n", "            pass\n"),
     Mutant("chunks/grad_scaler", "the host's optimizer looks for what has not arrived", "if not (skips and self._is_elsewhere(optimizer)):", "if True:"),
-    Mutant("support/param_views", "a backward shows other views than its forward", "if unit.kept_views and unit.shows_views:", "if False:"),
+    Mutant("support/param_views", "a backward shows other views than its forward", "if unit.leaks and unit.kept_views and unit.shows_views:", "if False:"),
     Mutant("on_demand", "views are kept past their backward", "            unit.kept_views = []\n", "            pass\n", noticed_by="support/param_views"),
     Mutant("chunks/optimizers", "a complex parameter is not trained", "is_optimized(param) and _uneven(param)", "is_optimized(param) and False"),
     Mutant("support/param_views", "an RNN's weights are elsewhere", "isinstance(module, nn.RNNBase)", "False", noticed_by="support/param_access"),

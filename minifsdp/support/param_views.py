@@ -53,7 +53,7 @@ class Placeholders:
         # Or parameters() would list its elements twice.
         unit.module._parameters.pop(FLAT_PARAM, None)
         hidden, unit.has_placeholders = unit.has_placeholders, False
-        if unit.kept_views and unit.shows_views:  # not so between steps
+        if unit.leaks and unit.kept_views and unit.shows_views:  # not so between steps
             tensors = _kept(unit.kept_views, tensors)
         for info, tensor in zip(unit.param_infos, tensors, strict=True):
             for module, name in info.owners:

@@ -48,6 +48,7 @@ def of(*infos):
         sharded_flat_param=None,
         has_placeholders=False,
         kept_views=[],
+        leaks=0,
     )
 
 
