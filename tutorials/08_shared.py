@@ -74,7 +74,7 @@ def owners() -> None:
 # gives a view to all owners:
 #
 # {{ minifsdp/support/param_views.py Placeholders.show -Or parameters -pop(FLAT_PARAM -hidden, unit
-# -attributes = -found = -if found -__setattr__ is -if hidden }}
+# -if unit.leaks -attributes = -found = -if found -__setattr__ is -if hidden }}
 #
 # ## What breaks without it
 #
