@@ -91,7 +91,7 @@ def draw() -> None:
 
 # %% [markdown]
 # ![Seven strips, one for each moment of a unit, with the layers that are called at it: four before
-# a forward, three when the unit is gathered, five before its backward, and one to three at the
+# a forward, three when the unit is gathered, five before its backward, and one or two at the
 # others.](28_layers.svg)
 #
 # ## Without all of them
