@@ -57,7 +57,8 @@ def never_compile(function: F) -> F:
 
 
 def never_compile_inside(function: F) -> F:
-    """Decorates what autograd or an optimizer calls: nor does Dynamo compile what it calls."""
+    """Decorates what autograd or an optimizer calls: Dynamo compiles neither a frame of it nor what
+    it calls."""
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_SKIP, _SKIP))
     return function
 
