@@ -358,18 +358,24 @@ class Comparison:
     def forward_that_fails(self, _: int) -> None:
         self.call(trap="forward")
 
-    def backward(self, which: int, synchronize: bool = True, trap: str = "") -> None:
-        (x, found), (its_x, expected) = self.graphs.pop(which)
+    def backward(
+        self, which: int, synchronize: bool = True, trap: str = "", keep: bool = False
+    ) -> None:
+        (x, found), (its_x, expected) = self.graphs[which]
+        if not keep:
+            del self.graphs[which]
         if self.fused and synchronize:
             self.graphs.clear()  # it steps
         if not expected.requires_grad:
             return  # everything is frozen
         with nullcontext() if synchronize else self.no_sync():
-            failed = fails(trap, found.backward)
+            failed = fails(trap, lambda: found.backward(retain_graph=keep))
         # What waits since no_sync may stay, if the backward has reached no unit on any rank (as
         # autograd.grad() for an input). Or it was sent, if nothing was saved of any unit either.
         sent = not any(unit.unreduced_grad is not None for unit in self.units.values())
-        as_it_should = fails(trap, lambda: self.reference.backward(expected, synchronize, sent))
+        as_it_should = fails(
+            trap, lambda: self.reference.backward(expected, synchronize, sent, keep)
+        )
         assert failed == as_it_should
         if failed:
             self.events.add("a backward has failed")
@@ -401,6 +407,22 @@ class Comparison:
 
     def backward_that_fails(self, which: int) -> None:
         self.backward(which, trap="backward")
+
+    def backward_that_keeps_its_graph(self, which: int) -> None:
+        self.backward(which, synchronize=self.rng.random() < 0.7, keep=True)
+
+    def penalize(self, which: int) -> None:
+        """Add to a loss what its gradient for the input is long. That goes through all units, and
+        gives their parameters nothing."""
+        (x, found), (its_x, expected) = self.graphs[which]
+        if not expected.requires_grad:
+            return
+        found = found + squares_of_gradient(found, x)
+        sent = not any(unit.unreduced_grad is not None for unit in self.units.values())
+        expected = expected + self.reference.look(lambda: squares_of_gradient(expected, its_x), sent)
+        same(found, expected, "loss with the penalty")
+        self.graphs[which] = (x, found), (its_x, expected)
+        self.events.add("a gradient was penalized")
 
     def forget(self, which: int) -> None:
         del self.graphs[which]
@@ -504,7 +526,7 @@ class Comparison:
 
     def save_states(self, variant: int) -> None:
         """Of the optimizer: by torch's function, of whole tensors or DTensors, or by FSDP's."""
-        expected = self.momenta()
+        expected = self.reference.momenta()
         if not expected:
             return  # a step would be made, so that there is some
         found = whole_states(self.states(variant == 0))
@@ -513,9 +535,9 @@ class Comparison:
         same_by_name(dict(sorted(found.items())), dict(sorted(expected.items())))
 
     def load_states(self, variant: int) -> None:
-        if not self.momenta():
+        if not self.reference.momenta():
             return
-        state = self.states(variant == 0)
+        state, frozen = self.states(variant == 0), set[str]()
         for of_param in state["state"].values():
             if (momentum := of_param["momentum_buffer"]) is not None:
                 of_param["momentum_buffer"] = momentum * 0.75
@@ -523,19 +545,13 @@ class Comparison:
             # Not strict: torch wants one of each parameter, and what was not used has none.
             options = StateDictOptions(full_state_dict=variant == 0, strict=False)
             set_optimizer_state_dict(self.model, self.optimizer, state, options=options)
-        else:
-            state = FSDP.optim_state_dict_to_load(self.model, self.optimizer, state)
-            self.optimizer.load_state_dict(state)
-        for momentum in self.momenta().values():
-            momentum *= 0.75
-
-    def momenta(self) -> dict[str, Tensor]:
-        """The reference's. torch's functions leave out what is frozen."""
-        momenta = self.reference.momenta()
-        if not self.case.by_function:
-            return momenta
-        trained = {name for name, param in self.model.named_parameters() if param.requires_grad}
-        return {name: momentum for name, momentum in momenta.items() if name in trained}
+            # torch's function leaves out what is frozen: it stays as it is, or is lost.
+            if variant != 0:
+                self.reference.forget_frozen_momenta()
+            frozen = {n for n, p in self.model.named_parameters() if not p.requires_grad}
+        for name, momentum in self.reference.momenta().items():
+            if name not in frozen:
+                momentum *= 0.75
 
     def states(self, whole: bool) -> dict[str, Any]:
         """The optimizer's, under the names of parameters."""
@@ -686,6 +702,12 @@ def loss(out: Outputs, variant: int) -> Tensor:
     if all(tensor.grad_fn is None for tensor in used):
         used = out  # of a loss that knows nothing of the model nothing could be seen
     return sum(tensor.float().cos().mean() for tensor in used)
+
+
+def squares_of_gradient(loss: Tensor, x: Tensor) -> Tensor:
+    """Of the gradient for ``x``; 0 if there is none. It can be differentiated again."""
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True, allow_unused=True)
+    return torch.zeros(()) if grad is None else grad.pow(2).sum()
 
 
 def fails(trap: str, do: Callable[[], object]) -> bool:

@@ -211,9 +211,9 @@ class Block(nn.Sequential):
     def forward(self, x: Tensor) -> Any:
         side: list[Tensor] = []
         for how, place in self.plan:
-            part, again = self[place], how == "checkpoint"
+            part, again = self[place], how in ("checkpoint", "reentrant")
             try:
-                y = checkpoint(part, x, use_reentrant=False) if again else part(x)
+                y = checkpoint(part, x, use_reentrant=how == "reentrant") if again else part(x)
             except Boom:
                 if how != "try":
                     raise
@@ -252,8 +252,8 @@ def split(output: Any) -> tuple[Tensor, list[Tensor]]:
 
 HOW = ("then", "add", "checkpoint", "aside", "drop", "try")
 """How a block calls a part: x = f(x); x = (x + f(x)) / 2, with the x that f hands on, if it does;
-x = f(x), recomputed in the backward; f(x) is returned beside x; f(x) goes nowhere; x = f(x), unless
-a trap goes off in it."""
+x = f(x), recomputed in the backward ("reentrant": by a backward inside of that one); f(x) is
+returned beside x; f(x) goes nowhere; x = f(x), unless a trap goes off in it."""
 
 PENALTIES = ("", "", "", "in the output", "beside it")
 """Where a block adds the squares of parameters, if it does."""
@@ -430,8 +430,12 @@ def random_case(seed: int) -> Case:
         alike = Op("forward", DIFFERENT) not in case.program
         case = _with_lists(rng, case, module) if alike and rng.random() < 0.6 else case
     case = case if fused else replace(case, program=_with_states(rng, case.program))
-    # Seldom: it takes seconds.
-    return _with_compiled(rng, case, module) if rng.random() < 0.08 else case
+    if rng.random() < 0.08:  # seldom: it takes seconds
+        case = _with_compiled(rng, case, module)
+    # What is drawn from here on leaves all of the above as it was before there was any of it.
+    if rng.random() < 0.3:
+        case = _with_reentrant(rng, case, module)
+    return case if fused else replace(case, program=tuple(_with_more_backwards(rng, case)))
 
 
 def _by_function(case: Case) -> Case:
@@ -481,6 +485,55 @@ def _with_compiled(rng: random.Random, case: Case, root: nn.Module) -> Case:
     whole = "" in names and rng.random() < 0.8
     chosen = [""] if whole else [name for name in names if rng.random() < 0.4]
     return replace(case, compiled=tuple(chosen), compiled_first=rng.random() < 0.5)
+
+
+def _with_reentrant(rng: random.Random, case: Case, root: nn.Module) -> Case:
+    """The same, in which some checkpoints are of torch's older kind. That one finds tensors alone
+    or in a tuple, and no others. Each runs a backward of its own, in which the gradients of the
+    units inside of it are complete: of several calls they would be reduced one by one."""
+    calls: Counter[nn.Module] = Counter()
+    count_calls(root, calls)
+    several = {m for name in case.borders if calls[m := root.get_submodule(name)] > 1}
+
+    def changed(part: Part, module: nn.Module) -> Part:
+        parts = [changed(of, m) for of, m in zip(part.parts, module._modules.values())]
+        plan = []
+        for how, place in part.plan:
+            inner = parts[place]
+            found = inner.kind not in ("skips", "again") and inner.shape == "tensor"
+            once = several.isdisjoint(module[place].modules())
+            older = how == "checkpoint" and found and once and rng.random() < 0.7
+            plan.append(("reentrant" if older else how, place))
+        return part._replace(parts=tuple(parts), plan=tuple(plan))
+
+    return replace(case, root=changed(case.root, root))
+
+
+def _with_more_backwards(rng: random.Random, case: Case) -> Iterator[Op]:
+    """The program, in which some graphs have two backwards, and some losses have a penalty for the
+    gradient of the input, which goes through the graph a first time."""
+    penalizes = case.input_gradients and not _is_reentrant(case.root) and rng.random() < 0.5
+    graphs: list[int] = []  # as in _random_step
+    for op in case.program:
+        if op.do == "forward":
+            graphs.append(op.number)
+        elif op.do.startswith("backward"):
+            alike = graphs.pop(op.number) != DIFFERENT
+            if penalizes and alike and rng.random() < 0.3:
+                yield Op("penalize", op.number)
+            if rng.random() < 0.15:
+                yield Op("backward that keeps its graph", op.number)
+        elif op.do == "forget":
+            del graphs[op.number]
+        elif op.do == "step":
+            graphs.clear()
+        yield op
+
+
+def _is_reentrant(part: Part) -> bool:
+    """Whether torch refuses to differentiate it for an input alone."""
+    called = any(how == "reentrant" for how, _ in part.plan)
+    return called or any(map(_is_reentrant, part.parts))
 
 
 def _random_part(rng: random.Random, depth: int, made: list[Part]) -> Part:

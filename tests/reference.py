@@ -288,17 +288,28 @@ class Reference:
         finally:
             self.cast()
 
-    def backward(self, loss: Tensor, synchronize: bool, sent: bool = True) -> None:
+    def backward(
+        self, loss: Tensor, synchronize: bool, sent: bool = True, keep_graph: bool = False
+    ) -> None:
         """All gradients of a backward, or none.
 
         Args:
             sent: whether what waits is reduced by a backward that reaches no unit on any rank.
         """
+        self._run_backward(lambda: loss.backward(retain_graph=keep_graph), synchronize, sent)
+
+    def look(self, backward: Callable[[], Tensor], sent: bool) -> Tensor:
+        """What ``backward`` returns, a backward that is for no parameter."""
+        found: list[Tensor] = []
+        self._run_backward(lambda: found.append(backward()), True, sent)
+        return found[0]
+
+    def _run_backward(self, run: Callable[[], None], synchronize: bool, sent: bool) -> None:
         units = list(self.units.values())
         self._full = False  # an evaluation may have come between; a checkpoint runs as it did
         self.cast_buffers(self._full)
         try:
-            loss.backward()
+            run()
         except BaseException:
             for unit in units:
                 unit.take_gradient()
@@ -371,6 +382,12 @@ class Reference:
             return unit.pieces(found[0])
 
         return self._named(momenta, True)
+
+    def forget_frozen_momenta(self) -> None:
+        for unit in self.units.values():
+            if not unit.flat.requires_grad:
+                for param in unit.optimized:
+                    self.optimizer.state.pop(param, None)
 
     def _named(
         self, which: Callable[[PlainUnit], Sequence[Tensor | None]], remove_duplicate: bool
