@@ -489,24 +489,25 @@ def _with_compiled(rng: random.Random, case: Case, root: nn.Module) -> Case:
 
 def _with_reentrant(rng: random.Random, case: Case, root: nn.Module) -> Case:
     """The same, in which some checkpoints are of torch's older kind. That one finds tensors alone
-    or in a tuple, and no others. Each runs a backward of its own, in which the gradients of the
-    units inside of it are complete: of several calls they would be reduced one by one."""
+    or in a tuple, and no others. Each runs a backward of its own, so gradients of units that are
+    called several times would be added up in another order."""
     calls: Counter[nn.Module] = Counter()
     count_calls(root, calls)
-    several = {m for name in case.borders if calls[m := root.get_submodule(name)] > 1}
+    units = {root.get_submodule(name) for name in case.borders}
 
-    def changed(part: Part, module: nn.Module) -> Part:
-        parts = [changed(of, m) for of, m in zip(part.parts, module._modules.values())]
+    def changed(part: Part, module: nn.Module, unit: nn.Module) -> Part:
+        unit = module if module in units else unit
+        inner = zip(part.parts, module._modules.values(), strict=False)  # of a leaf there are none
+        parts = [changed(of, child, unit) for of, child in inner]
         plan = []
         for how, place in part.plan:
-            inner = parts[place]
-            found = inner.kind not in ("skips", "again") and inner.shape == "tensor"
-            once = several.isdisjoint(module[place].modules())
+            found = parts[place].kind not in ("skips", "again") and parts[place].shape == "tensor"
+            once = all(calls[m] == 1 for m in (unit, *units.intersection(module[place].modules())))
             older = how == "checkpoint" and found and once and rng.random() < 0.7
             plan.append(("reentrant" if older else how, place))
         return part._replace(parts=tuple(parts), plan=tuple(plan))
 
-    return replace(case, root=changed(case.root, root))
+    return replace(case, root=changed(case.root, root, root))
 
 
 def _with_more_backwards(rng: random.Random, case: Case) -> Iterator[Op]:
