@@ -549,6 +549,9 @@ class Comparison:
             if variant != 0:
                 self.reference.forget_frozen_momenta()
             frozen = {n for n, p in self.model.named_parameters() if not p.requires_grad}
+        else:
+            state = FSDP.optim_state_dict_to_load(self.model, self.optimizer, state)
+            self.optimizer.load_state_dict(state)
         for name, momentum in self.reference.momenta().items():
             if name not in frozen:
                 momentum *= 0.75

@@ -435,7 +435,8 @@ def random_case(seed: int) -> Case:
     # What is drawn from here on leaves all of the above as it was before there was any of it.
     if rng.random() < 0.3:
         case = _with_reentrant(rng, case, module)
-    return case if fused else replace(case, program=tuple(_with_more_backwards(rng, case)))
+    case = case if fused else _with_more_backwards(rng, case)
+    return _with_kept_losses_at_once(case)
 
 
 def _by_function(case: Case) -> Case:
@@ -510,25 +511,48 @@ def _with_reentrant(rng: random.Random, case: Case, root: nn.Module) -> Case:
     return replace(case, root=changed(case.root, root, root))
 
 
-def _with_more_backwards(rng: random.Random, case: Case) -> Iterator[Op]:
-    """The program, in which some graphs have two backwards, and some losses have a penalty for the
+def _with_more_backwards(rng: random.Random, case: Case) -> Case:
+    """The same, in which some graphs have two backwards, and some losses have a penalty for the
     gradient of the input, which goes through the graph a first time."""
     penalizes = case.input_gradients and not _is_reentrant(case.root) and rng.random() < 0.5
-    graphs: list[int] = []  # as in _random_step
-    for op in case.program:
-        if op.do == "forward":
-            graphs.append(op.number)
-        elif op.do.startswith("backward"):
-            alike = graphs.pop(op.number) != DIFFERENT
+    program = list[Op]()
+    for op, forward in zip(case.program, _forwards(case), strict=True):
+        if op.do.startswith("backward"):
+            alike = case.program[forward].number != DIFFERENT
             if penalizes and alike and rng.random() < 0.3:
-                yield Op("penalize", op.number)
+                program.append(Op("penalize", op.number))
             if rng.random() < 0.15:
-                yield Op("backward that keeps its graph", op.number)
-        elif op.do == "forget":
-            del graphs[op.number]
-        elif op.do == "step":
+                program.append(Op("backward that keeps its graph", op.number))
+        program.append(op)
+    return replace(case, program=tuple(program))
+
+
+def _with_kept_losses_at_once(case: Case) -> Case:
+    """A loss that comes from attributes alone tells nobody that its backward begins. With a
+    checkpoint on the way it may need parameters first, and finds what the operation before has
+    left: in rows DTensors, or the precision of an evaluation (tutorials/reference/limits.md). So
+    nothing comes between its forward and its backward. Else it is a loss of all outputs."""
+    program = list(case.program)
+    if case.in_rows or case.precision.full_precision_in_eval:
+        for at, forward in enumerate(_forwards(case)):
+            if at > forward + 1 > 0 and program[forward].number == KEPT:
+                program[forward] = Op("forward", ALL)
+    return replace(case, program=tuple(program))
+
+
+def _forwards(case: Case) -> list[int]:
+    """Of each operation on a graph: where in the program its forward is. -1 of all others."""
+    found, graphs = list[int](), list[int]()
+    for at, op in enumerate(case.program):
+        on_graph = op.do.startswith("backward") or op.do in ("forget", "penalize")
+        found.append(graphs[op.number] if on_graph else -1)
+        if op.do == "forward":
+            graphs.append(at)
+        elif op.do == "step" or ("step" in case.after_hooks and op.do in _STEPPING):
             graphs.clear()
-        yield op
+        elif on_graph and op.do not in ("penalize", "backward that keeps its graph"):
+            del graphs[op.number]
+    return found
 
 
 def _is_reentrant(part: Part) -> bool:
@@ -692,7 +716,7 @@ def _random_step(rng: random.Random, variants: int, freezes: bool, fused: bool) 
             number = rng.randrange(len(graphs))
             if graphs.pop(number) == DIFFERENT and do == "backward that fails":
                 do = "backward"  # it would not fail on all ranks
-            if fused and do in ("backward", "backward that fails"):  # which need not meet a trap
+            if fused and do in _STEPPING:
                 graphs.clear()
         elif do == "forward":
             number = rng.randrange(variants)
@@ -715,6 +739,10 @@ def _random_step(rng: random.Random, variants: int, freezes: bool, fused: bool) 
         yield Op("clip", rng.randrange(3))
     yield Op("step")
     yield Op("zero_grad", rng.randrange(6))
+
+
+_STEPPING = ("backward", "backward that fails")
+"""What steps, if the optimizer is fused. The second one need not meet a trap."""
 
 
 def _with_states(rng: random.Random, program: Iterable[Op]) -> tuple[Op, ...]:
