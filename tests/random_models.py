@@ -433,7 +433,7 @@ def random_case(seed: int) -> Case:
     if rng.random() < 0.08:  # seldom: it takes seconds
         case = _with_compiled(rng, case, module)
     # What is drawn from here on leaves all of the above as it was before there was any of it.
-    if rng.random() < 0.3:
+    if rng.random() < 0.3 and Op("forward", DIFFERENT) not in case.program:
         case = _with_reentrant(rng, case, module)
     case = case if fused else _with_more_backwards(rng, case)
     return _with_kept_losses_at_once(case)
