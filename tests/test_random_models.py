@@ -115,7 +115,7 @@ def features(case: Case) -> Iterator[object]:
 
 LOW, EXACT = torch.bfloat16, torch.float32
 EXPECTED = [
-    *LEAVES, "block", "again", *HOW, "tensor", "tuple", "dict",
+    *LEAVES, "block", "again", *HOW, "reentrant", "tensor", "tuple", "dict",
     "shared weights", "called twice", "never called", "depth 4",
     *[(where, strategy) for where in ("root", "unit") for strategy in ShardingStrategy],
     *[f"a unit that is a {kind}" for kind in ("Block", "Odd", "Empty", "Tanh", "Trap", "Linear",
@@ -137,7 +137,8 @@ EXPECTED = [
     *[("by function", s) for s in ShardingStrategy if s is not ShardingStrategy.NO_SHARD],
     *[("by function", do) for do in ("backward in no_sync", "backward that fails", "evaluate",
                                      "clip", "read", "write", "save", "load", "requires_grad_",
-                                     "save states", "load states")],
+                                     "save states", "load states", "penalize",
+                                     "backward that keeps its graph")],
     *[f"modules in a list, {n}" for n in (2, 3)],
     *[(do, n) for do in ("forward", "evaluate", "clip", "zero_grad", "read", "write")
       for n in (0, 1, 2)],
@@ -149,6 +150,9 @@ EXPECTED = [
     "backward in no_sync, refused", "backward in no_sync, zero_grad",
     "forward that fails, backward",
     "backward that fails, forward",
+    "penalize, backward", "penalize, backward that keeps its graph",
+    "backward that keeps its graph, backward", "backward that keeps its graph, backward that fails",
+    "backward that keeps its graph, backward in no_sync",
 ]  # fmt: skip
 
 
@@ -162,7 +166,7 @@ def test_traps_go_off_and_ranks_differ_in_the_units_that_they_use():
     seen = {event for seed in range(60) for events in run(check, 2, seed) for event in events}
     rare = {
         "a forward has failed", "a backward has failed", "another rank has used more units",
-        "a step came too early", "a module was compiled",
+        "a step came too early", "a module was compiled", "a gradient was penalized",
     }  # fmt: skip
     assert seen == rare
 
