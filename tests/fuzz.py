@@ -419,7 +419,8 @@ class Comparison:
             return
         found = found + squares_of_gradient(found, x)
         sent = not any(unit.unreduced_grad is not None for unit in self.units.values())
-        expected = expected + self.reference.look(lambda: squares_of_gradient(expected, its_x), sent)
+        penalty = self.reference.look(lambda: squares_of_gradient(expected, its_x), sent)
+        expected = expected + penalty
         same(found, expected, "loss with the penalty")
         self.graphs[which] = (x, found), (its_x, expected)
         self.events.add("a gradient was penalized")
