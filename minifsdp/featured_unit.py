@@ -130,7 +130,6 @@ class FeaturedUnit(Unit):
         self.leaks = 0  # how often somebody else has kept the memory
         self.leaked = False  # this is so since it was freed last
         self.kept_views: list[ref[Tensor]] = []  # of the call whose backward runs; on_demand.py
-        self.watched: object = None  # by flat_parameter.watch_for_losses
         self.unsharded_by_dtype = UnshardedFlatParams(gradient_hook(self))
         self.placeholders = [Placeholder(self, info) for info in param_infos]
 

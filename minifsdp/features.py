@@ -13,6 +13,7 @@ from minifsdp.checks.first_step import FirstStep
 from minifsdp.checks.members import Leaks
 from minifsdp.checks.misplaced_calls import OneThread, RefusedOperations, Summoned
 from minifsdp.checks.param_changes import Unchanged, Unreplaced, Untouched
+from minifsdp.checks.params_in_graphs import ParamsInGraphs
 from minifsdp.checks.rank_agreement import RankAgreement
 from minifsdp.checks.same_launches import SameLaunches
 from minifsdp.core.layers import Layer
@@ -52,8 +53,10 @@ def layers_of(hooks: FeaturedHooks) -> Iterator[Layer]:
     yield Mistargets(engine)  # looks which units are not gathered yet
     if any(unit.mesh is not None for unit in units):
         yield ShownParams(units)
-    # A parameter that was replaced is this rank's own affair: it raises before others are asked.
+    # A parameter that was replaced, or that a program computes with itself, is this rank's own
+    # affair: it raises before others are asked.
     yield Unreplaced()
+    yield ParamsInGraphs(hooks.backward)
     yield agreement
     yield SameLaunches(engine)
     if any(unit.mesh is not None for unit in units):

@@ -14,6 +14,7 @@ held_values.py        values of parameters that a model has in a second place, w
 members.py            the modules and parameters of a unit cannot be replaced
 first_step.py         what is looked for before a model's first step is over, and then no more
 param_changes.py      what must not be done to parameters around a forward and its backward
+params_in_graphs.py   sharded parameters in a graph of autograd, where unsharded ones belong
 other_wrappers.py     other wrappers around a sharded model, or inside of it
 misplaced_calls.py    calls that are right, but not on this wrapper or not now
 unsupported.py        what torch's FSDP has and minifsdp does not

@@ -15,8 +15,7 @@ would choose none. Two things cannot be seen: a norm that
 is written as squares and sums, and gradients that one function collects and another takes the norm
 of.
 
-A shard gets its gradient from the reduction. If autograd itself accumulates one, then a loss was
-computed with the shard, which is warned of (:func:`watch_for_losses`).
+A loss that is computed with a shard is warned of in checks/params_in_graphs.py.
 
 A flat parameter also sees each optimizer that is built with it; see chunks/optimizers.py. For the
 optimizer itself it is a parameter as any other: torch chooses the same kernels for it.
@@ -50,13 +49,11 @@ class FlatParameter(nn.Parameter):
 
     Attributes:
         is_sharded: other ranks have other shards of it. False with NO_SHARD.
-        was_warned: the warning about a loss that is computed with it was given.
         unit: returns the unit, or None when that is gone.
         on_optimizer: of the class; called with each optimizer that is being built with one.
     """
 
     is_sharded = False
-    was_warned = False
     unit: Callable[[], Any] = staticmethod(lambda: None)
     on_optimizer: Callable[[Optimizer, FrameType], None] = staticmethod(lambda *_: None)
 
@@ -149,41 +146,6 @@ def flat_parameter(
     if grad_dtype is not None:  # without this torch refuses a gradient of another dtype
         param.grad_dtype = grad_dtype
     return param
-
-
-def watch_for_losses(param: FlatParameter) -> object:
-    """Warn when a loss is computed with ``param`` itself, outside of the model: a penalty on
-    ``model.parameters()``, say.
-
-    Returns:
-        The object that watches. The caller has to keep it: kept by ``param``, which it refers to,
-        it would keep ``param`` alive. None if there is nothing to watch for.
-    """
-    if not (param.is_sharded and param.requires_grad):
-        return None
-    with torch.enable_grad():
-        view = param.view_as(param)
-    assert view.grad_fn is not None
-    accumulator = view.grad_fn.next_functions[0][0]  # the node that would write to param.grad
-    assert accumulator is not None
-    weak = ref(param)
-
-    def warn(grads: object) -> None:
-        param = weak()
-        if param is None or param.was_warned:
-            return
-        param.was_warned = True
-        warnings.warn(
-            f"a loss was computed with the flat parameter of unit "
-            f"{getattr(param.unit(), 'label', '?')} itself, of which each rank has a shard: a "
-            f"penalty on model.parameters(), say. The loss counts this rank's shard only. The "
-            f"gradients are right for a sum over elements, and wrong for a norm or a mean. Compute "
-            f"it from the module's own parameters, in the forward of the model.",
-            stacklevel=2,
-        )
-
-    accumulator.register_prehook(warn)
-    return accumulator
 
 
 def _for_reader(grad: Tensor, frame: FrameType) -> Tensor:

@@ -24,7 +24,6 @@ from minifsdp.between_steps.idle import show_divided_params
 from minifsdp.checks.held_values import check_memory
 from minifsdp.checks.members import check_free, join
 from minifsdp.checks.same_model import remember_values
-from minifsdp.chunks.flat_parameter import watch_for_losses
 from minifsdp.chunks.optimizers import watch_optimizers
 from minifsdp.chunks.param_attributes import warn_of_lost_attributes
 from minifsdp.comm.consensus import groups_with_peers
@@ -168,7 +167,6 @@ def build_unit(
     hand_over(held, unit)
     set_unit(originals, unit)
     join(unit, modules)
-    unit.watched = watch_for_losses(unit.sharded_flat_param)
     watch_optimizers()
     watch_steps()
     return unit
