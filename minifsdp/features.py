@@ -53,10 +53,8 @@ def layers_of(hooks: FeaturedHooks) -> Iterator[Layer]:
     yield Mistargets(engine)  # looks which units are not gathered yet
     if any(unit.mesh is not None for unit in units):
         yield ShownParams(units)
-    # A parameter that was replaced, or that a program computes with itself, is this rank's own
-    # affair: it raises before others are asked.
+    # A parameter that was replaced is this rank's own affair: it raises before others are asked.
     yield Unreplaced()
-    yield ParamsInGraphs(hooks.backward)
     yield agreement
     yield SameLaunches(engine)
     if any(unit.mesh is not None for unit in units):
@@ -72,6 +70,7 @@ def layers_of(hooks: FeaturedHooks) -> Iterator[Layer]:
         yield Unreached()
     yield Untouched(agreement)
     yield RefusedOperations(units)
+    yield ParamsInGraphs(hooks.backward)
     yield Leaks()
     # Control returns to the program. The user's hooks are last: one may be an optimizer, which
     # must not write to what other ranks still read.
