@@ -69,7 +69,7 @@ def layers_of(hooks: FeaturedHooks) -> Iterator[Layer]:
     if any(unit.numel and not unit.sharded_flat_param.requires_grad for unit in units):
         yield Unreached()
     yield Untouched(agreement)
-    yield RefusedOperations(units)
+    yield RefusedOperations(hooks)
     yield ParamsInGraphs(hooks.backward)
     yield Leaks()
     # Control returns to the program. The user's hooks are last: one may be an optimizer, which

@@ -54,12 +54,16 @@ def register_hooks(wrapper: Any) -> None:
     module.register_state_dict_post_hook(partial(_after_save, ref))
     module.register_load_state_dict_pre_hook(partial(_before_load, ref))
     module.register_load_state_dict_post_hook(partial(_after_load, ref))
+    if wrapper._unit.mesh is not None:
+        register_rows_hook(module)
 
 
 def register_rows_hook(module: Any) -> None:
-    """Of a module without a wrapper, whose state dict has its DTensors: what is loaded may be
-    divided in any way, or whole."""
-    module.register_load_state_dict_pre_hook(_divide)
+    """Of a module whose parameters are DTensors between steps: what is loaded may be divided in any
+    way, or whole. So it is for each part of the unit, which may be loaded alone."""
+    part: Any
+    for part in own_modules(module).values():
+        part.register_load_state_dict_pre_hook(_divide)
 
 
 def _divide(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:

@@ -12,14 +12,14 @@ refused at once, and no step has to look for it. :func:`check_tree` finds what h
 ways, once before the first step.
 
 Between forwards, a module of a unit has no parameters to list, because the unit is sharded. To ask
-such a module for its parameters, in order to freeze them or to train only them, gives a warning or
-an error (:class:`Part`).
+such a module for its parameters, in order to freeze, train, save, load or convert only them, gives
+a warning or an error (:class:`Part`).
 """
 
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -52,12 +52,14 @@ MARKS = {FSDP_MARK: True, "_fsdp_use_orig_params": True}
 """Attributes that torch's FSDP gives to all modules of its units. By the first one transformers
 knows that ranks have to run the same layers, and have a model that drops layers at random run all.
 TorchDynamo asks for both."""
+_INNER_FIRST = (
+    "Wrap inner modules first, or let auto_wrap_policy do it. If two units share the module, make "
+    "one unit of the smallest module around both."
+)
 _units: "WeakKeyDictionary[nn.Module, ref[FeaturedUnit]]" = WeakKeyDictionary()
 
 
-def check_free(
-    modules: Modules, advice: str = "Wrap inner modules first, or let auto_wrap_policy do it."
-) -> None:
+def check_free(modules: Modules, advice: str = _INNER_FIRST) -> None:
     """Refuse to make a unit of modules whose parameters another unit has.
 
     Args:
@@ -70,8 +72,8 @@ def check_free(
     for name, module in modules.items():
         if (unit := _unit_with(module)) is not None and _holds(module):
             raise ValueError(
-                f"module {name or '<root>'!r} ({type(module).__name__}) is in unit {unit.label} of "
-                f"a FullyShardedDataParallel already, which has sharded its parameters. {advice}"
+                f"module {name or '<root>'!r} ({type(module).__name__}) is in unit {unit.label} "
+                f"already, which has sharded its parameters. {advice}"
             )
 
 
@@ -84,15 +86,14 @@ def join(unit: FeaturedUnit, modules: Modules) -> None:
         module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
         if module is not unit.module:  # which lists the flat parameter, and can be frozen
             part = Part(module, unit)
-            module.__dict__.update(
-                named_parameters=part.named_parameters, requires_grad_=part.requires_grad_
-            )
+            module.__dict__.update((name, getattr(part, name)) for name in _OF_PARTS)
 
 
 class Part:
-    """Replaces two methods of a module that is in a unit.
+    """Replaces methods of a module that is in a unit.
 
-    While the unit is sharded, the originals would list nothing and freeze nothing, silently.
+    While the unit is sharded, the originals would list, freeze, save, load and convert nothing,
+    silently.
     """
 
     def __init__(self, module: nn.Module, unit: FeaturedUnit | None) -> None:
@@ -126,6 +127,53 @@ class Part:
             raise RuntimeError(f"{missing}. They cannot be frozen or thawed one by one.")
         return type(module).requires_grad_(module, requires_grad)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module. A state dict of the whole model shows the unit before it comes here.
+
+        Warns:
+            UserWarning: some parameters are sharded now, so they are not in it.
+        """
+        module: Any = self._module()
+        if missing := self._missing(recurse=True):
+            warnings.warn(
+                f"{missing}. They are not in this state dict, but in that of the whole model.",
+                stacklevel=2,
+            )
+        return type(module).state_dict(module, *args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module. What loads the whole model does not come here.
+
+        Raises:
+            RuntimeError: some parameters are sharded now. With ``strict=False`` nothing would be
+                loaded, and otherwise torch would not expect their names.
+        """
+        module: Any = self._module()
+        if missing := self._missing(recurse=True):
+            raise RuntimeError(f"{missing}. Load them with the whole model's, or inside of that.")
+        return type(module).load_state_dict(module, *args, **kwargs)
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of ``to()``, ``half()``, ``cuda()``.
+
+        Raises:
+            RuntimeError: this module alone is to be converted or moved, and some of its parameters
+                are sharded now.
+        """
+        module: Any = self._module()
+        alone = sys._getframe(1).f_code.co_name != "_apply"  # of the module around this one
+        if alone and (missing := self._missing(recurse=True)) and self._changes(fn):
+            raise RuntimeError(f"{missing}. They cannot be converted or moved one by one.")
+        return type(module)._apply(module, fn, *args, **kwargs)
+
+    def _changes(self, fn: Any) -> bool:
+        """Whether ``fn`` would give the unit's parameters another dtype or device."""
+        assert self._unit is not None
+        shard = cast(FeaturedUnit, self._unit()).padded_shard[:0]
+        with torch.no_grad():
+            made: torch.Tensor = fn(shard)
+        return made.dtype != shard.dtype or made.device != shard.device
+
     def _missing(self, recurse: bool) -> str:
         """Which parameters are sharded now, in words; empty if none is."""
         module = self._module()
@@ -144,6 +192,9 @@ class Part:
             f"optimizers and clipping take the whole model's parameters(); to read them, use "
             f"FSDP.summon_full_params(model)"
         )  # type: ignore[return-value]
+
+
+_OF_PARTS = ("named_parameters", "requires_grad_", "state_dict", "load_state_dict", "_apply")
 
 
 def check_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:

@@ -126,16 +126,18 @@ class RefusedOperations(Layer):
     """Names the unit and the way out where torch refuses an operation because of sharding.
 
     Args:
-        units: of the root.
+        hooks: of the root.
     """
 
-    def __init__(self, units: Sequence[FeaturedUnit]) -> None:
-        self._units = units
+    def __init__(self, hooks: FeaturedHooks) -> None:
+        self._units, self._summoned = hooks.engine.units, hooks.summoned
 
     def enter(self, unit: FeaturedUnit) -> None:
-        """Raises RuntimeError: see :func:`refuse_functional_gradients`."""
+        """Raises RuntimeError: see :func:`refuse_functional_gradients`, :func:`refuse_export`."""
         if _transforms():
             refuse_functional_gradients(unit)
+        if (_tracer() is not None or torch.compiler.is_exporting()) and not self._summoned:
+            refuse_export(unit)
 
     def enter_backward(self) -> None:
         """Raises RuntimeError: see :func:`refuse_compiled_autograd`."""
@@ -149,6 +151,8 @@ class RefusedOperations(Layer):
             refuse_mixed(call.unit, self._units, error)  # it does not come from a unit inside
 
 
+_tracer = torch._C._get_tracing_state
+"""What torch.jit.trace records with; None if it does not run."""
 _transforms = torch._C._functorch.get_interpreter_stack
 """Those of torch.func that the caller is inside of, outermost first; None if there are none."""
 _OF_GRADIENTS = (TransformType.Grad, TransformType.Jvp)
@@ -168,6 +172,21 @@ def refuse_functional_gradients(unit: FeaturedUnit) -> None:
             f"torch.autograd.functional (jacobian, hvp) or torch.autograd.forward_ad. (Inside of "
             f"torch.func.vmap a model may be called.)"
         )
+
+
+def refuse_export(unit: FeaturedUnit) -> None:
+    """Refuse a forward that is recorded to be run later. The record would have this forward's
+    parameters in it, whose memory is freed after it: to read them ends the process.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        f"unit {unit.label} was called inside of torch.jit.trace, torch.onnx.export or "
+        f"torch.export, which would record parameters that are there for this forward only. "
+        f"Record a plain model, after plain.load_state_dict(model.state_dict()); or do it inside "
+        f"of FSDP.summon_full_params(model, writeback=False), without gradients."
+    )
 
 
 def refuse_compiled_autograd() -> None:

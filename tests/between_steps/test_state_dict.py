@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minifsdp import CPUOffload, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
+from minifsdp import CPUOffload, MixedPrecision, ModuleWrapPolicy, ShardingStrategy, fully_shard
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.comm.groups import HYBRID
 from tests.models import CASES, Inner, Unit
@@ -338,6 +338,36 @@ def test_a_part_may_be_loaded():
     expected["1.0.weight"].zero_()
     expected["2.0.bias"].fill_(1)
     assert_same(model.state_dict(), expected)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("wrapper", [False, True])
+@on_ranks(2)
+def test_in_rows_a_part_of_a_unit_loads_plain_tensors(wrapper, assign):
+    """Ones that every rank has whole, as a part of a plain model has saved them."""
+    if wrapper:
+        model = stack(2, use_orig_params=True)
+    else:
+        model = layers(2)
+        for block in model[1:]:
+            fully_shard(block)
+        fully_shard(model)
+    plain, other = layers(2), layers(2)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.mul_(2)
+    step(model)
+    for into, found in ((model[1][0], other[1][0]), (model[0], other[0])):
+        into.load_state_dict(found.state_dict(), assign=assign)
+    plain[1][0].load_state_dict(other[1][0].state_dict())
+    plain[0].load_state_dict(other[0].state_dict())
+    model.zero_grad()
+    loss, expected = step(model), plain(batch()).pow(2).sum()
+    assert torch.equal(loss, expected)
+    mean = mean_gradients(plain, expected)
+    assert {n: p.grad.full_tensor().tolist() for n, p in model.named_parameters()} == {
+        n: grad.tolist() for n, grad in mean.items()
+    }
 
 
 @pytest.mark.parametrize("strict", [True, False])

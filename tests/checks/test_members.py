@@ -127,6 +127,15 @@ def test_a_module_of_a_unit_cannot_be_wrapped_again():
         FSDP(nn.Sequential(model[1][0], nn.Tanh()))
 
 
+@on_ranks(1)
+def test_one_module_in_two_units_is_refused_with_what_to_do():
+    blocks = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()).to(device()) for _ in range(2)]
+    blocks[1][0] = blocks[0][0]
+    fully_shard(blocks[0])
+    with pytest.raises(ValueError, match="If two units share the module, make one unit of the sma"):
+        fully_shard(blocks[1])
+
+
 @on_ranks(2)
 def test_one_activation_in_two_units_is_in_nobodys_way():
     tanh = nn.Tanh()
@@ -155,6 +164,48 @@ def test_a_part_says_which_parameters_it_cannot_list():
             assert not list(ask() or [])
     with pytest.raises(RuntimeError, match=r"weight.* of Linear .*unit '1'.* cannot be frozen"):
         part.requires_grad_(False)
+
+
+@on_ranks(2)
+def test_a_part_says_which_parameters_it_cannot_save_load_or_convert():
+    model, plain = stack(2), layers(2)
+    part = model[1][0]
+    with pytest.warns(UserWarning, match=r"weight.* of Linear .*unit '1'.* not in this state dict"):
+        assert not part.state_dict()
+    values = {name: torch.zeros_like(param) for name, param in nn.Linear(6, 6).named_parameters()}
+    for load in (
+        lambda: part.load_state_dict(values),
+        lambda: part.load_state_dict(values, strict=False),
+        lambda: model.module[1].module.get_submodule("0").load_state_dict(values),
+    ):
+        with pytest.raises(RuntimeError, match=r"weight.* of Linear .*unit '1'.* Load them with"):
+            load()
+    for convert in (part.double, lambda: part.to(torch.bfloat16), lambda: part.to("meta")):
+        with pytest.raises(RuntimeError, match=r"weight.* of Linear .*unit '1'.* cannot be conv"):
+            convert()
+    assert torch.equal(step(model), plain(batch()).pow(2).sum())
+
+
+@on_ranks(2)
+def test_where_a_part_can_be_saved_loaded_and_converted_it_is():
+    model, plain = stack(2), layers(2)
+    part = model[1][0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        part.to(device()).float()  # as they are
+        with FSDP.summon_full_params(model):
+            saved = {name: value.clone() for name, value in part.state_dict().items()}
+            assert saved["weight"].shape == (6, 6)
+            part.load_state_dict({name: value + 1 for name, value in saved.items()})
+            copied = copy.deepcopy(part)
+        assert list(model.state_dict()) == list(plain.state_dict())
+        assert torch.equal(model.state_dict()["1.0.weight"], saved["weight"] + 1)
+        model.load_state_dict(plain.state_dict())
+        model.double()
+        # A copy that was made while they were there is an ordinary module.
+        copied.load_state_dict(copied.double().state_dict())
+    assert {value.dtype for value in model.state_dict().values()} == {torch.float64}
+    assert copied.weight.dtype == torch.float64
 
 
 @on_ranks(2)

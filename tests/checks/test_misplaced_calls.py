@@ -7,11 +7,13 @@ import torch
 from torch._dynamo import compiled_autograd
 
 from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import ModuleWrapPolicy, fully_shard
 from minifsdp.checks.misplaced_calls import check_root_and_idle
 from tests.core.common import StubUnit
 from tests.parity import check_at_rest
 from tests.ranks import on_ranks
 from tests.small import (
+    Block,
     assert_same_gradients,
     batch,
     gathered_gradients,
@@ -98,6 +100,42 @@ def test_a_model_trains_inside_of_torch_func_vmap(rows):
         loss.backward()
         assert_same_gradients(gathered_gradients(model), mean_gradients(plain, expected))
         check_at_rest(model)
+
+
+@pytest.mark.parametrize("how", ["chunks", "rows", "fully_shard"])
+@on_ranks(2)
+def test_a_record_of_a_forward_is_made_where_parameters_are_out_and_nowhere_else(how):
+    """It had parameters in it whose memory was freed, and the process ended without a message."""
+    plain = layers().requires_grad_(False)
+    model = layers().requires_grad_(False)
+    if how == "fully_shard":
+        for block in model[1:]:
+            fully_shard(block)
+        fully_shard(model)
+    else:
+        rows = how == "rows"
+        model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=rows)
+    expected = plain(batch())
+    for _ in range(2):  # what is made in the first forward is there in the second
+        with pytest.raises(RuntimeError, match=r"<root> was called inside of torch\.jit\.trace"):
+            traced(model)
+        with torch.no_grad():
+            assert torch.equal(model(batch()), expected)
+    if how == "fully_shard":
+        with pytest.raises(RuntimeError, match=r"torch\.export, which would record parameters"):
+            torch.export.export(model, (batch(),), strict=False)
+    with FSDP.summon_full_params(model, writeback=False), torch.no_grad():
+        found = traced(getattr(model, "module", model))
+        assert torch.equal(found(batch()), expected)
+    model(batch())
+    assert torch.equal(found(batch()), expected)
+
+
+def traced(model):
+    with warnings.catch_warnings():
+        for kind in (DeprecationWarning, FutureWarning):
+            warnings.filterwarnings("ignore", ".*torch.jit.trace", kind)
+        return torch.jit.trace(model, batch(), check_trace=False)
 
 
 def compiled_backward(model):
