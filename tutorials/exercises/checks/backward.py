@@ -15,6 +15,10 @@ def _entry(what: str, want: Any, got: Any) -> str | None:
             "autograd computes with parameters that are not there: is each unit of the chain "
             "gathered, and the backward begun (self.begin)"
         )
+    if "the call that began" in what and got == []:
+        return "begin() asks autograd for a call at its end, so every backward has to begin"
+    if "the call that began" in what:
+        return "a gradient has come first to the last of the calls: begin with that one"
     if "was over" in what:
         return (
             "a unit around it whose backward is over (POST_BACKWARD) is not gathered again: "
@@ -109,10 +113,18 @@ def outer_units_enter_before_inner_ones() -> Iterator[Any]:
 
         engine.before_backward = noted  # type: ignore[method-assign]
         calls = tuple(Call(u, u.module, False, False) for u in chain)
+        start_backward, first = engine.start_backward, []
+
+        def started(call: Call | None) -> None:
+            first.append(call and calls.index(call))
+            start_backward(call)
+
+        engine.start_backward = started  # type: ignore[method-assign]
         x = torch.ones(2, requires_grad=True)
         x.register_hook(lambda grad: backward.before_backward(calls))
         (2 * x).sum().backward()
         yield "the order in which units enter the backward, 0 being the outermost", order
+        yield "the call that began the backward, 0 being the outermost", first
 
 
 @check("backward.1", because=_entry)

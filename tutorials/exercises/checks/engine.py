@@ -159,6 +159,8 @@ def before_forward_on_two_ranks() -> Iterator[Any]:
 def _after_forward(what: str, want: Any, got: Any) -> str | None:
     if _raised(got):
         return None
+    if "just before the next unit" in what:
+        return "free the unit before you prefetch, so that the next one can have its memory"
     if "the next unit" in what:
         if "no part of a step" in what:
             return "it is gathered although prefetch is False: this forward has no place in a step"
@@ -255,6 +257,23 @@ def a_unit_is_freed_after_its_forward() -> Iterator[Any]:
             engine.leave(now.unit)
             yield "the state of a unit whose module has raised an error (leave)", state(now)
             yield "whether that module lists its shard", lists_shard(now)
+
+
+@check("engine.2", because=_after_forward)
+def a_unit_is_freed_before_the_next_is_asked_for() -> Iterator[Any]:
+    from tutorials.exercises.watching import gathered_for_forward, has_memory, two_units
+
+    with two_units() as (engine, now, _):
+        gathered_for_forward(now)
+        prefetch, seen = engine.parameters.prefetch, []
+
+        def noted(*args: Any) -> None:
+            seen.append(has_memory(now))
+            prefetch(*args)
+
+        engine.parameters.prefetch = noted  # type: ignore[method-assign]
+        engine.after_forward(now.unit, prefetch=True)
+        yield "whether the unit has memory just before the next unit is gathered", seen
 
 
 @check("engine.2", because=_after_forward)

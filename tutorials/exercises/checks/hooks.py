@@ -35,7 +35,8 @@ def _frozen(what: str, want: Any, got: Any) -> str | None:
     if "the state" in what and str(got).startswith("UNSHARDED"):
         return (
             "frozen units are kept until the end of the whole backward: they have no gradient of "
-            "their own, so free each when its inputs have theirs"
+            "their own, so free each when its inputs have theirs. (after_gradients_of() does "
+            "nothing if one of several is a leaf: give it only those that require a gradient)"
         )
     if "the state" in what:
         return (

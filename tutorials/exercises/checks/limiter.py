@@ -119,6 +119,11 @@ def _drift(what: str, want: Any, got: Any) -> str | None:
             "the limit holds in the first step and drifts after it: events of the step before are "
             "still in the queue, and one wait for each admission does not make up for them"
         )
+    if "root itself" in what and isinstance(got, list) and len(got) < len(want):
+        return (
+            "one more unit has memory than the limit allows: a unit that did not count while it "
+            "was around others does when it is freed, so one wait may not make enough room"
+        )
     if "stays" in what or "around" in what:
         return (
             "units around it, and those that their strategy keeps, do not count: no wait frees them"
@@ -188,6 +193,22 @@ def ancestors_and_units_that_stay_do_not_count() -> Iterator[Any]:
         limiter.admit(inner, needed=False),
     )
     yield "a prefetch beside it", limiter.admit(Unit("other", around=[root]), needed=False)
+
+
+@check("limiter.3", because=_drift)
+def a_unit_around_others_counts_when_it_is_freed() -> Iterator[Any]:
+    from minifsdp.core.limiter import EventQueue
+
+    waited: list[str] = []
+    limiter, root = EventQueue(2), Unit("root")
+    limiter.admit(root, needed=True)
+    for name in "ab":
+        limiter.admit(unit := Unit(name, around=[root]), needed=True)
+        limiter.freed(unit, Event(name, waited))
+    yield "events waited for when two inside of root were freed", list(waited)
+    limiter.freed(root, Event("root", waited))
+    limiter.admit(Unit("c"), needed=True)
+    yield "events waited for before c, when a, b and then root itself were freed", list(waited)
 
 
 @check("limiter.3", because=_drift)

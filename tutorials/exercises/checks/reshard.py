@@ -20,6 +20,10 @@ def _free(what: str, want: Any, got: Any) -> str | None:
         return "put placeholders in the places of the views: hide_views(unit)"
     if "while its all-gather" in what:
         return "an all-gather in progress still writes to the memory: wait for unit.unshard_event"
+    if "who waits" in what and "the host" in str(got):
+        return "let the compute stream wait for unit.unshard_event: event.wait(), not synchronize()"
+    if "who waits" in what:
+        return "an all-gather in progress still writes to the memory: wait for unit.unshard_event"
     if "event is kept" in what:
         return "forget unit.unshard_event, or it would be waited for once more"
     if "state" in what:
@@ -64,6 +68,32 @@ def one_unit_alone() -> Iterator[Any]:
         yield "bytes that were there while its all-gather was in progress", memory
         yield "event is kept", lone.unit.unshard_event is not None
         yield "bytes that are left of a unit that was not used", lone.memory
+
+
+@check("reshard.1", because=_free)
+def the_host_does_not_wait_for_an_unused_gather() -> Iterator[Any]:
+    from minifsdp.core.reshard import reshard
+    from tests.lone_unit import lone_unit
+
+    class Gather:
+        """The event of a gather, which notes who waits."""
+
+        def query(self) -> bool:
+            return False
+
+        def wait(self) -> None:
+            waits.append("the compute stream")
+
+        def synchronize(self) -> None:
+            waits.append("the host")
+
+    waits: list[str] = []
+    with lone_unit() as lone:
+        lone.unit.state.start_unshard()
+        lone.unit.unsharded.allocate()
+        lone.unit.unshard_event = Gather()
+        reshard(lone.unit, lone.streams)
+        yield "who waits for a gather that was not used", waits
 
 
 @check("reshard.1", because=_free)

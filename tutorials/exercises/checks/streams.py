@@ -13,6 +13,8 @@ def _cpu(what: str, want: Any, got: Any) -> str | None:
             return "submit waits for the work, so that nothing can be computed meanwhile"
         if "launch" not in got:
             return "launch has to run at once: ranks have to start collectives in the same order"
+    if "kept after" in what:
+        return "an event that still has its finish keeps all that finish has used: gradients, say"
     if "second wait" in what or "failed" in what:
         return (
             "each finish runs once: an event has to forget it before it calls it, so that nobody "
@@ -72,6 +74,25 @@ def work_that_fails_is_not_waited_for_again() -> Iterator[Any]:
     refused(event.synchronize)
     refused(event.wait)
     yield "how often finish has run after three waits for work that has failed", calls
+
+
+@check("streams.1", because=_cpu)
+def work_that_is_done_is_forgotten() -> Iterator[Any]:
+    from weakref import ref
+
+    from minifsdp.core.streams import CpuStream
+
+    class Sent:
+        """What is being sent, which a finish has to keep till then."""
+
+    def launch() -> Callable[[], object]:
+        sent.append(ref(gradient := Sent()))
+        return lambda: [gradient].clear()
+
+    sent: list[Callable[[], object]] = []
+    event = CpuStream().submit(launch)
+    event.wait()
+    yield "what finish has used is kept after the wait", sent[0]() is not None
 
 
 @check("streams.1", because=_cpu)

@@ -21,6 +21,8 @@ def _start(what: str, want: Any, got: Any) -> str | None:
             "a unit that is not sharded has no group to gather among (source.group is None): copy "
             "what the source gives"
         )
+    if "source has all" in what:
+        return "the source says who gathers, not the unit: copy its tensor if source.group is None"
     if isinstance(got, dict) and "raised" in got:
         return (
             "is the memory allocated, is the source prepared before it is asked, and is what it "
@@ -34,6 +36,11 @@ def _start(what: str, want: Any, got: Any) -> str | None:
         return "one all-gather is started for a unit whose source has a group, and none otherwise"
     if "belongs" in what:
         return "allocate it in launch(), which runs on the unshard stream"
+    if "races" in what and "bfloat16" in what:
+        return (
+            "the source casts the shard where it is asked for it: ask in launch(), which runs on "
+            "the unshard stream, as the all-gather does that reads the copy"
+        )
     if "races" in what:
         return "memory is used by two streams without a wait between: is it allocated in launch()"
     if "seconds" in what:
@@ -74,15 +81,38 @@ def one_unit_alone() -> Iterator[Any]:
 
 
 @check("unshard.1", because=_start)
+def the_source_says_who_gathers() -> Iterator[Any]:
+    from minifsdp.core.unshard import OwnShard, unshard, wait_for_unshard
+    from tests.lone_unit import lone_unit
+
+    class Everything(OwnShard):
+        """A source that has kept what all ranks have."""
+
+        def tensor(self, unit: Any, streams: Any) -> torch.Tensor:
+            return torch.ones(unit.padded_numel)
+
+    with lone_unit() as lone:
+        lone.unit.source = Everything(None)
+        unshard(lone.unit, lone.streams)
+        wait_for_unshard(lone.unit)
+        yield "collectives of a sharded unit whose source has all", lone.unit.shard_group.called
+        yield "what was gathered of a source that has all", lone.unit.unsharded.data
+
+
+@check("unshard.1", because=_start)
 def on_a_gpu() -> Iterator[Any]:
-    from minifsdp import CPUOffload
+    from minifsdp import CPUOffload, MixedPrecision
     from minifsdp.sim.figures.report import ALL_GATHER
     from minifsdp.sim.tape import Op
     from tutorials.exercises.virtual import train
 
-    for offload in (None, CPUOffload(True)):
-        gpu = train(cpu_offload=offload)
-        words = "with offload" if offload else "without offload"
+    settings: dict[str, dict[str, Any]] = {
+        "without offload": {},
+        "with offload": {"cpu_offload": CPUOffload(True)},
+        "in bfloat16": {"mixed_precision": MixedPrecision(torch.bfloat16)},
+    }
+    for words, chosen in settings.items():
+        gpu = train(**chosen)
         gathers = [op for op in gpu.tape if isinstance(op, Op) and op.name == ALL_GATHER]
         owners = {buffer.owner for op in gathers for buffer in op.writes}
         yield f"stream that the memory of a gather belongs to, {words}", sorted(owners)
