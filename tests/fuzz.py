@@ -370,9 +370,7 @@ class Comparison:
             return  # everything is frozen
         with nullcontext() if synchronize else self.no_sync():
             failed = fails(trap, lambda: found.backward(retain_graph=keep))
-        # What waits since no_sync may stay, if the backward has reached no unit on any rank (as
-        # autograd.grad() for an input). Or it was sent, if nothing was saved of any unit either.
-        sent = not any(unit.unreduced_grad is not None for unit in self.units.values())
+        sent = self.has_sent()
         as_it_should = fails(
             trap, lambda: self.reference.backward(expected, synchronize, sent, keep)
         )
@@ -389,6 +387,12 @@ class Comparison:
         if synchronize and any(self.reference.waits()):
             self.events.add("a backward has reached nothing")
             self.zero_grad(0)  # or the step to come would be refused
+
+    def has_sent(self) -> bool:
+        """What waits since no_sync may stay, if a backward has reached no unit on any rank (as
+        autograd.grad() for an input). Or it was sent, if nothing was saved of any unit either."""
+        waits = any(unit.unreduced_grad is not None for unit in self.units.values())
+        return not somewhere(waits)[0]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -418,7 +422,7 @@ class Comparison:
         if not expected.requires_grad:
             return
         found = found + squares_of_gradient(found, x)
-        sent = not any(unit.unreduced_grad is not None for unit in self.units.values())
+        sent = self.has_sent()
         penalty = self.reference.look(lambda: squares_of_gradient(expected, its_x), sent)
         expected = expected + penalty
         same(found, expected, "loss with the penalty")

@@ -41,9 +41,10 @@ def before_gradient_of(output: Tensor, hook: Callable[[object], None], first: in
 
 
 def after_gradients_of(inputs: Sequence[Tensor], hook: Callable[[object], None]) -> None:
-    """Call ``hook`` when all those of ``inputs`` that will get a gradient have got theirs. Does
-    nothing if there are several and one is a leaf: torch's way to count them keeps a leaf and its
-    hook for ever, and raises an error in ``autograd.grad()`` for the leaf."""
+    """Call ``hook`` when a backward has computed the gradients of ``inputs``, all of which require
+    one; those that it does not come to do not count. Does nothing if there are several and one is a
+    leaf: torch's way to count them keeps a leaf and its hook for ever, and raises an error in
+    ``autograd.grad()`` for the leaf."""
     alone = len(inputs) == 1  # then there is nothing to count
     if alone or not any(tensor.is_leaf for tensor in inputs):
         register_multi_grad_hook(inputs, hook, mode="any" if alone else "all")

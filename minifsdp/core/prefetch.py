@@ -9,8 +9,8 @@ recorded::
     pre-backward   units in the order in which their backwards begin    b  a  a.x
 
 The root is in none of them: a pass begins with it, so it is never a target. When a pass comes to
-the root, the target is the first unit of the order. A unit without parameters is in none
-of them either, and has no target.
+the root, the target is the first unit of the order. A unit inside of it that has no parameters is
+in none of them either, and has no target.
 
 Each hook looks up the unit that followed the current one in the last pass:
 
