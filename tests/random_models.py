@@ -514,7 +514,8 @@ def _with_reentrant(rng: random.Random, case: Case, root: nn.Module) -> Case:
 def _with_more_backwards(rng: random.Random, case: Case) -> Case:
     """The same, in which some graphs have two backwards, and some losses have a penalty for the
     gradient of the input, which goes through the graph a first time."""
-    penalizes = case.input_gradients and not _is_reentrant(case.root) and rng.random() < 0.5
+    # torch refuses to differentiate a reentrant checkpoint for an input alone.
+    penalizes = case.input_gradients and not _calls(case.root, "reentrant") and rng.random() < 0.5
     program = list[Op]()
     for op, forward in zip(case.program, _forwards(case), strict=True):
         if op.do.startswith("backward"):
@@ -533,7 +534,8 @@ def _with_kept_losses_at_once(case: Case) -> Case:
     left: in rows DTensors, or the precision of an evaluation (tutorials/reference/limits.md). So
     nothing comes between its forward and its backward. Else it is a loss of all outputs."""
     program = list(case.program)
-    if case.in_rows or case.precision.full_precision_in_eval:
+    late = _calls(case.root, "checkpoint", "reentrant")
+    if late and (case.in_rows or case.precision.full_precision_in_eval):
         for at, forward in enumerate(_forwards(case)):
             if at > forward + 1 > 0 and program[forward].number == KEPT:
                 program[forward] = Op("forward", ALL)
@@ -555,10 +557,9 @@ def _forwards(case: Case) -> list[int]:
     return found
 
 
-def _is_reentrant(part: Part) -> bool:
-    """Whether torch refuses to differentiate it for an input alone."""
-    called = any(how == "reentrant" for how, _ in part.plan)
-    return called or any(map(_is_reentrant, part.parts))
+def _calls(part: Part, *ways: str) -> bool:
+    """Whether a block in it calls something in one of these ways."""
+    return any(how in ways for how, _ in part.plan) or any(_calls(p, *ways) for p in part.parts)
 
 
 def _random_part(rng: random.Random, depth: int, made: list[Part]) -> Part:
