@@ -41,7 +41,7 @@ class ParamsInGraphs(Layer):
         self._watched: list[object] = [None] * len(self._units)  # what is, of each unit
         # autograd forgets a node, and the hook on it, that nobody keeps.
         self._nodes: list[list[Node]] = [[] for _ in self._units]
-        self._without: list[FeaturedUnit] = []  # a gradient, after the backward that was last
+        self._without: list[FeaturedUnit] = []  # units that got no gradient in the last backward
         self._warned = set[FeaturedUnit]()
 
     def start(self, purpose: Purpose) -> None:
@@ -82,7 +82,7 @@ class ParamsInGraphs(Layer):
             _warn(unit)
 
     def end_of_backward(self) -> None:
-        """It may be over before the one around it comes to what is sharded."""
+        """A backward inside of another one is over before that one comes to what is sharded."""
         began = TrainingState.PRE_BACKWARD
         self._without = [unit for unit in self._units if unit.state.training is began]
 
