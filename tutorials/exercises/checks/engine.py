@@ -384,6 +384,11 @@ def _before_backward(what: str, want: Any, got: Any) -> str | None:
         )
     if "the memory" in what or "the state" in what:
         return "the backward would compute before the data is there: wait_for_unshard is missing"
+    if "views are still" in what:
+        return (
+            "make no new views: the graph has those of the forward, which show the same memory, "
+            "and no gradient would come to new ones"
+        )
     if "autograd's number" in what:
         return "the state keeps the number of the backward: start_backward(graph_task)"
     if "the module has" in what:
@@ -406,8 +411,10 @@ def a_backward_finds_its_parameters() -> Iterator[Any]:
     with two_units() as (engine, now, following):
         engine.before_forward(now.unit, prefetch=False)
         engine.after_forward(now.unit, prefetch=False)
+        views = [*now.unit.views]
         engine.before_backward(now.unit, 7)
         yield "the state of the unit", state(now)
+        yield "whether the views are still those of the forward", [*map(id, views)] == [*map(id, now.unit.views)]
         yield "autograd's number of the backward", now.unit.state.graph_task
         yield "the memory of the unit", now.gathered
         yield "whether the module has its unsharded parameters", has_views(now)

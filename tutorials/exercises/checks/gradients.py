@@ -61,6 +61,12 @@ def _reduce(what: str, want: Any, got: Any) -> str | None:
             "with replicas a reduction has further stages: when a reduction starts, each of those "
             "that are under way goes one stage further"
         )
+    if "order of waits" in what:
+        return (
+            "the newest reduction goes on first. Ranks that replicate each other may have units in "
+            "another order: with the oldest first, each would wait for a stage that the other one "
+            "starts only after it"
+        )
     if "two parts" in what:
         return "a second part is reduced as the first one is; store_gradient() adds them up"
     if "allocated" in what:
@@ -115,6 +121,8 @@ def one_reduction_at_a_time() -> Iterator[Any]:
             gradients.take(unit, _grad())
         parts = sum(entry.startswith("start") for entry in log)
         yield at_least("parts of reductions that start during a backward with replicas", parts)
+        waits = [entry for entry in log if entry.startswith("wait")]
+        yield "the order of waits during a backward with replicas", waits
         gradients.finish()
         for unit in units:
             yield f"the gradient of {unit.name}, with replicas", unit.sharded_flat_param.grad
@@ -147,6 +155,11 @@ def _finish(what: str, want: Any, got: Any) -> str | None:
         return (
             "wait for all reductions first, then store: here some gradients are stored before a "
             "later reduction has failed"
+        )
+    if "drop() waits" in what:
+        return (
+            "keep the reductions till all are waited for: if one fails, drop() has to wait for "
+            "those that are still being sent, whose memory would be given away"
         )
     if "are returned" in what:
         return "the reductions are returned, in the order in which they were started"
@@ -199,6 +212,16 @@ def all_or_none() -> Iterator[Any]:
             changed = [unit.name for unit in (b, c, d) if unit.sharded_flat_param.grad is not None]
             changed += ["a"] * (not bool((a.sharded_flat_param.grad == 1).all()))
             yield f"gradients that are changed by a backward that fails {of}", sorted(changed)
+    with ExitStack() as stack:
+        units, streams = _units(stack, "abc", replicas=2)
+        log: list[str] = []
+        gradients = Gradients(_watched(streams, log, "reduce 'c'"))
+        for unit in units:
+            gradients.take(unit, _grad())
+        refused(gradients.finish)
+        so_far = len(log)
+        gradients.drop()
+        yield "what drop() waits for when the first half of c has failed", log[so_far:]
 
 
 @check("gradients.2", because=_finish)
