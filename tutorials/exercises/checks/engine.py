@@ -411,10 +411,11 @@ def a_backward_finds_its_parameters() -> Iterator[Any]:
     with two_units() as (engine, now, following):
         engine.before_forward(now.unit, prefetch=False)
         engine.after_forward(now.unit, prefetch=False)
-        views = [*now.unit.views]
+        views = [*now.unit.views]  # kept, so that no other tensor has their places
         engine.before_backward(now.unit, 7)
+        kept = [*map(id, now.unit.views)] == [*map(id, views)]
         yield "the state of the unit", state(now)
-        yield "whether the views are still those of the forward", [*map(id, views)] == [*map(id, now.unit.views)]
+        yield "whether the views are still those of the forward", kept
         yield "autograd's number of the backward", now.unit.state.graph_task
         yield "the memory of the unit", now.gathered
         yield "whether the module has its unsharded parameters", has_views(now)
