@@ -111,6 +111,7 @@ MUTANTS = [
     Mutant("checks/params_in_graphs", "a penalty is taken for a Function", "waits and inside and (", "waits and ("),
     Mutant("checks/params_in_graphs", "only None is nothing", " or not local_of(grad).any()", ""),
     Mutant("checks/params_in_graphs", "a backward that is over is forgotten", "if running else unit in self._without", "if running else False"),
+    Mutant("checks/params_in_graphs", "rows are watched for ever", "while self._rows and not graph:", "while False:"),
     Mutant("checks/params_in_graphs", "what was frozen once is not looked at again", " and shard.requires_grad:", ":"),
     Mutant("between_steps/checkpoint_calls", "loads after each entry", 'and frame.f_locals["keys"][-1] == key:', "and key:"),
     Mutant("between_steps/checkpoint_calls", "what dcp.load assigns is forgotten", "            self._load()  # dcp", "            pass  # dcp"),

@@ -14,6 +14,9 @@ In the second one, ``Checkpoint`` is an ``autograd.Function`` of the program's o
 runs the block again, and asks ``torch.autograd.grad`` for gradients of what it was given. The block
 computes with unsharded parameters, so there are none, and the unit would not be trained, without a
 word. That is refused. The adjoint method of a neural ODE does the same.
+
+In rows only the first steps are watched. Between steps torch may swap a DTensor for another one
+(``model.double()``), and wants nobody to have kept autograd's node of it.
 """
 
 import warnings
@@ -31,6 +34,8 @@ from minifsdp.core.unit_state import Purpose, TrainingState
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.dtensors import local_of
 
+FIRST_STEPS = 3
+
 
 class ParamsInGraphs(Layer):
     """Watches the sharded parameters of one root's units. That costs nothing as long as no graph
@@ -43,6 +48,8 @@ class ParamsInGraphs(Layer):
         self._nodes: list[list[Node]] = [[] for _ in self._units]
         self._without: list[FeaturedUnit] = []  # units that got no gradient in the last backward
         self._warned = set[FeaturedUnit]()
+        self._rows = list[int]()  # numbers of units in rows that are watched till the step is over
+        self._backwards = 0
 
     def start(self, purpose: Purpose) -> None:
         """Watch what was moved or thawed since the last step, too."""
@@ -50,6 +57,16 @@ class ParamsInGraphs(Layer):
             shard = unit.sharded_flat_param
             if self._watched[at] is not shard and shard.requires_grad:
                 self._watched[at], self._nodes[at] = shard, self._watch(unit)
+                if unit.mesh is not None:
+                    self._rows.append(at)
+
+    def idle(self, graph: bool) -> None:
+        """Parameters in rows may be swapped now."""
+        while self._rows and not graph:
+            at = self._rows.pop()
+            self._nodes[at] = []
+            if self._backwards < FIRST_STEPS:
+                self._watched[at] = None
 
     @torch.inference_mode(False)  # or there would be no graph
     def _watch(self, unit: FeaturedUnit) -> list[Node]:
@@ -83,6 +100,7 @@ class ParamsInGraphs(Layer):
 
     def end_of_backward(self) -> None:
         """A backward inside of another one is over before that one comes to what is sharded."""
+        self._backwards += 1
         began = TrainingState.PRE_BACKWARD
         self._without = [unit for unit in self._units if unit.state.training is began]
 

@@ -146,3 +146,24 @@ def test_a_penalty_for_a_unit_without_a_gradient_of_its_own_is_no_mistake(way):
         warnings.filterwarnings("ignore", "a loss was computed with the flat parameter")
         (loss_of(model, batch(3, 6)) + 0.01 * penalty).backward()
     check_at_rest(SimpleNamespace(engine=model._hooks.engine))
+
+
+@SHARDED
+@pytest.mark.parametrize("frozen", [False, True])
+@on_ranks(2)
+def test_between_steps_parameters_can_be_cast_and_frozen(frozen, way):
+    """Where they are DTensors torch swaps them, and refuses that if somebody keeps their nodes, or
+    has the next backward that comes to them fail."""
+    model = WAYS[way](nn.Sequential(nn.Linear(6, 6), Dropped()))
+    loss_of(model, batch(3, 6)).backward()
+    model.zero_grad()
+    model.requires_grad_(not frozen)
+    model.double()
+    model.requires_grad_(True)
+    x = batch(3, 6).double()
+    penalty = sum(param.pow(2).sum() for param in model.parameters())
+    penalty = penalty.full_tensor() if hasattr(penalty, "full_tensor") else penalty
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a loss was computed with the flat parameter")
+        (loss_of(model, x) + 0.01 * penalty).backward()
+    check_at_rest(SimpleNamespace(engine=model._hooks.engine))
