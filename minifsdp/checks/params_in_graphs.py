@@ -15,8 +15,10 @@ runs the block again, and asks ``torch.autograd.grad`` for gradients of what it 
 computes with unsharded parameters, so there are none, and the unit would not be trained, without a
 word. That is refused. The adjoint method of a neural ODE does the same.
 
-In rows only the first steps are watched. Between steps torch may swap a DTensor for another one
-(``model.double()``), and wants nobody to have kept autograd's node of it.
+A hook on autograd's node of a parameter sees that a backward comes to it. A node lives as long as a
+graph has it, or somebody keeps it. In chunks it is kept. In rows it must not be: ``model.double()``
+swaps DTensors, which torch refuses then. So there the hook is set in the backward, of the first
+steps only, since it takes time.
 """
 
 import warnings
@@ -28,13 +30,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
+from minifsdp.checks.rank_agreement import CHECKED_STEPS
 from minifsdp.core.backward import Backward
-from minifsdp.core.layers import Layer
+from minifsdp.core.layers import Call, Layer
 from minifsdp.core.unit_state import Purpose, TrainingState
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.dtensors import local_of
-
-FIRST_STEPS = 3
 
 
 class ParamsInGraphs(Layer):
@@ -44,29 +45,24 @@ class ParamsInGraphs(Layer):
     def __init__(self, backward: Backward) -> None:
         self._backward, self._units = backward, backward.engine.units
         self._watched: list[object] = [None] * len(self._units)  # what is, of each unit
-        # autograd forgets a node, and the hook on it, that nobody keeps.
         self._nodes: list[list[Node]] = [[] for _ in self._units]
         self._without: list[FeaturedUnit] = []  # units that got no gradient in the last backward
         self._warned = set[FeaturedUnit]()
-        self._rows = list[int]()  # numbers of units in rows that are watched till the step is over
         self._backwards = 0
 
     def start(self, purpose: Purpose) -> None:
         """Watch what was moved or thawed since the last step, too."""
         for at, unit in enumerate(self._units):
             shard = unit.sharded_flat_param
-            if self._watched[at] is not shard and shard.requires_grad:
+            if self._watched[at] is not shard and unit.mesh is None and shard.requires_grad:
                 self._watched[at], self._nodes[at] = shard, self._watch(unit)
-                if unit.mesh is not None:
-                    self._rows.append(at)
 
-    def idle(self, graph: bool) -> None:
-        """Parameters in rows may be swapped now."""
-        while self._rows and not graph:
-            at = self._rows.pop()
-            self._nodes[at] = []
-            if self._backwards < FIRST_STEPS:
-                self._watched[at] = None
+    def start_backward(self, call: Call | None) -> None:
+        """Watch rows, if a graph has them."""
+        if self._backwards < CHECKED_STEPS:
+            for unit in self._units:
+                if unit.mesh is not None:
+                    self._watch(unit)
 
     @torch.inference_mode(False)  # or there would be no graph
     def _watch(self, unit: FeaturedUnit) -> list[Node]:
@@ -110,7 +106,7 @@ class ParamsInGraphs(Layer):
 
 
 def _hook(layer: ParamsInGraphs, unit: FeaturedUnit) -> Callable[[Sequence[Any]], None]:
-    """What autograd calls, which must keep neither of them: the layer keeps the node."""
+    """What autograd calls, which must keep neither of them: a graph that is dropped may stay."""
     weak, weak_unit = ref(layer), ref(unit)
 
     def hook(grads: Sequence[Any]) -> None:

@@ -136,34 +136,36 @@ class Dropped(Block):
         return x * 2
 
 
+def penalized(model, x):
+    """Plus a penalty that is computed first, so that a backward comes to the parameters last."""
+    penalty = sum(param.pow(2).sum() for param in model.parameters())
+    penalty = penalty.full_tensor() if hasattr(penalty, "full_tensor") else penalty
+    return loss_of(model, x) + 0.01 * penalty
+
+
 @SHARDED
+@pytest.mark.filterwarnings("ignore:a loss was computed with the flat parameter")
 @on_ranks(2)
 def test_a_penalty_for_a_unit_without_a_gradient_of_its_own_is_no_mistake(way):
     model = WAYS[way](nn.Sequential(nn.Linear(6, 6), Dropped()))
-    penalty = sum(param.pow(2).sum() for param in model.parameters())
-    penalty = penalty.full_tensor() if hasattr(penalty, "full_tensor") else penalty
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "a loss was computed with the flat parameter")
-        (loss_of(model, batch(3, 6)) + 0.01 * penalty).backward()
+    penalized(model, batch(3, 6)).backward()
     check_at_rest(SimpleNamespace(engine=model._hooks.engine))
 
 
 @SHARDED
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.filterwarnings("ignore:a loss was computed with the flat parameter")
 @on_ranks(2)
-def test_between_steps_parameters_can_be_cast_and_frozen(frozen, way):
-    """Where they are DTensors torch swaps them, and refuses that if somebody keeps their nodes, or
-    has the next backward that comes to them fail."""
+def test_between_steps_parameters_can_be_frozen_and_cast(backward, way):
+    """torch swaps DTensors, and refuses that if somebody keeps the node of one that is frozen."""
     model = WAYS[way](nn.Sequential(nn.Linear(6, 6), Dropped()))
-    loss_of(model, batch(3, 6)).backward()
+    loss = penalized(model, batch(3, 6))
+    if backward:
+        loss.backward()
+    del loss
     model.zero_grad()
-    model.requires_grad_(not frozen)
+    model.requires_grad_(False)
     model.double()
     model.requires_grad_(True)
-    x = batch(3, 6).double()
-    penalty = sum(param.pow(2).sum() for param in model.parameters())
-    penalty = penalty.full_tensor() if hasattr(penalty, "full_tensor") else penalty
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "a loss was computed with the flat parameter")
-        (loss_of(model, x) + 0.01 * penalty).backward()
+    penalized(model, batch(3, 6).double()).backward()
     check_at_rest(SimpleNamespace(engine=model._hooks.engine))
