@@ -255,11 +255,16 @@ def test_links_are_shaped_and_gone_afterwards():
     why = net.missing()
     if why:
         pytest.skip(why)
-    with net.links(2, 100):
+    with net.links(2, net.Link(100, buffers=64)):
         for rank in range(2):
             words = ["tc", "-n", net._name(rank), "qdisc", "show", "dev", net.DEVICE]
             shown = subprocess.run(words, capture_output=True, text=True).stdout
             assert "tbf" in shown and "rate 100Mbit" in shown
+            for name in "tcp_wmem", "tcp_rmem":
+                file = f"/proc/sys/net/ipv4/{name}"
+                result = run_command([*net.command(rank), "cat", file])
+                *before, _ = Path(file).read_text().split()
+                assert result.stdout.split() == [*before, str(64 << 20)]
     there = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     assert net._name("bridge") not in there and net._name(0) not in there
 
@@ -292,7 +297,7 @@ def test_what_is_sent_over_a_link_with_latency_arrives_later():
     if why := net.missing():
         pytest.skip(why)
     python = [sys.executable, "-c"]
-    with net.links(2, 1000, ms=150):
+    with net.links(2, net.Link(1000, ms=150)):
         serve = [*net.command(0), *python, SERVER]
         with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as server:
             try:
@@ -341,21 +346,46 @@ def test_a_table_of_slow_links(monkeypatch, capsys):
     assert rows[2].split()[2:7] == ["comp", "3.00", "1.01", "to", "1.09"]
 
 
+def sharded_as_the_page_says(block, layers):
+    """A model that a block of tutorials/reference/using.md has sharded, after two steps."""
+    page = Path(__file__).parents[1] / "tutorials/reference/using.md"
+    _, *blocks = page.read_text().split("tests/test_bench_engine.py runs this block -->\n```py\n")
+    torch.manual_seed(0)
+    names = {"model": GPT(layers, width=64, vocab=16), "Block": Block}
+    exec(blocks[block].partition("```")[0], names)
+    for _ in range(2):
+        names["model"](torch.arange(16)[None]).sum().backward()
+    return names["model"]
+
+
 @on_ranks(2)
 def test_the_settings_for_slow_links_train():
-    """Those of tutorials/reference/using.md."""
-    page = Path(__file__).parents[1] / "tutorials/reference/using.md"
-    _, _, rest = page.read_text().partition(
-        "tests/test_bench_engine.py runs this block -->\n```py\n"
-    )
-    torch.manual_seed(0)
-    names = {"model": GPT(layers=3, width=64, vocab=16), "Block": Block}
-    exec(rest.partition("```")[0], names)
-    model = names["model"]
-    for _ in range(2):
-        model(torch.arange(16)[None]).sum().backward()
-    units = model.engine.units[1:]
+    units = sharded_as_the_page_says(block=0, layers=3).engine.units[1:]
     assert [unit.reshard_after_forward for unit in units] == [False] * 2 + [True] * 2 + [False] * 2
+
+
+@on_ranks(2)
+def test_the_settings_for_far_links_gather_three_blocks_ahead():
+    """When a block computes. Before the first one the root asks for them. The last one stays."""
+    model = sharded_as_the_page_says(block=1, layers=6)
+    units = [block._unit for block in model.blocks]
+    gathered = {"forward": [], "backward": []}
+
+    def look(when):
+        there = [n for n, unit in enumerate(units) if unit.unsharded.storage.nbytes()]
+        gathered[when].append(there)
+
+    for block in model.blocks:
+        block.mlp.register_forward_pre_hook(lambda *_: look("forward"))
+        block.mlp.register_full_backward_pre_hook(lambda *_: look("backward"))
+    model.norm.register_forward_pre_hook(lambda *_: look("forward"))
+    model(torch.arange(16)[None]).sum().backward()
+    assert gathered["forward"] == [
+        [0, 1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5], [3, 4, 5], [4, 5], [5], [5],
+    ]  # fmt: skip
+    assert gathered["backward"] == [
+        [2, 3, 4, 5], [1, 2, 3, 4], [0, 1, 2, 3], [0, 1, 2], [0, 1], [0],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("words", ["--model deep --only mini", "--model ranks --rounds 3 --bf16"])

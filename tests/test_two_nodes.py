@@ -121,7 +121,7 @@ class Nodes:
 
 @contextmanager
 def nodes(folder, *arguments):
-    with net.links(2, 1000):
+    with net.links(2, net.Link(1000)):
         running = Nodes(folder, *arguments)
         try:
             yield running

@@ -100,6 +100,18 @@ def _flat(
     return wrap
 
 
+def _for_far_links(model: nn.Module, setting: Setting) -> nn.Module:
+    """As tutorials/reference/using.md says: three blocks are gathered ahead, and the last stays."""
+    root: Any = as_fsdp2(model, setting, reshard=True, keep_last=True, library=minifsdp)
+    blocks: list[Any] = [*filter(_is_block, root.modules())]
+    for at, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[at + 1 :][:3])
+        block.set_modules_to_backward_prefetch(blocks[:at][::-1][:3])
+    root.set_modules_to_forward_prefetch(blocks[:3])
+    root.set_modules_to_backward_prefetch(blocks[::-1][:3])
+    return root  # type: ignore[no-any-return]
+
+
 def _for_slow_links(strategy: str) -> Wrap:
     """As tutorials/reference/using.md says: embeddings and the head are units of their own, and
     stay from forward to backward, as does the last block."""
@@ -194,6 +206,7 @@ CONTENDERS: dict[str, Wrap] = {
     "mini grad_op": _mini("SHARD_GRAD_OP", forward_prefetch=True),
     "mini slow link": _for_slow_links("FULL_SHARD"),
     "mini slow link grad_op": _for_slow_links("SHARD_GRAD_OP"),
+    "mini far link": _for_far_links,
     "mini lean": _mini("FULL_SHARD", _is_block_or_end, backward_prefetch=POST),
     "mini rows": _mini("FULL_SHARD", forward_prefetch=True, use_orig_params=True),
     "mini rows grad_op": _mini("SHARD_GRAD_OP", forward_prefetch=True, use_orig_params=True),

@@ -3,6 +3,10 @@
 Each machine is a namespace with one interface, on a bridge in another one; as a rule there is one
 rank on each. What it sends passes a token bucket (`tbf`) of the rate that was asked for. In place
 of the bridge there may be a cable with latency (delay.py). It takes Linux, root, `ip` and `tc`.
+
+A connection has so many bytes under way as its sender keeps until they are acknowledged. Over a
+link with latency that decides on its rate: with the 4 MiB that Linux allows, of which half are for
+its own notes, a gigabit whose way there and back takes 40 ms carries half of what it could.
 """
 
 import ctypes
@@ -22,6 +26,7 @@ from tests.bench import delay
 CLONE_NEWNET = 0x40000000
 DEVICE = "eth0"  # the interface of each namespace
 BURST = "256kb"  # of a bucket: a few messages, far less than a unit
+BUFFERS = ("net.ipv4.tcp_wmem", "net.ipv4.tcp_rmem")  # of a connection: at least, at first, at most
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,13 @@ class Link:
         mbit: Mbit/s from each machine, and as many to it.
         ms: until what was sent arrives.
         ranks: on each machine.
+        buffers: MiB that a connection may have under way; 0: what the system allows.
     """
 
     mbit: float
     ms: float = 0
     ranks: int = 1
+    buffers: int = 0
 
 
 def missing() -> str:
@@ -54,12 +61,8 @@ def missing() -> str:
 
 
 @contextmanager
-def links(machines: int, mbit: float, ms: float = 0) -> Iterator[None]:
-    """While the block runs, :func:`enter` works, with ``mbit`` Mbit/s from and to each machine.
-
-    Args:
-        ms: until what was sent arrives.
-    """
+def links(machines: int, link: Link) -> Iterator[None]:
+    """While the block runs, :func:`enter` works for so many machines."""
     bridge, ports = _name("bridge"), [f"port{machine}" for machine in range(machines)]
     with ExitStack() as made:
         for name in (bridge, *map(_name, range(machines))):
@@ -73,16 +76,25 @@ def links(machines: int, mbit: float, ms: float = 0) -> Iterator[None]:
             _ip("-n", name, "address", "add", f"10.77.0.{machine + 1}/24", "dev", DEVICE)
             _ip("-n", name, "link", "set", DEVICE, "up")
             _ip("-n", name, "link", "set", "lo", "up")
-            shaped = ("root", "tbf", "rate", f"{mbit}mbit", "burst", BURST, "latency", "100ms")
+            shaped = ("root", "tbf", "rate", f"{link.mbit}mbit", "burst", BURST, "latency", "100ms")
             subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", DEVICE, *shaped], check=True)
-        if ms:
-            made.enter_context(_late(bridge, ms, ports))
+            for setting in BUFFERS if link.buffers else ():
+                _allow(machine, setting, link.buffers << 20)
+        if link.ms:
+            made.enter_context(_late(bridge, link.ms, ports))
         else:
             _ip("-n", bridge, "link", "add", "bridge", "type", "bridge")
             _ip("-n", bridge, "link", "set", "bridge", "up")
             for port in ports:
                 _ip("-n", bridge, "link", "set", port, "master", "bridge")
         yield
+
+
+def _allow(machine: int, setting: str, nbytes: int) -> None:
+    """So many bytes at most, for the connections of a machine that are made from now on."""
+    file = f"/proc/sys/{setting.replace('.', '/')}"
+    words = f"set -- $(cat {file}) && echo $1 $2 {nbytes} > {file}"
+    subprocess.run([*command(machine), "sh", "-c", words], check=True)
 
 
 @contextmanager

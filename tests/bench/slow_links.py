@@ -15,8 +15,9 @@ from tests.bench.report import MIB, Found, columns, median, perfect_seconds, rat
 from tests.bench.steps import measured
 
 WORD = "table"  # which `--net` takes
-SET = "mini slow link"  # minifsdp, set for it (contenders.py)
-FULL = ("local", "meanwhile", SET, "FSDP1 prefetch", "FSDP2 tuned", "mini prefetch")
+THEIRS_AND_MINE = ("FSDP1 prefetch", "FSDP2 tuned", "mini prefetch")
+SET = ("mini slow link", "mini far link")  # minifsdp, set for it (contenders.py)
+SLOW, FAR = (("local", "meanwhile", name, *THEIRS_AND_MINE) for name in SET)
 HYBRID = ("local", "FSDP1 hybrid", "FSDP2 hybrid", "mini hybrid")
 
 
@@ -28,7 +29,7 @@ class Row:
     workload: str
     link: Link
     ranks: int = 2
-    names: tuple[str, ...] = FULL
+    names: tuple[str, ...] = SLOW
 
     @property
     def crossing(self) -> tuple[float, float]:
@@ -56,7 +57,8 @@ ROWS = (
     Row("100 Mbit/s", "tiny", Link(100)),
     Row("1 Gbit/s", "comp", Link(1_000)),
     Row("10 Gbit/s", "comp", Link(10_000)),
-    Row("1 Gbit/s, 20 ms later", "comp", Link(1_000, ms=20)),
+    Row("1 Gbit/s, 20 ms later", "comp", Link(1_000, ms=20), names=FAR),
+    Row("the same, 64 MiB under way", "comp", Link(1_000, ms=20, buffers=64), names=FAR),
     Row("1 Gbit/s, two machines of two ranks", "comp", Link(1_000, ranks=2), 4),
     Row("the same, hybrid sharding", "comp", Link(1_000, ranks=2), 4, HYBRID),
 )
@@ -83,6 +85,6 @@ def in_words(row: Row, found: Found) -> list[str]:
     *theirs, mine = row.names[-3:]
     ratios = [f"{ratio(found, mine, other)[0]:.2f}" for other in ("local", *theirs)]
     best = " to ".join(f"{each:.2f}" for each in row.at_best(found))
-    tuned = f"{ratio(found, SET, 'local')[0]:.2f}" if SET in found else ""
+    tuned = "".join(f"{ratio(found, name, 'local')[0]:.2f}" for name in SET if name in found)
     sent = [f"{median(found, name, 4) / MIB:.1f}" for name in (mine, *theirs)]
     return [row.about, row.workload, ratios[0], best, tuned, *ratios[1:], *sent]

@@ -205,7 +205,7 @@ def measured(
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         job = Job(workload, names, ranks, rounds, bf16, offload, folder, os.getpid(), link)
         if link:
-            stack.enter_context(net.links(ranks // link.ranks, link.mbit, link.ms))
+            stack.enter_context(net.links(ranks // link.ranks, link))
         found: dict[str, dict[str, Any]] = job.on_all_ranks(timed)
         for name, peaks in memory(job).items() if counts else ():
             found[name] |= peaks
