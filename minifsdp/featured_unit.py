@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifsdp.api import MixedPrecision
 from minifsdp.chunks.flat_parameter import FlatParameter, flat_parameter
+from minifsdp.chunks.layout import FeaturedChunks
 from minifsdp.chunks.param_attributes import common_attributes
 from minifsdp.comm.groups import Placement
 from minifsdp.comm.message_tags import Launches
 from minifsdp.core.flatten import check_flattenable
-from minifsdp.core.shard import Chunks
 from minifsdp.core.unit import Unit, gradient_hook
 from minifsdp.core.unit_state import Purpose, ShardedState
 from minifsdp.mixed_rows import MixedRows, rows_of
@@ -65,7 +65,7 @@ class FeaturedUnit(Unit):
         ValueError: the parameters cannot share one flat tensor (see flatten.py and rows.py).
     """
 
-    layout: Chunks | Rows
+    layout: FeaturedChunks | Rows
     sharded_flat_param: FlatParameter
 
     def __init__(
@@ -88,7 +88,7 @@ class FeaturedUnit(Unit):
         group = placement.shard_group
         world_size = group.size() if group is not None else 1
         self.mesh = mesh if param_infos else None
-        layout: Chunks | Rows = Chunks(shapes, world_size)
+        layout: FeaturedChunks | Rows = FeaturedChunks(shapes, world_size)
         if self.mesh is not None:
             layout = rows_of(shapes, trained, world_size, dtypes, [i.dim for i in param_infos])
         super().__init__(module, param_infos, layout, *placement)
@@ -248,7 +248,7 @@ class FeaturedUnit(Unit):
 
     @torch.inference_mode(False)  # what is made here outlives the mode that a forward may run in
     def _new_unsharded(
-        self, dtype: torch.dtype, trained: bool, layout: Chunks | Rows
+        self, dtype: torch.dtype, trained: bool, layout: FeaturedChunks | Rows
     ) -> FeaturedFlatParam:
         whole = self.shard_group is None and self.offload_from is None
         whole = whole and dtype is self.padded_shard.dtype and self.mixed in (None, layout)

@@ -82,7 +82,7 @@ class Lone:
 
 def padded(unit: FeaturedUnit) -> Tensor:
     """The parameters of a lone unit, laid end to end, and zeros for the padding."""
-    return torch.cat([torch.arange(1.0, NUMEL + 1), torch.zeros(unit.padded_numel - NUMEL)])
+    return torch.cat([torch.arange(1.0, NUMEL + 1), torch.zeros(unit.layout.padded_numel - NUMEL)])
 
 
 @contextmanager

@@ -29,7 +29,7 @@ class TestDirectly:
 
     def test_before_it_is_gathered_it_has_a_size_and_no_memory(self):
         with lone_unit(ranks=3) as lone:
-            assert lone.unit.numel == 10 and lone.unit.padded_numel == 12
+            assert lone.unit.numel == 10 and lone.unit.layout.padded_numel == 12
             assert lone.unit.unsharded.data.shape == (12,) and lone.memory == 0
             assert lone.unit.unsharded.needs_unshard
             assert lone.unit.state.sharded is ShardedState.SHARDED

@@ -135,7 +135,7 @@ def test_each_gradient_that_is_complete_takes_all_reductions_one_stage_further(k
             unit.rename(name)
             unit.stages = stages_of(unit, streams)
             labels.append(unit.label)
-            gradients.take(unit, torch.zeros(unit.padded_numel, dtype=unit.unsharded.dtype))
+            gradients.take(unit, torch.zeros(unit.layout.padded_numel, dtype=unit.unsharded.dtype))
             steps.append([*log])
             log.clear()
         gradients.finish()

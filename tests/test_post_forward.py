@@ -186,7 +186,7 @@ def test_it_is_kept_from_the_units_forward_to_its_backward():
                 assert unit.source is unit.own_source
                 yield None
 
-    halves = [unit.padded_numel // 2 for unit in units]
+    halves = [unit.layout.padded_numel // 2 for unit in units]
     seen = []
     model[1].register_full_backward_pre_hook(lambda *_: seen.append([*kept()]))
     for _ in range(2):

@@ -136,7 +136,7 @@ def check_views(offload, precision):
     make_views(unit)
     show_views(unit)
     assert (
-        storage(unit) == unit.padded_numel * unit.unsharded.dtype.itemsize
+        storage(unit) == unit.layout.padded_numel * unit.unsharded.dtype.itemsize
     )  # room for what comes, no more
     expected = layers()[1][0].to(unit.unsharded.dtype)
     assert torch.equal(unit.views[0], expected.weight) and torch.equal(unit.views[1], expected.bias)

@@ -196,7 +196,7 @@ def only_vectors() -> None:
         with mock.patch.object(unit_messages, "reduce_scatter", wraps=reduce_scatter) as reduction:
             loss_of(model).backward()
         sent = sum(call.args[0].numel() for call in reduction.call_args_list)
-        every = sum(unit.padded_numel for unit in model.engine.units)
+        every = sum(unit.layout.padded_numel for unit in model.engine.units)
         say(f"{trained} trained: {sent:,} of {every:,} elements are reduced")
 
 

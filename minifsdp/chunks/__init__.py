@@ -4,6 +4,7 @@ A chunk is a piece of a unit, cut without a look at where parameters begin (core
 fast, and the default; but no program sees whole parameters, or their names. Rows (rows.py) need
 none of this, except what gives both layouts one form of checkpoints.
 
+layout.py              where the chunks of a unit are
 flat_parameter.py      the sharded flat parameter, which the optimizer sees
 param_attributes.py    what a program has set on its parameters, after wrapping
 optimizers.py          which optimizers are right for sharded parameters

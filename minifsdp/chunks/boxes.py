@@ -135,7 +135,7 @@ def boxed(unit: FeaturedUnit, chunk: Tensor) -> list[BoxedTensor]:
     Returns:
         For each parameter of the unit a tensor of its shape, of views of ``chunk``.
     """
-    begins = unit.padded_numel // unit.shard_world_size * unit.shard_rank
+    begins = unit.layout.padded_numel // unit.shard_world_size * unit.shard_rank
     ends, found = begins + chunk.numel(), []
     sizes = [info.shape.numel() for info in unit.param_infos]
     starts = list(accumulate(sizes, initial=0))[:-1]

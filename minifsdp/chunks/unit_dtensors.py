@@ -77,7 +77,7 @@ def _redistributed(
 
 def _chunks(unit: FeaturedUnit) -> list[Pieces]:
     """Of each rank, the part of the flat parameter that is its chunk."""
-    size = unit.padded_numel // unit.shard_world_size
+    size = unit.layout.padded_numel // unit.shard_world_size
     starts = [min(rank * size, unit.numel) for rank in range(unit.shard_world_size + 1)]
     return [[range(*both)] for both in pairwise(starts)]
 

@@ -16,7 +16,6 @@ Nothing here communicates with other ranks.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,26 +70,20 @@ class Chunks:
         world_size: ranks that share it.
 
     Attributes:
-        blocks: None, which is one block for each rank; see comm/blocks.py.
-        padded_numel: elements of the unsharded flat parameter; all of them can have a gradient.
-        sizes: of the parameters in it, and of the padding.
+        padded_numel: elements of the unsharded flat parameter.
     """
-
-    blocks = trained_blocks = None
 
     def __init__(self, shapes: Sequence[torch.Size], world_size: int) -> None:
         self.shapes, self.world_size = shapes, world_size
         self.numel = sum(shape.numel() for shape in shapes)
         self.padded_numel = padded_shard_numel(self.numel, world_size) * world_size
-        self.trained_numel = self.padded_numel
-        self.sizes = [*(shape.numel() for shape in shapes), self.padded_numel - self.numel]
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
         """A new tensor ``[numel]``; see flatten.py."""
         return flatten(tensors) if tensors else torch.empty(0)
 
-    def unflatten(self, flat: Tensor, frozen: Tensor | None = None) -> list[Any]:
-        """Views of ``flat``, ``[padded_numel]``, one for each parameter; ``frozen`` is None."""
+    def unflatten(self, flat: Tensor) -> list[Tensor]:
+        """Views of ``flat``, ``[padded_numel]``, one for each parameter."""
         return unflatten(flat, self.shapes)
 
     def shard(self, flat: Tensor, rank: int) -> Tensor:
@@ -100,7 +93,3 @@ class Chunks:
     def optimized_numel(self, rank: int) -> int:
         """How many elements of the padded shard of ``rank`` are not padding."""
         return unpadded_shard_numel(self.numel, rank, self.world_size)
-
-    def local_tensors(self, shard: Tensor, rank: int) -> list[Any]:
-        """What an optimizer sees of a shard without padding: all of it, as one tensor."""
-        return [shard]

@@ -109,7 +109,7 @@ class Unit:
         """The unsharded flat parameter, without memory."""
         shard = self.padded_shard.detach()
         if self.shard_group is not None:
-            shard = shard.new_empty(self.padded_numel)
+            shard = shard.new_empty(self.layout.padded_numel)
         flat_param, trained = shard.data, self.sharded_flat_param.requires_grad
         flat_param.requires_grad_(trained)
         node = when_complete(flat_param, gradient_hook(self)) if trained else None
@@ -128,12 +128,6 @@ class Unit:
         """The unit in a few words, for ``print(model)``."""
         ranks = f"{self.shard_world_size} rank{'s' * (self.shard_world_size > 1)}"
         return f"unit of {self.numel:,} parameters, sharded over {ranks}"
-
-    @property
-    def padded_numel(self) -> int:
-        """Elements of the unsharded flat parameter."""
-        numel: int = self.layout.padded_numel  # in rows it changes, if parameters are frozen later
-        return numel
 
     @property
     def is_limited(self) -> bool:

@@ -34,7 +34,7 @@ def test_sizes_are_those_of_the_tensors():
     assert held == f"{unit.padded_shard.nbytes} B" and computed_in == "bfloat16"
     assert cut_in == "chunks" and cells(stack(use_orig_params=True), "1")[5] == "rows"
     model.engine.start(Purpose.TRAIN)
-    assert gathered == f"{unit.unsharded.nbytes} B" == f"{unit.padded_numel * 2} B"
+    assert gathered == f"{unit.unsharded.nbytes} B" == f"{unit.layout.padded_numel * 2} B"
     held = sum(unit.padded_shard.nbytes for unit in model.engine.units)
     assert cells(model, "in all")[2] == f"{held} B"
 

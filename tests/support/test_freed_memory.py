@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minifsdp.core.shard import Chunks
+from minifsdp.chunks.layout import FeaturedChunks
 from minifsdp.support import freed_memory, unsharded_storage
 from tests.lone_unit import lone_unit
 from tests.patience import run_command
@@ -96,6 +96,6 @@ def test_gradients_come_and_go_where_nothing_is_sharded_too(needs_unshard, monke
     owners = {}
     monkeypatch.setattr(unsharded_storage, "keep_freed_memory", owners.__setitem__)
     made = unsharded_storage.UnshardedFlatParams(lambda *_: None).add(
-        torch.ones(6), True, needs_unshard, Chunks([torch.Size([6])], 1)
+        torch.ones(6), True, needs_unshard, FeaturedChunks([torch.Size([6])], 1)
     )
     assert owners == {made: 24}

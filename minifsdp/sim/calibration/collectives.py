@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minifsdp.chunks.layout import FeaturedChunks
 from minifsdp.comm.collectives import all_reduce, direct
 from minifsdp.comm.message_tags import Launches
 from minifsdp.comm.neighbors import find_neighbors
-from minifsdp.core.shard import Chunks
 from minifsdp.core.streams import Finish
 from minifsdp.sim.calibration.fit import Sample
 from minifsdp.sim.calibration.timing import seconds
@@ -32,7 +32,7 @@ def chunks(numel: int, group: dist.ProcessGroup, tag: int = 0) -> Any:
     Args:
         tag: units whose collectives are under way at the same time need different ones.
     """
-    layout = Chunks([torch.Size([numel])], group.size())
+    layout = FeaturedChunks([torch.Size([numel])], group.size())
     launches = defaultdict[str, Launches](Launches)
     return SimpleNamespace(
         shard_group=group, layout=layout, tag=tag, label="", launches=launches,

@@ -64,7 +64,7 @@ class StreamOrdered(Parameters):
         gathered: list[Tensor] = []
 
         def launch() -> Finish:
-            gathered.append(torch.empty(unit.padded_numel, dtype=dtype, device=unit.device))
+            gathered.append(torch.empty(unit.layout.padded_numel, dtype=dtype, device=unit.device))
             shard = source.tensor(unit, streams)
             finish: Finish = unit.comm.all_gather(unit, gathered[0], shard, group)
             return finish

@@ -101,7 +101,7 @@ def kept_and_added_up() -> Iterator[Any]:
             yield "left where float64 is the dtype to keep it in", _left(lone.unit)
     with lone_unit(rank=7, ranks=8) as lone:
         for _ in range(2):
-            store_unreduced(lone.unit, torch.ones(lone.unit.padded_numel))
+            store_unreduced(lone.unit, torch.ones(lone.unit.layout.padded_numel))
             check_unreduced_grad(lone.unit)
         yield "left on a rank that has no elements", _left(lone.unit)
         lone.unit.sharded_flat_param.grad = None

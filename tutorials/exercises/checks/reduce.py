@@ -74,7 +74,7 @@ def _alone(reduce_dtype: bool) -> Iterator[Any]:
         cases.append(("2 ranks, in bfloat16, reduced in float32", {"precision": bf16}))
     for words, settings in cases:
         with lone_unit(**settings) as lone:
-            grad = torch.randn(lone.unit.padded_numel).to(lone.unit.unsharded.dtype)
+            grad = torch.randn(lone.unit.layout.padded_numel).to(lone.unit.unsharded.dtype)
             grad[lone.unit.numel :] = 0
             for what, value in _reduced(lone, grad):
                 yield f"{what}, {words}", value
@@ -93,7 +93,7 @@ def as_one_collective() -> Iterator[Any]:
     for replicas in (2, 3):
         with lone_unit(ranks=1, replicas=replicas) as lone:
             stage = AllReduce("reduce")
-            grad = torch.randn(lone.unit.padded_numel)
+            grad = torch.randn(lone.unit.layout.padded_numel)
             value, finish = stage.launch(lone.unit, grad)
             words = f"{replicas} replicas, which all-reduce as GPUs do"
             yield f"the stream of the stage, {words}", stage.stream
@@ -193,7 +193,7 @@ def parts_follow_each_other() -> Iterator[Any]:
 
     yield from _alone(reduce_dtype=True)
     with lone_unit(replicas=2) as lone:
-        reduction = Reduction(lone.unit, torch.ones(lone.unit.padded_numel), lone.streams)
+        reduction = Reduction(lone.unit, torch.ones(lone.unit.layout.padded_numel), lone.streams)
         reduction.start()
         reduction.advance()
         yield "what was sent is kept after the first stage", reduction.sent is not None

@@ -89,7 +89,7 @@ def the_source_says_who_gathers() -> Iterator[Any]:
         """A source that has kept what all ranks have."""
 
         def tensor(self, unit: Any, streams: Any) -> torch.Tensor:
-            return torch.ones(unit.padded_numel)
+            return torch.ones(unit.layout.padded_numel)
 
     with lone_unit() as lone:
         lone.unit.source = Everything(None)
