@@ -78,6 +78,18 @@ def test_a_unit_that_is_never_called_is_refused():
     root = nn.Sequential(Pair([nn.Linear(2, 2)]))
     with pytest.raises(ValueError, match=r"0 \(Pair\) has no forward"):
         params_of_units(root, [root[0]], nothing)
+    with pytest.raises(ValueError, match=r"the root \(Pair\) has no forward"):
+        params_of_units(root[0], [], nothing)
+
+
+def test_a_module_that_was_taken_out_is_not_looked_into():
+    root = model()
+    root.head = nn.Linear(2, 2)
+    root.head = None
+    assert list(select(root, ModuleWrapPolicy({nn.Linear}), nothing)) == [
+        root[0], root[1][0], root[1][1][0],
+    ]  # fmt: skip
+    assert len(params_of_units(root, [root[1]], nothing)[root]) == 2
 
 
 def test_all_places_of_a_module_are_wrapped():

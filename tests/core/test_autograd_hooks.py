@@ -87,6 +87,36 @@ def test_of_several_inputs_of_which_one_is_a_leaf_nothing_is_heard():
     assert leaf() is None
 
 
+def test_of_several_inputs_without_a_leaf_the_last_gradient_is_heard():
+    heard: list = []
+    one, other = (torch.ones(2, requires_grad=True) * 2 for _ in range(2))
+    one.register_hook(lambda _: heard.append("one has its"))
+    other.register_hook(lambda _: heard.append("other has its"))
+    after_gradients_of([one, other], lambda grads: heard.append(f"{len(grads)} have theirs"))
+    (one + Loud.apply(other, heard, "on the way to other")).sum().backward()
+    assert heard == ["on the way to other", "other has its", "one has its", "2 have theirs"]
+
+
+class NoGradient(torch.autograd.Function):
+    """The identity, of which nothing goes back."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return None
+
+
+def test_a_leaf_that_gets_no_gradient_is_complete_as_well():
+    leaf, heard = torch.ones(2, requires_grad=True), []
+    node = when_complete(leaf, lambda *_: heard.append(leaf.grad))
+    NoGradient.apply(leaf).sum().backward()
+    assert heard == [None]
+    del node
+
+
 def test_what_was_handed_on_is_not_heard_and_the_base_of_a_view_is():
     heard: list[str] = []
     older = torch.ones(2, requires_grad=True) * 2

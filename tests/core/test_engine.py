@@ -6,8 +6,14 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from minifsdp.core import BackwardPrefetch, ForwardPrefetch, ShardingStrategy
+from minifsdp.core import (
+    BackwardPrefetch,
+    ForwardPrefetch,
+    ModuleWrapPolicy,
+    ShardingStrategy,
+)
 from minifsdp.core import parameters as verbs
 from minifsdp.core.unit_state import ShardedState
 
@@ -18,8 +24,7 @@ PRE, POST = ForwardPrefetch.FORWARD_PRE, ForwardPrefetch.FORWARD_POST
 
 @contextmanager
 def watch():
-    """A log of what is done to units: '+1' for a gather of the unit '1', '-1' when it is freed,
-    '>1' and '<1' when its module begins and ends."""
+    """A log of what is done to units: '+1' for a gather of the unit '1', '-1' when it is freed."""
     log = []
 
     def noted(sign, verb):
@@ -34,11 +39,18 @@ def watch():
         yield log
 
 
-def steps(count=3, **settings):
-    """The logs of the forward and the backward of the last of so many steps."""
+def steps(count=3, between=False, **settings):
+    """The logs of the forward and the backward of the last of so many steps; with a '|' where what
+    is ``between`` blocks would be computed."""
     settings.setdefault("forward_prefetch", False)
     settings.setdefault("backward_prefetch", None)
     model = sharded(mlp(), **settings)
+    for wrapper in [m for m in model.modules() if m is not model and isinstance(m, type(model))]:
+        if between:
+            wrapper.register_forward_hook(lambda *args: forward.append("|"))
+            wrapper.register_forward_hook(
+                lambda *args: args[-1].register_hook(lambda grad: backward.append("|")) and None
+            )
     for at in range(count):
         with watch() as forward:
             loss = model(batch(at)).sum()
@@ -56,14 +68,19 @@ def test_without_prefetching_one_unit_is_there_beside_the_root():
 
 @on_ranks(2)
 def test_what_comes_next_is_gathered_before_the_computation_or_after_it():
-    forward, _ = steps(forward_prefetch=PRE)
-    assert forward == "+root +1 +2 -1 +3 -2 -3"
-    forward, _ = steps(forward_prefetch=POST)
-    assert forward == "+root +1 -1 +2 -2 +3 -3"  # at once after the free, and not when it is needed
-    _, backward = steps(backward_prefetch=BackwardPrefetch.BACKWARD_PRE)
-    assert backward == "+3 +2 -3 +1 -2 -1 -root"
-    _, backward = steps(backward_prefetch=BackwardPrefetch.BACKWARD_POST)
-    assert backward == "+3 -3 +2 -2 +1 -1 -root"
+    forward, backward = steps(between=True)
+    assert forward == "+root +1 -1 | +2 -2 | +3 -3 |"
+    assert backward == "| +3 -3 | +2 -2 | +1 -1 -root"
+    for count in (2, 3):  # the order of the last step, and not that of all of them
+        forward, _ = steps(count, between=True, forward_prefetch=PRE)
+        assert forward == "+root +1 +2 -1 | +3 -2 | -3 |"
+        forward, _ = steps(count, between=True, forward_prefetch=POST)
+        assert forward == "+root +1 -1 +2 | -2 +3 | -3 |"
+    for count in (1, 2, 3):  # in the first step the reverse of the forward's order
+        _, backward = steps(count, between=True, backward_prefetch=BackwardPrefetch.BACKWARD_PRE)
+        assert backward == "+3 | +2 -3 | +1 -2 | -1 -root"
+        _, backward = steps(count, between=True, backward_prefetch=BackwardPrefetch.BACKWARD_POST)
+        assert backward == "| +3 -3 +2 | -2 +1 | -1 -root"
 
 
 @on_ranks(2)
@@ -94,6 +111,68 @@ def test_without_gradients_nothing_stays():
         with torch.no_grad():
             model(batch())
         assert all(unit.unsharded.storage.size() == 0 for unit in model.engine.units)
+
+
+class Skips(nn.Module):
+    """Its second block may be left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Block(nn.Linear(3, 3)), Block(nn.Linear(3, 3))
+
+    def forward(self, x, skip):
+        x = self.first(x)
+        return x if skip else self.second(x)
+
+
+@on_ranks(2)
+def test_what_was_gathered_ahead_and_is_not_used_is_freed_with_the_end_of_the_forward():
+    model = sharded(Skips(), forward_prefetch=PRE)
+    model(batch(), skip=False).sum().backward()
+    with watch() as log:
+        loss = model(batch(1), skip=True).sum()
+    assert log == ["+first", "+second", "-first", "-second"]
+    loss.backward()
+
+
+class Masked(Block):
+    """Has a second input, which needs no gradient."""
+
+    def forward(self, x, mask):
+        return super().forward(x) * mask
+
+
+class OverFrozen(nn.Module):
+    """A block, a frozen one with two inputs, another block."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = Block(nn.Linear(3, 3)), Block(nn.Linear(3, 3))
+        self.frozen = Masked(nn.Linear(3, 3)).requires_grad_(False)
+
+    def forward(self, x):
+        return self.last(self.frozen(self.first(x), torch.ones(3)))
+
+
+@on_ranks(2)
+def test_a_frozen_unit_is_freed_when_its_inputs_have_their_gradients():
+    policy = ModuleWrapPolicy({Block, Masked})
+    model = sharded(OverFrozen(), auto_wrap_policy=policy, backward_prefetch=None)
+    loss = model(batch()).sum()
+    with watch() as log:
+        loss.backward()
+    assert log == ["+last", "-last", "+frozen", "-frozen", "+first", "-first"]
+
+
+@on_ranks(2)
+def test_views_are_made_once_for_each_forward():
+    model = sharded(mlp())
+    unit = model.engine.units[1]
+    make, made = unit.view_maker.make, []
+    unit.view_maker.make = lambda unit: made.append(unit.name) or make(unit)
+    for _ in range(2):
+        model(batch()).sum().backward()
+    assert made == ["1", "1"]
 
 
 @on_ranks(2)
@@ -157,6 +236,8 @@ def test_after_a_failure_nothing_of_the_step_is_left():
         with suppress(ArithmeticError):
             model(batch()).sum().backward()
         assert all(param.grad is None for param in model.parameters())
+        if where == "forward":  # at once; of a backward the next step notices it
+            assert all(unit.unsharded.storage.size() == 0 for unit in model.engine.units)
         fails.where = None
         for one in (model, expected):
             one(batch(1)).sum().backward()
@@ -165,6 +246,33 @@ def test_after_a_failure_nothing_of_the_step_is_left():
             assert torch.equal(found[name], grad), (where, name)
         assert all(unit.unsharded.storage.size() == 0 for unit in model.engine.units)
         assert all(not unit.reasons for unit in model.engine.units)
+
+
+class InParts(Block):
+    """Its gradient comes from a reentrant checkpoint, and what follows it in the backward fails."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(3, 3))
+        self.fails = Fails()
+
+    def forward(self, x):
+        return checkpoint(self[0], self.fails(x), use_reentrant=True)
+
+
+@on_ranks(2)
+def test_a_gradient_that_has_come_in_part_is_dropped_with_its_backward():
+    model = sharded(nn.Sequential(nn.Linear(3, 3), InParts()), auto_wrap_policy=None)
+    expected = sharded(nn.Sequential(nn.Linear(3, 3), InParts()), auto_wrap_policy=None)
+    expected.load_state_dict(model.state_dict())
+    model.engine.root.module[1].fails.where = "backward"
+    with suppress(ArithmeticError):
+        model(batch()).sum().backward()
+    model.engine.root.module[1].fails.where = None
+    for one in (model, expected):
+        one(batch(1)).sum().backward()
+    found = full_gradients(model)
+    for name, grad in full_gradients(expected).items():
+        assert torch.equal(found[name], grad), name
 
 
 @on_ranks(2)

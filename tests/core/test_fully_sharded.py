@@ -5,6 +5,7 @@ import io
 import subprocess
 import sys
 import tokenize
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import minifsdp.core
-from minifsdp.core import FullyShardedDataParallel, ShardingStrategy
+from minifsdp.core import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy
 from minifsdp.core.layers import Layer
 
 from .common import Block, batch, mlp, on_ranks, sharded
@@ -45,6 +46,18 @@ def test_what_is_sharded_cannot_be_computed_with():
     model(batch()).sum().backward()
     with pytest.raises(TypeError, match="ShardedParameter"):
         linear(batch())
+
+
+@on_ranks(2)
+def test_nor_with_what_stays_for_its_backward():
+    model = nn.Sequential(Block(nn.Linear(3, 3)), nn.Linear(3, 3))
+    model = sharded(model, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    loss = model(batch()).sum()
+    root, block = (unit.module for unit in model.engine.units)
+    for linear in (root[1], block[0]):
+        with pytest.raises(TypeError, match="ShardedParameter"):
+            linear(batch())
+    loss.backward()
 
 
 @on_ranks(2)
@@ -81,6 +94,8 @@ def test_what_cannot_be_is_refused_and_the_model_is_as_before():
     assert all(isinstance(block, Block) for block in mixed[1:4])
     with pytest.raises(ValueError, match="has no forward"):
         FullyShardedDataParallel(nn.ModuleList([nn.Linear(2, 2)]))
+    with pytest.raises(ValueError, match=r"'_flat_param' of the root is in another unit as well"):
+        sharded(sharded(mlp(0))._fsdp_wrapped_module)
 
 
 @on_ranks(1)
@@ -120,25 +135,87 @@ def test_a_former_root_leaves_nothing_behind():
     assert not inner.reasons and inner.unsharded.storage.size() == 0
 
 
+class Listens(Layer):
+    """Hears of all moments, and changes nothing."""
+
+    def __init__(self, heard):
+        self.heard = heard
+
+
+def listening(moment):
+    def method(self, *args):
+        words = [moment]
+        for arg in args[:1]:
+            unit = getattr(arg, "unit", arg)
+            words.append(getattr(unit, "label", getattr(arg, "name", arg)))
+        self.heard.append(" ".join(word for word in words if isinstance(word, str)))
+        if moment == "around_forward":
+            return nullcontext()
+        if moment in ("after_forward", "gradient"):
+            return args[-1]
+        return args[1:]  # of "inputs"; no other moment returns anything
+
+    return method
+
+
+MOMENTS = [moment for moment in vars(Layer) if not moment.startswith("_")]
+for moment in MOMENTS:
+    setattr(Listens, moment, listening(moment))
+
+
+class Pair(Block):
+    """Has two outputs."""
+
+    fails = False
+
+    def forward(self, x):
+        if self.fails:
+            raise RuntimeError("it fails")
+        return self[0](x), self[1](x)
+
+
+IN_A_FORWARD = """
+enter <root>, reset, start TRAIN,
+before_forward <root>, gathered <root>, inputs <root>, around_forward <root>,
+before_forward '1', gathered '1', inputs '1', around_forward '1', after_forward '1', freed '1',
+after_forward <root>, end_of_forward <root>, idle
+"""
+IN_A_BACKWARD = """
+enter_backward, start_backward '1', before_backward <root>, before_backward '1',
+gradient '1', freed '1', gradient <root>, freed <root>,
+end_of_backward, complete, idle
+"""
+IN_A_FORWARD_THAT_FAILS = """
+enter <root>, reset, start TRAIN,
+before_forward <root>, gathered <root>, inputs <root>, around_forward <root>,
+before_forward '1', gathered '1', inputs '1', around_forward '1', error '1', freed '1',
+error <root>, failed, reset, freed <root>, idle
+"""
+
+
+def words(text):
+    return " ".join(text.split()).split(", ")
+
+
 @on_ranks(2)
 def test_layers_are_called_at_their_moments():
-    heard = []
-
-    class Listens(Layer):
-        def start(self, purpose):
-            heard.append(purpose.name)
-
-        def gradient(self, unit, grad):
-            heard.append(unit.name)
-            return grad
-
-        def idle(self, graph):
-            heard.append(graph)
-
-    model = sharded(mlp(1))
-    model.use(lambda hooks: [Listens()])
-    model(batch()).sum().backward()
-    assert heard == ["TRAIN", True, "1", "", False]
+    root = nn.Sequential(nn.Linear(3, 3), Pair(nn.Linear(3, 3), nn.Linear(3, 3)))
+    model, heard = sharded(root, auto_wrap_policy=ModuleWrapPolicy({Pair})), []
+    model.use(lambda hooks: [Listens(heard)])
+    one, other = model(batch())
+    assert heard == words(IN_A_FORWARD), heard
+    del heard[:]
+    (one + other).sum().backward()
+    again = [word for word in heard if word.startswith("again")]
+    assert set(again) == {"again <root>", "again '1'"}
+    assert [word for word in heard if word not in again] == words(IN_A_BACKWARD), heard
+    model.engine.units[1].module.fails = True
+    del heard[:]
+    with pytest.raises(RuntimeError, match="it fails"):
+        model(batch())
+    assert heard == words(IN_A_FORWARD_THAT_FAILS), heard
+    missing = {*MOMENTS} - {word.split()[0] for word in [*heard, *words(IN_A_BACKWARD), *again]}
+    assert missing == {"after_forward", "end_of_forward", "broken"}  # who calls that: layers.py
     assert "idle             Listens" in repr(model.engine.moments)
 
 

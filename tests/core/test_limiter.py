@@ -2,7 +2,7 @@
 
 import pytest
 
-from minifsdp.core.limiter import EventQueue
+from minifsdp.core.limiter import EventQueue, NoLimit, SynchronizeAfterFree, limiter_of
 from minifsdp.core.streams import CpuEvent
 
 from .common import StubUnit
@@ -92,3 +92,12 @@ class TestEventQueue:
         assert not limiter.admit(b, needed=False)
         limiter.freed(a, CpuEvent())
         assert limiter.admit(b, needed=False), "only a was alive"
+
+
+@pytest.mark.direct
+def test_what_users_write_means():
+    default, three = limiter_of(True), limiter_of(3)
+    assert (default.limit, default.freeing) == (2, 1) and (three.limit, three.freeing) == (3, 0)
+    assert isinstance(limiter_of(False), NoLimit)
+    own = SynchronizeAfterFree()
+    assert limiter_of(own) is own

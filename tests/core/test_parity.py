@@ -147,6 +147,17 @@ class Inside(nn.Module):
         return self.last(hidden)
 
 
+class AllInside(nn.Module):
+    """All of it is in a checkpoint, whose backward is a part of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda y: torch.tanh(self.layer(y)), x, use_reentrant=True)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "nested": nested,
@@ -159,6 +170,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "checkpoints": lambda: Checkpointed(False),
     "reentrant checkpoints": lambda: Checkpointed(True),
     "a checkpoint inside": lambda: nn.Sequential(Block(Inside()), Block(nn.Linear(2, 2))),
+    "a reentrant one inside": lambda: nn.Sequential(nn.Linear(3, 3), Block(AllInside())),
 }
 
 
