@@ -208,8 +208,8 @@ def refuse_compiled_autograd() -> None:
 
 
 def refuse_transforms(unit: FeaturedUnit, error: RuntimeError) -> None:
-    """Name the unit and the way out where torch refuses a transform of torch.func: there are none
-    while saved-tensor hooks are set.
+    """Name the unit and the way out where torch refuses a transform of torch.func: while
+    saved-tensor hooks are set there are none that go backwards (grad, vjp, jacrev).
 
     Args:
         error: raised in the unit's forward.
@@ -219,9 +219,10 @@ def refuse_transforms(unit: FeaturedUnit, error: RuntimeError) -> None:
     """
     if "saved tensor hooks" in str(error):
         raise RuntimeError(
-            f"a transform of torch.func was called in the forward of unit {unit.label}. torch has "
-            f"none of them where saved-tensor hooks are set, which is so in a sharded model and in "
-            f"an activation checkpoint. Use torch.autograd.grad there, which works."
+            f"torch.func.grad, vjp, jacrev or the like was called in the forward of unit "
+            f"{unit.label}. torch does not allow that where saved-tensor hooks are set, which is "
+            f"so in a sharded model and in an activation checkpoint. Use torch.autograd.grad "
+            f"there, which works."
         ) from error
 
 

@@ -41,7 +41,7 @@ from minifsdp.chunks import optim_state
 from minifsdp.chunks.flat_parameter import FlatParameter
 from minifsdp.core.unit_state import TrainingState
 from minifsdp.dispatch_modes import never_compile_inside
-from minifsdp.support.divided_param import is_optimized
+from minifsdp.support.divided_param import is_optimized, unit_of_param
 from minifsdp.wrapping.orig_params import unit_of_orig_param
 
 Groups = list[dict[str, Any]]
@@ -105,7 +105,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if _has_no_gradient(groups) and "_minifsdp_idle" not in optimizer.__dict__:
         optimizer.__dict__["_minifsdp_idle"] = True
         warnings.warn(
-            f"{type(optimizer).__name__} is about to step, the model has run, and none of its flat "
+            f"{type(optimizer).__name__} is about to step, the model has run, and none of its "
             f"parameters has a gradient. loss.backward(inputs=model.parameters()) does not reach "
             f"them: call loss.backward(), and freeze what should get no gradient.",
             stacklevel=3,
@@ -143,16 +143,17 @@ def _choose_kernels(groups: Groups) -> None:
 
 
 def _has_no_gradient(groups: Groups) -> bool:
-    """Whether a forward has run, its backward has not reached any flat parameter, and none of them
-    has a gradient from before."""
+    """Whether a forward has run, its backward has not reached any of these units, and none of
+    their parameters has a gradient from before. (Of a unit in rows some may be unused.)"""
     ran = False
     for group in groups:
         for param in group["params"]:
-            if isinstance(param, FlatParameter) and param.requires_grad:
+            unit = unit_of_param(param)
+            if unit is not None and param.requires_grad:
                 if param.grad is not None:
                     return False  # usually the first parameter has one, so this loop is short
-                unit = param.unit()
-                ran = ran or (unit is not None and unit.state.training is TrainingState.FORWARD)
+                if not ran and unit.state.training is TrainingState.FORWARD:
+                    ran = all(other.grad is None for other in unit.optimized_params)
     return ran
 
 

@@ -108,21 +108,35 @@ def test_a_flat_parameter_that_was_replaced_is_noticed():
         optimizer.step()
 
 
+@pytest.mark.parametrize("in_rows", [False, True])
 @on_ranks(2)
-def test_a_step_without_a_gradient_is_told_once_and_a_step_before_any_forward_is_not():
-    model = stack(1)
+def test_a_step_without_a_gradient_is_told_once_and_a_step_before_any_forward_is_not(in_rows):
+    model = stack(1, use_orig_params=in_rows)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.step()  # as some do to make its state
     model(batch()).sum().backward(inputs=list(model.parameters()))
-    with pytest.warns(UserWarning, match=r"none of its flat parameters has a gradient.*inputs="):
+    with pytest.warns(UserWarning, match=r"none of its parameters has a gradient.*inputs="):
         optimizer.step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.step()
         step(model)
         optimizer.step()
+
+
+@on_ranks(2)
+def test_a_step_of_what_is_unused_in_its_unit_needs_no_gradient():
+    """Of a unit in rows; an optimizer may have some of its parameters only."""
+    model = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    unused = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    model.forward = lambda x: model[0](x)
+    model(batch(3)).sum().backward()
+    assert model[0].weight.grad is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        unused.step()
 
 
 @on_ranks(2)
