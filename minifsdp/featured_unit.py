@@ -25,6 +25,7 @@ from minifsdp.comm.message_tags import Launches
 from minifsdp.core.flatten import check_flattenable
 from minifsdp.core.unit import Unit, gradient_hook
 from minifsdp.core.unit_state import Purpose, ShardedState
+from minifsdp.dispatch_modes import never_compile_inside
 from minifsdp.mixed_rows import MixedRows, rows_of
 from minifsdp.offload import host_copy
 from minifsdp.rows import Rows, check_divisible
@@ -130,7 +131,7 @@ class FeaturedUnit(Unit):
         self.leaks = 0  # how often somebody else has kept the memory
         self.leaked = False  # this is so since it was freed last
         self.kept_views: list[ref[Tensor]] = []  # of the call whose backward runs; on_demand.py
-        self.unsharded_by_dtype = UnshardedFlatParams(gradient_hook(self))
+        self.unsharded_by_dtype = UnshardedFlatParams(never_compile_inside(gradient_hook(self)))
         self.placeholders = [Placeholder(self, info) for info in param_infos]
 
     def new_unsharded(self) -> FeaturedFlatParam:

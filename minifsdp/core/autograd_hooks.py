@@ -51,19 +51,15 @@ def after_gradients_of(inputs: Sequence[Tensor], hook: Callable[[object], None])
 
 
 def when_complete(leaf: Tensor, hook: Callable[..., None]) -> Node:
-    """Call ``hook`` each time a backward has gone through every use of ``leaf``. It gets what
-    autograd gives to a hook, and must not keep it.
+    """Call ``hook(leaf)`` each time a backward has gone through every use of ``leaf``.
 
     Returns:
         The node at the end of these ways. Whoever wants the calls has to keep it.
     """
-    node = get_gradient_edge(leaf).node
-    if leaf.device.type == "cpu":
-        node.register_hook(hook)  # also if there is nothing to write to ``leaf.grad``
-    else:
-        # While a node's hook runs, autograd refers to what was written: it could not be freed.
-        leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    return node
+    # Not a hook on the node: while one runs, autograd refers to the gradient, which could not be
+    # freed. If no gradient has come, this one is called all the same.
+    leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return get_gradient_edge(leaf).node
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> "ref[object]":
