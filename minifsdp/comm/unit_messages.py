@@ -55,7 +55,7 @@ class Watched:
     order is compared by checks/same_launches.py.
 
     Args:
-        inner: collectives whose ``finish`` is the ``wait`` of a ``dist.Work``, if it has to wait.
+        inner: if its ``finish`` is the ``wait`` of a ``dist.Work``, a lost rank is explained.
     """
 
     def __init__(self, inner: TorchCollectives) -> None:
