@@ -124,11 +124,11 @@ _HOMES = (
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, or a module of minifsdp, that is used for the first time."""
+    """Look up a public name, or a module of minifsdp, that is used for the first time."""
     if name in __all__ or not name.startswith("_"):
         homes = [import_module(home) for home in _HOMES]
         missing = import_module("minifsdp.checks.unsupported").MISSING
-        if name in missing:  # torch.distributed.fsdp has these, and minifsdp will
+        if name in missing:  # torch.distributed.fsdp has these, and minifsdp not yet
             return missing[name]
         for public in __all__:
             globals()[public] = next(vars(home)[public] for home in homes if public in vars(home))

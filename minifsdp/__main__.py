@@ -1,8 +1,8 @@
 """The command ``minifsdp``, and ``python -m minifsdp``: one front door to all that can be run.
 
 ``sim``, ``plan``, ``calibrate`` and ``cluster`` are part of the package. The others are programs in
-tutorials/, which only a clone of the repository has. They run in a process of their own, in which
-everything is the clone's, whatever else is installed.
+tutorials/, which only a clone of the repository has. They replace this process, and import all from
+the clone, whatever else is installed.
 """
 
 import argparse
@@ -27,7 +27,7 @@ AS_MODULE = (
     "import runpy, sys; del sys.path[0]; name = sys.argv.pop(1); sys.argv[0] = '-m'; "
     "runpy.run_module(name, run_name='__main__', alter_sys=True)"
 )
-"""As ``python -m``, but for the current folder: it may have a package ``tests`` of its own."""
+"""As ``python -m``, but without the current folder, which may have a package ``tests``."""
 HELP = """\
 on a virtual GPU, without any GPU:
   sim        run a training step: does it fit, how fast is it, and what binds it
@@ -47,7 +47,7 @@ CLONE = "git clone https://github.com/minifsdp/minifsdp && cd minifsdp"
 
 
 def main() -> int:
-    """What the user has typed; returns the exit status."""
+    """Run what the user has typed; returns the exit status."""
     begin()
     module = Path(sys.argv[0]).name == "__main__.py"
     prog = "python -m minifsdp" if module else "minifsdp"

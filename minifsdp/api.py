@@ -60,9 +60,9 @@ class DataParallelMeshDims:
     """Which dimensions of a mesh are for data, of ``fully_shard(..., dp_mesh_dims=...)``.
 
     Attributes:
-        shard: the name of the one to shard over; or the names of several side by side, which are
-            as one.
-        replicate: the same of those with replicas, for hybrid sharding.
+        shard: the name of the dimension to shard over; or the names of several side by side, which
+            count as one.
+        replicate: the same for the dimensions with replicas, for hybrid sharding.
     """
 
     shard: str | tuple[str, ...] | None = None

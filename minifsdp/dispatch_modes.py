@@ -10,13 +10,13 @@ recomputation it hands them out again, in the order in which they came::
 
 The second line does not belong to the model. It also differs from run to run: which message is
 waited for where depends on which rank is late. So a checkpoint would hand out the wrong result, or
-crash at random. All that the engine does, at each of its moments, is done with modes off.
+crash at random. So the engine does everything, at each of its moments, with modes off.
 
-A mode that is no program's stays on: the virtual GPU is one, and has to see all that is run on it.
-Its class says so by ``sees_engine = True``, and so may a tool that measures the engine.
+A mode with ``sees_engine = True`` in its class stays on. The virtual GPU is such a mode, since it
+has to see all that is run on it. A tool that measures the engine may be another.
 
-``torch.compile`` sees nothing of it either: TorchDynamo is on in the forward of a compiled module,
-and in a step that is compiled with its backward and its optimizer in it.
+``torch.compile`` does not see the engine's work either. TorchDynamo is on in the forward of a
+compiled module, and in a step that is compiled together with its backward and its optimizer.
 """
 
 from collections.abc import Callable, Iterator

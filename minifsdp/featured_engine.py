@@ -66,7 +66,7 @@ class FeaturedEngine(Engine):
         raise LookupError(f"this root has no {kind.__name__}")
 
     def written(self) -> Event:
-        """As in the core; or the program's own event, which may be passed earlier."""
+        """As in the core; or the program's own event, which may come earlier."""
         event, self.after_optimizer = self.after_optimizer, None
         if event is None or self.streams.device.type != "cuda":
             return super().written()
@@ -74,7 +74,7 @@ class FeaturedEngine(Engine):
 
     def fail(self) -> None:
         """As in the core. If another rank is lost, the gathers that are under way have failed as
-        well. Their errors would hide the first, and leave the units that come after gathered."""
+        well. Their errors would hide the first error, and leave the units after them gathered."""
         for unit in self.units:
             if unit.unshard_event is not None:
                 with suppress(RuntimeError):
@@ -82,7 +82,7 @@ class FeaturedEngine(Engine):
         super().fail()
 
     def compute_on(self, device: torch.device) -> None:
-        """The units are on this device now, so its streams are needed."""
+        """Use the streams of this device, on which the units are now."""
         streams = self.streams_on(device)
         self.streams = self.parameters.streams = self.gradients.streams = streams
         self.prefetcher.adapt_to(streams.host_runs_ahead)

@@ -28,9 +28,9 @@ class FeaturedBackward(Backward):
 
     @property
     def running_anywhere(self) -> bool:
-        """Whether one is running, be it in another thread. Of one that has failed a program on a
-        GPU may be told before autograd's own thread has let go of it: that has a tenth of a second,
-        since else the program would be refused what it does in its ``except``."""
+        """Whether a backward is running, also in another thread. On a GPU a program may catch the
+        error of a backward before autograd's own thread has let go of it. So wait a tenth of a
+        second for that: else calls in the program's ``except`` would be refused."""
         for _ in range(100):
             if self.running or self.queued() is None:
                 break
@@ -42,8 +42,8 @@ class FeaturedHooks(Hooks):
     """The moments of a forward, of which a program's modes see nothing but the module's own.
 
     Attributes:
-        summoned: units whose parameters are out between steps, and in which form of DTensors; None
-            for full parameters.
+        summoned: units whose parameters are out between steps, with the form of DTensors that they
+            have; None for full parameters.
     """
 
     engine: FeaturedEngine
@@ -76,12 +76,12 @@ class FeaturedHooks(Hooks):
         args: Any,
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run a module while parameters are out. One that has its own just runs. One that has not
-        is gathered for the time of its forward, which is part of no step. Arguments as in
+        """Run a module while parameters are out. If those of its unit are, it just runs. Else the
+        unit is gathered for the time of the forward, which is part of no step. Arguments as in
         :meth:`forward`."""
         for method in self.engine.moments.enter:
             method(unit)
-        if not self.summoned:  # an exception had ended a state dict, which is put away now
+        if not self.summoned:  # those of a state dict that an exception has ended are put away now
             return self.forward(unit, module, run, args, kwargs)
         if unit in self.summoned:
             return run(*args, **kwargs)

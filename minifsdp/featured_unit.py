@@ -40,7 +40,7 @@ class UnreducedGrad(NamedTuple):
     """A gradient that no_sync has left; see no_sync.py."""
 
     grad: Tensor  # ``[padded_numel]``, of this rank alone, perhaps in ``unit.unreduced_dtype``;
-    # or, if it `is_scattered`, ``[padded_numel / ranks]``, this rank's part for its shard group
+    # or, if it ``is_scattered``, ``[padded_numel / ranks]``, this rank's part for its shard group
     mark: Tensor  # what was in ``sharded_flat_param.grad`` then
     mark_version: int
     shard_version: int
@@ -103,7 +103,7 @@ class FeaturedUnit(Unit):
         self.launches = defaultdict[str, Launches](Launches)  # by name of a group
         self.waits = set[str]()  # reasons not to reduce its gradient yet; see held_gradients.py
         self.on_demand: Callable[[FeaturedUnit], bool] = lambda unit: False  # see Placeholder
-        self.is_list = False  # of several modules; see listed_modules.py
+        self.is_list = False  # whether it has several modules; see listed_modules.py
         self.by_hand: ExitStack | None = None  # while FSDPModule.unshard() has it gathered
         self.comm_hook: Any = None  # a stage; see between_steps/comm_hooks.py
         self.users_comm = UsersComm()
@@ -111,7 +111,7 @@ class FeaturedUnit(Unit):
         self.reshard_after_backward = True  # False: it stays until its shard changes; no_sync.py
         self.shard_numel = layout.optimized_numel(self.shard_rank)  # without padding
         self.padded_shard = host_copy(self.padded_shard, offload_from)
-        self.unsharded = self.new_unsharded()  # of that; else the device would keep the other
+        self.unsharded = self.new_unsharded()  # of that copy; else the device would keep its own
         if self.mesh is not None:
             self.sharded_flat_param = divided_parameter(self, trained)
         else:
@@ -127,28 +127,28 @@ class FeaturedUnit(Unit):
         self.backward_targets: list[FeaturedUnit] = []  # at this unit's turn; prefetch_lists.py
         # In rows: this rank has not used one of its parameters, in a gradient that is not reduced.
         self.has_unused = False
-        self.has_placeholders = False  # its modules see those, and no parameters
+        self.has_placeholders = False  # whether its modules have placeholders for parameters
         self.leaks = 0  # how often somebody else has kept the memory
-        self.leaked = False  # this is so since it was freed last
+        self.leaked = False  # whether somebody has kept it when it was last freed
         self.kept_views: list[ref[Tensor]] = []  # of the call whose backward runs; on_demand.py
         self.unsharded_by_dtype = UnshardedFlatParams(never_compile_inside(gradient_hook(self)))
         self.placeholders = [Placeholder(self, info) for info in param_infos]
 
     def new_unsharded(self) -> FeaturedFlatParam:
-        """Till the first use, which decides on dtype and device."""
+        """One for the time until the first use, which decides on dtype and device."""
         return FeaturedFlatParam(self.padded_shard, self.padded_shard, False, None)
 
     def _new_chunk(self, data: Tensor, requires_grad: bool) -> FlatParameter:
         is_sharded = self.shard_world_size > 1
         param = flat_parameter(data, requires_grad, self, is_sharded, self.grad_dtype)
         for name, value in common_attributes(self.param_infos).items():
-            if not hasattr(param, name):  # what it has is its own
+            if not hasattr(param, name):  # its own attributes come first
                 setattr(param, name, value)
         return param
 
     def replace_shard(self, found: nn.Parameter) -> FlatParameter:
-        """Take over what torch has put in the shard's place, moved or cast. What a program does to
-        a shard in other ways is found by support/shard_changes.py."""
+        """Take over what torch has put in the shard's place, moved or cast. Other changes of a
+        shard by a program are found by support/shard_changes.py."""
         chunk = self._new_chunk(found.data, found.requires_grad)
         self.sharded_flat_param = chunk
         return chunk
@@ -164,12 +164,12 @@ class FeaturedUnit(Unit):
 
     @property
     def device(self) -> torch.device:
-        """Where it is computed with, which with offload is not where the shard is."""
+        """Where the unit computes. With offload the shard is elsewhere."""
         return self.offload_from or self.sharded_flat_param.device
 
     @property
     def is_limited(self) -> bool:
-        """As in the core; and a list stays till the last of its modules has run."""
+        """As in the core; but a list is not, since it stays until its last module has run."""
         freed = self.reshard_after_forward and self.reshard_after_backward
         return freed and not self.is_list
 
@@ -195,8 +195,8 @@ class FeaturedUnit(Unit):
     # -------------------------------------------------------------------------- its two tensors
 
     def choose_precision(self, purpose: Purpose) -> None:
-        """Parameters and buffers in the dtypes that they have for this purpose: to look at them,
-        those in which they are kept. The unit is sharded."""
+        """Use the dtypes of this purpose for parameters and buffers: to look at them, the dtypes in
+        which they are kept. The unit is sharded."""
         in_full = purpose is Purpose.EVAL and self.precision.full_precision_in_eval
         self.exact = in_full or purpose is Purpose.LOOK
         self.compute_in(self.dtype)
@@ -205,14 +205,14 @@ class FeaturedUnit(Unit):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it is computed in, in the mode of the last forward."""
+        """The dtype that the unit computes in, in the mode of the last forward."""
         kept = self.sharded_flat_param.dtype
         low = None if self.exact else self.precision.param_dtype
-        # An integer is no number to round: it may be an index, or a weight in somebody's own code.
+        # Integers are not rounded: they may be indices, or weights in a program's own encoding.
         return low if low and kept.is_floating_point else kept
 
     def dtype_of(self, info: ParamInfo) -> torch.dtype:
-        """The same for one parameter: that of the unit, if they do not differ."""
+        """The same for one parameter; if parameters do not differ, it is the unit's."""
         if self.mixed is None:
             return self.dtype
         return self._computed(self.mixed).dtypes[self.param_infos.index(info)]
@@ -230,10 +230,10 @@ class FeaturedUnit(Unit):
             self._use(made)
 
     def compute_with(self, unsharded: FeaturedFlatParam) -> None:
-        """Use the one that a graph was made with, which may be of another dtype.
+        """Use the unsharded flat parameter that a graph was made with; its dtype may differ.
 
         Raises:
-            RuntimeError: the parameters were moved or cast since, and it is gone.
+            RuntimeError: it is gone: the parameters were moved, cast, frozen or replaced.
         """
         if unsharded not in self.unsharded_by_dtype:
             raise RuntimeError(

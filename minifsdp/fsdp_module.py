@@ -73,15 +73,15 @@ def fully_shard(
     Args:
         module: is changed in place. Or several modules, which are one unit: it is gathered before
             the first of them that runs, and freed after the last; see support/listed_modules.py.
-            Those that are below others of the list, or in it twice, are left out.
+            Modules below others of the list are left out, and so are repeated ones.
         mesh: of one dimension: the ranks to shard over, all of them if None; or of two, (replicate,
             shard), for hybrid sharding. Parameters and buffers are moved to its device, except
             from the meta device. Parameters that are DTensors on another dimension of the same mesh
             are divided further; see support/tensor_parallel.py.
         reshard_after_forward: whether to free the parameters between forward and backward. None is
-            True. The root keeps them in any case, since its backward comes next. A number: that of
-            the ranks to share them then; all is True, 1 is False, and others need more memory and
-            gather them for the backward in smaller groups (post_forward.py).
+            True. The root keeps them in any case, since its backward comes next. A number says how
+            many ranks share them then: all means True, and 1 means False. Any other number needs
+            more memory, and gathers them for the backward in smaller groups (post_forward.py).
         shard_placement_fn: called with each parameter; returns ``Shard(dim)`` for one that is to be
             divided along ``dim``, or None for the first dimension (wrapping/shard_placement.py).
         mp_policy: the dtypes to compute and to reduce in, and of the outputs.
@@ -100,7 +100,7 @@ def fully_shard(
             without a dimension; a DTensor on a mesh that is not beside ``mesh``; a module that is
             sharded already, or that has no forward; a mesh of more than two dimensions; a number of
             ranks that does not divide those of the mesh; an empty list.
-        TypeError: something else than modules; ignored things that are no parameters.
+        TypeError: something other than modules; ignored things that are no parameters.
         RuntimeError: there is no process group, or an optimizer was built before.
         NotImplementedError: an argument that minifsdp does not have yet.
     """
@@ -133,9 +133,9 @@ def fully_shard(
 
 
 class FSDPModule:
-    """What the class of a module that was given to :func:`fully_shard` has more than before.
+    """What :func:`fully_shard` adds to the class of a module.
 
-    The names are torch's, or begin with ``_fsdp``: a module may have any others itself.
+    The names are torch's, or begin with ``_fsdp``, so that a module may have all others itself.
     """
 
     _unit: Any  # what wrappers have, too; check_names keeps these two free
@@ -145,7 +145,7 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A module of the class from before: ``model[:2]`` makes one of the class of ``model``, and
-        nobody has sharded it."""
+        the new module is not sharded."""
         plain: Any = cls.__mro__[2]
         return plain(*args, **kwargs)
 
@@ -156,8 +156,8 @@ class FSDPModule:
 
     @never_compile
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        """What :meth:`__call__` comes to. And what ``torch.compile(module)`` comes to, past it, if
-        that was called before :func:`fully_shard` and so has the ``__call__`` of then."""
+        """Called by :meth:`__call__`; or directly by ``torch.compile(module)``, if that was called
+        before :func:`fully_shard`: then it still has the old ``__call__``."""
         if is_compiling() and not self._hooks.runs(self._unit):
             looked_at = self._unit in self._hooks.summoned and self._unit.by_hand is None
             if not looked_at:
@@ -188,8 +188,8 @@ class FSDPModule:
         """Gather the module's unit between steps: its attributes are whole parameters until
         :meth:`reshard`, or until the next forward or backward. Changes of them are lost.
 
-        In a forward or backward: start to gather it ahead of its turn, as what is listed by
-        :meth:`set_modules_to_forward_prefetch`. Every rank calls it, in both cases.
+        In a forward or backward: start to gather the unit ahead of its turn, as a list of
+        :meth:`set_modules_to_forward_prefetch` does. In both cases every rank has to call this.
 
         Args:
             async_op: return a handle with a ``wait()``, which need not be called.
@@ -210,8 +210,8 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backwards reduce the gradients of this unit, and with ``recurse`` of those below
-        it, from now on; or leave them on this rank. See no_sync.py. Same on all ranks.
+        """Whether from now on backwards reduce the gradients of this unit, and with ``recurse`` of
+        those below it, or leave them on this rank. See no_sync.py. Same on all ranks.
 
         Raises:
             RuntimeError: a forward or backward is running.
@@ -223,9 +223,9 @@ class FSDPModule:
         self._fsdp_choose(hybrid_of(units), all_reduces=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """The same for the all-reduce of hybrid sharding alone: False reduces gradients in the
-        shard group, and keeps the sum of several backwards there. Without hybrid sharding it
-        changes nothing. Raises as :meth:`set_requires_gradient_sync`."""
+        """The same for the all-reduce of hybrid sharding alone. With False gradients are reduced in
+        the shard group, and the sum of several backwards is kept there. Does nothing without hybrid
+        sharding. Raises as :meth:`set_requires_gradient_sync`."""
         units = self._fsdp_units_between_steps("set_requires_all_reduce", recurse)
         self._hooks.engine.layer(NoSync).begin_to_use()
         self._fsdp_choose(hybrid_of(units), all_reduces=requires_all_reduce)
@@ -233,9 +233,9 @@ class FSDPModule:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """False: units stay gathered after their backward, until an optimizer or somebody else
-        changes their shards. That saves the gathers of the next backwards of an accumulation, and
-        costs their memory. Raises as :meth:`set_requires_gradient_sync`."""
+        """False: units stay gathered after their backward, until an optimizer or the program
+        changes their shards. That saves the gathers of the next steps of an accumulation, and costs
+        the memory of the units. Raises as :meth:`set_requires_gradient_sync`."""
         for unit in self._fsdp_units_between_steps("set_reshard_after_backward", recurse):
             unit.reshard_after_backward = reshard_after_backward
         self._hooks.engine.layer(NoSync).begin_to_use()
@@ -245,7 +245,7 @@ class FSDPModule:
         number of ranks.
 
         Raises:
-            ValueError: it is not above zero.
+            ValueError: ``factor`` is not above zero.
             RuntimeError: a forward or backward is running.
         """
         if not factor > 0:
@@ -257,11 +257,11 @@ class FSDPModule:
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], object], *, stream: Any = None) -> None:
         """Have ``hook`` called in each backward with this rank's part of the mean of this unit's
-        gradient, 1-D, in the dtype of the reduction. It may write to it. On GPUs it is called on
-        the stream of reductions.
+        gradient, 1-D, in the dtype of the reduction. The hook may write to this. On GPUs it is
+        called on the stream of reductions.
 
         Raises:
-            NotImplementedError: a stream of its own.
+            NotImplementedError: ``stream`` is given.
             RuntimeError: a forward or backward is running.
         """
         refuse(stream=stream)
@@ -270,11 +270,11 @@ class FSDPModule:
         )
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Gather this unit by ``comm``, as torch's ``AllGather`` is called. What it has in
-        ``allocate`` is where it writes to; the result is copied from there.
+        """Gather this unit by ``comm``, as torch's ``AllGather`` is called. ``comm`` writes to
+        memory that its ``allocate`` has made; the result is copied from there.
 
         Raises:
-            TypeError: it cannot be called, or has no ``allocate``.
+            TypeError: ``comm`` cannot be called, or has no ``allocate``.
             RuntimeError: a forward or backward is running.
         """
         self._fsdp_choose(
@@ -301,7 +301,7 @@ class FSDPModule:
 
     def set_post_optim_event(self, event: Any) -> None:
         """On a GPU, let the gathers of the next forward wait for ``event``, recorded after the
-        optimizer's step, and not for all that is queued by then. For the root."""
+        optimizer's step, and not for all work that is queued by then."""
         self._hooks.engine.after_optimizer = event
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -355,13 +355,13 @@ class FSDPModule:
         refuse(_set_unshard_async_op=async_op)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Nothing: each backward ends with all its gradients where the optimizer finds them."""
+        """Does nothing: each backward leaves all its gradients where the optimizer finds them."""
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """As the argument of :func:`fully_shard`, from the next forward on. Same on all ranks.
 
         Raises:
-            ValueError: it is not True or False.
+            ValueError: ``reshard_after_forward`` is not True or False.
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
@@ -386,8 +386,8 @@ class FSDPModule:
 
     @torch.inference_mode(False)  # what is made here outlives the mode that a program may be in
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Of ``to()``, ``to_empty()``, ``half()``: torch swaps all that a DTensor has for what
-        another one has, and with it what a program has set on it."""
+        """Of ``to()``, ``to_empty()``, ``half()``: torch swaps all that a DTensor has for what a
+        new one has, and so drops attributes that a program has set on it."""
         super()._apply(*args, **kwargs)  # type: ignore[misc]
         adopt(self._unit)
         return self
@@ -410,12 +410,12 @@ class UnshardHandle:
     """What ``unshard(async_op=True)`` returns."""
 
     def wait(self) -> None:
-        """Nothing: the gather is complete, or the module itself waits for it when it runs."""
+        """Does nothing: the gather is complete, or the module itself waits for it when it runs."""
 
 
 def _subclass(cls: Any) -> type:
-    """The class's with the methods of :class:`FSDPModule`. Of one class it is the same one each
-    time, so that ``type(block) is type(other_block)`` stays true."""
+    """The subclass of ``cls`` with the methods of :class:`FSDPModule`. It is the same each time, so
+    that ``type(block) is type(other_block)`` stays true."""
     bases = (FSDPModule, cls)
     # Not from a cache, which would keep classes for ever.
     made = (one for one in type.__subclasses__(cls) if one.__bases__ == bases)
@@ -443,8 +443,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """Let the roots ``modules`` have their streams in common, as the stages of a pipeline that one
-    rank runs: the allocator keeps memory for each stream apart.
+    """Let the roots ``modules`` share their streams, for example the stages of a pipeline that one
+    rank runs. The allocator keeps memory apart for each stream, so this saves memory.
 
     Raises:
         ValueError: one of them was not given to :func:`fully_shard`.

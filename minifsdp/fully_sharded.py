@@ -1,8 +1,8 @@
 """``FullyShardedDataParallel``: the thin module that users hold.
 
 It wraps a module, makes a unit of the parameters that no wrapper inside has taken, and calls the
-hooks around ``forward``. The outermost wrapper is the *root*: streams, limiter and prefetching are
-its own, for all units below it.
+hooks around ``forward``. The outermost wrapper is the *root*: it has the streams, the limiter and
+the prefetching of all units below it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -67,8 +67,8 @@ class FullyShardedDataParallel(StateDictMethods, ModuleWrapper):
         sync_module_states: give every rank the parameters and buffers that the first one has.
         forward_prefetch: see prefetch.py; True is ``ForwardPrefetch.FORWARD_PRE``. None is that on
             a CPU, where the host does not run ahead, and no gather would be hidden otherwise.
-        limit_all_gathers: how many units may be alive at once: True is PyTorch's limit, 2 and one
-            that only the device has not freed; False is no limit; or a
+        limit_all_gathers: how many units may be alive at once: a number; True for PyTorch's limit,
+            2 and one that only the device has not freed; False for no limit; or a
             :class:`~minifsdp.core.limiter.Limiter`.
         use_orig_params: cut units in rows (rows.py). ``parameters()`` then has a DTensor for each
             parameter, under its own name. False: in chunks (shard.py), one 1-D chunk for each unit.
@@ -76,11 +76,11 @@ class FullyShardedDataParallel(StateDictMethods, ModuleWrapper):
         device_mesh: instead of ``process_group``; with two dimensions, (replicate, shard), for
             hybrid strategies.
 
-    Prefetching and limit are the root's, for all its units. The rest is of each unit; those that
-    ``auto_wrap_policy`` makes get it from here, and may differ.
+    The root's prefetching and limit are used for all its units. All other arguments are for one
+    unit; units that ``auto_wrap_policy`` makes get these, unless the policy gives others.
 
-    Build the optimizer *after* wrapping, from this module's ``parameters()``. ``backward()`` leaves
-    in their ``grad`` the mean over all ranks.
+    Build the optimizer *after* wrapping, from this module's ``parameters()``. ``backward()`` puts
+    the mean over all ranks into their ``grad``.
 
     Raises:
         ValueError: parameters that cannot share a unit, or that two units would share; a module
@@ -151,8 +151,8 @@ class FullyShardedDataParallel(StateDictMethods, ModuleWrapper):
 
     @property
     def module(self) -> Any:
-        """The wrapped module. It stays the same if ``apply_activation_checkpointing`` puts a
-        wrapper of its own between the two."""
+        """The wrapped module, also if ``apply_activation_checkpointing`` has put a wrapper of its
+        own between the two."""
         return self._unit.module
 
     @property
@@ -163,8 +163,8 @@ class FullyShardedDataParallel(StateDictMethods, ModuleWrapper):
         return engine
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Flat parameters, or inside :meth:`summon_full_params` the original ones; names as they
-        were before wrapping."""
+        """Flat parameters, or DTensors in rows, or inside :meth:`summon_full_params` the original
+        parameters; names as they were before wrapping."""
         return as_before_wrapping(super().named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
@@ -217,7 +217,7 @@ class FullyShardedDataParallel(StateDictMethods, ModuleWrapper):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
         """Call ``fn`` on every module, inner ones first, each while the whole parameters of its
-        unit are there; what it changes is kept. Every rank has to call it, and change alike."""
+        unit are there. Changes are kept. Every rank has to call this, and make the same changes."""
         with self.summon_full_params(self, recurse=False):
             return super().apply(fn)
 
@@ -258,7 +258,7 @@ class FullyShardedDataParallel(StateDictMethods, ModuleWrapper):
 
     @torch.inference_mode(False)  # what is made here outlives the mode that a program may be in
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Of ``to()``, ``cuda()``, ``half()``: torch may put a new parameter in our one's place."""
+        """Of ``to()``, ``cuda()``, ``half()``: torch may put a new parameter in place of ours."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         adopt(self._unit)
         return self

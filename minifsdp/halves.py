@@ -1,9 +1,9 @@
 """An all-reduce in two halves, each of which is a stage of a reduction.
 
-On a CPU an all-reduce is a reduce-scatter and then an all-gather of what that gives
-(comm/collectives.py). The calling thread starts the second half, and has to wait for the first one
-before it does. So each half is a stage of its own: the second starts one unit later in the
-backward, which hides both.
+On a CPU an all-reduce is a reduce-scatter and then an all-gather of its result
+(comm/collectives.py). The calling thread starts the second half, and has to wait for the first half
+before that. So each half is a stage of its own: the second starts one unit later in the backward,
+and both are hidden behind computation.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class FirstHalf:
     """After it each rank has a chunk of the mean over the ranks that have the same shard.
 
     Args:
-        stream: the name of the one that it runs on.
+        stream: the name of the stream that it runs on.
     """
 
     travels, on_host = True, False
@@ -40,7 +40,7 @@ class FirstHalf:
 
 
 class SecondHalf:
-    """After it each of them has all chunks."""
+    """After it each of these ranks has all chunks."""
 
     stream, travels, on_host = "replicate", True, False
 

@@ -10,17 +10,17 @@ is read through views of its dtype::
     unsharded     aaaa aaaa aaaa aaaa aaaa aaaa .... ....  marks  bb bb bb bb  c c c .  padding
                   elements of float32                             bytes
 
-So one collective gathers all of a unit, each parameter costs the bytes that it has, and none of
-them costs memory or messages for a gradient. The flat tensor calls its elements float32; but what
-lies as bytes is only ever copied, since as numbers of that dtype it may be anything, NaN as well.
+So one collective gathers all of a unit, each parameter costs the bytes that it has, and what is
+frozen costs no memory and no messages for a gradient. The flat tensor calls its elements float32.
+But what lies as bytes is only ever copied: as numbers of that dtype it may be anything, even NaN.
 
 With mixed precision each parameter of floating-point numbers is computed in ``param_dtype``, the
-frozen ones too, and integers stay what they are. Then frozen parameters may have more bytes or
-fewer than they are kept in, so the unsharded tensor is laid in another way than the shard.
+frozen ones too, and integers stay what they are. Then a frozen parameter may have more or fewer
+bytes than in the shard, so the unsharded tensor is laid differently from the shard.
 
 Source: ``torch.distributed.fsdp.fully_shard`` (pytorch 2.13), which gathers bytes where dtypes
-differ, and asks one dtype of trained parameters only. To let views of all dtypes share one tensor
-is ours.
+differ, and asks for one dtype among trained parameters only. Views of all dtypes in one tensor are
+our idea.
 """
 
 from collections.abc import Mapping, Sequence
@@ -77,7 +77,7 @@ class MixedRows(Rows):
 
     Attributes:
         dtype: of the flat parameter: that of what is trained. If nothing is, that of one parameter,
-            of floating-point numbers if there is one; then only this one does not lie as bytes.
+            a floating-point one if possible. Then all other parameters lie as bytes.
         blocks: as of :class:`Rows`, but in bytes. What has a gradient is counted in elements.
     """
 
@@ -177,8 +177,8 @@ class MixedRows(Rows):
             shape, dtype = shapes[number], self.dtypes[number]
             numbers = piece[: shape.numel() * dtype.itemsize]
             if shape.numel():
-                # In one step: else the view would refer to one of other bytes, which is_in_use() of
-                # the unsharded flat parameter would take for somebody else's.
+                # In one step: else the view would refer to a view of other bytes, which is_in_use()
+                # of the unsharded flat parameter would take for somebody else's.
                 into[number] = numbers.view(*shape[:-1], -1).view(dtype)
             else:  # which torch refuses
                 into[number] = numbers.view(dtype).view(shape).data

@@ -10,7 +10,7 @@ A program that accumulates gradients over several batches can reduce them once, 
 This saves communication and costs memory: each rank has unsharded gradients, in the dtype of the
 computation. During a second such backward it has two sets of them, until that backward succeeds.
 (``fully_shard`` keeps them in ``reduce_dtype``, as torch's does: in float32 a sum over many batches
-loses nothing to the eight bits of bfloat16, for twice the memory.)
+keeps bits that bfloat16 would lose, for twice the memory.)
 Without ``no_sync`` the gradients of each batch are reduced and accumulated in shards. Both give the
 same sums, and a program may use both.
 
@@ -21,13 +21,13 @@ valid for as long as the mark is not changed. A mark of zeros that was scaled ha
 one that was cleared, so its first element is -0: multiplied by a positive number it stays -0, and
 ``zero_grad()`` makes it 0.
 
-No optimizer steps in such a block. So units that may stay gathered from forward to backward
-(SHARD_GRAD_OP) stay for the next forward as well, and others if a program asks for it
+No optimizer steps in such a block. So units that stay gathered from forward to backward
+(SHARD_GRAD_OP) stay for the next forward as well. Other units do so if a program asks for it
 (``set_reshard_after_backward(False)``).
 
 With hybrid sharding a program may have gradients reduced in the shard group, and the sum
-all-reduced later (``set_requires_all_reduce(False)``). What waits then on each rank is a part of
-the gradient, and it waits in the same way.
+all-reduced later (``set_requires_all_reduce(False)``). Then a part of the gradient waits on each
+rank, in the same way.
 """
 
 from collections.abc import Iterator, Sequence
@@ -60,14 +60,14 @@ class NoSync(Layer):
     """Whether the backwards of one root reduce gradients.
 
     Attributes:
-        unreduced: the units of which they do not.
+        unreduced: the units whose gradients they leave on this rank.
     """
 
     def __init__(self, engine: FeaturedEngine) -> None:
         self.units, self._gradients = engine.units, engine.gradients
         self.unreduced = set[FeaturedUnit]()
         self._were_unreduced = set[FeaturedUnit]()  # in the last backward
-        # A root that was made around these units takes over what they have left.
+        # A new root around these units takes over the gradients that they have left.
         self._used = any(unit.unreduced_grad is not None for unit in self.units)
         self._versions: dict[FeaturedUnit, int] = {}  # of shards, when their units were held
         # The parameters of units without an all-reduce that had no gradient before this backward.
@@ -87,8 +87,8 @@ class NoSync(Layer):
         self._used = True
 
     def start(self, purpose: Purpose) -> None:
-        """Units that were kept stay, if nobody has changed them since. Raises RuntimeError: see
-        :func:`check_unreduced_grad`."""
+        """Units that were kept stay in a forward, if their shards have not changed since. Raises
+        RuntimeError: see :func:`check_unreduced_grad`."""
         if self._used and purpose is Purpose.LOOK:  # before a backward it is done when that starts
             count_cleared(self.units)
         for unit in self.units if self._used else ():
@@ -105,8 +105,8 @@ class NoSync(Layer):
             unit.parts.clear()
 
     def start_backward(self, call: Call | None) -> None:
-        """Units are held here, where all ranks are alike, and not in their own backwards: these
-        need not come on all ranks, and in the next forward some ranks would gather a unit that
+        """Units are held here, where all ranks are alike, and not in their own backwards. Those may
+        not run on all ranks, and then some ranks would gather a unit in the next forward that
         others have kept.
 
         Raises:
@@ -136,7 +136,7 @@ class NoSync(Layer):
         self._were_unreduced = {*self.unreduced}
 
     def complete(self, reductions: Sequence[Reduction]) -> None:
-        """Keep what was held in this backward; what earlier ones have left was reduced with it."""
+        """Keep what was held in this backward. What earlier backwards left is reduced now."""
         for reduction in reductions:
             reduction.unit.unreduced_grad = None
             if reduction.unit.parts:
@@ -156,15 +156,15 @@ class NoSync(Layer):
             unit.unreduced_grad = unit.unreduced_grad._replace(cleared=cleared, is_scattered=True)
 
     def _was_changed(self, unit: FeaturedUnit) -> bool:
-        """Whether the shard is another one than the unit was gathered from."""
+        """Whether the shard has changed since the unit was gathered from it."""
         return self._versions[unit] != unit.sharded_flat_param._version or was_moved(unit)
 
 
 class AddUnreduced:
     """The first stage of a reduction (reduce.py), or the one after the reduce-scatter: adds what
-    earlier backwards have left there. That stays as it is until this backward has succeeded. It is
-    not referred to here: it would keep its memory when ``zero_grad()`` has cleared it, till the
-    next backward."""
+    earlier backwards have left there. What they left stays as it is until this backward has
+    succeeded. No attribute refers to it: after ``zero_grad()`` its memory is to be freed, and not
+    to be kept until the next backward."""
 
     stream, travels, on_host = "reduce", False, False
 
@@ -172,8 +172,8 @@ class AddUnreduced:
         self._added = False
 
     def launch(self, unit: FeaturedUnit, value: Tensor | Pieces) -> tuple[Tensor | Pieces, Finish]:
-        """``value``: as what was left; a tensor may be written to. Returns the sum, in the wider
-        dtype of the two. A second gradient of the same backward is returned as it is."""
+        """``value``: of the same shape as what was left; may be written to if it is a tensor.
+        Returns the sum, in the wider dtype of the two; for a second gradient, ``value`` itself."""
         if unit.unreduced_grad is not None and not self._added:
             self._added = True
             grad = whole(value)
@@ -183,8 +183,8 @@ class AddUnreduced:
 
 
 def _stages_of_next(unit: FeaturedUnit) -> None:
-    """Let the reductions of a backward that begins add what is left of the unit, if there is
-    something."""
+    """Let the reductions of a backward that begins add the unit's unreduced gradient, if it has
+    one."""
     stages = [stage for stage in unit.stages if not isinstance(stage, AddUnreduced)]
     if unit.unreduced_grad is not None:
         names = [type(stage) for stage in stages]
@@ -209,7 +209,7 @@ def store_unreduced(unit: FeaturedUnit, grad: Tensor) -> None:
     Args:
         grad: of ``unit.unsharded.flat_param``: ``[padded_numel]``, in its dtype. It is added to the
             unit's unreduced gradient, if there is one, and otherwise kept in
-            ``unit.unreduced_dtype``. Or a part of it, ``[padded_numel / ranks]``.
+            ``unit.unreduced_dtype``. Or this rank's part, ``[padded_numel / ranks]``.
     """
     shard, cleared = unit.sharded_flat_param, _cleared(unit)
     if unit.unreduced_grad is not None:
@@ -231,8 +231,8 @@ def store_unreduced(unit: FeaturedUnit, grad: Tensor) -> None:
 
 
 def _cleared(unit: FeaturedUnit) -> Sequence[int]:
-    """The parameters that have no gradient, by their numbers. They are not to get zeros for one, if
-    no rank uses them (rows.py)."""
+    """The parameters that have no gradient, by their numbers. If no rank uses them, they must not
+    get a gradient of zeros (rows.py)."""
     if unit.unreduced_grad is not None:
         return unit.unreduced_grad.cleared
     return [number for number, p in enumerate(unit.optimized_params) if p.grad is None]
@@ -263,7 +263,7 @@ def check_unreduced_grad(unit: FeaturedUnit) -> None:
 
 
 def _version(unit: FeaturedUnit, grad: Tensor | None) -> int:
-    """How often ``grad`` was changed in place, itself or through a DTensor that shows a part."""
+    """How often ``grad`` was changed in place, directly or through a DTensor that shows a part."""
     if grad is None:
         return -1
     shown = (param.grad for param in unit.optimized_params)
@@ -283,8 +283,8 @@ def _watch_optimizers() -> None:
 
 @never_compile_inside
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    """Refuse a step with a part of the gradient before it is made. After it ``zero_grad()`` would
-    clear the mark, and the mistake could not be found."""
+    """Refuse a step with an incomplete gradient before it is made. After the step ``zero_grad()``
+    would clear the mark, and the mistake could not be found."""
     waiting = [unit for unit in _units if unit.unreduced_grad is not None]
     if not waiting:
         return

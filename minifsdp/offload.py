@@ -8,11 +8,10 @@ with its gradient and the optimizer's state. The device stores only what it comp
                                          forward, backward
 
 Both copies run on streams of their own, at the same time as the computation. Two waits make this
-correct. The all-gather must not send a shard that has not arrived on the device, and the host must
-not add to a gradient that has not arrived on the host. Because of the second one the host waits at
-the end of each backward, which it does not do without offload. PyTorch's FSDP does not wait: there
-the device writes into the tensor that held the last gradient, so that accumulated gradients are
-lost.
+correct. The all-gather must not send a shard that has not arrived on the device. The host must not
+add to a gradient that has not arrived on the host. Because of the second wait the host stops at the
+end of each backward; without offload it does not. PyTorch's FSDP does not wait: there the device
+writes into the tensor that held the last gradient, so that accumulated gradients are lost.
 
 Source: Ren et al., "ZeRO-Offload", arXiv:2101.06840.
 """
@@ -31,8 +30,8 @@ def host_copy(tensor: Tensor, device: torch.device | None) -> Tensor:
     """A copy of ``tensor`` in the host's memory, of the same shape and dtype.
 
     Args:
-        device: will copy from it, and to it. None: there is no offload, and ``tensor`` itself is
-            returned. So it is if it has no memory yet.
+        device: will copy from the copy, and to it. None: there is no offload, and ``tensor`` itself
+            is returned; also if ``tensor`` has no memory yet.
     """
     if device is None or not has_memory(tensor):
         return tensor
@@ -106,10 +105,10 @@ class Download:
 
 
 def _host_memory(like: Tensor, device: torch.device) -> Tensor:
-    # Pinned for CUDA: copies from and to other host memory are not asynchronous.
+    # Pinned for CUDA: copies from and to host memory that is not pinned are not asynchronous.
     return torch.empty(like.shape, dtype=like.dtype, device=HOST, pin_memory=device.type == "cuda")
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has memory: on the meta device it has none, if that is no virtual GPU."""
+    """Whether a tensor has memory: not on the meta device, unless that is a virtual GPU."""
     return not tensor.is_meta or "meta" in BACKENDS

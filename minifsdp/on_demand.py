@@ -1,17 +1,17 @@
 """On demand: a unit is gathered whenever somebody needs it, and freed as soon as nobody does.
 
-The moments of hooks.py follow the calls of modules. Programs do more than that: a loss may come
-from an attribute that a module has kept, an activation checkpoint runs a part of a unit again, a
-module computes with the weights of one inside of it. So there are two more signs that a unit is
-needed, and two that it is not::
+The moments of hooks.py follow the calls of modules. Programs do more than call modules: a loss may
+come from an attribute that a module has kept, an activation checkpoint runs a part of a unit again,
+a module computes with the weights of a module inside of it. So there are two more signs that a unit
+is needed, and two that it is not::
 
     autograd asks for a parameter that it has saved       gather the unit    saved_tensors.py
     a module asks for a parameter and finds a placeholder gather the unit    param_access.py
     nothing is left that autograd has saved of the unit   free it early      unsharded_storage.py
     no output of a frozen unit needs a gradient           free it early      in this file
 
-These belong together. What was freed early may be needed once more, by a checkpoint; and what
-gathers on demand must not be fooled by memory that is not there any more.
+These belong together: a checkpoint may need a unit that was freed early, and what gathers on demand
+has to notice that its memory is gone.
 """
 
 from contextlib import AbstractContextManager
@@ -41,7 +41,7 @@ class OnDemand(Layer):
         saved: what autograd has saved of parameters.
         lent: units that were gathered in a forward for the module around them.
         graphs: forwards with gradients since the last backward.
-        frees_early: it does; set to False to compare.
+        frees_early: whether it frees units early; set to False to compare.
     """
 
     frees_early = True
@@ -52,8 +52,8 @@ class OnDemand(Layer):
         self.saved = SavedParameters(self.gather)
         self.lent: list[FeaturedUnit] = []
         self.graphs = 0
-        # Units that were freed early. To the limiter they are alive until their gradient is
-        # complete: it would wait for the device otherwise, before the next unit is gathered.
+        # Units that were freed early. For the limiter they stay alive until their gradient is
+        # complete: otherwise it would wait for the device before the next unit is gathered.
         self._freed_early: dict[FeaturedUnit, Event] = {}
         self._needed_again = set[FeaturedUnit]()  # of these, the ones that were gathered again
         self._frozen: FeaturedUnit | None = None  # the last one whose backward began
@@ -61,8 +61,8 @@ class OnDemand(Layer):
             unit.on_demand = self.on_demand
 
     def start(self, purpose: Purpose) -> None:
-        """A forward with gradients begins. What is saved of its parameters is told from what graphs
-        before it have saved."""
+        """A forward with gradients begins. New marks tell what its graph saves of parameters from
+        what earlier graphs have saved."""
         if purpose is not Purpose.LOOK and torch.is_grad_enabled():
             self.graphs += 1
             for unit in self.engine.units:
@@ -81,8 +81,8 @@ class OnDemand(Layer):
             call.notes["views"] = [*map(ref, call.unit.views)]
 
     def around_forward(self, call: Call) -> AbstractContextManager[object]:
-        """Saves parameters as descriptions: what is saved from now on of this unit's is of this
-        call."""
+        """Saves parameters as descriptions: those of this unit that are saved from now on belong to
+        this call."""
         return self.saved.hooks(tuple(self.hooks.calls))
 
     def after_forward(self, call: Call, output: object) -> object:
@@ -143,8 +143,8 @@ class OnDemand(Layer):
         """A module asks for a parameter that is sharded. In a backward this is the recomputation
         of an activation checkpoint: autograd has saved nothing of what is in it, and the gradient
         may not have come through the outputs of the unit. In a forward without gradients it is a
-        module that computes with the parameters of one inside of it, and does not call that one,
-        as ``nn.TransformerEncoderLayer`` does. (With gradients they would need a call to be in.)
+        module, such as ``nn.TransformerEncoderLayer``, that computes with the parameters of a
+        module inside of it without a call. (With gradients they would have to belong to a call.)
 
         Returns:
             Whether the unit is gathered now.
@@ -162,8 +162,8 @@ class OnDemand(Layer):
     @property
     def _lends(self) -> bool:
         """Whether a forward is running that began without gradients. That they are off now is not
-        enough: they are off as well where autograd saves a tensor, and in the forward of an
-        autograd.Function. What is lent there would get no gradient, without a word."""
+        enough: they are off also where autograd saves a tensor, and in the forward of an
+        autograd.Function. A unit that is lent there would silently get no gradient."""
         calls = self.hooks.calls
         if not calls or calls[-1].notes["gradients"] or torch.is_grad_enabled():
             return False
@@ -171,8 +171,8 @@ class OnDemand(Layer):
 
     def _free_early(self, unit: FeaturedUnit) -> None:
         """The backward has come to a unit inside of this one. If nothing that is saved of this one
-        is left, free it; its gradient is complete much later. So it is with most roots: the head's
-        backward is over, and an embedding's needs no parameter."""
+        is left, free it; its gradient is complete much later. This is so for most roots: the head's
+        backward is over, and an embedding's backward needs no parameter."""
         if not self._is_done_with(unit):
             return
         hide_views(unit)  # modules refer to the others, too
@@ -183,17 +183,17 @@ class OnDemand(Layer):
             self.engine.stats.count_free(unit)
 
     def _end_of_frozen(self, unit: FeaturedUnit) -> None:
-        """The backward has come to the unit after this frozen one. Its own is over, if nothing that
-        is saved of it is left. As a rule its inputs have told that already, but not where one of
-        several is a leaf (core/autograd_hooks.py): a prompt that is tuned, for example."""
+        """The backward has come to the unit after this frozen one. If nothing that is saved of the
+        frozen unit is left, its backward is over. As a rule its inputs have told that already, but
+        not if one of several is a leaf (core/autograd_hooks.py), such as a prompt that is tuned."""
         if self._is_done_with(unit):
             self.hooks.inputs_have_gradients(unit, None)
 
     def _is_done_with(self, unit: FeaturedUnit) -> bool:
         """Whether the unit's backward has begun, and nothing that is saved of the unit is left.
 
-        Not if there may be another graph, which the program has dropped. Python's collector decides
-        when that is gone, and so on each rank at another time; but all have to free alike."""
+        False if there may be another graph, which the program has dropped. Python's collector frees
+        that at a different time on each rank, but all ranks have to free units alike."""
         if unit.state.sharded is not ShardedState.UNSHARDED or BACKWARD not in unit.reasons:
             return False
         if not unit.reasons <= {BACKWARD, STRATEGY} or unit in self._needed_again:
@@ -201,9 +201,9 @@ class OnDemand(Layer):
         return self.graphs == 1 and not unit.unsharded.is_saved
 
     def _unshard_again(self, unit: FeaturedUnit) -> None:
-        """Gather what was freed early, and is needed in this backward all the same: an activation
-        checkpoint inside of the unit runs a part of it again. It stays from now on, also in later
-        backwards; else every such checkpoint would gather it."""
+        """Gather a unit that was freed early and is needed again in this backward: an activation
+        checkpoint inside of the unit runs a part of it again. From now on the unit is not freed
+        early, also in later backwards; else every such checkpoint would gather it."""
         self._needed_again.add(unit)
         self.freed(unit)
         self.engine.parameters.unshard(unit, BACKWARD)
@@ -211,15 +211,15 @@ class OnDemand(Layer):
         show_views(unit)
 
     def freed(self, unit: FeaturedUnit) -> None:
-        """The limiter hears of what was freed early."""
+        """Tell the limiter that a unit is freed, if it was freed early."""
         if unit in self._freed_early:
             self.engine.limiter.freed(unit, self._freed_early.pop(unit))
 
 
 class Unreached(Layer):
     """Frees frozen units after a forward if no gradient will reach them, since no backward of
-    theirs would: a reference model that is not run in ``no_grad``, the layers below the first
-    trained one. It is there only for models of which a unit is frozen from the beginning."""
+    theirs would: a reference model that is not run in ``no_grad``, or the layers below the first
+    trained one. This layer exists only in models that have a frozen unit from the beginning."""
 
     def __init__(self) -> None:
         self._reached: dict[FeaturedUnit, bool] = {}  # of this forward: may a gradient reach it?
@@ -236,7 +236,7 @@ class Unreached(Layer):
         return output
 
     def end_of_forward(self, unit: FeaturedUnit) -> None:
-        """What was not seen, such as a loss in an attribute, has a unit gathered again."""
+        """Free them. If a gradient comes after all (a loss was in an attribute), gather again."""
         for frozen, reached in self._reached.items():
             if not reached:
                 frozen.let_go(STRATEGY)

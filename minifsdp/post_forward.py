@@ -2,7 +2,7 @@
 
 A unit that is freed after its forward is gathered twice in a step, both times from all ranks. If a
 few of them are close to each other, such as the GPUs of one host, the second gather can stay among
-these. Each keeps so much after the forward that they have all parameters together::
+these. After the forward each of them keeps a part, and together they have all parameters::
 
     fully_shard(block, reshard_after_forward=2)           4 ranks; parameters A B C D
 
@@ -11,11 +11,11 @@ these. Each keeps so much after the forward that they have all parameters togeth
     post-forward shard     rank 0: A B   rank 1: C D   rank 2: A B   rank 3: C D
     backward               gathered from ranks 0 and 1     from ranks 2 and 3
 
-It costs memory, ``numel / 2`` on each rank in place of ``numel / 4``, from the unit's forward to
-its backward. Gradients and the optimizer's states are divided among all ranks as ever.
+From the unit's forward to its backward this costs memory, here ``numel / 2`` on each rank in place
+of ``numel / 4``. Gradients and the optimizer's states stay divided among all ranks.
 
-The part is a piece of the unsharded flat parameter, wherever it is cut: nobody sees it. (PyTorch
-registers it with the module, as DTensors.)
+The part is a piece of the unsharded flat parameter, and may be cut anywhere, since no program sees
+it. (PyTorch registers it with the module, as DTensors.)
 
 Sources: the "secondary partition" (hpZ) of Wang et al., "ZeRO++", arXiv:2306.10209;
 ``FSDPParam.to_sharded_post_forward`` (pytorch 2.13).
@@ -37,7 +37,7 @@ from minifsdp.featured_unit import FeaturedUnit
 
 class PostForwardShard(NamedTuple):
     """The source of a unit (unshard.py) between its forward and its backward: this rank's part for
-    the smaller group. It is on the device, in the dtype that the unit is computed in."""
+    the smaller group. The part is on the device, in the dtype that the unit is computed in."""
 
     shard: Tensor  # ``[padded_numel / ranks of the smaller group]``
     ready: Event  # on the compute stream: it has been copied
@@ -67,7 +67,7 @@ class PostForward(Layer):
         return output
 
     def gradient(self, unit: FeaturedUnit, grad: Any) -> Any:
-        """From here on it sends its shard again."""
+        """From here on the unit sends its shard again."""
         unit.source = unit.own_source
         return grad
 
@@ -80,15 +80,15 @@ class PostForward(Layer):
 
 
 def keep_post_forward_shard(unit: FeaturedUnit, streams: Streams) -> None:
-    """Copy this rank's part of an unsharded unit, which is about to be freed. The next gather sends
-    that, until the unit sends its shard again. Does nothing if the unit has no smaller group."""
+    """Copy this rank's part of an unsharded unit that is about to be freed. Gathers send the copy
+    until the unit sends its shard again. Does nothing if the unit has no smaller group."""
     lines = unit.post_forward_lines
     if lines is None or unit.shard_group is None:
         return
-    # Made when it is first used. All ranks have to make it, and by now they have compared whether
-    # they are to (checks/same_model.py).
+    # Made when it is first used. All ranks have to make it, and by now they have checked that all
+    # of them want it (checks/same_model.py).
     group = smaller_group(unit.shard_group, lines)
     if unit.state.sharded is ShardedState.UNSHARDED:
-        # A copy: a view would be of memory that is freed.
+        # A copy: the memory of a view would be freed.
         shard = unit.unsharded.data.chunk(group.size())[group.rank()].clone()
         unit.source = PostForwardShard(shard, streams.compute.record_event(), group)

@@ -37,10 +37,10 @@ FULL_PRECISION = MixedPrecision(cast_forward_inputs=True)
 
 
 class Precision(Layer):
-    """Computes in the dtypes of the precision, and hands on inputs in them.
+    """Computes in the dtypes of the precision, and passes inputs on in these.
 
     Attributes:
-        purpose: of the last forward; at first, to look at parameters.
+        purpose: of the last forward. Before the first one it is ``LOOK``.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -54,7 +54,7 @@ class Precision(Layer):
             unit.choose_precision(purpose)
 
     def restore(self) -> None:
-        """The same for that of the last forward, after a look at parameters."""
+        """Have them in the dtypes of the last forward again, after a look at parameters."""
         for unit in self._engine.units:
             unit.choose_precision(self.purpose)
 
@@ -86,7 +86,7 @@ class Precision(Layer):
 
 
 class CastBack(Layer):
-    """Hands on outputs in the dtype of the inputs, where a unit casts these."""
+    """Passes outputs on in the dtype of the inputs, if a unit casts its inputs."""
 
     def inputs(self, call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Note how to cast the output, before :class:`Precision` casts the inputs."""
@@ -112,8 +112,8 @@ class Cast:
         self._dtype = dtype
 
     def launch(self, unit: FeaturedUnit, value: Tensor | Pieces) -> tuple[Tensor | Pieces, Finish]:
-        """``value``: of any shape and dtype. Returns it in the other dtype, and a ``finish`` that
-        has nothing to do. What has this dtype is not copied."""
+        """``value``: of any shape and dtype. Returns it in the dtype of the reduction, not copied
+        if it has that already, and a ``finish`` that has nothing to do."""
         return value.to(self._dtype), lambda: None
 
 
@@ -135,10 +135,10 @@ class CastShard:
         self.inner.prepare(unit, streams)
 
     def tensor(self, unit: FeaturedUnit, streams: Streams) -> Tensor:
-        """A copy of what ``inner`` sends, of the same shape; or itself, if it has the dtype. The
-        shape may be another one if parameters differ in dtype (mixed_rows.py)."""
-        # Cast before it is sent. Else twice as many bytes would be, and the all-gather would write
-        # numbers of one dtype into memory of another one.
+        """A copy of what ``inner`` sends, of the same shape; or itself, if it has the dtype. If
+        parameters differ in dtype, the shape may be different (mixed_rows.py)."""
+        # Cast before it is sent. Else twice as many bytes would be sent, and the all-gather would
+        # write numbers of one dtype into memory of another one.
         shard = self.inner.tensor(unit, streams)
         if unit.mixed is not None:
             return unit.mixed.cast(shard, unit.unsharded.layout, unit.shard_rank)

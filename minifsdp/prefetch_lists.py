@@ -1,7 +1,7 @@
-"""Prefetch lists: a program says which units to gather ahead, and the recorded order is not asked.
+"""Prefetch lists: a program says which units to gather ahead, instead of the recorded order.
 
 The recorded order (prefetch.py) gathers one unit ahead. A program that knows its model can list
-more, or others::
+more units, or different ones::
 
     for block, next_one, second in zip(blocks, blocks[1:], blocks[2:]):
         block.set_modules_to_forward_prefetch([next_one, second])
@@ -9,8 +9,8 @@ more, or others::
     forward of     0        1        2        3
     gathered       0 1 2    3        4        5        two units ahead: three are alive, not two
 
-Where a program has listed nothing, the recorded order counts as before. A list is gathered whatever
-the limit (limiter.py) is: it says how much memory to use. What is gathered already is left out.
+Where a program has listed nothing, the recorded order is used. A list is gathered whatever the
+limit (limiter.py) is: the list says how much memory to use. What is gathered already is left out.
 
 Source: ``FSDPModule.set_modules_to_forward_prefetch`` (pytorch 2.13), where the lists are given in
 the same way. There the forward has no other prefetching.
@@ -46,11 +46,11 @@ class ListedPrefetcher(CountedPrefetcher):
 
 
 class ListedParameters(Parameters):
-    """Gathers what was listed, too."""
+    """Gathers lists of units, too."""
 
     def prefetch(self, target: Any) -> None:
-        """As in the core; or start to gather all of a list. The program has said that there is room
-        for them, so the limiter cannot decline them."""
+        """As in the core; or start to gather all units of a list. The program has said that there
+        is room for them, so the limiter cannot decline."""
         if not isinstance(target, list):
             super().prefetch(target)
             return

@@ -12,11 +12,11 @@ has no name and no shape. FSDP2 cuts each parameter for itself, between two of i
     rows   (FSDP2)   rank 0: a a b b  x y      rank 1: c c 0 0  z 0
 
 What a rank has of a parameter is a part of a matrix: a ``DTensor`` with the parameter's own name
-and shape, sharded along its first dimension. So an optimizer can treat biases in another way than
+and shape, sharded along its first dimension. So an optimizer can treat biases differently from
 weights, a part of a unit can be frozen, and other programs can read a checkpoint.
 
-The unsharded flat parameter is what it is with chunks: whole parameters end to end. Only the zeros
-are in other places, after each parameter, where they fill the blocks of the last ranks::
+The unsharded flat parameter is as with chunks: whole parameters end to end. Only the zeros are in
+different places: after each parameter, where they fill the blocks of the last ranks::
 
     unsharded        a a b b c c 0 0   x y z 0         blocks of 4 and of 2 elements
 
@@ -99,7 +99,7 @@ class Rows:
 
     Args:
         shapes: of the parameters. Each has at least one dimension.
-        trained: whether each of them has a gradient. These are laid end to end first.
+        trained: whether each of them has a gradient. Those that have are laid first.
         world_size: ranks that share the unit.
         dims: along which the parameters are divided (wrapping/shard_placement.py); None: the first.
 
@@ -110,11 +110,11 @@ class Rows:
         with_grad: the first of them, which have a gradient; all, if none has.
         marks: elements of each rank's marks; 0 in a unit of one parameter, which as a whole has a
             gradient or has none. They fill up what is reduced to a multiple of 16 bytes.
-        blocks: elements in each rank's block, in that order, and of the marks.
-        trained_blocks: those of the parameters that have a gradient, and of the marks.
+        blocks: elements in each rank's block of each parameter, in that order, and of the marks.
+        trained_blocks: the same for the parameters that have a gradient, and for the marks.
         padded_numel: elements of the unsharded flat parameter.
         trained_numel: how many of them can have a gradient: the first ones, and the marks.
-        sizes: of each parameter among these and of what is after some of them: padding, the marks.
+        sizes: of each parameter among these, and of the padding or marks after some of them.
         places: of these parameters among the sizes.
         marked: which parameters have marks, by their numbers in ``with_grad``: those with elements.
     """
@@ -166,7 +166,7 @@ class Rows:
 
         Args:
             flat: ``[padded_numel]``; or only the part of it that has a gradient.
-            frozen: the other part. If it is left out, there is None for each parameter in it.
+            frozen: the other part. If it is left out, the result is None for its parameters.
         """
         sizes, trained = self._sizes, len(self.sizes)
         if flat.numel() == self.padded_numel:
@@ -241,7 +241,7 @@ class Rows:
         return self.trained_blocks[: len(self.with_grad)]
 
     def _all_sizes(self, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Those of parameters and of what is after them, and where the parameters are."""
+        """The sizes of parameters and of what is after them, and the places of parameters."""
         sizes: list[int] = []
         places: list[int] = []
         for shape, block in zip(self.shapes, blocks, strict=True):
@@ -249,14 +249,14 @@ class Rows:
             after = block * self.world_size - shape.numel()
             if len(places) == len(self.with_grad):
                 after += self.marks * self.world_size
-            # Not without the condition: autograd would make a tensor of zeros for each gradient of
-            # nothing, which takes the host as long as one of something.
+            # No empty pieces: autograd would make a gradient of zeros for each of them, which takes
+            # the host as long as a gradient with elements.
             sizes += [shape.numel(), after] if after else [shape.numel()]
         return sizes, places
 
     def _in_order(self, laid: list[Tensor]) -> list[Any]:
-        """From the order in which parameters are laid to that of the parameters, with None for
-        those that are not among ``laid``."""
+        """From the order in which parameters are laid to their own order, with None for those that
+        are not among ``laid``."""
         found: list[Any] = [None] * len(self.order)
         for number, tensor in zip(self.order, laid, strict=False):
             found[number] = tensor

@@ -1,4 +1,4 @@
-"""The strategies of a unit: what some units do in another way than others. Here it is chosen.
+"""The strategies of a unit: what some units do differently from others. They are chosen here.
 
 unshard.py asks ``unit.source`` what this rank sends in a gather::
 
@@ -8,8 +8,8 @@ unshard.py asks ``unit.source`` what this rank sends in a gather::
     both                                    OwnShard --Upload--> --CastShard-->
     from forward to backward, if asked for  PostForwardShard                 post_forward.py
 
-reduce.py has a gradient go through ``unit.stages``, in this order. (While gradients from no_sync
-wait to be reduced, a stage that adds them comes before these; no_sync.py puts it there.) ::
+reduce.py has a gradient go through ``unit.stages``, in this order. (While gradients wait to be
+reduced, no_sync.py adds a stage for them: before these, or after the reduce-scatter.) ::
 
     cast         to ``reduce_dtype``                        precision.py
     reduce       reduce-scatter in the shard group          reduce.py
@@ -19,9 +19,9 @@ wait to be reduced, a stage that adds them comes before these; no_sync.py puts i
     scale, hook  if a program asks for it                   users_comm.py
     download     with offload                               offload.py
 
-Both have ``unit.comm`` do what travels, and that depends on the device::
+Both files send and receive through ``unit.comm``, which depends on the device::
 
-    on a CPU                       DirectMessages                           comm/unit_messages.py
+    on a CPU, as a rule            DirectMessages                           comm/unit_messages.py
     elsewhere                      TorchCollectives                         collectives.py
         if a program asks for it       --UsersCollectives-->                users_comm.py
                                        --Watched-->                         comm/unit_messages.py
@@ -68,17 +68,17 @@ from minifsdp.users_comm import UsersCollectives, with_choices
 
 
 def set_strategies(unit: FeaturedUnit) -> None:
-    """Those of a new unit that no device decides on; for the rest see :func:`choose_strategies`."""
+    """Choose those that do not depend on the device; for the rest see :func:`choose_strategies`."""
     unit.source = unit.own_source = source_of(unit)
     unit.places = Placeholders(unit.param_infos)
 
 
 def source_of(unit: FeaturedUnit) -> Any:
-    """What a unit sends of its shard, from the inside outwards.
+    """What a unit sends of its shard, built from the inside outwards.
 
-    Of what this depends on only the layout changes later, see shard_changes.py: a model that is
-    moved or cast has its shards elsewhere, which the sources look up; and with
-    ``full_precision_in_eval`` the cast has nothing to do in an evaluation.
+    Later only the layout can change this choice; see shard_changes.py. If a model is moved or cast,
+    the sources look its shards up in their new place. With ``full_precision_in_eval`` the cast has
+    nothing to do in an evaluation.
     """
     source: Any = OwnShard(unit.shard_group)
     if unit.offload_from is not None:
@@ -163,7 +163,7 @@ def _direct(unit: FeaturedUnit, device: torch.device) -> bool:
 
 
 def _sends_pieces(unit: FeaturedUnit, device: torch.device) -> bool:
-    """Whether the unit can be sent from the places where it is. Of what is divided between columns
-    each row would be a message. (It does not matter whether a program's function sends it, which
-    may be chosen after the forward that decides where gradients arrive.)"""
+    """Whether the unit can be sent from the places where it is. A unit that is divided between
+    columns cannot: each row would be a message. (It does not matter whether a program's function
+    sends it: that may be chosen after the forward, which decides where gradients arrive.)"""
     return direct(device) and Columns not in map(type, unit.layout.blocks or ())

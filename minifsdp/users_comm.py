@@ -68,7 +68,7 @@ class UsersComm:
 
 
 def hybrid_of(units: Iterable[Any]) -> list[Any]:
-    """Those that are sharded in one group and replicated in another."""
+    """The units that are sharded in one group and replicated in another."""
     return [u for u in units if u.shard_group is not None and u.replicate_group is not None]
 
 
@@ -99,7 +99,7 @@ class UsersCollectives:
 
     def all_gather(self, unit: Any, full: Tensor, shard: Tensor, group: Group) -> Finish:
         """See :class:`~minifsdp.core.collectives.TorchCollectives`. The function writes to memory
-        that its own ``allocate`` has made, and which is copied from there."""
+        that its own ``allocate`` has made. The result is copied from there."""
         function = self.choices.all_gather
         if function is None:
             return self.inner.all_gather(unit, full, shard, group)
@@ -142,8 +142,8 @@ def group_for_reductions(group: Group) -> Group:
 
 
 def with_choices(unit: Any, stages: list[Stage]) -> list[Stage]:
-    """The stages that a gradient of ``unit`` goes through (strategies.py), and what its program has
-    chosen."""
+    """``stages``, those that a gradient of ``unit`` goes through (strategies.py), changed by what
+    the program has chosen."""
     choices: UsersComm = unit.users_comm
     end = len(stages) - stages[-1].on_host  # before a download
     if not choices.all_reduces:
@@ -159,8 +159,8 @@ def with_choices(unit: Any, stages: list[Stage]) -> list[Stage]:
 
 
 class KeepPart:
-    """The last stage of a reduction whose all-reduce is left out: the result waits in
-    ``unit.parts``, and the optimizer is given zeros."""
+    """The stage in the place of an all-reduce that is left out: the result waits in ``unit.parts``,
+    and the optimizer is given zeros."""
 
     stream, travels, on_host = "reduce", False, False
 
@@ -174,7 +174,7 @@ class Scale:
     """The stage of a reduction that turns a mean into what the program wants to divide by.
 
     Args:
-        factor: what the mean is multiplied with.
+        factor: what the mean is multiplied by.
     """
 
     stream, travels, on_host = "reduce", False, False
@@ -183,7 +183,7 @@ class Scale:
         self._factor = factor
 
     def launch(self, unit: Any, value: Tensor) -> tuple[Tensor, Finish]:
-        """In place; the mean is complete."""
+        """``value``: the complete mean; scaled in place."""
         return value.mul_(self._factor), lambda: None
 
 
@@ -200,7 +200,7 @@ class UsersHook:
         self._hook = hook
 
     def launch(self, unit: Any, value: Tensor) -> tuple[Tensor, Finish]:
-        """The mean is complete."""
+        """``value``: the complete mean; the function may write to it."""
         unit.has_unused = False  # it may write to what no rank has used
         self._hook(value[: unit.layout.optimized_numel(unit.shard_rank)])
         return value, lambda: None

@@ -23,8 +23,8 @@ Blocks = Sequence[int]
 
 
 class Columns(int):
-    """A block that lies in segments: of a matrix that is divided between columns, a piece of each
-    row. As a number it counts its elements.
+    """A block that lies in segments: a matrix that is divided between columns has a piece in each
+    row. Its value as a number is how many elements it has.
 
     Attributes:
         segments: how many.
@@ -38,7 +38,7 @@ class Columns(int):
         return made
 
     def __mul__(self, factor: int) -> "Columns":
-        """The same in other units: in bytes, say."""
+        """The same block in another unit, such as bytes."""
         return Columns(int(self) * factor, self.segments)
 
 
@@ -89,7 +89,7 @@ def together(flat: Tensor, blocks: Blocks | None, world_size: int) -> Tensor:
 
 
 def copy_apart(gathered: Tensor, flat: Tensor, blocks: Blocks, world_size: int) -> None:
-    """Copy what :func:`together` returns back to the places where its blocks were.
+    """Copy the result of :func:`together` back to the places where its blocks were.
 
     Args:
         gathered: ``[world_size * sum(blocks)]``, the blocks of rank 0, then of rank 1, ...

@@ -1,9 +1,9 @@
-"""Boards: what a rank says to one other rank on its machine, in memory that both processes have.
+"""Boards: what a rank tells one other rank on its machine, in memory that both processes have.
 
 A board is a file without a name that lives in memory (memfd_create(2)). The rank that it belongs to
-makes it, and the other rank opens it once, while both are there. From then on neither needs the
-other to read it: what stands there stays until both have closed it, also if one of them has left
-the group, has returned, or was killed. ::
+makes it, and the other rank opens it once, while both are there. From then on each rank can read it
+without the other: its contents stay until both have closed it, also if one of them has left the
+group, has returned, or was killed. ::
 
     line 0, line 1, ...      four numbers each
     place 0, place 1, ...    for each line, room for a copy of what is lent in it
@@ -26,11 +26,11 @@ LENT, WHERE, NBYTES, READ = range(4)
 """The numbers of a line: the message that is lent (Message.serial), where it is, its size, and the
 last message that the other rank has read."""
 COPY = 0
-"""As ``WHERE``: in the place of the line. Else it is the address of the tensors' addresses."""
+"""As ``WHERE``: a copy is in the place of the line. Else ``WHERE`` is the address of addresses."""
 
 _LINE = 4 * 8  # bytes
 _LINES = 1 << 17
-_LAST = _LINES  # one more, of the board itself: as LENT, whether its rank has left; see new()
+_LAST = _LINES  # one more line, of the board itself: in LENT whether its rank has left; see new()
 _TABLE = _LINE * (_LINES + 1)
 _PLACE = 1 << 40  # bytes; place n begins at (n + 1) * _PLACE
 
@@ -49,10 +49,10 @@ class Board:
 
     @staticmethod
     def new(secret: int) -> "Board":
-        """This rank's.
+        """A new board of this rank.
 
         Args:
-            secret: a number by which the other rank knows that it has opened this one.
+            secret: a number by which the other rank knows that it has opened this board.
 
         Raises:
             OSError: the system has no such files, or too many files are open.
@@ -69,11 +69,11 @@ class Board:
 
     @staticmethod
     def of(process: int, file: int, secret: int) -> "Board":
-        """Another process's, by its descriptor there.
+        """The board of another process, by its descriptor there.
 
         Raises:
-            OSError, ValueError: it may not be opened, or it is another file: in /proc, processes
-                may have the numbers that they have outside of a container.
+            OSError, ValueError: it cannot be opened, or it is another file: in /proc, processes may
+                have the numbers that they have outside of a container.
         """
         board = Board(os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC))
         if board.read(_LAST, WHERE) != secret:
@@ -85,16 +85,16 @@ class Board:
         return self._numbers[4 * line + number]
 
     def write(self, line: int, number: int, value: int) -> None:
-        """Write one number of a line. Who reads it afterwards reads all that was written before."""
+        """Write one number of a line. A rank that has read it also sees all earlier writes."""
         self._numbers[4 * line + number] = value
 
     @property
     def closed(self) -> bool:
-        """Whether its rank has left the group: what stands here now is all there will be."""
+        """Whether its rank has left the group: nothing more will be written here."""
         return bool(self.read(_LAST, LENT))
 
     def close(self) -> None:
-        """Say so."""
+        """Say that this rank has left the group."""
         self.write(_LAST, LENT, 1)
 
     def write_copy(self, line: int, tensors: Sequence[Tensor]) -> None:

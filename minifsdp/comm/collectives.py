@@ -2,18 +2,18 @@
 
 ::
 
-    all-gather        rank 0: A . .      A B C        each rank sends its chunk to each other one
+    all-gather        rank 0: A . .      A B C        each rank sends its chunk to all others
                       rank 1: . B .  ->  A B C
                       rank 2: . . C      A B C
 
-    reduce-scatter    rank 0: a b c      sum(a) .  .  each rank sends to each other one the chunk
-                      rank 1: a b c  ->  . sum(b)  .  that this one adds up
+    reduce-scatter    rank 0: a b c      sum(a) .  .  each rank sends to each other rank the
+                      rank 1: a b c  ->  . sum(b)  .  chunk that the other rank adds up
                       rank 2: a b c      .  . sum(c)
 
     all-reduce        a reduce-scatter, and then an all-gather of its result
 
-Each function *starts* its collective and returns ``finish``, which waits for it (see streams.py).
-So the rank can compute in between. An all-reduce has one ``finish`` for each of its two halves.
+Each function *starts* its collective and returns ``finish``, which waits for it (see streams.py),
+so the rank can compute in between. An all-reduce has one ``finish`` for each of its two halves.
 
 Data goes from rank to rank directly, out of and into views of the flat tensors: from memory to
 memory on one machine, by gloo between machines (transport.py). gloo's own collectives waste half of
@@ -66,14 +66,14 @@ def all_gather(
         full: ``[n]``, on a CPU, written. Where ranks cannot have equal parts of it, the first ones
             have one element more, as with ``tensor_split``.
         chunk: this rank's part; same dtype and device as ``full``. Other ranks may read it even
-            after ``finish``, if it is of parameters, until transport.wait_for_readers().
+            after ``finish``, if ``kind`` is PARAMETERS, until transport.wait_for_readers().
         group: the ranks that take part.
         tag: the unit's number, the same on all ranks. Several collectives may be under way at the
             same time; message_tags.py makes a tag for each of them.
         label: the unit's, for errors.
         kind: what is gathered.
-        blocks: sizes of the pieces of ``chunk``, where these do not stay together in ``full``; see
-            blocks.py. Without ``Columns``. None: they do. (In the exercises it is always None.)
+        blocks: sizes of the pieces of ``chunk``, if these do not stay together in ``full``; None if
+            they do. See blocks.py; ``Columns`` are not allowed. (In the exercises it is None.)
 
     Raises:
         RuntimeError: (``finish`` does) another rank does not take part, has ended, or is in another
@@ -110,7 +110,7 @@ def reduce_scatter(
         group: the ranks that take part.
         scale: ``1 / world_size`` for a mean.
         tag, label, kind, blocks: as in :func:`all_gather`.
-        sizes: of the pieces that ``flat`` has on some of the ranks; see pieces.py.
+        sizes: the sizes of the pieces in which some of the ranks have ``flat``; see pieces.py.
 
     Returns:
         This rank's chunk of the sum, of the dtype of ``flat``, valid once ``finish`` has run; and
@@ -122,7 +122,7 @@ def reduce_scatter(
     lengths = [len(part) for part in own]  # of the messages that come from each other rank
     received, works = list[Tensor](), list[Work]()
     for to, source in _turns(group):
-        # Memory comes with the data: until then the next unit's parameters can have it.
+        # It gets its memory when data arrives. Until then the next unit's parameters can use that.
         received.append(_without_memory(sum(lengths), flat.dtype))
         places = partial(_in_parts, received[-1], lengths)
         works += send_recv(parts[to], to, places, source, message)
@@ -131,9 +131,9 @@ def reduce_scatter(
     # torch's in the last bit.
     total = received[0] if received else torch.cat(own)
     arrive = wait_for(works, message)
-    # torch scales each addend, rounds it, and adds it. To scale and add in one operation is faster
-    # and leaves the rounding out. It gives the same bits where nothing has to be rounded: if the
-    # scale is a power of two, it changes only the exponent (which in fp16 may be too small for it).
+    # torch scales each addend, rounds it, and adds it. To scale and add in one operation is faster,
+    # but skips the rounding. Both give the same bits if scaling rounds nothing: a scale that is a
+    # power of two changes only the exponent (which in fp16 may be too small for it).
     exact = math.frexp(scale)[0] == 0.5 and total.dtype is not torch.float16
 
     def finish() -> None:
@@ -179,7 +179,7 @@ def gather(
     kind: Kind,
     blocks: Blocks | None = None,
 ) -> None:
-    """An all-gather of something else than the parameters of a unit, on any device. Waits for it.
+    """An all-gather of something other than a unit's parameters, on any device. Waits for it.
 
     Args:
         full, chunk, group, tag, label, kind, blocks: as in :func:`all_gather`.
@@ -205,7 +205,7 @@ def add_up(number: Tensor, group: Group, largest: bool = False) -> None:
 def broadcast(tensor: Tensor, group: Group) -> None:
     """Replace ``tensor`` by that of the group's first rank. Waits for it."""
     # gloo and NCCL send memory as it lies, and strides may differ from rank to rank. Without this a
-    # transposed tensor would arrive with its elements in another order.
+    # transposed tensor would arrive with its elements in the wrong order.
     sent = tensor.contiguous()
     work = dist.broadcast(sent, group=group, group_src=0, async_op=True)
     wait_for([work], _other(group, "the broadcast of rank 0's values"))()
@@ -222,8 +222,8 @@ def _turns(group: Group) -> Iterator[tuple[int, int]]:
 
 
 def direct(device: torch.device) -> bool:
-    """Whether ranks on these devices send to each other themselves, from wherever a tensor is. If
-    not, they use torch's own collectives."""
+    """Whether ranks with tensors on this device send each other direct messages. If not, they use
+    torch's own collectives."""
     return device.type == "cpu" and not NATIVE
 
 
@@ -234,7 +234,7 @@ def _without_memory(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _in_parts(tensor: Tensor, lengths: list[int]) -> Sequence[Tensor]:
-    """Give it its memory, and divide it."""
+    """Give ``tensor`` its memory, and divide it."""
     tensor.untyped_storage().resize_(tensor.nbytes)
     return torch.split(tensor, lengths)
 

@@ -7,9 +7,9 @@ whatever may differ between ranks is decided by all of them together. There are 
 ranks found each other. Each rank writes a note, the first rank reads all of them and writes the
 result, and each rank reads that. It is slow, so it is for what happens once: when a model is
 wrapped, before its first step, after an exception, after an optimizer has loaded its state. It
-works where collectives do not: the ranks may hold different process groups, or may be at different
-places in the program, and yet no note is taken for another one. A rank that never comes is noticed
-by deadlock_watch.py.
+works where collectives do not: ranks may hold different process groups, or be at different places
+in the program, and still no note is mistaken for another one. deadlock_watch.py notices a rank
+that never comes.
 
 :func:`gather_numbers` goes through small tensors with tags of their own, so it is fast enough for
 each backward and for each layer of the first steps.
@@ -42,9 +42,9 @@ Agreed = TypeVar("Agreed")
 
 
 def groups_with_peers(groups: Iterable[Group | None]) -> list[Group]:
-    """Those of ``groups`` in which there is another rank that answers.
+    """The groups in which there is another rank that answers.
 
-    The ranks of torch's "fake" backend never answer; sim/ uses it.
+    The ranks of torch's "fake" backend, which sim/ uses, never answer.
 
     Raises:
         RuntimeError: one of them was destroyed.
@@ -66,8 +66,8 @@ def consensus(
 
     Args:
         groups: handled one after the other, so the group of all ranks should come last.
-        about: what is compared, in words. Notes about other things are kept apart by it, so it is
-            the same on all ranks.
+        about: what is compared, in words. It keeps apart notes about different things, so it has to
+            be the same on all ranks.
         own: what this rank has to say. It is pickled.
         agreed: what was agreed before, or would be if there were no other ranks.
         judge: called on each group's first rank, with ``own`` and ``agreed`` of all its ranks, in
@@ -99,12 +99,12 @@ def gather_numbers(
 
     Args:
         mine: equally many numbers on all ranks.
-        device: that the groups can send from.
+        device: one that the groups can send from.
         tag, kind: these make up the tag of the message; see message_tags.py.
-        about: what it is, in words.
+        about: what the numbers are, in words.
     """
     for group in groups:
-        check_exists(group)  # without any there is no rank either
+        check_exists(group)  # first: without a process group dist.get_rank() fails
     rows = [[dist.get_rank(), *mine]]
     for group in groups:
         sent = torch.tensor(rows, device=device).view(-1)
@@ -131,7 +131,7 @@ def _ask_all(group: Group, about: str, note: Any, judge: Callable[..., Any]) -> 
                 store.delete_key(f"{key}/{rank}")  # else a long run would fill the store
             owns, agreed = zip(*notes, strict=True)
             store.set(key, pickle.dumps(judge(list(owns), list(agreed))))
-            # All have come here, so they have read what was agreed before: as above.
+            # All have come here, so all have read the result before this one. Deleted as above.
             store.delete_key(f"minifsdp/consensus/{message.label}/{message.count - 1}")
         return _read(store, key, message)
     finally:

@@ -1,24 +1,23 @@
 """Deadlocks: the thread that finds out that a message will never come, and ends the wait.
 
-A rank that waits for another one cannot see what that one does. If it is slow, waiting is right.
-But the other rank may have left the common order: it has caught an exception that the others did
-not have, its data has ended a batch earlier, or it saves a checkpoint alone. Then both wait for
-each other until the timeout of their group, minutes later, and the error says nothing about the
-cause.
+A rank that waits for another rank cannot see what the other rank does. If that is slow, waiting is
+right. But it may have left the common order: it has caught an exception that the others did not
+have, its data has ended a batch earlier, or it saves a checkpoint alone. Then both wait for each
+other until the timeout of their group, minutes later, and the error says nothing about the cause.
 
-So each process has a thread that looks, twice a second, whether all threads that run a model, as a
-rule the main thread alone, are waiting. If they have been waiting at the same places for a few
-seconds, the thread
+So each process has a thread that checks, twice a second, whether all threads that run a model are
+waiting. (As a rule that is the main thread alone.) If they have been waiting at the same places for
+a few seconds, the thread
 
 1. writes a report (wait_reports.py) into the store of the process group: what this rank waits for
    and what it has started. The store needs no answer from other ranks, so this works in a deadlock;
 2. reads the reports of the others, and finds out whether they prove a deadlock. A rank that is
    slow, but does not wait, has no report and is never suspected;
 3. if so, closes the connections of the model's groups, which is the only way to make gloo's waits
-   return. Who has waited then raises an error that says where each rank is waiting.
+   return. Each rank that waited then raises an error that says where all ranks are waiting.
 
-A rank that never waits, because it computes forever for example, is not noticed; nor is a thread
-that waits in vain while another one of its process trains another model.
+A rank that never waits, for example because it computes forever, is not noticed; nor is a thread
+that waits in vain while another thread of its process trains another model.
 """
 
 import atexit
@@ -39,7 +38,7 @@ from minifsdp.comm.wait_reports import WaitReport, Waits, all_waits, called_from
 
 POLL = 0.5  # seconds
 PATIENCE = 4  # as many polls have to find the rank in the same wait before this reports it
-STORE_ANSWERS = 10.0  # seconds within which a store answers that can be reached
+STORE_ANSWERS = 10.0  # seconds within which a store that can be reached answers
 # Keys in the store begin with this. <rank>: its report; asked/<rank>: how many new reports other
 # ranks have asked it for; why/<group>: the verdict with which the group was closed.
 _KEY = "minifsdp/watch"
@@ -48,7 +47,7 @@ waiting: dict[int, Message] = {}
 unfinished: dict[Message, Sequence[Any]] = {}
 """What was started and has not been waited for. An exception may end a forward whose model is then
 deleted. If a message arrives for a receive that was deleted, gloo stops reading from that
-connection, and the next barrier of the program hangs. So these receives are kept."""
+connection, and the next barrier of the program hangs. So receives are kept here."""
 
 _groups: dict[str, list[dist.ProcessGroup]] = {}  # by name of a group: all groups of its model
 _thread: threading.Thread | None = None
@@ -103,7 +102,7 @@ def _run() -> None:
     """What the thread does: find out whether this rank has been in one wait for long."""
     seen: Waits = {}
     long_wait: _LongWait | None = None
-    polls = 0  # that have found the rank in the wait that was seen last
+    polls = 0  # how many have found the rank in the wait that was seen last
     while not _exiting.wait(POLL):
         _close_destroyed()
         try:
@@ -156,7 +155,7 @@ class _LongWait:
         messages = [wait for wait in self.waits.values() if isinstance(wait, Message)]
         if not messages:  # torch's own, which this could not end
             return
-        # Also those of ranks that only the other ranks wait for: a deadlock may go through them.
+        # Also the reports of ranks that only others wait for: a deadlock may go through them.
         reports, unread = {self.rank: self.report}, self.report.ranks
         while unread:
             rank = unread.pop()
@@ -165,8 +164,8 @@ class _LongWait:
                 unread.update(report.ranks - set(reports))
         found = deadlocked(reports)
         before, self.found = self.found, found
-        # Only if it was found twice. Meanwhile all ranks that are part of it have written their
-        # reports, so the error says where each of them is.
+        # Only a deadlock that was found twice. By then all ranks that are part of it have written
+        # their reports, so the error says where each of them is.
         if self.rank in found and found == before and all_waits(waiting) == self.waits:
             places = "; ".join(f"rank {rank}: in {reports[rank]}" for rank in sorted(found))
             for message in messages:
@@ -179,7 +178,7 @@ class _LongWait:
         if report.in_torch:
             # A report about a message stays true (see wait_reports.py). But one about a barrier may
             # be old: the barrier may be over, and this rank's message may be the next thing there.
-            # So ask the rank for a new report, which then comes after this rank's wait has begun.
+            # So ask the rank for a new report: one that was written after this rank's wait began.
             if rank not in self.questions:
                 self.questions[rank] = self.store.add(f"{_KEY}/asked/{rank}", 1)
             if report.answered < self.questions[rank]:
@@ -187,7 +186,7 @@ class _LongWait:
         return report
 
     def end_wait(self, message: Message, places: str) -> None:
-        """Have the thread raise that waits for a message.
+        """Have the thread that waits for a message raise.
 
         Args:
             places: where each of the deadlocked ranks is, in words.
@@ -202,7 +201,7 @@ class _LongWait:
             f"either), has to be called on every rank. The process group cannot be used any more."
         )
         groups = _groups.get(message.group.group_name, [message.group])
-        # First for all groups: the ranks that are woken by the closing of one read it at once.
+        # First for all groups: closing one group wakes ranks, which read the verdict at once.
         for group in groups:
             self.store.set(f"{_KEY}/why/{group.group_name}", message.verdict)
         for group in groups:
@@ -233,7 +232,7 @@ def _close(group: dist.ProcessGroup) -> None:
 
 @atexit.register
 def _stop() -> None:
-    """End the thread before Python ends: a thread that is in C++ then would crash the process."""
+    """End the thread before Python ends: a thread that is still in C++ would crash the process."""
     _exiting.set()
     if _thread is not None:
         _thread.join(timeout=10)

@@ -1,6 +1,6 @@
 """Process groups: which ranks shard and which replicate. A strategy is two groups and a bit.
 
-Ranks stand in a grid. The ranks of a row *shard*: each of them has another chunk of every
+Ranks stand in a grid. The ranks of a row *shard*: each of them has a different chunk of every
 parameter. The ranks of a column *replicate*: all of them have the same chunk, so only gradients
 travel between them. Four machines with two GPUs each::
 
@@ -13,7 +13,7 @@ travel between them. Four machines with two GPUs each::
 The bit says whether to free the parameters between forward and backward.
 
 PyTorch's FSDP treats HYBRID_SHARD with rows of one rank as NO_SHARD and then reduces over the row
-instead of the column, so its replicas drift apart (pytorch#154888). Here it is a row of length one.
+instead of the column, so its replicas drift apart (pytorch#154888). Here rows may have length one.
 
 Sources: the "hybrid sharding" of Zhao et al., arXiv:2304.11277; MiCS, arXiv:2205.00119.
 """
@@ -80,8 +80,8 @@ def place(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> P
 
 
 def _mesh_groups(process_group: Any, mesh: Any) -> Group | tuple[Group, ...]:
-    """The process groups that a device mesh stands for, as the argument ``process_group`` has them:
-    one group, or the groups of its dimensions with the last dimension (shard) first."""
+    """The process groups of a device mesh, in the form of the argument ``process_group``: one, or
+    the groups of its dimensions with the last dimension (shard) first."""
     if process_group is not None:
         raise ValueError("pass process_group or device_mesh, not both: each says who takes part.")
     if not isinstance(mesh, DeviceMesh):
@@ -200,12 +200,12 @@ def check_grid(shard: Group, replicate: Group) -> tuple[Group, Group]:
 
 @cached  # so that all units of the same ranks have the same one
 def smaller_group(group: Group, lines: tuple[tuple[int, ...], ...]) -> Group:
-    """The one that this rank is in, if each line of ranks forms a group. All ranks of the program
-    have to call this: torch counts the groups of a process in their names, so that a rank that has
-    made one more before would wait for others under another name.
+    """Make a group of each line of ranks, and return the one that this rank is in. All ranks of the
+    program have to call this: torch names groups by counting them, so a rank that has made one
+    more before would wait for the others under a different name.
 
     Args:
-        group: that of the units which ask. If it is another one, so are its parts.
+        group: that of the units that ask. For each such group smaller ones are made.
         lines: global ranks; each is in one line.
     """
     return _mine([list(line) for line in lines])
@@ -219,7 +219,7 @@ def _mine(lines: list[list[int]]) -> Group:
 
 
 def carries(group: Group, device: torch.device) -> bool:
-    """Whether the collectives of a group take tensors that are on such a device."""
+    """Whether the collectives of a group take tensors on devices of this type."""
     return f"{device.type}:" in dist.get_backend_config(group)  # "cuda:nccl", say
 
 

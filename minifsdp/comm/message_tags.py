@@ -1,9 +1,9 @@
-"""Tags: a number for each message, so that no message is taken for another one.
+"""Tags: a number for each message, so that messages are not mistaken for each other.
 
 Ranks start their collectives in the same order, so the third all-gather of unit ``a`` on one rank
 meets the third all-gather of unit ``a`` on the others. When one rank leaves that order, for example
 because an exception has ended its backward, gloo would still pair its next message with whatever
-the other ranks send: parameters could be taken for a gradient. So every message from rank to rank
+the other ranks send: parameters could be read as a gradient. So every message from rank to rank
 has a tag, which is made of all that must be equal on both sides::
 
     bit 30 | unit: 14 bits | kind: 3 | bytes per element: 2 | count of earlier ones: 11
@@ -12,8 +12,8 @@ A message that does not match is never received. The receiver waits for its own 
 deadlock_watch.py finds out that it will not come.
 
 torch's own collectives (broadcast, and on a GPU all of them) have no tags. They are counted here
-all the same, because deadlock_watch.py has to know which rank has started which; and their order is
-kept, which checks/same_launches.py compares.
+all the same, because deadlock_watch.py has to know which rank has started which. Their order is
+kept, too, for checks/same_launches.py to compare.
 """
 
 import threading
@@ -92,9 +92,9 @@ class Message:
                 each.cache_clear()
         name: str = group.group_name
         owners[name] = thread = threading.get_ident()
-        # What goes through the store is counted by what it is about and between which ranks, which
-        # is in the label: ranks may hold different groups of the same ranks. Not so in a thread
-        # beside the main one: others may say the same there of other groups, in any order.
+        # What goes through the store is counted by its label, which says what it is about, between
+        # which ranks: ranks may hold different groups of the same ranks. In a thread beside the
+        # main one the group counts, too: other threads may use the same label, in any order.
         if kind is Kind.STORE and thread == threading.main_thread().ident:
             name = label
         elif kind is Kind.STORE:
@@ -132,8 +132,8 @@ class Message:
 
 
 def cached(function: _Function) -> _Function:
-    """As ``functools.cache``, until there is another default process group. A cache that went on
-    would keep the groups of each one before it alive, and the threads that gloo has for them."""
+    """As ``functools.cache``, but emptied when there is another default process group. Otherwise it
+    would keep all earlier groups alive, and the threads that gloo has for them."""
     remembers: Any = cache(function)
     _caches.append(remembers)
     return remembers  # type: ignore[no-any-return]
@@ -144,7 +144,7 @@ class Launches:
     process group.
 
     Attributes:
-        order: a hash of which they were, in their order.
+        order: a hash of the collectives, in the order in which they were started.
         counts: how many of each kind, for each unit's label.
     """
 
@@ -152,7 +152,7 @@ class Launches:
         self.order, self.counts = 0, Counter[tuple[Kind, str]]()
 
     def add(self, message: Message) -> None:
-        """This one comes next."""
+        """Count a collective that starts now."""
         self.order = hash((self.order, *message.key[1:]))  # of numbers: the same on all ranks
         self.counts[message.kind, message.label] += 1
 
@@ -163,10 +163,10 @@ def exists(group: dist.ProcessGroup) -> bool:
 
 
 def check_exists(group: dist.ProcessGroup) -> None:
-    """Refuse to say anything in a process group that was destroyed.
+    """Refuse to send anything in a process group that was destroyed.
 
     Raises:
-        RuntimeError: it was.
+        RuntimeError: it was destroyed.
     """
     if not exists(group):
         raise RuntimeError(

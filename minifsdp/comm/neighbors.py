@@ -31,9 +31,8 @@ _numbers: list[object] = []  # kept: other ranks look at them for as long as thi
 
 
 def find_neighbors(group: Group) -> None:
-    """From now on, ranks of ``group`` that are on one machine read each other's memory. All of its
-    ranks have to call this. It does nothing if they have done so before, or if gloo is asked for.
-    """
+    """From now on, ranks of ``group`` that are on one machine read each other's memory. All ranks
+    of the group have to call this. Does nothing after the first call, or if gloo is asked for."""
     if group in same_machine.neighbors or not same_machine.WANTED:
         return
     same_machine.neighbors[group] = {}
@@ -49,7 +48,7 @@ def find_neighbors(group: Group) -> None:
     mine = [own[rank].file if rank in own else -1 for rank in range(group.size())]
     files = [row[group.rank()] for row in _gather(group, mine)]
     theirs = _boards(own, lambda rank: Board.of(others[rank][0], files[rank], others[rank][2]))
-    # A rank that could not do one of this is none to the other one either.
+    # Two ranks are neighbors only if each of them could do all of this.
     found = _gather(group, [int(rank in theirs) for rank in range(group.size())])
     same_machine.neighbors[group] = {
         rank: Neighbor(rank, others[rank][0], own[rank], theirs[rank], lives[rank])
@@ -85,8 +84,8 @@ def _reads(process: int, address: int, expected: int) -> bool:
 
 
 def _allow_siblings() -> None:
-    """Where Linux has Yama, as on Ubuntu, a process may read the memory of its children only,
-    unless that one allows it. This one allows those that its parent has started."""
+    """Where Linux has Yama, as on Ubuntu, a process may read only the memory of its children,
+    unless the process that is read allows more. This one allows all that its parent has started."""
     if POSSIBLE:
         set_ptracer = 0x59616D61
         ctypes.CDLL(None).prctl(set_ptracer, ctypes.c_ulong(os.getppid()), 0, 0, 0)

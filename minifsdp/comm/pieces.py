@@ -1,9 +1,9 @@
 """A gradient in pieces, which is sent from where autograd has left it.
 
-Autograd computes a gradient for each parameter, and a unit is reduced as a whole. To copy them
-together takes a pass over the memory, and the same memory again. On a CPU that is not needed: a
-message can be sent from anywhere. Only what is small is copied, since each message has a cost of
-its own::
+Autograd computes a gradient for each parameter, and a unit is reduced as a whole. To concatenate
+the gradients takes a pass over the memory, and as much memory again. On a CPU that is not needed:
+a message can be sent from anywhere. Only small pieces are copied together, since each message has a
+cost of its own::
 
     gradients of the parameters      w w w w w w w w    b b    c c    and two zeros
     what each of two ranks gets      w w w w w w w | w b b c c 0 0
@@ -29,8 +29,8 @@ _Slice = tuple[int, int, int]  # number of a piece; the first of its elements; t
 
 @dataclass(frozen=True)
 class Pieces:
-    """What would be one tensor ``[n]`` if it were concatenated, with what a reduction asks a tensor
-    for. It is read and never written: its pieces may be in use elsewhere.
+    """A tensor ``[n]`` that is not concatenated, with those methods of a tensor that a reduction
+    needs. It is read and never written: its pieces may be in use elsewhere.
 
     Attributes:
         pieces: 1-D, contiguous, of one dtype and on one device; at least one.
@@ -111,7 +111,7 @@ def _plan(
 
 
 def _slices(sizes: Sequence[int], start: int, stop: int) -> list[_Slice]:
-    """What of each piece is between two places of the whole tensor."""
+    """The parts of pieces that are between two places of the whole tensor."""
     found, begin = [], 0
     for number, size in enumerate(sizes):
         first, last = max(start, begin), min(stop, begin + size)

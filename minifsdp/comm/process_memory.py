@@ -1,7 +1,7 @@
 """The memory of another process on this machine, read by this one.
 
-Linux copies it in one go, if both processes are the same user's (process_vm_readv(2)). The other
-process need not do anything, so it does not know whether it has been read.
+Linux copies it at once, if both processes belong to the same user (process_vm_readv(2)). The other
+process need not do anything, so it does not know whether its memory has been read.
 """
 
 import ctypes
@@ -10,8 +10,8 @@ import platform
 import sys
 
 POSSIBLE = sys.platform == "linux" and platform.machine() == "x86_64"
-"""Also: on x86-64 what a process writes first can be read first. Other processors may reorder it,
-and same_machine.py has to know that what it reads is complete."""
+"""Only on x86-64, where other processes see writes in the order in which they were made. Other
+processors may reorder them, and same_machine.py has to know that what it reads is complete."""
 
 
 class Unreadable(RuntimeError):  # noqa: N818  # it says what is the matter

@@ -1,13 +1,13 @@
 """From one way to divide a tensor among ranks to another.
 
 A rank has some pieces of a tensor, and wants others. It knows what all ranks have and want, so it
-sends to each exactly what that one wants of its own::
+sends to each rank exactly the pieces of its own that this rank wants::
 
     has      rank 0: a a b b c          rank 1: c x y z
     wants    rank 0: a a b b | x y      rank 1: c c | z          rank 0 sends c, rank 1 sends x y
 
-Where every rank gets as much as it gives, a gather would send as many times more as there are
-ranks. What stays on its rank is copied, and nothing else is.
+If every rank wants as much as it has, an all-gather would send more: by a factor of the number of
+ranks. Only what stays on its rank is copied.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ from minifsdp.core.collectives import Group
 Pieces = Sequence[range]
 """Which elements of the whole tensor a rank has, in the order in which it has them."""
 Parts = list[list[Tensor]]
-"""Views ``[n]``, of which the first ones go to the first rank or come from it, and so on."""
+"""Views ``[n]``: a list of those that go to each rank, or come from it."""
 
 
 def redistribute(
@@ -41,8 +41,8 @@ def redistribute(
         have: of each rank. An element that several ranks have is sent by all of them, so let only
             one have it.
         want: of each rank. Several ranks may want the same element.
-        group: the ranks; None if there is one.
-        label: what it is, for errors.
+        group: the ranks; None if there is only one.
+        label: what is redistributed, for errors.
 
     Returns:
         New tensors, the pieces that this rank wants, where ``own`` is.

@@ -15,21 +15,21 @@ its data is, and the other one fetches it::
 A *board* (boards.py) is memory of both processes with a line for each unit and kind of message, in
 which a loan stands until the other rank has read it. Nothing is sent at all.
 
-**Nobody waits for a rank that is late for long.** It finds a copy on the board. Before memory that
-was lent changes, it has been read, or there is a copy (:meth:`Loan.wait`). So between two calls of
-a model all that it has lent is on boards, or was read. It can be read for as long as the reader
-lives, whatever becomes of its lender: it may destroy its process group, return, or be killed.
+**Nobody waits long for a rank that is late.** The late rank finds a copy on the board. Memory that
+was lent changes only after it was read, or after a copy was made (:meth:`Loan.wait`). So between
+two calls of a model all that a rank has lent is on boards, or was read. A copy can be read for as
+long as the reader lives, even if its lender has destroyed its process group, returned or died.
 
-**A number that is read is the lender's.** A rank that leaves a group in the middle of a step, which
-an exception may have ended there, withdraws what it lends from its own memory. The reader looks at
-the line again when it has copied. If the line has changed, then perhaps while it was copying: it
-copies from the new place, or raises if the loan was withdrawn.
+**What is read is what was lent.** A rank may leave a group in the middle of a step, for example
+after an exception. Then it withdraws what it lends from its own memory. So the reader looks at the
+line again when it has copied. If the line has changed, it may have changed during the copy: the
+reader copies from the new place, or raises if the loan was withdrawn.
 
 Ranks that cannot do this send by gloo: those on other machines, in other containers, or on a system
-that forbids it. ``MINIFSDP_COLLECTIVES=gloo`` has all of them do so.
+that forbids it. With ``MINIFSDP_COLLECTIVES=gloo`` all ranks send by gloo.
 
 Sources: process_vm_readv(2); Open MPI's "vader" transport and others call it cross memory attach.
-Looking at the line again is what a reader of a sequence lock does.
+To look at the line again is what a reader of a sequence lock does.
 """
 
 import ctypes
@@ -54,7 +54,7 @@ _LONG = 0.01  # seconds to wait until a neighbor reads what it has been lent
 
 Places = Callable[[], Sequence[Tensor]]
 bytes_lent = 0
-"""What other ranks have got of this one in this way."""
+"""How many bytes this rank has lent to others."""
 
 
 class RankLost(RuntimeError):  # noqa: N818  # it says what is the matter
@@ -84,20 +84,20 @@ class Neighbor:
         self._lives = lives
 
     def loan_before(self, message: Message) -> "Loan | None":
-        """What still stands in the line of a message that is to be lent: the same unit's message
-        before it. Wait for it first."""
+        """The loan that is still in the line of a message that is to be lent: the message before it
+        of the same unit and kind. Wait for it first."""
         for loan in list(self.loans.values()):
-            if not loan.is_read():  # else it goes, and lets go what it has kept
+            if not loan.is_read():  # else it is taken out, which frees what it kept
                 break
         return self.loans.get(message.line)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Look again and again, first at once, for it is usually soon. After that read also what
-        else is lent to this rank: the other one may wait for that.
+        """Check the condition again and again, first at once: usually it is true soon. In between,
+        read whatever else is lent to this rank: the other rank may wait for that.
 
         Raises:
-            RankLost: it will not come true, since the other rank has ended, has left the group or
-                waits elsewhere.
+            RankLost: the condition will not come true, since the other rank has ended, has left the
+                group, or waits elsewhere.
         """
         if condition():
             return
@@ -110,9 +110,9 @@ class Neighbor:
             time.sleep(pause)
             pause = min(1.1 * pause, _LONGEST)
             for fetch in list(_unread):
-                with suppress(RuntimeError):  # that is for whoever waits for it
+                with suppress(RuntimeError):  # raised again where this fetch is waited for
                     fetch.read_if_lent()
-            # Once more after that: it may have lent this last, or read it.
+            # Check once more: lending or reading this may be the last thing that rank has done.
             if (gone := self._gone()) and not condition():
                 raise RankLost(gone)
             if time.monotonic() > deadline:
@@ -170,7 +170,7 @@ class Loan:
             neighbor.loans[self.line] = self
 
     def is_read(self) -> bool:
-        """Whether the neighbor has read it, or never will, since this rank has left the group."""
+        """Whether the neighbor has read it, or never will because this rank has left the group."""
         loans = self.neighbor.loans
         if loans.get(self.line) is not self:
             return True
@@ -180,8 +180,8 @@ class Loan:
         return True
 
     def wait(self) -> None:
-        """Wait until the memory may change or be freed: until the neighbor has read it or, if that
-        takes long, until there is a copy for it. It may be in a call that reads nothing."""
+        """Wait until the memory may change or be freed: until the neighbor has read it. If that
+        takes long, make a copy for it: the neighbor may be in a call that reads nothing."""
         start = time.monotonic()
         while not self.is_read() and not self.is_copy:
             if time.monotonic() > start + _LONG:
@@ -224,7 +224,7 @@ class Fetch:
 
         Raises:
             RankLost: it was withdrawn meanwhile, or the neighbor's process has ended.
-            RuntimeError: it has another size.
+            RuntimeError: its size is not the expected one.
         """
         if self.copied or self.neighbor.theirs.read(self.line, LENT) != self.serial:
             return self.copied
@@ -251,7 +251,7 @@ class Fetch:
             except Unreadable as error:  # for example because it was freed when there was a copy
                 if board.read(self.line, WHERE) == before:
                     raise RankLost(str(error)) from error
-            # Only now is it known to be what was lent: it was there to the end.
+            # If the line still says so, the loan was there all the time: what was copied is right.
             if board.read(self.line, LENT) != self.serial:
                 raise RankLost(f"rank {rank} of the group has left it while its memory was read")
         if before == COPY:
@@ -286,8 +286,8 @@ neighbors: "WeakKeyDictionary[dist.ProcessGroup, dict[int, Neighbor]]" = WeakKey
 
 
 def leave(group: dist.ProcessGroup) -> None:
-    """This rank takes no more part in a group. Neighbors that wait for it stop waiting, and it does
-    not wait for them. What stands on its boards as a copy can still be read."""
+    """This rank takes no more part in a group. Neighbors stop waiting for it, and it for them. The
+    copies on its boards can still be read."""
     for neighbor in neighbors.pop(group, {}).values():
         neighbor.leave()
     for fetch in list(_unread):

@@ -1,12 +1,12 @@
-"""What carries a message from one rank to another: gloo, or memory that the other one reads.
+"""What carries a message from one rank to another: gloo, or memory that the other rank reads.
 
-collectives.py says who sends what to whom. Here each part of that is started, and waited for.
+collectives.py says who sends what to whom. Here each of these messages is started, and waited for.
 
-Ranks on one machine only lend what they have (same_machine.py). A rank that has got all that it
-waits for could go on at once, and leave the others to read its part when they come to it. But who
-changes or frees memory has to see to it first that all can be read. So a gradient, which is freed
-after it has been reduced, is seen to at once; a shard changes only when an optimizer steps, and all
-of them are seen to together, at the end of a backward (:func:`wait_for_readers`).
+Ranks on one machine only lend what they have (same_machine.py). A rank that has received all it
+waits for could go on at once, and let the others read its part later. But before a rank changes or
+frees memory that it has lent, it has to wait until the others have read it. A gradient is freed
+after it has been reduced, so the rank waits at once. A shard changes only when an optimizer steps,
+so the rank waits for all shards together, at the end of a backward (:func:`wait_for_readers`).
 """
 
 import threading
@@ -27,20 +27,20 @@ Work = dist.Work | Loan | Fetch
 def send_recv(
     sent: Sequence[Tensor], to: int, places: Places, source: int, message: Message
 ) -> list[Work]:
-    """Start to send some tensors to one rank of the message's group, and to receive others from one
-    rank, which may be another. All of them are contiguous.
+    """Start to send some tensors to one rank of the message's group, and to receive others from the
+    same rank or a different one. All of them are contiguous.
 
     Args:
-        places: called for the tensors to receive, when there is something to write to them: at once
-            by gloo; of a rank on this machine, when it is waited for.
+        places: returns the tensors to receive. It is called when there is something to write to
+            them: with gloo at once; for a rank on this machine, when its message is waited for.
     """
     group, tag, near = message.group, message.tag, same_machine.neighbors.get(message.group, {})
     # This is what dist.isend and dist.irecv do after checks that take longer than a small message.
     # Messages of one tag arrive in the order in which they were sent.
     #
     # Receives first. gloo tells the sender that it may begin, on the connection that this rank's
-    # own data takes. Behind that data the word would arrive when all of it has been sent: the two
-    # directions of the link would take turns. They are waited for last: of three ranks that have
+    # own data takes. Sent after that data, it would arrive only after all of it: the two directions
+    # of the link would take turns. Receives are waited for after sends: of three ranks that have
     # parted ways, one that waits for a receive may not hear that the connections were closed.
     received = () if source in near else places()
     try:
@@ -60,8 +60,8 @@ def send_recv(
 
 
 def wait_for(works: Sequence[Work | None], message: Message) -> Finish:
-    """The function that waits for what was started for a message. If that is of parameters it does
-    not wait until others have read this rank's part; :func:`wait_for_readers` does.
+    """The function that waits for what was started for a message. For a message of parameters, the
+    function does not wait until others have read this rank's part; :func:`wait_for_readers` does.
 
     Raises:
         RuntimeError: (the function does) another rank does not take part, has ended, or is in
@@ -71,9 +71,9 @@ def wait_for(works: Sequence[Work | None], message: Message) -> Finish:
     deadlock_watch.unfinished[message] = works
     if message.kind is Kind.PARAMETERS:
         works = [work for work in works if not isinstance(work, Loan)]
-    # Fetches first, and loans last: these wait until the other rank has fetched, or has a copy.
+    # Fetches first, and loans last: a loan waits until the other rank has read it, or has a copy.
     ordered = sorted(works, key=lambda work: isinstance(work, Loan) - isinstance(work, Fetch))
-    waits = [work.wait for work in ordered if work is not None]  # who is not in the group has none
+    waits = [work.wait for work in ordered if work is not None]  # None: this rank is not in it
 
     def finish() -> None:
         try:
@@ -81,7 +81,7 @@ def wait_for(works: Sequence[Work | None], message: Message) -> Finish:
         finally:
             for work in ordered:
                 if isinstance(work, Fetch):
-                    work.drop()  # where a wait has failed; else it is read
+                    work.drop()  # matters only if a wait has failed; otherwise it has been read
 
     return finish
 
@@ -113,8 +113,8 @@ def _finish(waits: Sequence[Callable[[], object]], message: Message) -> None:
         for wait in waits:
             wait()
     except RuntimeError as error:
-        # Of gloo's waits all errors are about other ranks. Who reads memory may also fail by
-        # itself: it allocates, and runs operations, which a program's own modes can see.
+        # All errors of gloo's waits are about other ranks. A rank that reads memory may also fail
+        # for a reason of its own: it allocates, and runs operations that a program's modes can see.
         if isinstance(error, RankLost) or isinstance(getattr(wait, "__self__", None), dist.Work):
             raise deadlock_watch.explain_wait(message, error) from error
         raise

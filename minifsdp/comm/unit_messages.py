@@ -1,13 +1,13 @@
-"""How the tensors of a unit travel in the full engine: the ``comm`` of a unit (collectives.py).
+"""How the tensors of a unit travel with all features: the ``comm`` of a unit (collectives.py).
 
 ::
 
-    on a CPU                       DirectMessages
+    on a CPU, as a rule            DirectMessages
     elsewhere                      TorchCollectives --Watched-->
     elsewhere, divided in rows     TorchCollectives --Watched--> --InBlocks-->
     parameters of several dtypes   any of these --InBytes-->
 
-Messages of a unit have its number in their tags, and its label in what errors say.
+Messages of a unit have its number in their tags. Errors about them name its label.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ from minifsdp.featured_unit import FeaturedUnit
 
 
 class DirectMessages:
-    """From rank to rank, out of and into the places where things are: comm/collectives.py.
+    """From rank to rank, directly out of and into the tensors of a unit: comm/collectives.py.
 
     There is no all-reduce: it goes in two halves, each of which is a stage of a reduction
     (halves.py).
@@ -51,11 +51,11 @@ class DirectMessages:
 
 
 class Watched:
-    """Collectives that deadlock_watch.py knows of, so that it can say where each rank is, and of
-    which checks/same_launches.py compares the order.
+    """Collectives that deadlock_watch.py knows of, so that it can say where each rank is. Their
+    order is compared by checks/same_launches.py.
 
     Args:
-        inner: whose ``finish`` is the ``wait`` of a ``dist.Work``, if it has to wait.
+        inner: if its ``finish`` is the ``wait`` of a ``dist.Work``, a lost rank is explained.
     """
 
     def __init__(self, inner: TorchCollectives) -> None:
@@ -71,7 +71,7 @@ class Watched:
         self, unit: FeaturedUnit, flat: Tensor | Pieces, scale: float
     ) -> tuple[Tensor, Finish]:
         """See :class:`~minifsdp.core.collectives.TorchCollectives`."""
-        flat = whole(flat)  # on a CPU it comes in pieces, also if a program sends it
+        flat = whole(flat)  # on a CPU it comes in pieces, also if a program's function sends it
         assert unit.shard_group is not None
         message = Message(unit.shard_group, unit.tag, Kind.REDUCTION, flat.itemsize, unit.label)
         unit.launches[message.key[0]].add(message)
@@ -124,7 +124,7 @@ class InBytes:
     bytes, and so are the numbers in ``unit.layout.blocks``.
 
     Args:
-        inner: how these travel. It does all the rest: gradients are numbers as ever.
+        inner: how the bytes travel. It does all the rest: gradients stay numbers.
     """
 
     def __init__(self, inner: TorchCollectives) -> None:

@@ -1,4 +1,4 @@
-"""What a waiting rank reports of itself, and which ranks are in a deadlock by these reports.
+"""What a waiting rank reports of itself, and which ranks these reports prove to be in a deadlock.
 
 That two ranks wait proves nothing, because one of them may wait for bytes that are on their way. So
 a report also says how many messages of each kind its rank has started. A rank that waits for a
@@ -7,9 +7,9 @@ message goes on only after the other ranks have started that message::
     rank 0   waits for gather 7 of unit a        has started reduction 3 of unit b
     rank 1   waits for reduction 4 of unit b     has started gather 6 of unit a
 
-Rank 1 has not started gather 7 and cannot start it while it waits, and so it is with rank 0 and
-reduction 4. Neither will ever go on. This is true however old the reports are: whichever of the two
-went on first would have needed what the other one had not started.
+Rank 1 has not started gather 7 and cannot start it while it waits; neither has rank 0 started
+reduction 4. Neither of them will ever go on. This is true however old the reports are: whichever
+rank went on first would have needed a message that the other rank had not started.
 
 A rank may run several models, each in a thread and in process groups of its own. Then it reports
 when all of these threads wait, and is in a deadlock if none of them can go on.
@@ -41,7 +41,7 @@ _COLLECTIVES = re.compile(
 class TorchCollective(NamedTuple):
     """A call of one of torch's own collectives that a thread is in."""
 
-    place: tuple[int, int]  # the frame, and the instruction in it: the same as long as it lasts
+    place: tuple[int, int]  # the frame, and the instruction in it: the same while the call lasts
     name: str
     ranks: tuple[int, ...]
 
@@ -66,7 +66,7 @@ class WaitReport(NamedTuple):
 
     awaited: tuple[Awaited, ...]  # at least one
     started: dict[Key, int]
-    answered: int  # how many questions whether the rank still waits came before this report
+    answered: int  # how many times the rank had been asked for a new report before this one
 
     @staticmethod
     def on(waits: Waits, answered: int) -> "WaitReport":
@@ -76,7 +76,7 @@ class WaitReport(NamedTuple):
 
     @property
     def ranks(self) -> set[int]:
-        """Those that have to take part."""
+        """The ranks that have to take part."""
         return {rank for awaited in self.awaited for rank in awaited.ranks}
 
     @property
@@ -135,14 +135,14 @@ def _missing(rank: int, awaited: Awaited, reports: dict[int, WaitReport]) -> set
 
 
 def all_waits(waiting: dict[int, Message]) -> Waits:
-    """What each thread of this rank waits for that runs a model; nothing if one does not wait.
+    """What each thread of this rank that runs a model waits for; empty if one does not wait.
 
     Args:
         waiting: the messages that threads wait for now.
     """
     alive, main = set(sys._current_frames()), threading.main_thread().ident or 0
     waits: Waits = {}
-    # Who has run no model may call torch's own collectives.
+    # The main thread, if none has run a model: it may be in one of torch's own collectives.
     for thread in sorted(alive & set(owners.values())) or [main]:
         wait = waiting.get(thread) or torch_collective(_frame_of(thread))
         if wait is None:
@@ -152,9 +152,9 @@ def all_waits(waiting: dict[int, Message]) -> Waits:
 
 
 def _frame_of(thread: int) -> FrameType | None:
-    """Where a thread is. The frames of all threads are kept in no variable: this function's own is
-    among them, and in that cycle all that the others have in theirs would stay alive, parameters
-    too, until the garbage collector comes."""
+    """Where a thread is. No variable keeps the frames of all threads: this function's own frame is
+    among them, and that cycle would keep alive what all frames refer to, parameters too, until the
+    garbage collector comes."""
     return sys._current_frames().get(thread)
 
 

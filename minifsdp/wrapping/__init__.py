@@ -9,7 +9,7 @@ materialize.py    memory and values for parameters: meta device, moves, rank 0's
 settings.py       the arguments of one wrapper that decide how its unit is built
 fsdp2_settings.py the arguments of fully_shard, in the words of settings.py
 shard_placement.py  the dimension along which a parameter is divided, if it is not the first
-root_settings.py  those that decide how a step runs: limit and prefetching
+root_settings.py  the arguments that decide how a step runs: limit and prefetching
 torch_names.py    torch's own enums, records and policies, translated to minifsdp's
 build.py          puts a unit together
 attributes.py     a wrapper looks like the module that it wraps

@@ -32,7 +32,7 @@ AVERAGES = (  # a copy is mostly wanted for these: AveragedModel makes one
     "model, and shard its .module in the same way; or keep [p.detach().clone() for p in "
     "model.parameters()] and update these, as by torch._foreach_lerp_()."
 )
-FALLBACK = {"engine": "_engine"}  # the wrapper's own, if the wrapped module has none of this name
+FALLBACK = {"engine": "_engine"}  # the wrapper's, if the wrapped module has none of this name
 
 
 class Forward(partial[Any]):
@@ -48,8 +48,8 @@ class ModuleWrapper(nn.Module):
     """Base of the wrapper: it has the attributes of the module that it wraps.
 
     Raises:
-        AttributeError: neither of the two has an attribute.
-        RuntimeError: a parameter of the wrapped module is set or deleted, which is sharded.
+        AttributeError: neither of the two has the attribute.
+        RuntimeError: a parameter of the wrapped module is set or deleted while it is sharded.
     """
 
     join_hook = join_hook
@@ -142,7 +142,7 @@ class ModuleWrapper(nn.Module):
         """Names as they were before wrapping. The wrapped module comes after its wrapper, under the
         same name: programs put these and the names of parameters together."""
         for name, module in super().named_modules(memo, prefix, remove_duplicate):
-            # With a memo a module around this one asks, and then all names are as in that one.
+            # With a memo a module around this one asks, and names are as that module lists them.
             yield clean(name) if memo is None else name, module
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:

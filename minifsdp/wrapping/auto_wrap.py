@@ -2,17 +2,17 @@
 
 A *policy* chooses the modules. In the core (core/auto_wrap.py) it is asked one question: does a
 module become a unit? Here it is asked twice about a module. Before its children: ``recurse=True``,
-look inside? After its children: ``recurse=False``, does it become a unit? To the second question it
-may answer with a dict of arguments that this unit's wrapper gets in place of the root's. For blocks
-of two linear layers and ``ModuleWrapPolicy({Block})``::
+look inside? After its children: ``recurse=False``, does it become a unit? The second answer may be
+a dict of arguments that this unit's wrapper gets in place of the root's. For blocks of two linear
+layers and ``ModuleWrapPolicy({Block})``::
 
     root   recurse=True -> True
       block  recurse=True -> True
         linear, linear    recurse=True -> True, recurse=False -> False
       block  recurse=False -> True: a unit
 
-And there is what may be in the way: wrappers that are there already, modules and parameters that
-are ignored, containers.
+This file also handles what may be in the way: wrappers that are there already, ignored modules and
+parameters, and containers.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -43,12 +43,12 @@ of the parameters at and below ``module`` that are in no unit inside."""
 
 
 def select(root: nn.Module, policy: Policy) -> dict[nn.Module, dict[str, Any]]:
-    """Ask ``policy`` which modules below ``root`` to wrap. It is not asked about wrappers, what is
-    ignored, and what is below them; and their parameters do not count for it.
+    """Ask ``policy`` which modules below ``root`` to wrap. It is not asked about wrappers, about
+    what is ignored, or about what is below these, and it does not count their parameters.
 
     Returns:
-        The modules, inner ones before those around them, each with the arguments of its own that
-        the policy has for its wrapper.
+        The modules, inner ones before those around them, each with the arguments that the policy
+        gives for its wrapper alone.
 
     Raises:
         TypeError: ``policy`` is not a policy.
@@ -69,9 +69,9 @@ def select(root: nn.Module, policy: Policy) -> dict[nn.Module, dict[str, Any]]:
     return selected
 
 
-# Not functions inside of those that call them: a function that calls itself there is in a circle
-# with all that it refers to, and would keep the original parameters until the garbage collector
-# comes, which is the memory of a whole model.
+# Functions of the module, not inside of those that call them: an inner function that calls itself
+# is a reference cycle. It would keep the original parameters, the memory of a whole model, until
+# the garbage collector comes.
 
 
 def _select(
@@ -80,7 +80,7 @@ def _select(
     selected: dict[nn.Module, dict[str, Any]],
     seen: set[nn.Module],
 ) -> set[nn.Parameter]:
-    """Select at and below ``module``; the parameters that are in no selected module."""
+    """Select at and below ``module``. Returns the parameters that are in no selected module."""
     if module in seen or unit_of(module) is not None or is_ignored(module):
         return set()
     seen.add(module)
@@ -114,7 +114,7 @@ def check_wrappable(module: nn.Module, name: str = "", to_wrap: Collection[nn.Mo
         to_wrap: modules below that will be wrapped.
 
     Raises:
-        ValueError: it is one.
+        ValueError: ``module`` is one of these.
     """
     what = f"module {name!r} ({type(module).__name__})" if name else type(module).__name__
     if unit_of(module) is not None:
@@ -181,7 +181,7 @@ def make_param_infos(module: nn.Module) -> list[ParamInfo]:
     """The parameters below ``module`` that are in no unit inside. A shared one has several owners.
 
     Raises:
-        ValueError: one of them is in another unit, which has a module that shares it.
+        ValueError: a module of another unit shares one of them.
     """
     param_infos: dict[nn.Parameter, ParamInfo] = {}
     for name, attribute in own_params(own_modules(module)).items():

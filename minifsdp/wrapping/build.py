@@ -6,9 +6,9 @@ is cut out, and the original parameters are let go::
 
     refuse -> materialize -> move -> synchronize -> flatten and shard -> placeholders
 
-Everything that can be known is refused first, while the model is still as it was. Whatever holds an
-original parameter at the end keeps its memory; an optimizer would also step tensors without use,
-and is refused or, in rows, gets the DTensors.
+Whatever can be refused is refused first, while the model is still as it was. Whatever holds an
+original parameter at the end keeps its memory. An optimizer would also step tensors that no layer
+uses, so it is refused or, in rows, gets the DTensors.
 """
 
 from collections import defaultdict
@@ -68,11 +68,11 @@ _tags: defaultdict[str, Iterator[int]] = defaultdict(lambda: count(0x4D46_0000))
 def wrap_below(
     module: nn.Module, policy: Policy, settings: Settings, wrapper: Callable[..., nn.Module]
 ) -> None:
-    """Wrap the modules below ``module`` that ``policy`` wants; with mixed precision also those that
-    it is to ignore, to keep them in full precision.
+    """Wrap the modules below ``module`` that ``policy`` wants. With mixed precision, also wrap
+    modules of ``_module_classes_to_ignore``, to keep them in full precision.
 
     Args:
-        settings: of ``module``; inner wrappers get the same, except where the policy has others.
+        settings: of ``module``; inner wrappers get the same, unless the policy gives others.
         wrapper: called with a module, and with arguments by name.
 
     Raises:
@@ -110,9 +110,9 @@ def build_unit(
         dims: of parameters that are divided along another dimension than their first, by name.
 
     Raises:
-        ValueError: they cannot share a unit, or one of them is in another unit too, or they are on
-            the meta device and cannot be given values.
-        RuntimeError: an optimizer holds them.
+        ValueError: the parameters cannot share a unit, or one of them is in another unit too, or
+            they are on the meta device and cannot be given values.
+        RuntimeError: an optimizer holds one of them, and cannot get a DTensor for it.
     """
     modules = own_modules(module)
     # What may be refused comes first, while nothing has been changed.
@@ -154,8 +154,8 @@ def build_unit(
         mesh,
     )  # fmt: skip
     if not param_infos and not settings.offload:
-        # It is where its group carries tensors from. No parameter says so, and ranks compare steps
-        # there if no unit has parameters: with NCCL that cannot be on the CPU.
+        # An empty unit is on the device that its group carries tensors from: if no unit has any
+        # parameters, ranks compare steps from there, and with NCCL that cannot be the CPU.
         empty = unit.sharded_flat_param.detach().to(device or default_device(groups[0]))
         unit.replace_shard(nn.Parameter(empty, requires_grad=False))
     set_strategies(unit)
@@ -173,8 +173,8 @@ def build_unit(
 
 
 def _check_params_unused(modules: Modules, in_rows: bool) -> list[Held]:
-    """Refuse parameters that an optimizer holds, that have hooks, or that share memory. In rows,
-    where an optimizer can get DTensors for them, its places are returned."""
+    """Refuse parameters that an optimizer holds, that have hooks, or that share memory. In rows an
+    optimizer may get DTensors for them. Then this returns where it holds them."""
     check_hooks(modules)
     check_memory(modules)
     return check_optimizers(modules, in_rows)

@@ -8,8 +8,8 @@ engine runs, and on again for the wrapped module, as it is for PyTorch's own FSD
                            module(...)     Dynamo on: compiled
                          the rest          Dynamo off: free
 
-What was compiled before it was sharded has the call of then. :func:`call_wrappers` gives it that of
-a wrapper; ``FSDPModule._call_impl`` is where it meets a module that ``fully_shard`` has changed.
+A module that was compiled before it was sharded keeps its old call. :func:`call_wrappers` replaces
+that by a wrapper's call. After ``fully_shard`` the old call ends in ``FSDPModule._call_impl``.
 
 ``set_eval_frame`` is Dynamo's own switch: it sets the callback and returns the previous one.
 """
@@ -54,8 +54,8 @@ def uncompiled(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_compiling() -> bool:
-    """Whether Dynamo would compile a function that is called now. Not so in a function that it is
-    compiling already: with ``fullgraph=True`` it would refuse to look."""
+    """Whether Dynamo would compile a function that is called now. False in a function that it is
+    compiling already. (Not traced: with ``fullgraph=True`` Dynamo would refuse that.)"""
     return get_eval_frame_callback() is not None
 
 
@@ -81,9 +81,9 @@ def _call_module(module: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _call_module_of(cls: type) -> Any:
-    """:func:`_call_module` for modules of a class. Dynamo counts by code what it has compiled, and
-    gives up after eight times (``recompile_limit``), which is few for all units of a model. As in
-    a plain model those of one class have one code."""
+    """:func:`_call_module` for modules of a class. Dynamo counts how often it has compiled a code
+    object, and gives up after eight times (``recompile_limit``). That is too few for all units of a
+    model. So each class has a code object of its own, as in a plain model."""
     if cls not in _CALLS:
         code = _call_module.__code__.replace(co_name=f"call_{cls.__name__}")
         _CALLS[cls] = FunctionType(code, globals())
@@ -95,9 +95,9 @@ _CALLS = WeakKeyDictionary[type, Any]()
 
 def call_wrappers(root: nn.Module) -> None:
     """``torch.compile(block)`` remembers how to call ``block``. Where a wrapper has taken the place
-    of that, look again: what is remembered would run the block without its parameters."""
+    of ``block``, look again: the remembered call would run it without its parameters."""
     for module in root.modules():
-        # Only of these is there a plain dictionary of modules: torch.jit's have another one.
+        # First whether it is compiled: modules of torch.jit have no plain dictionary of modules.
         if "dynamo_ctx" in module.__dict__ and "_unit" in vars(module._modules["_orig_mod"]):
             initialize: Any = module._initialize
             initialize()

@@ -10,9 +10,9 @@
     CPUOffloadPolicy()                           CPUOffload(True)
     a mesh of "cuda"                             device_id="cuda", the current one
 
-A number for ``reshard_after_forward`` is that of the ranks to share the parameters between forward
-and backward. All ranks that share the unit are True, and one rank is False: it has all of them. Any
-other one is True, with a smaller group (post_forward.py).
+A number for ``reshard_after_forward`` says how many ranks share the parameters between forward and
+backward. The number of all ranks that share the unit means True, and 1 means False: each rank keeps
+all parameters. Any other number means True, with a smaller group (post_forward.py).
 
 Source: ``torch.distributed.fsdp.fully_shard`` (pytorch 2.13), ``_get_post_forward_mesh_info``.
 """
@@ -67,12 +67,12 @@ def fsdp2_settings(
 def device_of(mesh: DeviceMesh | None) -> torch.device | str | None:
     """Where a unit is moved to, as by torch: to the device of its mesh.
 
-    Without a mesh, to the GPU if that is where collectives run; and nowhere if gloo runs them,
-    which takes tensors from everywhere.
+    Without a mesh, to the GPU if collectives run there. With gloo, which takes tensors from
+    everywhere, the unit is not moved.
     """
     if mesh is not None:
         return mesh.device_type
-    group = dist.group.WORLD  # None: there is none, which is refused by name later
+    group = dist.group.WORLD  # None: there is no group, which place() refuses later
     device = None if group is None else default_device(group)
     return device if device is not None and device.type == "cuda" else None
 
@@ -81,8 +81,8 @@ def reshards_after_forward(given: bool | int | None, mesh: DeviceMesh | None) ->
     """Whether to free the parameters between forward and backward.
 
     Args:
-        given: None is True. A number is as in the table above.
-        mesh: whose last dimension are the ranks that share the unit; None: all ranks.
+        given: None is True. For a number, see the top of this file.
+        mesh: its last dimension has the ranks that share the unit; None: all ranks.
 
     Raises:
         ValueError: as :func:`fsdp2_settings` does.
@@ -112,7 +112,7 @@ def post_forward_lines(
 
     Args:
         given: as :func:`reshards_after_forward` has checked it.
-        mesh: of all ranks, the last dimension of which are those of ``shard_group``.
+        mesh: of all ranks; its last dimension has those of ``shard_group``.
     """
     if given is None or shard_group is None or given in (True, False, shard_group.size()):
         return None  # 1 is True here

@@ -9,10 +9,10 @@ itself, an embedding with sparse gradients, a frozen encoder that is small. ::
       blocks.0   -> FSDP     a unit
       experts                in no unit: ordinary parameters, whole on this rank
 
-What is ignored is what it would be without a wrapper. Its parameters are in ``parameters()``, in
+What is ignored stays what it would be without a wrapper. Its parameters are in ``parameters()``, in
 state dicts and in optimizers, under their names. They are not sharded, moved, cast, given memory or
-sent to other ranks, and **their gradients are not reduced**: each rank has its own, and averages
-them itself, if they are to be alike. The same holds for the buffers of ignored modules.
+sent to other ranks, and **their gradients are not reduced**: each rank has its own, and the program
+averages them, if they are to be alike. Buffers of ignored modules are left alone in the same way.
 
 A parameter that is ignored in one place is ignored in all places below the wrapped module, as in
 PyTorch: no unit can shard a tensor that an ignored module computes with. Wrappers made by
@@ -52,16 +52,15 @@ def ignoring(
     If that is refused, nothing is marked.
 
     Args:
-        ignored_modules: modules, which are ignored with all below them but units that are wrapped
-            already. What is not below ``module`` is left out: a program may give the same list to
-            several wrappers.
-        ignored_states: parameters; or modules, as ``ignored_modules``.
+        ignored_modules: modules, which are ignored with all below them, except units that are
+            wrapped already. What is not below ``module`` is left out: a program may give the same
+            list to several wrappers.
+        ignored_states: parameters; or modules, as in ``ignored_modules``.
 
     Raises:
         TypeError: an argument is no iterable of these.
         ValueError: both are given; ``module`` itself is to be ignored; what is to be ignored is
-            sharded already; or another wrapper, which is not below ``module``, ignores a part of it
-            that this one would shard.
+            sharded already; or a wrapper that is not below ``module`` ignores a part of ``module``.
     """
     items = _items(ignored_modules, ignored_states)
     marked = _mark(module, [*items, *_replicated(module)])
@@ -135,14 +134,14 @@ def _checked(argument: str, given: Any, *kinds: type) -> list[Any]:
 def _known(module: nn.Module) -> set[nn.Module]:
     """The modules whose wrappers may ignore a part of ``module`` while it is wrapped."""
     units = (unit_of(inner) for inner in module.modules())
-    # Of several modules, unit.module is one that is not below ``module`` itself.
+    # unit.module of a list of modules is a ListedModules, which is not below ``module`` itself.
     inner_ones = (unit.module for unit in units if unit is not None)
     return {module, *inner_ones, *_being_wrapped}
 
 
 def _mark(module: nn.Module, items: list[Any]) -> list[tuple[Any, nn.Module | None]]:
-    """Mark the items below ``module``. Returns those that were not marked, or by a wrapper that
-    does not count here, with that wrapper's module."""
+    """Mark the items below ``module``. Returns those that were not marked, or were marked by a
+    wrapper that does not count here, each with the module of the wrapper that had marked it."""
     names: dict[Any, str] = {m: clean(f"{n}.").strip(".") for n, m in module.named_modules()}
     for prefix, inner in list(names.items()):
         for name, param in prefix._parameters.items():
@@ -205,7 +204,7 @@ def _check_unsharded(param: nn.Parameter, name: str) -> None:
 
 def _check_elsewhere(module: nn.Module) -> None:
     """Refuse to shard what a wrapper that is not below ``module`` ignores: its module computes with
-    the tensor itself, and this unit would with a copy."""
+    the tensor itself, and this unit would compute with a copy."""
     known = _known(module)
     for path, inner in module.named_modules():
         items: list[tuple[str, Any]] = [(path, inner)]

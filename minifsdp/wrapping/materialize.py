@@ -119,8 +119,8 @@ def _replace(attributes: Iterable[TensorAttribute], new: Callable[[Tensor], Tens
 
 
 def _tie(shared: Shared) -> None:
-    """Let the places that had one tensor have one again: a function may have made a new tensor in
-    each place, or in one of them only. The first one counts."""
+    """Put one tensor again in all places that shared one: a function may have made a new tensor in
+    each place, or in one of them only. The first of these is used."""
     for attributes in shared.values():
         made = [t for a in attributes if (t := a.get()) is not None and not t.is_meta]
         for attribute in attributes if made else ():
@@ -163,8 +163,8 @@ def _hidden_units(modules: Modules) -> Iterator[None]:
 
 
 def move(modules: Modules, device: torch.device) -> None:
-    """Move the parameters and buffers of one unit. What is shared stays shared, and what is still
-    on the meta device stays there: it has no values that could be moved."""
+    """Move the parameters and buffers of one unit. What is shared stays shared. What is still on
+    the meta device stays there: it has no values that could be moved."""
     tensors = own_params(modules, buffers=True).values()
     elsewhere = [a for a in tensors if a.get().device != device and not a.get().is_meta]
     _replace(elsewhere, lambda tensor: tensor.to(device))
@@ -179,8 +179,8 @@ def synchronize(modules: Modules, groups: list[Group]) -> None:
             in the replicate group of rank 0, in whatever order the ranks are.
 
     Raises:
-        ValueError: ranks have other names, shapes or dtypes; or something is on a device that the
-            groups do not send from. All ranks raise it.
+        ValueError: names, shapes or dtypes differ between ranks; or something is on a device that
+            the groups do not send from. All ranks raise it.
     """
     # A shared tensor is sent twice, because it may be shared on one rank and not on another.
     tensors = own_params(modules, buffers=True)

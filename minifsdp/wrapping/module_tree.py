@@ -7,8 +7,8 @@ get longer by one part at each wrapper, and users should never see that part::
     0.weight           _fsdp_wrapped_module.0.weight    0.weight
 
 Modules and parameters that a wrapper was told to ignore (ignored.py) belong to no unit. They are
-marked in a table beside the model: an attribute would be copied and saved together with a module,
-and the copy would be ignored, too.
+marked in a table outside of the model: an attribute would be copied and saved together with a
+module, and the copy would be ignored, too.
 """
 
 from typing import Any
@@ -73,7 +73,7 @@ def unit_of(module: nn.Module) -> FeaturedUnit | None:
 
 
 def name_units(root: nn.Module) -> list[Any]:
-    """Set the name of each unit below ``root``, and its ancestors.
+    """Set the name of each unit at and below ``root``, and its ancestors.
 
     Returns:
         The wrappers at and below ``root``, outer ones first.

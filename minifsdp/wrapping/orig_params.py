@@ -3,7 +3,7 @@
 A unit copies its original parameters into the flat parameter and lets them go. Whatever still has
 one has a tensor that no layer computes with::
 
-    another module    it shares the parameter with a unit that it is not in; refused by auto_wrap.py
+    another module    shares the parameter with a unit that it is not in; refused by auto_wrap.py
     an optimizer      its steps would change nothing; refused here, before anything is changed. In
                       rows one of torch.optim's that has not stepped gets the DTensors instead
     a variable        no harm, but the memory of that parameter is not freed
@@ -66,15 +66,15 @@ def check_optimizers(modules: Modules, in_rows: bool) -> list[Held]:
         Where optimizers have them, for :func:`hand_over`. Empty if not ``in_rows``.
 
     Raises:
-        RuntimeError: an optimizer holds one of these parameters, and cannot get another one for it:
-            in chunks there is none; it has a state for it; or it is not one of torch.optim's, and
-            may have it in other places, too.
+        RuntimeError: an optimizer holds one of these parameters, and cannot get a DTensor for it:
+            in chunks there is none; the optimizer has a state for the parameter; or it is not one
+            of torch.optim's, and may hold the parameter in other places, too.
     """
     held = _held_elsewhere(modules)
     found = _optimizers_with(held) if held else []
     if any(_cannot_change(*one, in_rows) for one in found):
         found.clear()
-        gc.collect()  # an optimizer that is garbage may still be in memory, and is no mistake
+        gc.collect()  # an optimizer that is garbage may still be in memory; that is no mistake
         found = _optimizers_with(held)
     for optimizer, places in found:
         if how := _cannot_change(optimizer, places, in_rows):
@@ -131,7 +131,7 @@ def _held_elsewhere(modules: Modules) -> OrigParams:
     reference counts, which is much quicker than to search for optimizers at every wrapping."""
     module = nn.Module()
     module.only = nn.Parameter()
-    # Counted in the same way, because what the number is depends on the version of Python.
+    # Counted in the same way, because the number depends on the version of Python.
     usual = sys.getrefcount(TensorAttribute(module, "only").get())
     params = own_params(modules)
     owners = Counter(id(attribute.get()) for attribute in params.values())
@@ -143,7 +143,7 @@ def _held_elsewhere(modules: Modules) -> OrigParams:
 
 
 def _optimizers_with(originals: OrigParams) -> list[tuple[Optimizer, list[Held]]]:
-    """The optimizers that hold those parameters, and where."""
+    """The optimizers that hold these parameters, and where."""
     # A shared one has its first name, as its unit calls it.
     named = [(r(), name) for name, r in reversed(originals.items())]
     names = {id(param): name for param, name in named if param is not None}

@@ -34,11 +34,11 @@ class CustomPolicy:
     """Ask a function about every module.
 
     Args:
-        lambda_fn: ``module -> bool``, or a dict of arguments of ``FullyShardedDataParallel`` for
-            this unit, as ``{"sharding_strategy": ...}``; an empty dict is False.
+        lambda_fn: takes a module. Returns a bool, or a dict of ``FullyShardedDataParallel``'s
+            arguments for its unit, such as ``{"sharding_strategy": ...}``; an empty dict is False.
 
     Raises:
-        TypeError: when asked: the function returned something else.
+        TypeError: (a call does) the function returned something else.
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], Answer]) -> None:
@@ -101,11 +101,11 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Iterable[type[nn.Module]] | None = None,
     exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
 ) -> bool:
-    """Wrap every module that has enough elements outside of units inside. It knows nothing of the
-    model's structure, and may split a block; where there are blocks, a policy of classes is better.
+    """Wrap every module that has enough elements outside of units inside. This policy knows nothing
+    of the model's structure, and may split a block. If there are blocks, use a policy of classes.
 
     Args:
-        min_num_params: the number of elements that a unit has at least.
+        min_num_params: the least number of elements of a unit.
         force_leaf_modules: classes that are neither looked into nor wrapped, so that they are part
             of the unit around them; None: ``nn.MultiheadAttention``, which reads its children's
             weights without calling the children.
@@ -148,8 +148,8 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """``module``, wrapped with the arguments of the :func:`enable_wrap` around this call, of which
-    ``wrap_overrides`` replace some. Outside of an ``enable_wrap``, ``module`` itself."""
+    """``module``, wrapped with the arguments of the :func:`enable_wrap` around this call and with
+    ``wrap_overrides``, which take precedence. Outside of an ``enable_wrap``, ``module`` itself."""
     if _context is None:
         return module
     wrapper_cls, settings = _context

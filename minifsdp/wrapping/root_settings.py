@@ -1,5 +1,5 @@
 """The arguments of one ``FullyShardedDataParallel`` that decide how a step runs: how many units may
-be unsharded at once, and which are gathered ahead. They count for the outermost wrapper only.
+be unsharded at once, and which are gathered ahead. Only those of the outermost wrapper are used.
 """
 
 from minifsdp.core.api import BackwardPrefetch, ForwardPrefetch

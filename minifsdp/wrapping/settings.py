@@ -1,7 +1,7 @@
 """The arguments of one ``FullyShardedDataParallel`` that decide how its unit is built.
 
-They are listed twice: in the signature that users read, and here. A wrapper makes a record of them,
-which checks them all before anything is changed, and says what they mean::
+They are listed twice: in the signature that users read, and here. A wrapper makes a record of them.
+The record checks them all before anything is changed, and says what they mean::
 
     FSDP(module, device_id=1, ...)   ->   Settings(device_id=1, ...)   .device    cuda:1
                                                                        .placement who shares it
@@ -25,7 +25,7 @@ from minifsdp.wrapping.torch_names import from_torch
 
 @dataclass
 class Settings:
-    """These arguments, as :class:`FullyShardedDataParallel` has them, and what they mean.
+    """These arguments, as :class:`FullyShardedDataParallel` takes them, and what they mean.
 
     Attributes:
         placement: the groups to shard and to replicate over.
@@ -34,7 +34,7 @@ class Settings:
         device: where the user wants the unit; None if that was not said.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as it does.
+        ValueError, TypeError, RuntimeError: as :class:`FullyShardedDataParallel` does.
     """
 
     process_group: Any = None

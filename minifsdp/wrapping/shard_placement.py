@@ -1,4 +1,4 @@
-"""``shard_placement_fn``: parameters that are divided along another dimension than their first.
+"""``shard_placement_fn``: parameters that are not divided along their first dimension.
 
 ::
 
@@ -7,12 +7,12 @@
     weight [2, 4]   a a b b     2 ranks      rank 0: a a     DTensor [2, 4], Shard(1)
                     c c d d                          c c     local tensor [2, 2]
 
-Rows of one kind suit a product in one direction, rows of the other kind one in the other direction:
-``Shard(1)`` leaves an optimizer whole columns, and it is what some checkpoints have.
+``Shard(1)`` gives each rank whole columns. An optimizer may need these, and some checkpoints are
+divided in this way.
 
-The unsharded flat parameter stays what it is, whole parameters row by row, so all that computes,
-and all that looks at parameters, does not know of this. Only the blocks of a rank are in another
-place: of a parameter [2, 4] it has a piece of each row (``Columns`` of comm/blocks.py).
+The unsharded flat parameter stays what it is, whole parameters row by row. So nothing that computes
+with parameters, or looks at them, knows of this. Only the blocks of a rank are in different places:
+of a parameter [2, 4] the rank has a piece of each row (``Columns`` of comm/blocks.py).
 
 Source: ``torch.distributed.fsdp.fully_shard`` (pytorch 2.13), whose argument this is. As there, the
 ranks have to divide the dimension evenly, or it is refused.
@@ -37,13 +37,13 @@ def divided_dims(
         choose: is called with each parameter, and returns ``Shard(dim)``, or None for the first
             dimension; or one of these in torch's ``ShardPlacementResult``, with ``mesh``. None: the
             first dimension for all.
-        ranks: that share the unit.
+        ranks: how many share the unit.
         mesh: as it was given to ``fully_shard``.
 
     Raises:
-        ValueError: it returns something else, or a dimension that the parameter does not have.
-        NotImplementedError: the ranks do not divide the dimension evenly; or it returns another
-            mesh, for a parameter that other ranks are to share.
+        ValueError: ``choose`` returns something else, or a dimension that the parameter lacks.
+        NotImplementedError: the ranks do not divide the dimension evenly; or ``choose`` returns a
+            different mesh, for a parameter that other ranks are to share.
     """
     dims: dict[str, int] = {}
     for info in make_param_infos(module) if choose else ():

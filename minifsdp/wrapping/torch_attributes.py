@@ -9,8 +9,8 @@ share the model, or to print how it is sharded::
 
 Here they are computed from the wrapper's own unit, or from what its root shares among all units,
 when they are read, so they cannot disagree with what the engine does. A wrapped module's attribute
-of the same name comes first, since a wrapper looks like the module that it wraps (attributes.py).
-It cannot be told from a script's, so a model that has a ``rank`` of its own keeps it.
+of the same name comes first, since a wrapper looks like the module that it wraps (attributes.py):
+a model that has a ``rank`` of its own keeps it.
 
 Source: ``_init_process_group_state`` and ``_init_core_state`` of torch.distributed.fsdp (pytorch
 2.13).
@@ -32,7 +32,7 @@ from minifsdp.featured_unit import FeaturedUnit
 
 def process_group(unit: FeaturedUnit) -> Group:
     """The ranks that share the unit's parameters or, if each has them all, that average its
-    gradient. Of hybrid strategies the group that shards, as in torch."""
+    gradient. With hybrid strategies it is the group that shards, as in torch."""
     group = unit.shard_group or unit.replicate_group
     assert group is not None
     return group
@@ -51,14 +51,14 @@ def sharding_strategy(unit: FeaturedUnit) -> ShardingStrategy:
 
 
 class Handle:
-    """What accelerate and verl use of torch's ``FlatParamHandle``. It takes any attribute:
-    accelerate notes there that it has cast ``flat_param``, which is followed in any case."""
+    """What accelerate and verl use of torch's ``FlatParamHandle``. Any attribute can be set on it:
+    accelerate notes here that it has cast ``flat_param``. The engine follows the cast by itself."""
 
     def __init__(self, unit: FeaturedUnit) -> None:
         self.flat_param = unit.sharded_flat_param
 
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:
-        """Nothing: between steps all units are free."""
+        """Does nothing: between steps all units are free."""
 
 
 def params(unit: FeaturedUnit) -> list[nn.Parameter]:
@@ -69,17 +69,17 @@ def params(unit: FeaturedUnit) -> list[nn.Parameter]:
 
 
 def cpu_offload(unit: FeaturedUnit) -> CPUOffload:
-    """Whether its shard lives on the host."""
+    """Whether the unit's shard lives on the host."""
     return CPUOffload(offload_params=unit.offload_from is not None)
 
 
 def mixed_precision(unit: FeaturedUnit) -> MixedPrecision:
-    """The dtypes that it computes and reduces in. All fields are None where none were asked for."""
+    """The dtypes that the unit computes and reduces in; None where none was asked for."""
     return unit.precision
 
 
 def compute_device(unit: FeaturedUnit) -> torch.device:
-    """Where it is computed with, which with offload is not where its shard is."""
+    """Where the unit computes. With offload its shard is elsewhere."""
     return unit.device
 
 

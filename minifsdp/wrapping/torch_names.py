@@ -1,7 +1,7 @@
 """Arguments that are objects of torch's FSDP, translated to minifsdp's.
 
 A script that is moved to minifsdp changes one import. Another file of it, or a library, may still
-pass on objects from ``torch.distributed.fsdp``, and they mean the same::
+pass objects from ``torch.distributed.fsdp``. They are taken to mean the same::
 
     torch.distributed.fsdp.ShardingStrategy.FULL_SHARD     minifsdp.ShardingStrategy.FULL_SHARD
     torch.distributed.fsdp.MixedPrecision(param_dtype=d)   minifsdp.MixedPrecision(param_dtype=d)
@@ -24,8 +24,8 @@ TYPES = {c.__name__: c for c in (BackwardPrefetch, CPUOffload, MixedPrecision, S
 
 
 def from_torch(given: Any) -> Any:
-    """minifsdp's enum member, record or policy that means what ``given``, of torch's FSDP, means.
-    What is not of torch's FSDP is returned as it is.
+    """minifsdp's enum member, record or policy for ``given``, an object of torch's FSDP. Any other
+    object is returned as it is.
 
     Raises:
         TypeError: a newer torch has a member or a field that minifsdp does not have.
