@@ -277,6 +277,8 @@ def make_root(
         engine = FeaturedEngine(units, limiter, prefetcher, kind)
         return FeaturedHooks(FeaturedBackward(engine))
 
-    hooks = core.make_root(name_units(module), hooks_of)
+    wrappers = name_units(module)
+    core.make_root(wrappers, hooks_of)
+    hooks = wrappers[0]._hooks
     choose_strategies(hooks.engine.units, hooks.engine.streams)
     hooks.engine.use(layers_of(hooks))

@@ -110,7 +110,7 @@ def comm_of(unit: FeaturedUnit, device: torch.device) -> Any:
 
 
 def _in_elements(unit: FeaturedUnit, device: torch.device) -> Any:
-    if _direct(unit, device):
+    if _sends_pieces(unit, device) and not unit.users_comm.has_functions:
         return DirectMessages()
     comm: Any = TorchCollectives()
     if unit.users_comm.has_functions or unit.users_comm.reduce_group is not None:
@@ -155,11 +155,6 @@ def _all_reduce(first: str, streams: Streams) -> list[Stage]:
     if direct(streams.device):
         return [FirstHalf(first), SecondHalf()]
     return [AllReduce(first)]
-
-
-def _direct(unit: FeaturedUnit, device: torch.device) -> bool:
-    """Whether ranks send the unit to each other by themselves, and not by a program's function."""
-    return _sends_pieces(unit, device) and not unit.users_comm.has_functions
 
 
 def _sends_pieces(unit: FeaturedUnit, device: torch.device) -> bool:

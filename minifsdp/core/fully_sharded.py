@@ -41,7 +41,7 @@ the core does not promise, and the file of minifsdp that does:
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -64,8 +64,6 @@ from .streams import Streams
 from .unit import ParamInfo, Unit
 from .unshard import OwnShard
 from .views import FLAT_PARAM, InModules, SplitViews, hide_views
-
-H = TypeVar("H", bound=Hooks)
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -216,7 +214,7 @@ def name_units(root: nn.Module) -> None:
             around[name] = module._unit
 
 
-def make_root(wrappers: Iterable[Any], hooks_of: Callable[[list[Any]], H]) -> H:
+def make_root(wrappers: Iterable[Any], hooks_of: Callable[[list[Any]], Hooks]) -> None:
     """Give the units of some wrappers hooks of their own. The last module to become a root is the
     outermost, whichever of them runs first: nothing has to be guessed later.
 
@@ -231,4 +229,3 @@ def make_root(wrappers: Iterable[Any], hooks_of: Callable[[list[Any]], H]) -> H:
     hooks = hooks_of([*units])
     for wrapper in wrappers:
         wrapper._hooks = hooks
-    return hooks

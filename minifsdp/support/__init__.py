@@ -1,6 +1,6 @@
 """What features stand on: parameters as modules and optimizers see them, and what is saved of them.
 
-divided_param.py       the DTensors that it sees of a unit in rows, and the flat one behind them
+divided_param.py       the DTensors that an optimizer sees of a unit in rows, and the tensor behind
 dtensors.py            how such DTensors are made
 unsharded_storage.py   unsharded flat parameters, one for each dtype, of which others may have views
 freed_memory.py        why the memory that a step frees stays with the process, on a CPU
@@ -10,7 +10,7 @@ param_access.py        what a module finds where it had a parameter: a view or a
 piece_views.py         views to compute with, whose gradients stay where autograd leaves them
 marked_views.py        views of units in rows, which tell which parameters have no gradient
 tensor_parallel.py     parameters that are DTensors on another mesh already
-param_views.py         when it finds which: views while unsharded, placeholders while sharded
+param_views.py         when a module finds which: views while unsharded, placeholders while sharded
 saved_tensors.py       what autograd saves of parameters: where to find them, not their memory
 broken_backward.py     an exception that ends a backward, noticed at once
 grad_hooks.py          the gradient hooks that users register on flat parameters
@@ -19,6 +19,6 @@ held_gradients.py      gradients that are not reduced as long as somebody has a 
 stats.py               what a root has done: gathers, reductions, prefetches, and the most memory
 prefetch_stats.py      how many prefetches had the wrong target
 buffers.py             the tensors of a module that are not parameters
-pytree.py              what a module takes or returns, with other tensors
+pytree.py              what a module takes or returns, with its tensors replaced
 fingerprint.py         a number for values, to compare values without sending them
 """

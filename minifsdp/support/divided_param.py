@@ -103,7 +103,7 @@ class DividedParameter(FlatParameter):
         self.grad = None
 
     def hide_grad(self) -> None:
-        """Let each DTensor have its gradient for itself, to be laid end to end anew."""
+        """Give each DTensor a gradient of its own: the flat one will be laid out anew."""
         for param in self.params:
             if param.grad is not None:
                 param.grad = like(param, param.grad._local_tensor.clone())
@@ -119,7 +119,7 @@ class DividedParameter(FlatParameter):
         unit = self.unit()
         given = unit.layout.local_tensors(value, unit.shard_rank)
         for param, local in zip(self.params, given, strict=True):
-            if local is not None:  # frozen
+            if local is not None:  # None: frozen
                 take_over(unit, param, like(param, local).requires_grad_(param.requires_grad))
 
     @property
@@ -168,8 +168,8 @@ def _flat_behind(unit: Any, params: list[Any]) -> DividedParameter:
 
 
 def count_cleared(units: Iterable[Any]) -> None:
-    """Count as a change that ``zero_grad(set_to_none=False)`` has cleared what no_sync has marked
-    (no_sync.py). Of DTensors torch's foreach kernels count no version, so the values are looked at.
+    """Count as a change that ``zero_grad(set_to_none=False)`` has cleared a marked gradient
+    (no_sync.py). For DTensors torch's foreach kernels count no version, so values are looked at.
 
     The host waits for the GPU: once for all parameters of all units, and only if something waits.
     """

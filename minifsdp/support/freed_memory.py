@@ -1,4 +1,4 @@
-"""Freed memory stays with the process: on a CPU, each step gets it again.
+"""Freed memory stays with the process: on a CPU, each step uses it again.
 
 A unit's memory is freed and allocated several times in a step. The C library gives large pieces
 that are freed back to the system. When they are needed again the system brings each page of 4 KiB
@@ -26,7 +26,7 @@ _pieces: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 
 def keep_freed_memory(owner: object, nbytes: int) -> None:
     """Have malloc keep ``nbytes`` bytes of parameters, and of their gradients, when they are freed,
-    beside those of other owners.
+    in addition to what other owners keep.
 
     This is a setting of the process. It is left alone where there is no glibc, and where the user
     has made a choice, by variables of the environment or by another allocator.

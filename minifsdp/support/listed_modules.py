@@ -1,6 +1,6 @@
 """Several modules as one unit: ``fully_shard([model.norm, model.output])``.
 
-Small modules that run one after the other are worth one message, not one each. And a parameter that
+Small modules that run one after the other should share one message. And a parameter that
 two modules share has to be in one unit. Where only the whole model is around both of them, such as
 an embedding and a head, a list makes that unit::
 

@@ -55,8 +55,8 @@ class Placeholder(Tensor):
 
     It answers what is known without the values: shape, dtype, device, ``requires_grad``. All other
     uses are refused with the parameter's name, except where the unit can be gathered
-    (``Unit.on_demand``), and then the parameter itself is used: in a backward, and in a forward
-    that records no gradients.
+    (``FeaturedUnit.on_demand``), and then the parameter itself is used: in a backward, and in a
+    forward that records no gradients.
 
     It is a tensor because modules look at weights before they compute with them.
     ``nn.TransformerEncoder`` asks whether a weight of its first layer has a ``__torch_function__``,

@@ -81,7 +81,7 @@ class SavedParameters:
         if address not in self._chains:
             return None
         chain = self._chains[address]
-        # A unit that could not free its memory has a new storage (UnshardedFlatParam.release), and
+        # A unit that could not free its memory has a new storage (FeaturedFlatParam.release), and
         # the address of the old one may by now be that of any other tensor.
         return chain if chain[-1].unit.unsharded.storage._cdata == address else None
 
@@ -158,7 +158,7 @@ class _Pack:
         chain = self.saved.chain_of(local)
         # A PackedParameter has the dtype of a parameter (of `weight.view(dtype)` it may be another)
         # and no conjugate flag. What has not is saved itself, which keeps its memory alive (see
-        # UnshardedFlatParam.release).
+        # FeaturedFlatParam.release).
         if chain is None or tensor.dtype not in chain[-1].unsharded.dtypes or tensor.is_conj():
             if self.outer is not None:
                 return self.outer[0](tensor)
@@ -189,7 +189,7 @@ class _Pack:
             if torch.is_grad_enabled():
                 # This backward is recorded itself (create_graph=True). Its graph saves this tensor
                 # once more, and keeps the memory. The next gather then writes to other memory (see
-                # UnshardedFlatParam.release), but would count as a change of this tensor if they
+                # FeaturedFlatParam.release), but would count as a change of this tensor if they
                 # shared a version counter.
                 memory = memory.data
             if saved.dtype is not memory.dtype:

@@ -6,7 +6,6 @@ torch tells nobody of it. So at the start of each step the engine looks at every
     module.to(device), .double()       padded_shard and unsharded flat parameters anew
     param.data = tensor                the same, with these values; refused in rows
     requires_grad_(False)              another unsharded flat parameter (FeaturedUnit.compute_in)
-    zero_grad()                        in rows, the memory of the gradient is freed
 
 Of a step of an optimizer it finds only a higher version of the shard, which not every kernel of
 torch counts (:func:`watch_steps`).
@@ -87,8 +86,8 @@ def follow_changes(unit: FeaturedUnit) -> None:
 
     Raises:
         ValueError: the shard has another size now.
-        RuntimeError: it was moved away from the host, where it should stay; or, in rows, a program
-            has assigned to its ``data``.
+        RuntimeError: it was moved away from the host, where it should stay, or replaced; or, in
+            rows, a program has assigned to its ``data``.
     """
     adopt(unit)  # it may have been moved through its module, not through the wrapper
     if unit.offload_from is not None:
@@ -195,7 +194,7 @@ def watch_steps() -> None:
 
     torch's fused kernels count no version, and of a DTensor the foreach kernels do not either. So
     without this a step between a forward and its backward would go unnoticed, and the backward
-    would compute with other parameters than the forward.
+    would compute with different parameters from the forward's.
     """
     register_optimizer_step_post_hook(_after_step)
 

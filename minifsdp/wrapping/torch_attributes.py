@@ -19,11 +19,10 @@ Source: ``_init_process_group_state`` and ``_init_core_state`` of torch.distribu
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp._common_utils import TrainingState as TorchTrainingState
 
-from minifsdp.api import CPUOffload, MixedPrecision
+from minifsdp.api import CPUOffload
 from minifsdp.core.api import ShardingStrategy
 from minifsdp.core.collectives import Group
 from minifsdp.core.limiter import NoLimit
@@ -68,21 +67,6 @@ def params(unit: FeaturedUnit) -> list[nn.Parameter]:
     return unit.optimized_params if unit.numel else []
 
 
-def cpu_offload(unit: FeaturedUnit) -> CPUOffload:
-    """Whether the unit's shard lives on the host."""
-    return CPUOffload(offload_params=unit.offload_from is not None)
-
-
-def mixed_precision(unit: FeaturedUnit) -> MixedPrecision:
-    """The dtypes that the unit computes and reduces in; None where none was asked for."""
-    return unit.precision
-
-
-def compute_device(unit: FeaturedUnit) -> torch.device:
-    """Where the unit computes. With offload its shard is elsewhere."""
-    return unit.device
-
-
 def limit_all_gathers(root: Any) -> bool:
     """Whether the number of units that are unsharded at once has a limit."""
     return not isinstance(root._engine.limiter, NoLimit)
@@ -104,11 +88,11 @@ TORCH_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "_is_root": lambda w: w.check_is_root(),
     "_use_orig_params": lambda w: w._unit.mesh is not None,
     "backward_prefetch": lambda w: w._engine.prefetcher.backward,
-    "compute_device": lambda w: compute_device(w._unit),
-    "cpu_offload": lambda w: cpu_offload(w._unit),
+    "compute_device": lambda w: w._unit.device,
+    "cpu_offload": lambda w: CPUOffload(w._unit.offload_from is not None),
     "forward_prefetch": lambda w: w._engine.prefetcher.forward is not None,
     "limit_all_gathers": limit_all_gathers,
-    "mixed_precision": lambda w: mixed_precision(w._unit),
+    "mixed_precision": lambda w: w._unit.precision,
     "params": lambda w: params(w._unit),
     "process_group": lambda w: process_group(w._unit),
     "rank": lambda w: process_group(w._unit).rank(),
