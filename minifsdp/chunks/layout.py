@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from minifsdp.core.flatten import unflatten
 from minifsdp.core.shard import Chunks
 
 
@@ -31,7 +32,7 @@ class FeaturedChunks(Chunks):
     def unflatten(self, flat: Tensor, frozen: Tensor | None = None) -> list[Tensor]:
         """See :class:`~minifsdp.core.shard.Chunks`. ``frozen`` is None: a unit is frozen as a whole
         or not at all."""
-        return super().unflatten(flat)
+        return unflatten(flat, self.shapes)
 
     def local_tensors(self, shard: Tensor, rank: int) -> list[Tensor]:
         """What an optimizer sees of a shard without padding: all of it, as one tensor."""

@@ -50,14 +50,15 @@ def test_what_is_sharded_cannot_be_computed_with():
 
 @on_ranks(2)
 def test_nor_with_what_stays_for_its_backward():
-    model = nn.Sequential(Block(nn.Linear(3, 3)), nn.Linear(3, 3))
-    model = sharded(model, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
-    loss = model(batch()).sum()
-    root, block = (unit.module for unit in model.engine.units)
-    for linear in (root[1], block[0]):
-        with pytest.raises(TypeError, match="ShardedParameter"):
-            linear(batch())
-    loss.backward()
+    for strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
+        model = nn.Sequential(Block(nn.Linear(3, 3)), nn.Linear(3, 3))
+        model = sharded(model, sharding_strategy=strategy)
+        loss = model(batch()).sum()
+        root, block = (unit.module for unit in model.engine.units)
+        for linear in (root[1], block[0]):
+            with pytest.raises(TypeError, match="ShardedParameter"):
+                linear(batch())
+        loss.backward()
 
 
 @on_ranks(2)
