@@ -248,6 +248,22 @@ def test_after_a_failure_nothing_of_the_step_is_left():
         assert all(not unit.reasons for unit in model.engine.units)
 
 
+@on_ranks(2)
+def test_a_forward_that_has_failed_predicts_nothing():
+    parts, fails = [*mlp()], Fails()
+    parts[2] = Block(*parts[2], fails)
+    model = sharded(nn.Sequential(*parts), forward_prefetch=PRE)
+    model(batch()).sum().backward()
+    fails.where = "forward"
+    with pytest.raises(ArithmeticError):
+        model(batch(1))
+    fails.where = None
+    with watch() as log:
+        loss = model(batch(2)).sum()
+    assert " ".join(log) == "+root +1 +2 -1 +3 -2 -3"
+    loss.backward()
+
+
 class InParts(Block):
     """Its gradient comes from a reentrant checkpoint, and what follows it in the backward fails."""
 

@@ -49,16 +49,20 @@ def test_what_is_sharded_cannot_be_computed_with():
 
 
 @on_ranks(2)
-def test_nor_with_what_stays_for_its_backward():
-    for strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
-        model = nn.Sequential(Block(nn.Linear(3, 3)), nn.Linear(3, 3))
-        model = sharded(model, sharding_strategy=strategy)
-        loss = model(batch()).sum()
+def test_nor_with_what_stays_for_its_backward_or_is_not_sharded():
+    def refused(model):
         root, block = (unit.module for unit in model.engine.units)
         for linear in (root[1], block[0]):
             with pytest.raises(TypeError, match="ShardedParameter"):
                 linear(batch())
+
+    for strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
+        model = nn.Sequential(Block(nn.Linear(3, 3)), nn.Linear(3, 3))
+        model = sharded(model, sharding_strategy=strategy)
+        loss = model(batch()).sum()
+        refused(model)
         loss.backward()
+        refused(model)
 
 
 @on_ranks(2)

@@ -4,6 +4,7 @@ Two ranks, because the sum of two numbers is the same in both orders. Here each 
 strategy, and schedules take turns; `make matrix ARGS=core` crosses all of them.
 """
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable
@@ -158,6 +159,17 @@ class AllInside(nn.Module):
         return checkpoint(lambda y: torch.tanh(self.layer(y)), x, use_reentrant=True)
 
 
+class EarlyInput(nn.Module):
+    """Its input has its gradient before the last of its layers has run its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(torch.ones_like(x))) + self.last(x)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "nested": nested,
@@ -283,6 +295,25 @@ def test_several_backwards_add_up():
         expected = plain.get_parameter(name).grad  # of this rank alone
         dist.all_reduce(expected.div_(2))
         torch.testing.assert_close(grad, expected)  # added up in another order
+
+
+@on_ranks(2)
+def test_an_input_may_have_its_gradient_before_the_unit_is_done():
+    """A leaf has it at once. (A trained unit is freed by its own gradient, not by its inputs'.)"""
+
+    def gradients(model: nn.Module) -> Tensor:
+        x = batch().requires_grad_()
+        model(x).square().mean().backward()
+        return x.grad
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block(EarlyInput()), nn.Linear(3, 3))
+    model = sharded(copy.deepcopy(plain))
+    assert torch.equal(gradients(model), gradients(plain))
+    for name, grad in full_gradients(model).items():
+        expected = plain.get_parameter(name).grad.div_(2)
+        dist.all_reduce(expected)
+        assert torch.equal(grad, expected), name
 
 
 @on_ranks(2)
