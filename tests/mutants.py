@@ -637,6 +637,7 @@ MUTANTS = [
     Mutant("support/fingerprint", "the last bytes do not count", "+ rest)", ")"),
     Mutant("checks/same_model", "names are not looked at", "yield a.name != b.name, a, b", "yield False, a, b"),
     Mutant("checks/same_model", "sizes are compared first", "yield a.name != b.name, a, b", "yield a.details != b.details, a, b"),
+    Mutant("support/param_access", "one of a unit speaks for all", "return unit.trained[unit.param_infos.index(self._info)]", "return unit.sharded_flat_param.requires_grad"),
     Mutant("checks/same_model", "freezing is no difference", 'trained = "trained" if unit.sharded_flat_param.requires_grad else "frozen"', 'trained = "trained"'),
     Mutant("checks/same_model", "a unit that is missing at the end is not noticed", "zip_longest(one.units, other.units, fillvalue=_NO_UNIT)", "zip(one.units, other.units)"),
     Mutant("core/hooks", "frozen units wait for the end", "        after_gradients_of(inputs, partial(self.inputs_have_gradients, unit))\n", "        pass\n"),

@@ -91,7 +91,8 @@ class Placeholder(Tensor):
 
     @property
     def requires_grad(self) -> Any:  # type: ignore[override]
-        return self._living_unit().sharded_flat_param.requires_grad
+        unit = self._living_unit()
+        return unit.trained[unit.param_infos.index(self._info)]
 
     @property
     def is_cuda(self) -> Any:  # type: ignore[override]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from minifsdp import CPUOffload
+from minifsdp import CPUOffload, ModuleWrapPolicy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.support.param_access import Placeholder
 from tests.ranks import device, on_ranks
@@ -96,6 +96,20 @@ def test_a_placeholder_says_what_is_known_without_values():
     assert weight.requires_grad is False
     assert not hasattr(weight, "grad") and getattr(weight, "grad", None) is None
     assert weight in {weight}  # may be a key; __eq__ is not asked
+
+
+@on_ranks(2)
+def test_of_a_unit_in_rows_each_parameter_says_whether_it_is_frozen():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+    model[1][0].requires_grad_(False)
+    policy = ModuleWrapPolicy({nn.Sequential})
+    model = FSDP(model.to(device()), auto_wrap_policy=policy, use_orig_params=True)
+    block = model.module[1].module
+    loss = model(batch()).sum()
+    frozen, trained = block[0].weight, block[1].weight
+    assert type(frozen) is type(trained) is Placeholder
+    assert (frozen.requires_grad, trained.requires_grad) == (False, True)
+    loss.backward()
 
 
 @pytest.mark.parametrize("attribute", ["data", "grad", "requires_grad", "mark"])
