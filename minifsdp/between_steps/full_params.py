@@ -143,7 +143,7 @@ def full_params(
 def _summon(
     hooks: FeaturedHooks, unit: FeaturedUnit, options: Options, shown: bool
 ) -> SummonedParams | UnitDTensors:
-    # Only while it gathers. The caller decides whether gradients are recorded in the block.
+    # Only while it gathers: in the block the caller decides whether gradients are recorded.
     with torch.no_grad():
         if options.form is not None:
             return UnitDTensors(unit, options.form)
