@@ -6,7 +6,7 @@ afterwards. So the dict that state_dict.py returns has one, which loads the valu
 If the dict itself is given to ``load``, torch assigns to its entries, one by one; the dict then
 loads all of them into the model after the last one.
 
-Its functions do not say that they call. So they are looked for among the callers.
+torch does not tell which of its functions is calling. So this file looks for it on the stack.
 """
 
 import sys
@@ -42,7 +42,7 @@ class ModelStateDict(OrderedDict[str, Any]):
         return OrderedDict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what torch.distributed.checkpoint has written into the model."""
+        """Load into the model what torch.distributed.checkpoint has written."""
         self.update(state)
         self._load()
 
@@ -56,8 +56,8 @@ class ModelStateDict(OrderedDict[str, Any]):
 
 
 def refuse_full_options() -> None:
-    """Refuse the options of torch's set_model_state_dict() that would distribute unsharded values
-    to flat parameters, by their names.
+    """Refuse the options of torch's set_model_state_dict() that distribute unsharded values by the
+    names of parameters, if the model has flat parameters.
 
     Raises:
         NotImplementedError: that function is among the callers, with such an option. All ranks

@@ -6,16 +6,16 @@
         dcp.load(state, checkpoint_id=folder)
 
 The state has the form that torch's ``get_state_dict`` gives a model of FSDP2: each tensor under the
-name of its parameter, so that any model can load it, sharded in whichever way. What is in chunks
-stays there. torch's function gets DTensors without memory instead, to find names for; then the
-boxes of the chunks take their places (boxes.py)::
+name of its parameter, so that any model can load it, sharded in whichever way. Chunks are neither
+gathered nor exchanged. torch's function finds the names for DTensors without memory, which stand
+for them; then the boxes of the chunks (chunks/boxes.py) take the places of these DTensors::
 
     get_state_dict(...)     {"model": {"weight": DTensor [4, 5] on meta}, "optimizer": ...}
     state_to_save(...)      {"model": {"weight": BoxedTensor [4, 5]},     "optimizer": ...}
 
-What is loaded goes into copies. They replace the model's own when all has been read, so a file that
-turns out to be damaged has changed nothing. The states of an optimizer that has not stepped need no
-copies: it has them for nothing but this, and they are forgotten if the load fails.
+What is loaded goes into copies. They replace the model's own tensors when all has been read, so a
+damaged file changes nothing. The states of an optimizer that has not stepped need no copies: they
+were made for this load only, and are dropped if it fails.
 
 With ``state_to_save(..., checksums=True)`` the checkpoint has a checksum of each tensor, which is
 compared before anything is replaced (checksums.py).
@@ -66,8 +66,8 @@ def state_to_save(
         ``{"model": {name: tensor}, "optimizer": {"state": {name: {...}}, "param_groups": [...]}}``
 
     Raises:
-        RuntimeError: as :func:`minifsdp.as_dtensors`; ranks that should have the same values have
-            not, so that they have no checksum.
+        RuntimeError: as :func:`minifsdp.as_dtensors`; or ranks that should have the same values
+            have different ones, which have no common checksum.
     """
     form = InPlace(Tensor.detach)
     with ExitStack() as undo:
@@ -84,16 +84,16 @@ def state_to_save(
 
 @contextmanager
 def state_to_load(model: nn.Module, *optimizers: Optimizer) -> Iterator[dict[str, Any]]:
-    """The state to be loaded into: what it has at the end of the block, model and optimizers get.
-    Nothing is changed if an exception ends the block. Every rank has to take part.
+    """The state to be loaded into. At the end of the block the model and the optimizers get its
+    values. If an exception ends the block, nothing is changed. Every rank has to take part.
 
     Args, and what it yields: as :func:`state_to_save`. An optimizer that has not stepped gets its
     states first (:func:`make_states`).
 
     Raises:
         RuntimeError: as :func:`minifsdp.as_dtensors`, when the block begins or ends.
-        ValueError: the optimizer that was saved has other groups of parameters; or a tensor is not
-            the one that was saved, as its checksum says, if the checkpoint has checksums.
+        ValueError: the optimizer that was saved has different groups of parameters; or a tensor
+            does not have the checksum that was saved, if the checkpoint has checksums.
     """
     unused: set[int] = set()
 
@@ -127,7 +127,7 @@ def state_to_load(model: nn.Module, *optimizers: Optimizer) -> Iterator[dict[str
 
 
 def _check_groups(here: dict[str, Any], loaded: dict[str, Any]) -> None:
-    """Check that the optimizer that was saved has its parameters in the groups of this one.
+    """Check that the optimizer that was saved has its parameters in the same groups as this one.
 
     Raises:
         ValueError: it does not.
@@ -144,7 +144,7 @@ def _check_groups(here: dict[str, Any], loaded: dict[str, Any]) -> None:
 
 
 def _named_again(named: Any, loaded: Any) -> Any:
-    """What set_state_dict takes: for boxes the DTensor that stands for them."""
+    """What set_state_dict takes: in place of boxes the DTensor that stands for them."""
     return named if isinstance(loaded, BoxedTensor) else loaded
 
 
@@ -159,7 +159,7 @@ def _units(model: nn.Module) -> list[FeaturedUnit]:
 
 
 def _storage(value: Tensor) -> int:
-    """The address of the storage that a tensor has, or this rank's part of a DTensor."""
+    """The address of the storage of a tensor, or of this rank's part of a DTensor."""
     address: int = local_of(value).untyped_storage()._cdata
     return address
 
@@ -168,7 +168,7 @@ class InPlace:
     """DTensors that stand for chunks, and have no values.
 
     Args:
-        own: of a tensor of the model, what is saved or loaded in its place: the same, or a copy.
+        own: returns what is saved or loaded in place of a tensor: the same tensor, or a copy.
     """
 
     copies = False
@@ -196,7 +196,7 @@ class InPlace:
         return self._chunks[unit, name]
 
     def boxed(self, value: Any) -> Any:
-        """The boxes for which a DTensor stands. Of other tensors what ``own`` returns."""
+        """The boxes that a DTensor stands for; for any other tensor what ``own`` returns."""
         if not isinstance(value, Tensor):
             return value
         if isinstance(value, DTensor) and value._local_tensor.is_meta:

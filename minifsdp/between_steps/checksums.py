@@ -7,11 +7,11 @@ number that is computed when it is saved, and once more when it has been loaded:
 
 ``place`` is that of the element in the whole tensor. So each rank can add up what it has, however
 the tensor is divided, and the sum over the ranks is the same for any number of them. The factors
-are odd, so any change of one element changes the sum. Other changes do with a probability of all
-but one in 2**64.
+are odd, so any change of one element changes the sum. Changes of several elements are missed only
+if they happen to cancel.
 
-The numbers are an entry of their own beside "model" and "optimizer". Other programs do not ask for
-it. :class:`StateToLoad` asks for it if it is there.
+The checksums are an entry of their own beside "model" and "optimizer". Other programs do not ask
+for this entry. :class:`StateToLoad` asks for it if it is there.
 """
 
 import sys
@@ -31,7 +31,7 @@ from minifsdp.featured_unit import FeaturedUnit
 
 KEY = "checksums"
 Found = dict[str, tuple[str, dict[Any, set[int]]]]
-"""Of each tensor its dtype, and for each part of it, by where it begins, the sums that ranks have
+"""By name, the dtype of a tensor; and by where each part of it begins, the sums that ranks have
 found. There are several sums only if ranks have different values in the same place."""
 
 _AT_ONCE = 1 << 20  # elements, for which the places take 8 MiB
@@ -40,8 +40,8 @@ _LOADER = "torch.distributed.checkpoint.state_dict_loader"
 
 
 class StateToLoad(dict[str, Any]):
-    """What ``state_to_load`` gives to ``dcp.load``. That asks for the keys when it has opened the
-    checkpoint. If there are checksums in it, they are one of the keys.
+    """What ``state_to_load`` gives to ``dcp.load``, which asks for the keys after it has opened the
+    checkpoint. If this has checksums, they are one of the keys.
 
     If the state is a part of another dict, ``dcp.load`` does not ask, and nothing is compared.
     """
@@ -57,9 +57,9 @@ class StateToLoad(dict[str, Any]):
 
 
 def checksums(state: dict[str, Any], units: list[FeaturedUnit]) -> list[list[Any]]:
-    """The name, the dtype and the checksums of each tensor of a state. There is more than one
-    where each rank has a tensor of its own, such as the statistics of a batch norm: any of them may
-    be the one that is saved.
+    """The name, the dtype and the checksums of each tensor of a state. There are several checksums
+    where each rank has a tensor of its own, such as the statistics of a batch norm: any of these
+    tensors may be the one that is saved.
 
     Args:
         units: whose ranks have the state; all of them take part.

@@ -13,7 +13,7 @@ ranks find the same norm and scale the parameters that they share by the same fa
 
 Gradients of ignored parameters (wrapping/ignored.py) are whole on each rank, and may differ: to
 average them is up to the user. What counts is the mean over the ranks of their p-th powers. If they
-are the same on all ranks, that is as in a plain model; if not, all ranks find the same norm still.
+are the same on all ranks, that is as in a plain model; if not, all ranks still find the same norm.
 """
 
 import math
@@ -50,8 +50,8 @@ def clip_grad_norm(
         ignored: the parameters that are in no unit.
 
     Returns:
-        The norm before clipping, ``[]``, the same on every rank, on the device of the first unit;
-        in fp32, or in fp64 if a unit is.
+        The norm before clipping, ``[]``, the same on every rank, in fp32, or in fp64 if a unit is;
+        on the device of the first unit that has parameters.
 
     Raises:
         ValueError: ``norm_type`` is not positive.
@@ -103,7 +103,7 @@ def clip_grad_norm(
 
 
 def _norm(values: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
-    """In a real ``dtype``. Complex values are summed in its complex one, or torch refuses them."""
+    """In a real ``dtype``. torch sums complex values in the complex one only."""
     summed = dtype.to_complex() if values.is_complex() else dtype
     norm: Tensor = torch.linalg.vector_norm(values, norm_type, dtype=summed)
     return norm

@@ -54,7 +54,7 @@ def register_comm_hook(engine: FeaturedEngine, state: object, hook: Hook) -> Non
     """Reduce the gradients of all units with ``hook`` from now on.
 
     Args:
-        state: handed to the hook; minifsdp does not look into it, except as said above.
+        state: handed to the hook; minifsdp reads only ``state.process_group`` of it.
 
     Raises:
         RuntimeError: there has been a step, so that the ranks have compared their settings already;
@@ -110,10 +110,10 @@ def _same_ranks(unit: FeaturedUnit, group: Any) -> bool:
 
 
 class HookStage:
-    """The stage of a reduction that calls a hook, which is over when the hook returns.
+    """The stage of a reduction that calls a hook. It is over when the hook returns.
 
     Attributes:
-        name: the hook's, by which the ranks compare what they have registered.
+        name: of the hook. By these names the ranks compare what they have registered.
     """
 
     stream, travels, on_host = "reduce", True, False
@@ -122,8 +122,8 @@ class HookStage:
         self._state, self._hook, self.name = state, hook, _name(hook)
 
     def launch(self, unit: FeaturedUnit, value: Tensor | Pieces) -> tuple[Tensor, Finish]:
-        """From a gradient as the unit has it, ``[padded_numel]``, to this rank's shard of the mean
-        and, since that has its values, a ``finish`` that has nothing to do."""
+        """From a gradient as the unit has it, ``[trained_numel]``, to this rank's shard of the
+        mean. The shard has its values already, so the ``finish`` that is returned does nothing."""
         # A tensor of its own. A hook may set ``data``, as torch's compression does, and a GPU may
         # still be reading what was there: ``value`` keeps that memory until it is read.
         grad, group = whole(value).detach(), unit.shard_group

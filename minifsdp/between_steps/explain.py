@@ -17,15 +17,15 @@ from minifsdp.wrapping.module_tree import ignored_params, unit_of
 
 HEADS = ("unit", "parameters", "this rank", "gathered", "computed in", "cut in", "shared by")
 MOST = 0.5
-"""Of all parameters: a unit that has more of them than this is warned of."""
+"""A sharded unit that has more than this share of all parameters gets a warning."""
 
 
 def explain(model: nn.Module) -> None:
     """Print a line for each unit: how many parameters it has, the bytes of this rank's shard, those
     that are allocated while it is gathered, the dtypes to compute in, whether it is cut in chunks
-    (shard.py) or in rows (rows.py), and the ranks that share it. A last line counts the parameters
-    that are in no unit because they are ignored (wrapping/ignored.py). Of units that are gathered
-    now it says why they stay (unit_state.py). No rank waits for another.
+    (shard.py) or in rows (rows.py), and the ranks that share it. Another line counts parameters
+    that are in no unit because they are ignored (wrapping/ignored.py). For each unit that is
+    gathered now, a line says why it stays (unit_state.py). No rank waits for another.
 
     Args:
         model: a wrapper or what fully_shard was called on, or a module with such modules inside.

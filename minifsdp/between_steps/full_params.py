@@ -68,7 +68,7 @@ def summon(units: Mapping[FeaturedUnit, FeaturedHooks], options: Options) -> Ite
 def full_params(
     hooks: FeaturedHooks, units: list[FeaturedUnit], options: Options
 ) -> Iterator[None]:
-    """Inside, the modules of ``units`` have unsharded parameters under their original names.
+    """In the block, the modules of ``units`` have unsharded parameters under their original names.
 
     Every rank has to take part. If units are unsharded already by a block around this one, they
     stay so when this one ends.
@@ -77,8 +77,8 @@ def full_params(
         hooks: of the root of all ``units``.
 
     Raises:
-        RuntimeError: a forward or backward is in progress, which unshard parameters by themselves;
-            with ``with_grads``, a gradient is not reduced yet.
+        RuntimeError: a forward or backward is in progress, or a block that shows the parameters in
+            another form; with ``with_grads``, a gradient is not reduced yet.
         ValueError: ``writeback`` with ``rank0_only``: the other ranks would have nothing to write;
             or, with ``writeback``, a parameter was removed or its shape changed.
     """
@@ -108,7 +108,7 @@ def full_params(
                 f"type SHARDED_STATE_DICT). Leave that block first."
             )
     units = [unit for unit in units if unit not in hooks.summoned]
-    # In the others a backward may follow that needs placeholders; see show_divided_params.
+    # For the other units a backward may follow that needs placeholders; see show_divided_params.
     shown_before = [unit for unit in units if not unit.has_placeholders]
     shown = not options.rank0_only or all(is_first(unit) for unit in units)
     hooks.summoned.update(dict.fromkeys(units, options.form))
@@ -143,7 +143,7 @@ def full_params(
 def _summon(
     hooks: FeaturedHooks, unit: FeaturedUnit, options: Options, shown: bool
 ) -> SummonedParams | UnitDTensors:
-    # Gradients are disabled for the gathering only. The caller decides about those in the block.
+    # Only while it gathers: in the block the caller decides whether gradients are recorded.
     with torch.no_grad():
         if options.form is not None:
             return UnitDTensors(unit, options.form)
@@ -155,8 +155,8 @@ def _summon(
             # This rank only had to take part in the all-gather.
             unit.let_go(SUMMON)
         elif options.offload_to_cpu:
-            # A copy is made also if the parameters are in the host's memory already. The unsharded
-            # flat parameter is freed now, and to read a view of it would end the process.
+            # A copy also if the parameters are in the host's memory already: the unsharded flat
+            # parameter is freed now, and to read a view of freed memory would end the process.
             params.flat = torch.empty_like(params.flat, device=HOST).copy_(params.flat)
             params.grad = None if grad is None else grad.to(HOST)
             unit.let_go(SUMMON)

@@ -1,13 +1,12 @@
 """Idle: what is done before control returns to the program.
 
-It may look at parameters now, or change them:
+The program may look at parameters now, or change them:
 
-- Other ranks of this machine may still be reading this rank's shards (comm/transport.py); with
-  offload the device may, which copies them from the host. An optimizer must not write to them
-  before that.
-- The modules of units in rows have their DTensors, as an optimizer sees them. From a forward to the
-  end of its backward they have placeholders (param_access.py) while their unit is sharded, as
-  modules of units in chunks always have.
+- Other ranks of this machine may still be reading this rank's shards (comm/transport.py). With
+  offload the device may, too: it copies them from the host. An optimizer must not write to the
+  shards before these reads are over.
+- The modules of units in rows have their DTensors now, as an optimizer sees them. From a forward to
+  the end of its backward they have placeholders (param_access.py) while their unit is sharded.
 """
 
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from minifsdp.featured_unit import FeaturedUnit
 
 
 class Readers(Layer):
-    """Waits for them before control returns to the program, whose optimizer writes to shards."""
+    """Waits for those who read shards, before a program's optimizer may write to them."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -41,8 +40,8 @@ class Readers(Layer):
 
 
 class ShownParams(Layer):
-    """Shows the DTensors when no backward is to come, and hides them where they would be in the
-    way.
+    """Shows the DTensors when no backward is to come, and hides them before a forward without
+    gradients.
 
     Args:
         units: of the root.
@@ -53,7 +52,7 @@ class ShownParams(Layer):
         self._graph_waits = False  # there was a forward before this one, and not yet its backward
 
     def start(self, purpose: Purpose) -> None:
-        """A forward without gradients may compute with what it does not call."""
+        """Hide the DTensors before a forward without gradients: see hide_divided_params."""
         if purpose is Purpose.LOOK:
             return
         self._graph_waits = hides_params(self._units)
@@ -65,7 +64,7 @@ class ShownParams(Layer):
         self._graph_waits = False
 
     def idle(self, graph: bool) -> None:
-        """The program may want to see them, if no backward comes."""
+        """If no backward is to come, the program may want to see the DTensors."""
         if not graph and not self._graph_waits:
             show_divided_params(self._units)
 
@@ -81,8 +80,8 @@ def hides_params(units: Sequence[FeaturedUnit]) -> bool:
 
 
 def hide_divided_params(units: Sequence[FeaturedUnit]) -> None:
-    """Undo :func:`show_divided_params`, for a forward without gradients: in there a module may
-    compute with the parameters of one inside of it, and not call that one."""
+    """Undo :func:`show_divided_params`, for a forward without gradients: there a module may compute
+    with the parameters of a module inside of it, without calling that module."""
     for unit in units:
         if unit.mesh is not None and not unit.shows_views and not unit.has_placeholders:
             check_unreplaced(unit)
@@ -94,7 +93,7 @@ def show_divided_params(units: Sequence[FeaturedUnit]) -> None:
 
     This is for the time between steps. From a forward to the end of its backward the placeholders
     stay: what a checkpoint runs again may need a parameter of a unit that is sharded. A placeholder
-    can have it gathered; a DTensor would be computed with.
+    has that unit gathered; with a DTensor the module would compute as it is.
     """
     for unit in units:
         if unit.mesh is not None and not unit.shows_views and unit.has_placeholders:

@@ -1,4 +1,4 @@
-"""From the state of an optimizer under the names of parameters to that of this rank's optimizer.
+"""From an optimizer's state under the names of parameters to the state of this rank's optimizer.
 
 ::
 
@@ -8,8 +8,8 @@
     {0: {"step": 3, "exp_avg": [2, 2]}, 1: ..}  rows: DTensors, as their parameters
 
 Nothing is loaded here, and no optimizer is needed, only its groups of parameters. The settings in
-the state replace those of the groups, which keep what the state does not have. The tensors are new,
-so that a step does not change the state that was given.
+the state replace those of the groups; a group keeps a setting that the state does not have. The
+tensors are new, so that a step does not change the state that was given.
 
 If only the first rank has the state, it sends one tensor after the other, and each rank keeps its
 part, so that no other rank ever has all of it.
@@ -37,7 +37,7 @@ from minifsdp.wrapping.module_tree import clean, unit_of
 Groups = list[dict[str, Any]]
 """Parameter groups, as an optimizer has them."""
 
-_OTHER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")  # which state_dict() has not either
+_OTHER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")  # torch's checkpoints omit both
 
 
 def local_state(
@@ -124,7 +124,7 @@ def unit_sharing(model: nn.Module, group: Any) -> FeaturedUnit | None:
         group: torch's functions take the ranks that share the model. None: they are not checked.
 
     Raises:
-        ValueError: the unit is shared by a rank that is not in ``group``.
+        ValueError: a rank that is not in ``group`` shares the unit.
     """
     unit = next((u for module in model.modules() if (u := unit_of(module)) is not None), None)
     if unit is not None and group is not None:
@@ -191,8 +191,8 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sent_by_first(given: dict[str, Any] | None, unit: FeaturedUnit) -> dict[str, Any] | None:
-    """What the first rank has, on the others with tensors without values. None if it has DTensors,
-    of which each rank has its own part."""
+    """The state that the first rank has; on the others its tensors have no values. None if it has
+    DTensors, of which each rank has its own part."""
     mine = given if is_first(unit) else None
     if mine is not None and tree_any(lambda value: isinstance(value, DTensor), mine["state"]):
         mine = None
@@ -209,7 +209,7 @@ def _sent_by_first(given: dict[str, Any] | None, unit: FeaturedUnit) -> dict[str
 
 
 def _received(value: Tensor, unit: FeaturedUnit) -> Tensor:
-    """What the first rank has there."""
+    """The value that the first rank has, on every rank."""
     sent = torch.empty_like(value, device=unit.device)
     if not value.is_meta:
         sent.copy_(value)
@@ -220,8 +220,8 @@ def _received(value: Tensor, unit: FeaturedUnit) -> Tensor:
 
 
 def _divided(state: dict[str, Any], params: dict[str, Any]) -> set[str]:
-    """Which entries have a value for each element of a parameter; the others are numbers. The
-    moments of a parameter without dimensions look like numbers, so the other parameters tell."""
+    """Which entries have a value for each element of a parameter; the others are numbers. Only for
+    a parameter without dimensions both look alike, so parameters with dimensions decide."""
     shapes = {name: params[name].shape for name in state if name in params and params[name].dim()}
     if not shapes:
         return {key for entry in state.values() for key in entry} - {"step"}

@@ -1,8 +1,8 @@
 """Optimizers that compute with what this rank has, without asking DTensor about each operation.
 
-In rows an optimizer has a DTensor for each parameter. Of each operation on one, torch decides in
-Python what becomes of its placement, even where the answer is always the same: what an element-wise
-optimizer does to a shard is what it would do to that part of the whole. For a model of many small
+In rows an optimizer has a DTensor for each parameter. For each operation on one, torch works out in
+Python what the result's placement is, even where the answer is always the same: an element-wise
+optimizer does to a shard what it would do to that part of the whole. For a model of many small
 parameters this takes several times as long as the arithmetic::
 
     torch.optim.AdamW          _init_group collects lists of tensors     adamw(lists) computes
@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer
 from minifsdp.support.dtensors import like, local_of
 
 OF_WHOLE_MATRICES = ("Adafactor", "Muon")
-"""Optimizers of torch that collect lists, and compute with rows, columns or the whole of one."""
+"""Optimizers of torch that collect lists, and compute with rows, columns or whole parameters."""
 
 
 def local_params(optimizer: Optimizer) -> Optimizer:
@@ -29,7 +29,7 @@ def local_params(optimizer: Optimizer) -> Optimizer:
 
         optimizer = minifsdp.local_params(torch.optim.AdamW(model.parameters()))
 
-    Each element's result is the same, bit for bit. Parameters that are no DTensors are stepped as
+    Each element's result is the same, bit for bit. Parameters that are not DTensors are stepped as
     before.
 
     Returns:

@@ -9,9 +9,9 @@ Each is one call of what optim_state_dict.py has now::
     flatten_sharded_optim_state_dict(state, model)   ... from DTensors
     rekey_optim_state_dict(state, kind, model)       names of parameters to numbers, and back
 
-The last one is for models that are not sharded. Where torch wants ``optim_input``, what the
-optimizer was built from, the optimizer itself is better: ``optim=``. If both are left out, the
-optimizer is taken to have been built from ``model.parameters()``.
+The last one does not take models in chunks. torch's ``optim_input`` is what the optimizer was built
+from. To give the optimizer itself, ``optim=``, is better. If both are left out, the optimizer is
+taken to have been built from ``model.parameters()``.
 
 Source: ``torch.distributed.fsdp.FullyShardedDataParallel`` (pytorch 2.13).
 """
@@ -48,8 +48,8 @@ def full_optim_state_dict(
     rank0_only: bool = True,
     group: Any = None,
 ) -> StateDict:
-    """:func:`optim_state_dict` with whole tensors in the host's memory. Empty on all ranks but the
-    first with ``rank0_only``."""
+    """:func:`optim_state_dict` with whole tensors in the host's memory. With ``rank0_only`` it is
+    empty on all ranks but the first."""
     _warn_of_input(optim_input)
     config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
     return named_state(model, optim, None, config, group)
@@ -101,11 +101,11 @@ def rekey_optim_state_dict(
     they are, so this is for models whose optimizer has whole parameters, or rows.
 
     Args:
-        optim_state_key_type: PARAM_ID or PARAM_NAME: what the keys are to be.
+        optim_state_key_type: what the keys are to be: PARAM_ID or PARAM_NAME.
 
     Raises:
-        ValueError: the model is sharded in chunks, of which no parameter has a name; the keys are
-            not those of this optimizer; or as :func:`group_settings`.
+        ValueError: the model is sharded in chunks, whose states belong to no single parameter; the
+            keys are not those of this optimizer; or as :func:`group_settings`.
     """
     groups = _groups(model, optim_input, optim)
     params = named_params(model, groups)

@@ -6,7 +6,7 @@
     {"state": {"0.weight": {"step": 3, "exp_avg": [3, 2], ...}, "0.bias": ...},
      "param_groups": [{"lr": 0.1, ..., "params": ["0.weight", "0.bias", ...]}]}
 
-The state is under the names of parameters, as that of ``get_optimizer_state_dict()`` in
+The state is under the names of parameters, as in ``get_optimizer_state_dict()`` of
 torch.distributed.checkpoint, so it does not depend on how the model is sharded. The settings of
 state_dict_type.py say whether it has whole tensors or DTensors.
 
@@ -47,16 +47,16 @@ def optim_state_dict(
         optim_state_dict: what ``optim.state_dict()`` has returned on this rank, now or before;
             None: now. Its keys may be numbers or, as some optimizers have them, the names that
             ``model.named_parameters()`` gives. Without "param_groups" the result has none either.
-        group: is known from the model; it is checked to have the ranks that share the model.
+        group: not needed. If it is given, it has to have all ranks that share the model.
 
     Returns:
         ``{"state": {name: {"exp_avg": ..., ...}}, "param_groups": [{"params": [name, ...], ...}]}``
-        with whole tensors or DTensors, as set by :func:`set_state_dict_type`. Empty on all ranks
-        but the first with ``rank0_only``.
+        with whole tensors or DTensors, as set by :func:`set_state_dict_type`. With ``rank0_only``
+        it is empty on all ranks but the first.
 
     Raises:
         ValueError: the optimizer has a parameter that is not the model's; the given state has other
-            parameters than the optimizer; ``group`` has not the ranks that share the model.
+            parameters than the optimizer; a rank that shares the model is not in ``group``.
         RuntimeError: as :func:`as_dtensors`; the given state is that of other chunks.
     """
     config = get_state_dict_type(model).optim_state_dict_config
@@ -127,7 +127,7 @@ def named_state(
             make_states(optim)
         undo.enter_context(as_dtensors(model, source, writeback=False))
         params = named_params(model, source.param_groups)
-        # All ranks gather in the same order. Each optimizer may have its parameters in another.
+        # All ranks gather in the same order, also if their optimizers have different orders.
         state = {
             name: tree_map(convert, dict(source.state[params[name]]))
             for name in sorted(params)
@@ -147,8 +147,8 @@ def _as_given(model: nn.Module, optim: Optimizer, given: dict[str, Any]) -> Opti
     """The optimizer's parameters, with the settings and states that were given for them.
 
     Raises:
-        ValueError: they are given for other parameters.
-        RuntimeError: they are those of other chunks. All ranks raise it.
+        ValueError: the state is not of this optimizer's parameters.
+        RuntimeError: the state is of other chunks. All ranks raise it.
     """
     params = [param for group in optim.param_groups for param in group["params"]]
     keys: dict[Any, Tensor] = dict(enumerate(params))

@@ -12,13 +12,13 @@ torch visits the tree of modules, and calls hooks before and after each of them:
            └─ ...
 
 So only units that are inside one another are unsharded at the same time, and
-``model.module.state_dict()`` works as well. The values are copies, on the device that computes:
-writing to them does not change the model. (A plain module returns its own tensors, which the next
-step changes.)
+``model.module.state_dict()`` works as well. The values are copies, on the device that computes
+unless ``offload_to_cpu`` is set: writing to them does not change the model. (A plain module returns
+its own tensors, which the next step changes.)
 
 With ``StateDictType.SHARDED_STATE_DICT`` (state_dict_type.py) the parameters are DTensors instead,
-of which each rank has its rows (unit_dtensors.py), and nothing is gathered that does not have to
-be. torch's ``get_model_state_dict()`` gets these in any case. What is loaded may be of either kind.
+of which each rank has its rows (chunks/unit_dtensors.py), and no unit is gathered for them.
+torch's ``get_model_state_dict()`` gets DTensors in any case. What is loaded may be of either kind.
 """
 
 import weakref
@@ -59,15 +59,15 @@ def register_hooks(wrapper: Any) -> None:
 
 
 def register_rows_hook(module: Any) -> None:
-    """Of a module whose parameters are DTensors between steps: what is loaded may be divided in any
-    way, or whole. So it is for each part of the unit, which may be loaded alone."""
+    """Let a module whose parameters are DTensors between steps load tensors that are whole, or
+    divided in any way. Each module of the unit gets the hook, since it may be loaded alone."""
     part: Any
     for part in own_modules(module).values():
         part.register_load_state_dict_pre_hook(_divide)
 
 
 def _divide(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Divide what is to be loaded into the DTensors of a unit as these are."""
+    """Divide the values to be loaded as the DTensors of the unit are divided."""
     for key, own, attribute in _places(module, prefix):
         value, param = state.get(key), own._parameters.get(attribute)
         if isinstance(value, Tensor) and isinstance(param, DTensor) and value.shape == param.shape:
@@ -147,8 +147,8 @@ def _after_load(ref: WrapperRef, module: nn.Module, incompatible: object) -> Non
 
 
 def _wrapper_of(module: nn.Module, ref: WrapperRef) -> Any:
-    """The wrapper of ``module``; None if that is gone, or ``module`` is a copy of the wrapped one,
-    which has the same hooks."""
+    """The wrapper of ``module``; None if it is gone, or if ``module`` is a copy of the wrapped
+    module, which has the same hooks."""
     wrapper = ref()
     return None if wrapper is None or wrapper.module is not module else wrapper
 
@@ -175,7 +175,7 @@ def _clean_names(messages: tuple[list[str], ...]) -> None:
 
 
 def _own_storages(module: nn.Module) -> set[int]:
-    """The addresses of parameters and buffers of this unit, without those of nested units."""
+    """The addresses of the storages of this unit's parameters and buffers, not of nested units'."""
     tensors = [
         local_of(tensor)
         for own in own_modules(module).values()

@@ -6,8 +6,8 @@ it. In between the module's unit is unsharded (state_dict.py)::
     before root, before 1, after 1, before 2, after 2, after root
     before root, before 1, exception                             1 and root stay unsharded
 
-After an exception the second hook is never called. So everything that starts between steps, and
-each forward, first calls :meth:`StateDictCalls.close_aborted`.
+After an exception the second hook is never called. So each forward and backward, and each access to
+unsharded parameters, first calls :meth:`StateDictCalls.close_aborted`.
 """
 
 import sys
@@ -31,7 +31,7 @@ class StateDictCalls(Layer):
         self.held: dict[FeaturedUnit, ExitStack] = {}
 
     def enter(self, unit: FeaturedUnit) -> None:
-        """The call is over, or was ended by an exception."""
+        """A forward may begin: a call that still holds units was ended by an exception."""
         self.close_aborted()
 
     def enter_backward(self) -> None:
@@ -43,7 +43,7 @@ class StateDictCalls(Layer):
         has loaded is dropped: otherwise some parameters would be loaded and others not.
 
         Args:
-            unit: a call visits it now. If the unit is held already, an earlier call has ended.
+            unit: a call visits it now. If it is held already, it is by an earlier call.
         """
         if self.held and (unit in self.held or not _in_progress(sys._getframe())):
             held, self.held = self.held, {}

@@ -64,7 +64,7 @@ def set_state_dict_type(
 
     Raises:
         NotImplementedError: LOCAL_STATE_DICT.
-        ValueError: a config belongs to another type.
+        ValueError: a config belongs to a different type.
     """
     if state_dict_type not in _CONFIGS:
         refuse(state_dict_type=state_dict_type)

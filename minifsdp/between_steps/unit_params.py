@@ -29,7 +29,7 @@ class SummonedParams:
     Attributes:
         unit: whose parameters they are.
         flat: the shards of all ranks, ``[padded_numel]``, in the dtype of the shard.
-        grad: the same of its gradient; None if that is not wanted, or there is none.
+        grad: the same for the gradient; None if it is not wanted, or there is none.
         version: of ``flat``, before the caller may change it.
     """
 
@@ -93,11 +93,11 @@ class SummonedParams:
                 if grad is not None:
                     zero = grad.new_zeros(())
                     _copy_if_replaced(zero if param.grad is None else param.grad, grad)
-        # With offload of either kind they are on two devices, and CUDA compares nothing across.
+        # With offload of either kind flat and shard are on two devices. torch.equal needs one.
         own = unit.layout.shard(self.flat, unit.shard_rank).to(unit.padded_shard.device)
         # Without this check the shard's version would change even if its values do not, and a
         # backward that is still to come would be refused.
-        # (As bytes: as numbers of one dtype what has another one may be NaN, or -0 in place of 0.)
+        # (As bytes: those of another dtype may read as NaN, unlike itself, or as -0, equal to 0.)
         if not torch.equal(own.view(torch.uint8), unit.padded_shard.view(torch.uint8)):
             unit.padded_shard.copy_(own)
         shard = unit.sharded_flat_param
@@ -117,13 +117,13 @@ class SummonedParams:
         grads = self.unit.layout.unflatten(self.grad)
         if self.unit.mesh is None:
             return grads
-        # In rows one may have none, because no rank has used it or a program has cleared it.
+        # In rows a parameter may have none: no rank has used it, or a program has cleared it.
         params = zip(grads, self.unit.optimized_params, strict=True)
         return [None if param.grad is None else grad for grad, param in params]
 
 
 def _copy_if_replaced(value: Tensor, view: Tensor) -> bool:
-    """Copy ``value`` to ``view``, unless it is this view. Returns whether it is not."""
+    """Copy ``value`` to ``view``, unless it is this view. Returns whether it was copied."""
     replaced = value.data_ptr() != view.data_ptr()  # by ``weight.data = ...``, for example
     if replaced:
         view.data.copy_(value)

@@ -1,7 +1,7 @@
 """An exception that ends a backward is noticed at once.
 
 The core notices it when the next step begins. Until then the modules would have views of memory
-that is gone, and ``parameters()`` would list them. So layers have a moment ``broken``, which comes
+that is freed, and ``parameters()`` would list them. So layers have a moment ``broken``, which comes
 when autograd has dropped the backward.
 """
 
@@ -17,10 +17,10 @@ class BrokenBackward(Layer):
 
     def __init__(self, hooks: FeaturedHooks) -> None:
         self._hooks = hooks
-        self._watched: object = None  # the reference has to be there for its callback to come
+        self._watched: object = None  # kept, or its callback would never come
 
     def start_backward(self, call: Call | None) -> None:
-        """Be told when autograd drops what is to come at the end of this backward."""
+        """Be called when autograd drops the callback for the end of this backward."""
         self._watched = ref(self._hooks.backward.queued(), self._dropped)
 
     def _dropped(self, queued: object) -> None:

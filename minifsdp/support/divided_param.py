@@ -7,10 +7,10 @@ parameter. Both are the same memory, this rank's shard::
     weight               [2, 2]    a a b b              DTensor [3, 2], Shard(0)
     bias                 [2]               x y          DTensor [3], Shard(0)
 
-The engine knows only the first, which is a :class:`DividedParameter`: its ``grad``, its
-``requires_grad`` and its version are those of the DTensors. So ``zero_grad()`` on some of them,
-``weight.requires_grad_(False)`` and an optimizer's step are seen by the engine, and the gradient
-that it stores is found in each ``weight.grad``.
+The engine knows only the flat parameter, a :class:`DividedParameter`: its ``grad``, its
+``requires_grad`` and its version are those of the DTensors. So the engine sees ``zero_grad()`` on
+some of them, ``weight.requires_grad_(False)`` and an optimizer's step; and each ``weight.grad`` is
+its part of the gradient that the engine stores.
 """
 
 from collections.abc import Callable, Iterable
@@ -38,11 +38,11 @@ class DividedParameter(FlatParameter):
         params: one for each parameter of the unit, in the order of ``unit.param_infos``. Their
             local tensors are views of the unit's padded shard.
         local_tensors: these views, each with a storage of its own.
-        addresses: of their memory, which ``share_memory_()`` moves. (So does a queue to another
-            process.) The unit's shard stays where it was.
-        storages: where torch has the storage of each DTensor, which is empty. By these an
-            assignment to ``data`` is noticed.
-        unit_grad: a weak reference to the gradient, of which those of the DTensors are parts.
+        addresses: of their memory. ``share_memory_()``, or a queue to another process, moves this
+            memory, and the unit's shard stays where it was.
+        storages: the addresses of the DTensors' own storages, which are empty. An assignment to
+            ``data`` changes them.
+        unit_grad: a weak reference to the gradient of which the DTensors' gradients are parts.
     """
 
     params: list[Any]  # of DTensor, each an nn.Parameter
@@ -54,14 +54,14 @@ class DividedParameter(FlatParameter):
     @property
     def grad(self) -> Tensor | None:
         """``[n]``: the gradients of the DTensors. A part that ``zero_grad()`` has cleared is zero;
-        None if all are."""
+        None if all parts are cleared."""
         unit, unit_grad = self.unit(), self.unit_grad()
         if all(self.params[number].grad is None for number in unit.layout.with_grad):
             return None
         if unit_grad is None:
             unit_grad = UnitGrad(torch.zeros_like(self, dtype=self.grad_dtype, requires_grad=False))
         elif not all(unit_grad.has(self.params[number]) for number in unit_grad.parts):
-            # A program may have kept what it has cleared.
+            # A program may have kept a part that it has cleared.
             unit_grad = UnitGrad(unit_grad.grad.clone())
         self.unit_grad = ref(unit_grad)
         places = unit.layout.local_tensors(unit_grad.grad, unit.shard_rank)
@@ -75,8 +75,8 @@ class DividedParameter(FlatParameter):
                 continue
             unit_grad.parts.append(number)
             if not unit_grad.has(param) or grad._local_tensor.data_ptr() != place.data_ptr():
-                # The program's own tensor stays there, as in a plain model: what it clears next may
-                # be that, and not param.grad.
+                # param.grad stays the program's own tensor, as in a plain model: by that tensor it
+                # may clear the gradient next.
                 place.copy_(grad._local_tensor)
                 unit_grad.take(grad, place)
         return unit_grad.grad
@@ -110,8 +110,8 @@ class DividedParameter(FlatParameter):
 
     @property
     def data(self) -> Tensor:
-        """``[n]``. What is assigned, perhaps of another dtype, is given to the DTensors: so
-        accelerate casts a model."""
+        """``[n]``. What is assigned, perhaps of another dtype, is given to the DTensors. accelerate
+        casts a model this way."""
         return _DATA.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
@@ -124,13 +124,13 @@ class DividedParameter(FlatParameter):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        """Whether any of the DTensors does."""
+        """Whether any of the DTensors requires a gradient."""
         return any(param.requires_grad for param in self.params)
 
     @property
     def _version(self) -> int:  # type: ignore[override]
         """Larger after each change in place: of the shard, through a DTensor, by an optimizer."""
-        # Those of the local tensors count what is done to to_local().
+        # The versions of the local tensors count what is done to to_local().
         version: int = _VERSION.__get__(self)
         return version + sum(int(t._version) for t in (*self.local_tensors, *self.params))
 
@@ -139,7 +139,7 @@ def divided_parameter(unit: Any, trained: list[bool]) -> DividedParameter:
     """Make the DTensors of a unit that is divided in rows, and the flat parameter behind them.
 
     Args:
-        unit: referred to weakly, or an optimizer would keep the whole unit alive.
+        unit: the reference to it is weak, or an optimizer would keep the whole unit alive.
         trained: whether each parameter has a gradient.
     """
     params: list[Any] = []
@@ -156,7 +156,7 @@ def divided_parameter(unit: Any, trained: list[bool]) -> DividedParameter:
 def _flat_behind(unit: Any, params: list[Any]) -> DividedParameter:
     """A flat parameter with the memory of ``unit.padded_shard``, of which ``params`` are views
     after this."""
-    # torch itself is told that it has no gradient, which of integers it would refuse.
+    # For torch itself it requires no gradient: torch would refuse that for integers.
     data = unit.padded_shard[: unit.layout.optimized_numel(unit.shard_rank)]
     flat = DividedParameter(data, requires_grad=False)
     flat.unit, flat.params, flat.unit_grad = ref(unit), params, lambda: None
@@ -168,10 +168,10 @@ def _flat_behind(unit: Any, params: list[Any]) -> DividedParameter:
 
 
 def count_cleared(units: Iterable[Any]) -> None:
-    """Count as a change that ``zero_grad(set_to_none=False)`` has cleared a marked gradient
-    (no_sync.py). For DTensors torch's foreach kernels count no version, so values are looked at.
+    """If ``zero_grad(set_to_none=False)`` has cleared a marked gradient (no_sync.py), count that as
+    a change. For DTensors torch's foreach kernels count no version, so this looks at values.
 
-    The host waits for the GPU: once for all parameters of all units, and only if something waits.
+    The host waits for the GPU once for all units, and only if a gradient of no_sync() waits.
     """
     marks: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}  # with offload there may be two
     for unit in (u for u in units if u.mesh is not None and u.unreduced_grad is not None):
@@ -188,12 +188,12 @@ def count_cleared(units: Iterable[Any]) -> None:
 
 
 class UnitGrad:
-    """The gradient of a unit, ``[n]``. Only those of the parameters, which are its parts, refer to
-    it. So its memory is free when ``zero_grad()`` has cleared the last of them, of which nobody
-    tells the flat parameter.
+    """The gradient of a unit, ``[n]``. Only its parts, the gradients of the parameters, refer to
+    it. So its memory is freed when ``zero_grad()`` has cleared the last part, although nobody tells
+    the flat parameter.
 
     Attributes:
-        parts: numbers of the parameters whose gradients they are.
+        parts: the numbers of the parameters whose gradients are its parts.
     """
 
     def __init__(self, grad: Tensor) -> None:
@@ -204,7 +204,7 @@ class UnitGrad:
         return getattr(param.grad, "minifsdp_unit_grad", None) is self
 
     def take(self, part: Any, place: Tensor) -> Any:
-        """Have a DTensor as the part that is at this place. Returns it."""
+        """Make a DTensor the part that lies at this place. Returns the DTensor."""
         part._local_tensor, part.minifsdp_unit_grad = place, self
         part.minifsdp_storage = _storage(part)  # see _before_step
         return part
@@ -215,14 +215,14 @@ class UnitGrad:
 
 @cache
 def _watch_steps() -> None:
-    """Look at each step of an optimizer, of all of them until the process ends."""
+    """Look at each step of every optimizer, until the process ends."""
     register_optimizer_step_pre_hook(_before_step)
 
 
 @never_compile_inside
 def _before_step(optimizer: Optimizer, *_: object) -> None:
-    """Refuse a step with a gradient to whose ``data`` a program has assigned: as of a parameter
-    (:func:`check_assigned`), torch ignores the new values.
+    """Refuse a step if a program has assigned to the ``data`` of a gradient: torch ignores the new
+    values, as it does for a parameter (:func:`check_assigned`).
 
     Raises:
         RuntimeError: naming the parameters.
@@ -230,7 +230,7 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
     lost = []
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         grad: Any = param.grad if is_optimized(param) else None
-        # One that a program has assigned to param.grad itself is right as it is.
+        # A gradient that a program has assigned to param.grad itself is right as it is.
         if hasattr(grad, "minifsdp_storage") and grad.minifsdp_storage != _storage(grad):
             lost.append(_name_of(param))
     if lost:
@@ -250,8 +250,8 @@ def _name_of(param: Any) -> str:
 
 
 class UnitRef(ref[Any]):
-    """To the unit that a DTensor is of. A copy of the DTensor, or what is loaded of it from a file,
-    is of none."""
+    """A reference from a DTensor to its unit. A copy of the DTensor, or one that is loaded from a
+    file, belongs to no unit."""
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         # A copy has an empty set in its place, which is false, and which torch.load() allows with
@@ -260,8 +260,8 @@ class UnitRef(ref[Any]):
 
 
 def set_owner(unit: Any, flat: DividedParameter) -> None:
-    """Write to each DTensor whose it is, and what a program had set on its parameter.
-    ``module.to()`` swaps all that a DTensor has, its attributes too, for what another one has."""
+    """Give each DTensor a reference to its unit, and the attributes that a program had set on its
+    parameter. ``module.to()`` swaps all attributes of a DTensor for those of another one."""
     for info, param in zip(unit.param_infos, flat.params, strict=True):
         if unit_of_param(param) is not unit:
             param.minifsdp_unit = UnitRef(unit)
@@ -290,8 +290,8 @@ def _storage(param: Tensor) -> int:
 
 
 def check_assigned(unit: Any) -> None:
-    """Refuse that a program has assigned to the ``data`` of a DTensor. torch gives the DTensor the
-    shape of the new tensor and leaves its local tensor as it was, without a word (2.13).
+    """Refuse an assignment to the ``data`` of a DTensor. torch gives the DTensor the shape of the
+    new tensor and leaves its local tensor as it was, without an error (2.13).
 
     Raises:
         RuntimeError: naming the parameters, which have the values from before, and their shapes.
@@ -302,7 +302,7 @@ def check_assigned(unit: Any) -> None:
     lost = []
     for number, (info, tensor) in enumerate(zip(unit.param_infos, flat.local_tensors, strict=True)):
         param = flat.params[number]
-        # module.to() swaps both, and is followed.
+        # module.to() swaps both, which divide_again() takes over.
         if param._local_tensor is tensor and _storage(param) != flat.storages[number]:
             param.data = like(param, tensor)
             flat.storages[number] = _storage(param)
@@ -331,12 +331,12 @@ def was_changed(unit: Any) -> bool:
 
 @torch.inference_mode(False)  # this memory outlives the mode that a forward may run in
 def divide_again(unit: Any) -> None:
-    """Take over such a change. The unit is sharded.
+    """Take over what :func:`was_changed` has noticed. The unit is sharded.
 
     Raises:
         ValueError: a DTensor has data of another shape, or those that are trained differ in dtype.
-        RuntimeError: one was frozen or thawed while gradients of no_sync wait to be reduced, which
-            are laid as the unit was.
+        RuntimeError: one was frozen or thawed while gradients of no_sync wait to be reduced: their
+            layout is that from before.
     """
     flat, layout = unit.sharded_flat_param, unit.layout
     if unit.unreduced_grad is not None and unit.trained != layout.trained:
@@ -354,7 +354,7 @@ def divide_again(unit: Any) -> None:
             )
     dtypes = {info.name: local.dtype for info, local in zip(unit.param_infos, given, strict=True)}
     anew = rows_of(layout.param_shapes, unit.trained, layout.world_size, dtypes, layout.dims)
-    flat.hide_grad()  # laid as the unit was until now
+    flat.hide_grad()  # its layout is the old one
     unit.layout, unit.mixed = anew, anew if isinstance(anew, MixedRows) else None
     size = anew.padded_numel // anew.world_size  # there may be more marks, or fewer
     padded = given[anew.order[0]].new_zeros(size)
@@ -369,12 +369,12 @@ def divide_again(unit: Any) -> None:
 
 
 def take_over(unit: Any, own: Any, given: Any) -> None:
-    """Give a parameter of a unit in rows what a program wants to put in its place. The parameter
-    stays the same object, so that an optimizer that has it goes on with the new values.
+    """Give a parameter of a unit in rows the values that a program wants in its place. It stays the
+    same object, so that an optimizer that has it goes on with the new values.
 
     Args:
         own: a DTensor of the unit, which is sharded.
-        given: another one that is divided alike. If it has another dtype or is on another device
+        given: another one, divided in the same way. If its dtype or its device is different
             (``own`` on meta, say), the two share its memory until the next forward.
     """
     with torch.no_grad():
@@ -388,7 +388,7 @@ def take_over(unit: Any, own: Any, given: Any) -> None:
 
 
 def unit_of_param(param: object) -> Any:
-    """The unit that a DTensor or a sharded flat parameter is of; None for another tensor."""
+    """The unit that a DTensor or sharded flat parameter belongs to; None for another tensor."""
     if isinstance(param, FlatParameter):
         return param.unit()
     unit = getattr(param, "minifsdp_unit", None)

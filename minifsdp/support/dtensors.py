@@ -36,7 +36,7 @@ def like(param: DTensor, local: Tensor) -> DTensor:
 
 
 def distributed(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """The same, distributed as ``spec`` says; its dtype is that of ``local``."""
+    """As :func:`like`, distributed as ``spec`` says; its dtype is that of ``local``."""
     meta: Any = spec.tensor_meta
     if local.dtype is not meta.dtype:
         meta = TensorMeta(meta.shape, meta.stride, local.dtype)
@@ -45,7 +45,7 @@ def distributed(local: Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor: of a plain one, all."""
+    """What this rank has of a tensor: all of it if the tensor is a plain one."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -61,9 +61,9 @@ def standalone(local: Tensor) -> Tensor:
     """The same memory as a storage of its own, for what this rank has of a DTensor.
 
     The rows of a parameter are a part of the shard of their unit. torch copies and saves whole
-    storages: of a view of the shard it would write the whole shard to a file. And of a DTensor
-    whose local tensor begins somewhere in a storage, ``copy.deepcopy``, ``torch.save`` and
-    ``async_save`` (2.13) believe that it has memory itself, and fail.
+    storages: for a view of the shard it would write the whole shard to a file. And if the local
+    tensor of a DTensor does not begin where its storage begins, ``copy.deepcopy``, ``torch.save``
+    and ``async_save`` (2.13) take the DTensor for one with memory of its own, and fail.
     """
     if local.is_meta:  # it has no memory
         return local

@@ -2,8 +2,8 @@
 
 Ranks compare the parameters that they were given (checks/same_model.py), and after a forward its
 parameters are compared with those from before it (checks/param_changes.py). The number is a sum of
-all bits, read as integers, and each tensor has the weight of its position, so that two tensors in
-exchanged places give another number.
+all bits, read as integers. Each tensor has the weight of its position, so that two tensors that
+have changed places give a different number.
 """
 
 from collections.abc import Iterable

@@ -1,9 +1,8 @@
 """The gradient hooks that users register on flat parameters, or on the DTensors of units in rows.
 
-Torch calls such a hook when a gradient reaches the parameter. What users see, a shard, is in no
-graph, so torch would never call its hooks. They are called here instead, at the
-moments that DistributedDataParallel calls them at or, where that has no good moment, as in training
-without ranks::
+torch calls such a hook when a gradient reaches the parameter. What users see, a shard, is in no
+graph, so torch would never call its hooks. They are called here instead, at the moments at which
+DistributedDataParallel calls them; where DDP has no good moment, as in training without ranks::
 
     p.register_hook(f)                           f(gradient) -> another gradient, or None
         before the reduction, with this rank's gradient of the whole unit, [numel]; in rows, of the
@@ -55,7 +54,7 @@ class GradientHooks(Layer):
         return grad
 
     def complete(self, reductions: Sequence[Reduction]) -> None:
-        """Not yet: others may have to wait for what an optimizer must not change."""
+        """Call no hook yet: ranks may still read what an optimizer in a hook would change."""
         self._complete = [reduction.unit for reduction in reductions]
 
     def reset(self) -> None:
@@ -73,14 +72,14 @@ def change_gradient(unit: FeaturedUnit, grad: Tensor | Pieces) -> Tensor:
     """Let the hooks of a unit's parameters see and replace a gradient before it is reduced.
 
     Args:
-        grad: ``[padded_numel]``, of ``unit.unsharded.flat_param``; may be overwritten if it is in
+        grad: ``[trained_numel]``, of ``unit.unsharded.flat_param``; may be overwritten if it is in
             one piece.
 
     Returns:
         The gradient to go on with, of the same shape and dtype.
 
     Raises:
-        RuntimeError: a hook raised one, or returned something of another shape.
+        RuntimeError: a hook raised one, or returned a tensor with another number of elements.
     """
     grad = whole(grad)
     # Padding belongs to no parameter, and a hook may count elements.
@@ -117,8 +116,8 @@ def _changed(unit: FeaturedUnit, param: nn.Parameter, grad: Tensor) -> Tensor:
 def after_gradient(unit: FeaturedUnit) -> None:
     """Call the hooks that wait for the complete gradient of a unit's parameters."""
     for param in unit.optimized_params:
-        # torch.distributed.optim._apply_optimizer_in_backward puts its optimizers there. Its own
-        # hook is on a node of a graph that this parameter is not in.
+        # torch.distributed.optim._apply_optimizer_in_backward puts its optimizers there. It has put
+        # its own hook on a node of a graph that this parameter is not in.
         hooks: Any = param._post_accumulate_grad_hooks
         optimizers = getattr(param, "_in_backward_optimizers", ())
         if not hooks and not optimizers:

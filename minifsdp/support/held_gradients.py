@@ -23,7 +23,7 @@ class HeldGradients(Gradients):
     """Holds gradients that wait, and counts reductions.
 
     Attributes:
-        held: unit -> gradient, ``[trained_numel]``, of those that are not reduced.
+        held: unit -> gradient, ``[trained_numel]``, for each gradient that waits.
     """
 
     def __init__(self, streams: Streams, stats: Stats) -> None:
@@ -32,8 +32,8 @@ class HeldGradients(Gradients):
         self.held: dict[Any, Tensor] = {}
 
     def take(self, unit: Any, grad: Any) -> None:
-        """As in the core, or hold it if it has to wait. A second part is added to the first. What
-        is not a tensor has a ``whole()``."""
+        """As in the core, or hold the gradient if it has to wait. A second part is added to the
+        first. A ``grad`` that is not a tensor is made one by its ``whole()``."""
         if unit.waits:
             before = self.held.get(unit)
             part = grad if isinstance(grad, Tensor) else grad.whole()
@@ -43,7 +43,7 @@ class HeldGradients(Gradients):
             super().take(unit, grad)
 
     def reduce_held(self, unit: FeaturedUnit) -> None:
-        """Reduce what is held of a unit; if nothing is, zeros: this rank's part of the mean."""
+        """Reduce the gradient that is held for a unit; if there is none, reduce zeros."""
         grad = self.held.pop(unit, None)
         self.stats.reductions += 1
         super().take(unit, no_gradient(unit) if grad is None else grad)
@@ -55,7 +55,7 @@ class HeldGradients(Gradients):
 
 
 def no_gradient(unit: FeaturedUnit) -> Tensor:
-    """What a rank sends that has no gradient of a unit while others have one: zeros
+    """What a rank sends if it has no gradient of a unit that others have one of: zeros
     ``[trained_numel]``, in the dtype of the gradient; in rows they are marked as unused."""
     size, dtype = unit.unsharded.flat_param.numel(), unit.unsharded.dtype
     zeros = torch.zeros(size, dtype=dtype, device=unit.device)

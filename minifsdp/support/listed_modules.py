@@ -1,8 +1,8 @@
 """Several modules as one unit: ``fully_shard([model.norm, model.output])``.
 
-Small modules that run one after the other should share one message. And a parameter that
-two modules share has to be in one unit. Where only the whole model is around both of them, such as
-an embedding and a head, a list makes that unit::
+Small modules that run one after the other should share one message. And a parameter that two
+modules share has to be in one unit. If only the whole model contains both modules, as it is with an
+embedding and a head, a list makes that unit::
 
     fully_shard([model.norm, model.output])
 
@@ -11,12 +11,12 @@ an embedding and a head, a list makes that unit::
     before   output's forward     it is there
     after    output's forward     let go of LIST; it is freed, as after the forward of any unit
 
-Modules that do not run at all would have it held for ever; so LIST is let go at the end of the
+A module that does not run would keep the unit for ever; so LIST is let go at the end of the
 outermost forward at the latest. In a backward nothing is different: a unit is gathered when the
 first gradient reaches it, and freed when its gradient is complete, however many modules it has.
 
-Source: ``fully_shard`` (pytorch 2.13), ``_register_group_forward_hooks``. There the last call of a
-list that ran in part is told by the root as well.
+Source: ``fully_shard`` (pytorch 2.13), ``_register_group_forward_hooks``. There, too, the root ends
+a list of which only a part has run.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,7 +36,7 @@ class ListedModules(nn.Module):
     and is never called.
 
     Attributes:
-        to_run: those whose forward the unit is still kept for.
+        to_run: those for whose forward the unit is still kept.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -80,10 +80,10 @@ class Lists(Layer):
 
 
 def outermost(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """A module, or those of a list that are not below others of it; each once.
+    """The given module; or of a list, each module once, without those inside of another one.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: ``given``, or an item of the list, is something else.
         ValueError: the list is empty.
     """
     if isinstance(given, nn.Module):
@@ -102,7 +102,7 @@ def outermost(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def has_run(unit: FeaturedUnit, module: nn.Module) -> None:
-    """The forward of ``module`` is over, one of the unit's list. Hold the unit for the others."""
+    """The forward of ``module``, one of the unit's list, is over. Hold the unit for the others."""
     listed: Any = unit.module
     listed.to_run = (listed.to_run or set(listed.children())) - {module}
     if listed.to_run:

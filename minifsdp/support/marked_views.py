@@ -22,7 +22,7 @@ from minifsdp.support.unsharded_storage import FeaturedFlatParam
 
 
 class MarkedSplitViews(SplitViews):
-    """As :class:`~minifsdp.core.views.SplitViews`, and knows which parameters have a gradient."""
+    """As :class:`~minifsdp.core.views.SplitViews`, and marks parameters that have no gradient."""
 
     def make(self, unit: FeaturedUnit) -> list[Tensor]:
         """See :class:`~minifsdp.core.views.SplitViews`."""
@@ -69,7 +69,7 @@ class UnusedParams(Layer):
 
     def __init__(self, units: Sequence[FeaturedUnit]) -> None:
         self._units = [unit for unit in units if unit.mesh is not None]
-        # By unit, the numbers of parameters that have no gradient.
+        # For each unit the numbers of the parameters that have no gradient.
         self._empty: dict[FeaturedUnit, set[int]] = {}
 
     def end_of_backward(self) -> None:
@@ -77,7 +77,7 @@ class UnusedParams(Layer):
         self._empty = {unit: _without_gradient(unit) for unit in self._units if unit.has_unused}
 
     def complete(self, reductions: Sequence[Reduction]) -> None:
-        """Clear them, if their marks say so. The host waits for these."""
+        """Clear those that the marks show as unused. The host waits for the marks."""
         unused: dict[FeaturedUnit, set[int]] = {}
         for reduction in reductions:
             unit = reduction.unit
@@ -97,8 +97,8 @@ class UnusedParams(Layer):
 
 
 def _note(unsharded: FeaturedFlatParam, places: Sequence[int], grads: Grads) -> None:
-    """Note which parameters a backward has a gradient for, of those at ``places``. (No method: a
-    graph holds this, and must not hold more than it needs.)"""
+    """Note which parameters, of those at ``places``, a backward has a gradient for. (Not a method:
+    a graph holds this function, and must not hold more than it needs.)"""
     unsharded.used |= {at for at, place in enumerate(places) if grads[place] is not None}
 
 
@@ -113,7 +113,7 @@ def mark_unused(unit: FeaturedUnit, grad: Tensor, unused: list[int]) -> None:
 
     Args:
         grad: of the unit, or the last of its pieces; written.
-        unused: their numbers, in the order in which they are laid.
+        unused: their positions in ``layout.with_grad`` (rows.py).
     """
     layout: Any = unit.layout
     if unused:

@@ -30,9 +30,9 @@ class ParamInfo(unit.ParamInfo):
 
     Attributes:
         owners: where modules have it; several if it is shared.
-        attributes: what a program has set on it; see param_attributes.py.
-        spec: how it is distributed already, and then ``shape`` is that of what this rank has
-            (tensor_parallel.py); None for a plain parameter.
+        attributes: what a program has set on it; see chunks/param_attributes.py.
+        spec: how it is distributed already (tensor_parallel.py). ``shape`` is then that of this
+            rank's part. None for a plain parameter.
         dim: along which it is divided in rows (wrapping/shard_placement.py).
     """
 
@@ -53,14 +53,14 @@ class ParamInfo(unit.ParamInfo):
 class Placeholder(Tensor):
     """Stands where a parameter was while its unit is sharded: a tensor without memory.
 
-    It answers what is known without the values: shape, dtype, device, ``requires_grad``. All other
-    uses are refused with the parameter's name, except where the unit can be gathered
-    (``FeaturedUnit.on_demand``), and then the parameter itself is used: in a backward, and in a
-    forward that records no gradients.
+    It answers what is known without the values: shape, dtype, device, ``requires_grad``. In a
+    backward, and in a forward that records no gradients, the unit can be gathered
+    (``FeaturedUnit.on_demand``), and other uses get the parameter itself. Elsewhere they are
+    refused, with the parameter's name.
 
     It is a tensor because modules look at weights before they compute with them.
     ``nn.TransformerEncoder`` asks whether a weight of its first layer has a ``__torch_function__``,
-    and if so computes in another way, with other outputs at padding.
+    and if so computes in a different way, with different outputs at padding.
     """
 
     _unit: Callable[[], Any]
@@ -78,11 +78,11 @@ class Placeholder(Tensor):
         self.__dict__.update(_unit=weakref.ref(unit), _info=info, _name=info.name)
         return self
 
-    # Not those of the tensor itself: the model may have been moved, cast or frozen since.
+    # Asked of the unit, not of this tensor: the model may have been moved, cast or frozen since.
 
     @property
     def dtype(self) -> Any:  # type: ignore[override]
-        # Of the computation: inputs may be cast to it.
+        # The dtype of the computation: inputs may be cast to it.
         return self._living_unit().dtype_of(self._info)
 
     @property
@@ -159,7 +159,7 @@ class Placeholder(Tensor):
         raise RuntimeError(f"{attribute!r} cannot be set: {self._message()}")
 
     def __getattribute__(self, attribute: str) -> Any:
-        # What begins with "_" is torch's own: it asks each tensor for `_is_param`, for example.
+        # Names that begin with "_" are torch's: it asks each tensor for `_is_param`, for example.
         if attribute.startswith("_") or attribute in _KNOWN:
             return super().__getattribute__(attribute)
         try:
@@ -193,14 +193,14 @@ def _with_parameters(
     return func(*args, **kwargs)
 
 
-# Of any tensor. The second line: tools that count memory read these, and torch in its messages.
+# Of any tensor. Tools that count memory read those of the second line, and so do messages of torch.
 _OF_TENSORS = {"shape", "ndim", "dim", "numel", "size", "layout", "is_sparse"}
 _OF_TENSORS |= {"nelement", "untyped_storage", "type", "is_cpu", "is_cuda", "is_meta"}
 _KNOWN = _OF_TENSORS | {*vars(Placeholder)}
 """What a placeholder answers itself."""
 
 
-# torch reads the values for these before there is an operation, or refuses them without a name.
+# For these, torch reads the values before there is an operation, or refuses without a name.
 def _operator(name: str) -> Callable[..., Any]:
     return lambda self, *args: getattr(self._parameter(), name)(*args)
 

@@ -1,4 +1,4 @@
-"""What the modules of a unit find in the place of its parameters, before, in and after a forward.
+"""What the modules of a unit find in place of its parameters, before, in and after a forward.
 
 While a unit is unsharded its modules have *views* of the unsharded flat parameter, which
 ``module.parameters()`` lists. While it is sharded they have placeholders (param_access.py), and the
@@ -36,8 +36,8 @@ class Placeholders:
     def __init__(self, param_infos: Sequence[ParamInfo]) -> None:
         for module in {module for info in param_infos for module, _ in info.owners}:
             if isinstance(module, nn.RNNBase):
-                # On a GPU it would copy new weights, which the views of each forward are, to memory
-                # of its own and make the views point there: memory that nobody frees.
+                # On a GPU this method copies new weights to memory of its own, which nobody frees,
+                # and makes them point there. The views of each forward are new weights.
                 module.flatten_parameters = _leave_them  # type: ignore[method-assign]
 
     def show(self, unit: FeaturedUnit, tensors: Sequence[Tensor]) -> None:
@@ -50,7 +50,7 @@ class Placeholders:
         Raises:
             RuntimeError: a placeholder was replaced by another parameter.
         """
-        # Or parameters() would list its elements twice.
+        # Otherwise parameters() would list its elements twice.
         unit.module._parameters.pop(FLAT_PARAM, None)
         hidden, unit.has_placeholders = unit.has_placeholders, False
         if unit.leaks and unit.kept_views and unit.shows_views:  # not so between steps
@@ -83,8 +83,8 @@ class Placeholders:
             for module, name in info.owners:
                 if type(module).__setattr__ is not _SETATTR:
                     _assign(module, name, placeholder)
-                # The name stays, also with None: it keeps its place in the order of the parameters,
-                # and torch refuses to assign what is no parameter to it.
+                # The name stays, also with None: so it keeps its place among the parameters, and
+                # torch refuses to assign what is not a parameter to it.
                 module._parameters[name] = param
                 module.__dict__[name] = placeholder
         if unit.param_infos and unit.mesh is None:
@@ -92,16 +92,16 @@ class Placeholders:
 
 
 def _kept(refs: Sequence[ref[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The views of a forward that somebody has kept, and of ``tensors`` those in place of others.
+    """``tensors``; where somebody has kept a view of a forward, that view in place of the new one.
 
     An autograd.Function that checkpoints activations keeps the views, and asks torch.autograd.grad
-    for the gradients of these. What it runs again in the backward has to compute with the same
-    tensors, or they get none.
+    for their gradients. What it runs again in the backward has to compute with the same tensors, or
+    they get no gradients.
     """
     kept: list[Any] = [old() for old in refs]
     for old in kept:
         if old is not None:
-            old._fix_weakref()  # as torch asks for, or autograd may let go of it meanwhile
+            old._fix_weakref()  # as torch asks for, or autograd may drop it meanwhile
     return [new if old is None else old for new, old in zip(tensors, kept, strict=True)]
 
 
@@ -113,8 +113,8 @@ def _leave_them() -> None:
 
 
 def _assign(module: nn.Module, name: str, value: object) -> None:
-    """Assign as users do, for modules with a ``__setattr__`` of their own: an RNN updates its list
-    of weights in there, and computes with that list."""
+    """Assign as users do, for modules with a ``__setattr__`` of their own: there an RNN updates the
+    list of weights that it computes with."""
     module._parameters.pop(name, None)  # or torch would refuse a value that is no nn.Parameter
     setattr(module, name, value)
 

@@ -1,7 +1,7 @@
 """Views whose gradients stay where autograd has left them, one for each parameter.
 
-To copy them together to one flat gradient (views.py) takes a pass over the memory, and the same
-memory again. NCCL needs that. On a CPU they can be sent without it (comm/pieces.py)::
+To copy them together to one flat gradient (core/views.py) takes a pass over the memory, and as much
+memory again. NCCL needs the copy. On a CPU the pieces are sent without it (comm/pieces.py)::
 
     SplitViews    gradients of the views --copied together--> flat_param.grad --> reduced
     PieceViews    gradients of the views --------------------------------------> reduced, in pieces
@@ -21,7 +21,7 @@ from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.unsharded_storage import FeaturedFlatParam
 
 Grads = Sequence[Tensor | None]
-"""One for each piece that the unsharded flat parameter was split into: the parameters, and what is
+"""One for each piece that the unsharded flat parameter was split into: the parameters, and the
 padding."""
 
 
@@ -56,8 +56,8 @@ class PieceViews:
 
 def before_joining(views: Sequence[Tensor], hook: Callable[[Grads], Grads | None]) -> None:
     """Call ``hook`` when a backward has gone through every use of ``views``, before autograd joins
-    their gradients to that of the unsharded flat parameter. It gets these gradients, each as 1-D
-    tensor, and may return others.
+    their gradients to that of the unsharded flat parameter. The hook gets these gradients, each as
+    a 1-D tensor, and may return others.
 
     Args:
         views: of one unit. Those of frozen parameters are not known to autograd.
@@ -71,8 +71,8 @@ def before_joining(views: Sequence[Tensor], hook: Callable[[Grads], Grads | None
 
 @never_compile_inside
 def _keep(unsharded: FeaturedFlatParam, grads: Grads) -> Grads:
-    """Keep the gradients, and give autograd none to join. It calls the hook on the flat parameter
-    all the same. (No method: a graph holds this, and must not hold more than it needs.)"""
+    """Keep the gradients, and give autograd none to join. It still calls the hook on the flat
+    parameter. (Not a method: a graph holds this, and must not hold more than it needs.)"""
     found = list(grads)
     if unsharded.arrived is not None:
         # A module has run twice. The first gradient may be in use elsewhere, so the second one is

@@ -1,15 +1,15 @@
 """Prefetch statistics: how many prefetches had the wrong target.
 
-The prefetcher (core/prefetch.py) chooses the targets. Here is what counts its mistakes, and changes
-no decision. A prefetch can find its target in three wrong states::
+The prefetcher (core/prefetch.py) chooses the targets. This file counts its mistakes, and does not
+change a target. A prefetch can find its target in three wrong states::
 
     already unsharded    there is nothing to do
     not needed yet       another unit is needed first, and its all-gather has to wait for this one
     already resharded    the unit has had its turn in this backward, and would be gathered in vain
 
 None of them changes a result, because a prefetch only starts an all-gather early. They cost memory
-or time. The first and the last are seen when a target is turned down; the second when a unit is
-needed that was not gathered ahead, while another one was.
+or time. The first and the last are seen when a target is turned down. The second is seen when a
+unit is needed that was not gathered ahead, while another one was.
 """
 
 from typing import Any
@@ -50,7 +50,7 @@ class CountedPrefetcher(Prefetcher):
     Attributes:
         stats: the counts.
         ahead: the unit that was gathered ahead last, in this pass.
-        forward_where_it_helps: the device decides on ``forward``, in :meth:`adapt_to`.
+        forward_where_it_helps: whether :meth:`adapt_to` chooses ``forward``, by the device.
     """
 
     def __init__(self, backward: BackwardPrefetch | None, forward: ForwardPrefetch | None) -> None:

@@ -16,8 +16,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """``value`` with each tensor in its tuples, lists, dicts and dataclasses replaced by
     ``function(tensor)``.
 
-    The caller's objects are not changed: what has a new tensor in it is copied, and what has none
-    is the same object as before. Inside of itself an object stays as it is.
+    The caller's objects are not changed: an object with a new tensor in it is copied, and any other
+    is the same object as before. Where an object contains itself, that reference stays as it is.
     """
     return _map(function, value, ())
 

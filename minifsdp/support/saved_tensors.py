@@ -16,7 +16,7 @@ All other tensors are saved as usual, but detached: an operation may save its ow
 refers to the operation, and no collector would find that cycle. Where hooks are set, autograd does
 not check by itself that a saved tensor was not changed since, so the check is here. Other hooks
 that are set around ours (activation checkpointing, offloading of activations) get what they would
-have got without ours; in place of a parameter they get a tensor that looks like it.
+have got without ours; in place of a parameter they get a tensor of its shape without its memory.
 
 Source: "Hooks for autograd saved tensors", PyTorch tutorials; torch.autograd.graph.
 """
@@ -50,7 +50,7 @@ class PackedParameter(NamedTuple):
     stride: tuple[int, ...]
     offset: Any  # in the unsharded flat parameter, in elements
     dtype: torch.dtype
-    outer: object  # what the hooks around ours have packed for a tensor that looks like it
+    outer: object  # what the hooks around ours have packed for a tensor of its shape
     token: object  # while there is a reference to it, autograd has something saved of the unit
     spec: DTensorSpec | None  # of a DTensor, whose part on this rank the rest is about
 
@@ -63,7 +63,7 @@ class SavedParameters:
 
     Attributes:
         last: the last call of each unit.
-        began: of each unit the call that its backward has come to last.
+        began: of each unit the call that the backward has come to last.
     """
 
     def __init__(self, before_use: Callable[[Chain], None]) -> None:
@@ -91,7 +91,7 @@ class SavedParameters:
         call = chain[-1]
         address = call.unit.unsharded.storage._cdata
         if address not in self._chains and len(self._chains) > 2 * len(self.last):
-            # Units have got new memory. Of the old one nobody will ask again.
+            # Units have got new memory. Nobody will ask for the old addresses again.
             self._chains = {
                 old: last
                 for old, last in self._chains.items()
@@ -113,7 +113,7 @@ class SavedParameters:
 def _runs_again(module: nn.Module) -> bool:
     """Whether a composable checkpoint of ``module`` itself runs it for the second time. Such a
     checkpoint is a hook of the module, so in the forward its saved-tensor hooks were inside of
-    ours. Now they are around ours, and would hand autograd what only looks like a parameter."""
+    ours. Now they are around ours, and would hand autograd a tensor without values."""
     state: Any = checkpoint.state(module)
     return state is not None and not state.enable_hook
 
@@ -136,8 +136,8 @@ class _Pack:
     """The hooks to save a tensor and to read it. They call those around them, since torch calls the
     innermost only."""
 
-    # By this name torch's selective checkpoints (2.14) know hooks of an engine, and look for those
-    # of the user behind them. Else they would hand us what they keep themselves, and warn of it.
+    # By this name torch's selective checkpoints (2.14) know hooks of an engine, and look for the
+    # user's hooks behind them. Otherwise they would hand us what they keep themselves, and warn.
     _checkpoint_internal = True
 
     def __init__(self, saved: SavedParameters, outer: tuple[Hook, Hook] | None) -> None:
@@ -156,8 +156,8 @@ class _Pack:
         if type(tensor) is DTensor:
             local, spec = tensor._local_tensor, tensor._spec
         chain = self.saved.chain_of(local)
-        # A PackedParameter has the dtype of a parameter (of `weight.view(dtype)` it may be another)
-        # and no conjugate flag. What has not is saved itself, which keeps its memory alive (see
+        # A PackedParameter has the dtype of a parameter, which `weight.view(dtype)` may not have,
+        # and no conjugate flag. Any other tensor is saved itself, which keeps its memory alive (see
         # FeaturedFlatParam.release).
         if chain is None or tensor.dtype not in chain[-1].unsharded.dtypes or tensor.is_conj():
             if self.outer is not None:
@@ -216,7 +216,7 @@ class _Hooks(saved_tensors_hooks):
 
     def __init__(self, saved: SavedParameters, outer: tuple[Hook, Hook] | None) -> None:
         pack = _Pack(saved, outer)
-        # Not methods of this object, which has both. A graph that was dropped would wait for
-        # Python's collector; and a checkpoint around the unit, which saves its input by a graph of
-        # which no collector knows, would stay for ever.
+        # Not methods of this object, which refers to both. A dropped graph would wait for Python's
+        # collector; and a checkpoint around the unit would stay for ever: it saves its input by a
+        # graph that no collector knows.
         super().__init__(pack, pack.unpack)

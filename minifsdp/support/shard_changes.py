@@ -1,14 +1,14 @@
 """What a program does to sharded flat parameters between two steps: it moves, casts or freezes
 them, or assigns new values to their ``.data``.
 
-torch tells nobody of it. So at the start of each step the engine looks at every unit, and follows::
+torch does not report it. So at the start of each step the engine looks at every unit, and follows::
 
     module.to(device), .double()       padded_shard and unsharded flat parameters anew
     param.data = tensor                the same, with these values; refused in rows
     requires_grad_(False)              another unsharded flat parameter (FeaturedUnit.compute_in)
 
-Of a step of an optimizer it finds only a higher version of the shard, which not every kernel of
-torch counts (:func:`watch_steps`).
+A step of an optimizer is known by a higher version of the shard, which not every kernel of torch
+counts (:func:`watch_steps`).
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ from minifsdp.support.param_views import replaced
 
 
 class ShardChanges(Layer):
-    """Follows, at each start, what a program has done to shards."""
+    """Takes over, at each start, what a program has done to shards."""
 
     def __init__(self, engine: FeaturedEngine) -> None:
         self._engine = engine
@@ -59,7 +59,7 @@ class ShardChanges(Layer):
         for unit in units:
             mixed = unit.mixed
             follow_changes(unit)
-            if unit.mixed is not mixed:  # its parameters were cast, and what it sends is laid anew
+            if unit.mixed is not mixed:  # its parameters were cast, and it is laid out anew
                 unit.source = unit.own_source = source_of(unit)
                 choose_strategies([unit], self._engine.streams)
 
@@ -72,7 +72,7 @@ class ShardChanges(Layer):
 
 
 def was_moved(unit: FeaturedUnit) -> bool:
-    """Whether the shard has other memory than it was given."""
+    """Whether the shard has different memory from that which it was given."""
     if unit.mesh is not None:
         return was_changed(unit)
     shard, given = unit.sharded_flat_param, unit.padded_shard
@@ -125,8 +125,8 @@ def check_on_host(unit: FeaturedUnit) -> None:
 
 
 def common_device(units: Sequence[FeaturedUnit]) -> torch.device | None:
-    """The device that all units with parameters are on; None if there is no such unit. The others
-    have nothing that ``module.to()`` would have moved, and are put there for their inputs' sake.
+    """The device that all units with parameters are on; None if there is no such unit. The
+    others have nothing that ``module.to()`` moves. They are put there because of their inputs.
 
     Raises:
         ValueError: there are several devices.
@@ -149,7 +149,7 @@ def common_device(units: Sequence[FeaturedUnit]) -> torch.device | None:
 
 
 def check_carried(units: Sequence[FeaturedUnit], device: torch.device) -> None:
-    """Refuse units on a device that their groups do not carry tensors of, before anything is sent:
+    """Refuse units on a device whose tensors their groups do not carry, before anything is sent:
     torch would only say that there is no backend.
 
     Raises:
@@ -157,7 +157,7 @@ def check_carried(units: Sequence[FeaturedUnit], device: torch.device) -> None:
     """
     for unit in units if device.type != "meta" else ():  # on a virtual GPU (sim/) nothing is sent
         for group in (unit.shard_group, unit.replicate_group):
-            if group is None or not unit.numel or not exists(group):  # who sends refuses the last
+            if group is None or not unit.numel or not exists(group):  # destroyed: refused later
                 continue
             if not carries(group, device):
                 name = f"{unit.name}.{unit.param_infos[0].name}".removeprefix(".")
@@ -180,7 +180,7 @@ def adopt(unit: FeaturedUnit) -> None:
     found = unit.module._parameters.get(FLAT_PARAM)
     if found is None or found is own:
         return
-    # torch moves values, or casts them. Others were put there for one call, and will be taken away.
+    # torch moves values, or casts them. Different values were put there for one call only.
     moved = found.dtype != own.dtype or found.device != own.device or torch.equal(found, own)
     if type(found) is not nn.Parameter or not moved:
         raise replaced(unit, FLAT_PARAM, found)
@@ -189,12 +189,12 @@ def adopt(unit: FeaturedUnit) -> None:
 
 @cache
 def watch_steps() -> None:
-    """Count each step as a change of the units that it steps; of all optimizers, until the process
+    """Count each step of every optimizer as a change of the units that it steps, until the process
     ends.
 
-    torch's fused kernels count no version, and of a DTensor the foreach kernels do not either. So
-    without this a step between a forward and its backward would go unnoticed, and the backward
-    would compute with different parameters from the forward's.
+    torch's fused kernels count no version, nor do the foreach kernels for a DTensor. So without
+    this a step between a forward and its backward would go unnoticed, and the backward would
+    compute with different parameters from the forward's.
     """
     register_optimizer_step_post_hook(_after_step)
 

@@ -1,9 +1,8 @@
 """What one root has done on this rank: ``model.engine.stats``.
 
-The core does not count. A limiter is asked before each gather and hears of each free, so what
-surrounds it here can count: how often units are gathered, how many are unsharded at one time, and
-what becomes of prefetches. (How many of these were for the wrong unit is counted in
-prefetch_stats.py.)
+The core does not count. A limiter is asked before each gather and hears of each free, so a wrapper
+around it can count: how often units are gathered, how many are unsharded at one time, and what
+becomes of prefetches. (prefetch_stats.py counts how many of these were for the wrong unit.)
 """
 
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from minifsdp.support.prefetch_stats import CountedPrefetcher
 class Stats:
     """What one root has done on this rank since it was built.
 
-    Units that are never sharded (NO_SHARD) do not count.
+    Units that are never sharded (NO_SHARD) count only in ``reductions``.
     """
 
     all_gathers: int = 0
@@ -37,7 +36,7 @@ class Stats:
     peak_unsharded_units: int = 0
     """The most units that were unsharded at one time."""
     peak_unsharded_bytes: int = 0
-    """The most bytes that they had at one time."""
+    """The most bytes that unsharded units had at one time."""
 
     def count_free(self, unit: Any) -> None:
         """A unit is freed."""

@@ -9,7 +9,7 @@ A parameter can be replaced only where a module has it, and several modules may 
 
 ``set`` writes into the module's own dict of parameters or buffers. An assignment
 (``model.head.weight = tensor``) would run the module's ``__setattr__`` and torch's registration
-hooks, which refuse what is no ``nn.Parameter``.
+hooks, which refuse anything but an ``nn.Parameter``.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ class TensorAttribute(NamedTuple):
     name: str
 
     def get(self) -> Any:
-        """The tensor that is there now (for a parameter an ``nn.Parameter``); None without one."""
+        """The tensor that is there now (perhaps a view of a parameter); None without one."""
         return self._tensors().get(self.name)
 
     def set(self, tensor: Tensor) -> None:

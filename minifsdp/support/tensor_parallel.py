@@ -12,7 +12,7 @@ ranks of ``mesh["dp"]``. Of a weight [8, 6] that ``ColwiseParallel`` has cut, on
 ``_StridedShard`` says that "tp" has cut these rows first, although "dp" comes first in the mesh. So
 the rank (dp=0, tp=1) has the first half of the second half, which are rows 4 and 5.
 
-The layers communicate on ``mesh["tp"]`` by themselves, of which the engine knows nothing. The
+The layers communicate on ``mesh["tp"]`` by themselves; the engine knows nothing of it. The
 gradient of a parameter may be distributed in another way than the parameter is: where each rank of
 "tp" runs a norm on a part of the sequence, each has a summand of the norm's gradient. It is
 redistributed before the unit takes it, in each backward. (torch does that once for all backwards of
@@ -20,8 +20,8 @@ an accumulation, which adds the same numbers in a different order.)
 
 With ``dp_mesh_dims`` parameters are DTensors of the whole mesh from the beginning, with
 ``Replicate()`` on its dimensions for data; and so are the inputs. Then the modules compute with
-DTensors of the whole mesh, an optimizer sees such DTensors, too, and a gradient may be a summand on
-the dimensions for data, which the unit adds up::
+DTensors of the whole mesh, an optimizer sees such DTensors, too, and on the dimensions for data a
+gradient may be a summand. The unit adds these up::
 
     fully_shard(block, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
 
@@ -58,8 +58,8 @@ def data_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh | None:
         dims: ``DataParallelMeshDims``, of minifsdp or of torch.
 
     Raises:
-        ValueError: a dimension has no such name, or several of one kind are not side by side.
-        NotImplementedError: none of them is to shard over.
+        ValueError: no dimension has that name, or several of one kind are not side by side.
+        NotImplementedError: there is no dimension to shard over.
     """
     if dims is None:
         return mesh
@@ -186,10 +186,10 @@ def _cuts(placement: Any, dim: int) -> bool:
 
 
 class TensorParallelViews:
-    """A ``view_maker``: what another one makes, as DTensors where the parameters were.
+    """A ``view_maker``: the views of another one, as DTensors where the parameters were DTensors.
 
     Args:
-        inner: the other one.
+        inner: the other ``view_maker``.
         specs: of each parameter of the unit; None for a plain one.
     """
 
@@ -205,8 +205,8 @@ class TensorParallelViews:
 
 
 class _OnMesh(torch.autograd.Function):
-    """From what a rank has of a parameter to the parameter, and from its gradient to what this rank
-    has of it. (``DTensor.from_local`` may leave the latter on its way, and collectives of our own
+    """From this rank's part of a parameter to the parameter, and from its gradient to this rank's
+    part. (With ``DTensor.from_local`` that part may still be on its way, and collectives of our own
     would read it before it is there.)"""
 
     @staticmethod
@@ -218,7 +218,7 @@ class _OnMesh(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor) -> Any:
         placements = list(ctx.spec.placements)
         for at in chain(*data_dims(ctx.spec.mesh, ctx.data)):
-            # The unit adds up what is a summand there.
+            # There a gradient may be a summand. The unit adds them up.
             placements[at] = grad.placements[at]
         local = grad.redistribute(ctx.spec.mesh, placements).to_local()
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local, None, None

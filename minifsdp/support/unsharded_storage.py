@@ -1,8 +1,8 @@
 """An unsharded flat parameter of which others may have views, and several of them for one unit.
 
 core/storage.py says what it is. Here its memory is freed only if nobody else refers to it: a view
-may have left its module, and a use of it would read freed memory and crash the process. And a unit
-has one for each dtype that it is computed in: mixed precision may be for training only.
+may have left its module, and a use of that view would read freed memory and crash the process. And
+a unit has one for each dtype that it computes in: mixed precision may be for training only.
 """
 
 import sys
@@ -23,20 +23,20 @@ from minifsdp.support.freed_memory import keep_freed_memory
 
 @dataclass(eq=False, repr=False)  # to print tensors whose memory is freed ends the process
 class FeaturedFlatParam(UnshardedFlatParam):
-    """One in one dtype.
+    """The unsharded flat parameter in one dtype.
 
     Attributes:
         frozen: the rest of the memory, if the unit is frozen in part (rows.py): then ``flat_param``
-            is the part that is not.
+            is the part that is trained.
         layout: where the parameters are in it (core/shard.py, rows.py); None until it is used.
         saved: one object, a new one for each graph. All that autograd has saved of the parameters
             in the last graph refers to it (saved_tensors.py), so the references to it tell whether
-            there is still something.
+            anything is still saved.
         arrived: gradients of its pieces that a backward has computed and nobody has taken yet
-            (piece_views.py). Here, and not in the ``view_maker``: a program may choose settings
-            between a forward and its backward, and then there is a new one.
-        used: numbers of the parameters with a gradient that nobody has taken yet, in the order in
-            which they are laid (marked_views.py).
+            (piece_views.py). Not in the ``view_maker``, because a unit gets a new one if a program
+            chooses settings between a forward and its backward.
+        used: of the parameters with a gradient that nobody has taken yet, the positions in
+            ``layout.with_grad`` (marked_views.py).
     """
 
     frozen: Tensor | None = None
@@ -51,8 +51,8 @@ class FeaturedFlatParam(UnshardedFlatParam):
 
     @property
     def is_saved(self) -> bool:
-        """Whether the backward will come to an operation that has saved a parameter. One that an
-        activation checkpoint runs again has saved none."""
+        """Whether the backward will come to an operation that has saved a parameter. Those that an
+        activation checkpoint runs again have saved none."""
         return max(map(sys.getrefcount, self.saved)) > _ONE_REFERENCE
 
     def is_in_use(self, views: list[Tensor]) -> bool:
@@ -78,7 +78,7 @@ class FeaturedFlatParam(UnshardedFlatParam):
 
         A view may have left its module: as an output, in an attribute, in a closure. Then that view
         keeps this memory, with the values of this step, and ``flat_param`` gets a new storage.
-        Without that a use of the view would read freed memory and crash the process.
+        Otherwise a use of the view would read freed memory and crash the process.
 
         Args:
             views: the engine's own.
@@ -119,8 +119,8 @@ class UnshardedFlatParams:
     def get(
         self, dtype: torch.dtype, requires_grad: bool, layout: object
     ) -> FeaturedFlatParam | None:
-        """The one of this dtype that is laid so; None if there is none, or if ``requires_grad`` was
-        changed since: a leaf that a graph was recorded with cannot change that."""
+        """The one of this dtype and layout; None if there is none, or if ``requires_grad`` has
+        changed since: it cannot be changed on a leaf that a graph was recorded with."""
         made = self._made.get((dtype, layout))
         return None if made is None or made.flat_param.requires_grad != requires_grad else made
 
@@ -129,8 +129,8 @@ class UnshardedFlatParams:
         return any(made is unsharded for made in self._made.values())
 
     def has_storage(self, address: int) -> bool:
-        """Whether one that is still in use has its memory there: ``address`` is that of a storage,
-        which need not be there any more."""
+        """Whether one that is still in use has the storage at ``address``. (The storage that once
+        had this address may be gone.)"""
         return any(made.storage._cdata == address for made in self._made.values())
 
     def forget(self) -> None:
@@ -141,14 +141,14 @@ class UnshardedFlatParams:
     def add(
         self, data: Tensor, requires_grad: bool, needs_unshard: bool, layout: Any
     ) -> FeaturedFlatParam:
-        """Make one and keep it. Inference mode has to be off: autograd refuses such tensors later.
+        """Make one and keep it. Inference mode has to be off: autograd would refuse its tensors.
 
         Args:
             data: ``[padded_numel]``, a new tensor or the shard itself, in the dtype to compute in.
             layout: where the parameters are in it.
         """
-        # ``.data`` makes a tensor of its own. As views they would hold one more reference to the
-        # memory, and release() would take it for somebody else's.
+        # ``.data`` makes a tensor that is no view. A view would hold one more reference to the
+        # memory, and release() would take that for somebody else's.
         leaf, rest = data[: layout.trained_numel].data, data[layout.trained_numel :].data
         leaf.requires_grad = requires_grad  # torch.func.vmap refuses requires_grad_()
         frozen = rest if len(rest) else None
@@ -164,6 +164,6 @@ class UnshardedFlatParams:
         return made
 
 
-# The count of an item that only a list refers to, as it is asked for above: how many references
-# that takes itself differs between versions of Python.
+# The count of an item that only a list refers to, asked for as above: the question itself takes
+# references, in a number that differs between versions of Python.
 _ONE_REFERENCE = max(map(sys.getrefcount, [torch.empty(0)]))
