@@ -39,7 +39,8 @@ def local_params(optimizer: Optimizer) -> Optimizer:
         TypeError: it is not element-wise, or it is not known to be.
     """
     kind = type(optimizer)
-    element_wise = hasattr(optim, kind.__name__) and kind.__name__ not in OF_WHOLE_MATRICES
+    of_torch = getattr(optim, kind.__name__, None) is kind  # somebody's own may have its name
+    element_wise = of_torch and kind.__name__ not in OF_WHOLE_MATRICES
     collect: Any = getattr(optimizer, "_init_group", None)
     if collect is None or not element_wise:
         raise TypeError(

@@ -115,7 +115,8 @@ def rekey_optim_state_dict(
             "has other tensors, too. Use optim_state_dict() and optim_state_dict_to_load()."
         )
     state, names = optim_state_dict["state"], list(params)
-    if not any(isinstance(key, str) for key in state):  # numbers
+    by_name = any(isinstance(key, str) for key in state)
+    if not by_name:
         state = {names[key]: entry for key, entry in state.items() if key < len(names)}
         given = [
             {**group, "params": [names[number] for number in group["params"]]}
@@ -124,7 +125,8 @@ def rekey_optim_state_dict(
     else:
         given = optim_state_dict["param_groups"]
     if len(state) != len(optim_state_dict["state"]) or not state.keys() <= params.keys():
-        strange = next(iter(optim_state_dict["state"].keys() - {*names, *range(len(names))}))
+        known = {*names} if by_name else {*range(len(names))}
+        strange = next(iter(optim_state_dict["state"].keys() - known))
         raise ValueError(f"the state has an entry {strange!r}, which the model does not know")
     settings = group_settings(names, groups, {"state": state, "param_groups": given})
     key_of: dict[str, Any] = {name: name for name in names}

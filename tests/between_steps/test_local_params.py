@@ -172,7 +172,11 @@ class Mine(optim.AdamW):
     """Somebody's own, of which nothing is known."""
 
 
-@pytest.mark.parametrize("kind", [optim.LBFGS, optim.Adafactor, Mine, "Muon"])
+class AdamW(optim.AdamW):
+    """Somebody's own, under a name of torch's."""
+
+
+@pytest.mark.parametrize("kind", [optim.LBFGS, optim.Adafactor, Mine, AdamW, "Muon"])
 def test_others_are_refused(kind):
     if kind == "Muon":
         kind = getattr(optim, kind, optim.Adafactor)  # there since torch 2.9

@@ -147,6 +147,9 @@ def test_between_numbers_and_names():
     with pytest.raises(ValueError, match="an entry 9, which"):
         strange = {**expected, "state": {9: {}}}
         FSDP.rekey_optim_state_dict(strange, OptimStateKeyType.PARAM_NAME, plain)
+    mixed = {**full, "state": {**full["state"], 0: {}}}
+    with pytest.raises(ValueError, match=r"an entry 0, which the model does not know"):
+        FSDP.rekey_optim_state_dict(mixed, OptimStateKeyType.PARAM_ID, plain)
 
 
 class PartlyUsed(nn.Module):
