@@ -54,7 +54,7 @@ class Summoned(Layer):
     def enter_backward(self) -> None:
         """Raises RuntimeError: see :func:`check_backward_outside`."""
         for one in [*self._summoned]:
-            one.end_by_hand()  # the backward gathers it once more, when its turn comes
+            one.end_by_hand()  # it is gathered once more, when its turn comes
         check_backward_outside(self._summoned)
 
 
