@@ -30,7 +30,7 @@ class AgreementGroup(NamedTuple):
 
 
 def agreement_groups(units: list[FeaturedUnit]) -> list[AgreementGroup]:
-    """The agreement groups that this rank is in. That of the most ranks is the last one, so that it
+    """The agreement groups that this rank is in. The one with the most ranks comes last, so that it
     can also hear what was found in the others."""
     widest = max(map(_process_groups, units), key=lambda g: (_count(g), -len(g)), default=[])
     found: dict[tuple[str, ...], AgreementGroup] = {}
@@ -57,7 +57,7 @@ def format_by_rank(texts: dict[int, str]) -> str:
 
 def format_ranks(ranks: Sequence[int]) -> str:
     """``[0, 1, 2, 3]``; of more than eight at equal distances ``[0, 8, ..., 1016]``, so that what
-    thousands of ranks send to one of them stays short. Other ranks have another text."""
+    thousands of ranks send to one of them stays short. Different ranks give different texts."""
     if len(ranks) > 8:
         step = ranks[1] - ranks[0]
         if list(ranks) == [ranks[0] + step * place for place in range(len(ranks))]:

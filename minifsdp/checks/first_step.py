@@ -1,9 +1,9 @@
-"""What is looked for at each start until the first forward is over, and then no more.
+"""Checks that run at each start until the first forward is over, and then no more.
 
 Some mistakes can be seen only when all wrapping is over, and cannot come up later: members.py
-refuses changes of a wrapped model at once. One of them is here, parameters and buffers that have no
-memory yet. ``fully_shard`` leaves on the meta device what is there, as torch's does. So a rank
-never has more memory than its part of the model takes, and the program says what the values are::
+refuses changes of a wrapped model at once. One of them is found here: parameters and buffers that
+have no memory yet. ``fully_shard`` leaves on the meta device what is there, as torch's does. So a
+rank never uses more memory than its part of the model takes, and the program sets the values::
 
     with torch.device("meta"):
         model = GPT()
@@ -37,10 +37,10 @@ from minifsdp.wrapping.module_tree import clean, is_ignored, join_names
 
 
 class FirstStep(Layer):
-    """Checks a model at each start, till its first forward is over.
+    """Checks a model at each start, until its first forward is over.
 
     Args:
-        agreement: by which the other ranks hear of what is wrong on this one.
+        agreement: tells the other ranks what is wrong on this one.
     """
 
     def __init__(self, engine: Engine, agreement: RankAgreement) -> None:

@@ -1,7 +1,7 @@
-"""Values of parameters that a model holds in a second place, where they would part silently.
+"""Second copies of a model's parameters, which would silently keep old values.
 
-A unit copies its parameters. What had the same values by sharing them, and not by being the same
-parameter, keeps those from before::
+A unit copies its parameters. Whatever else shared their memory, or held the parameters themselves,
+keeps the values from before::
 
     decoder.weight.data = encoder.weight.data       two parameters, one memory: refused at wrapping
     self.register_buffer("w", self.weight.data)     a buffer in it: refused at wrapping
@@ -80,8 +80,8 @@ def _overlapping(tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """The pairs that have an element in common, of tensors with one storage."""
     before: list[Tensor] = []
     for tensor in sorted(tensors, key=lambda tensor: _bytes(tensor).start):
-        # Those that end before this one begins are not looked at again: a file of weights that is
-        # mapped to memory may be one storage for all parameters of a model.
+        # Tensors that end before this one begins are not looked at again: a file of weights that
+        # is mapped to memory may be one storage for all parameters of a model.
         before = [one for one in before if _bytes(one).stop > _bytes(tensor).start]
         yield from ((one, tensor) for one in before if _have_common_elements(one, tensor))
         before.append(tensor)
@@ -96,8 +96,8 @@ def _bytes(tensor: Tensor) -> range:
 
 
 def _have_common_elements(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors, of which the second one begins within the first one, do more than
-    interleave, as ``base[:, :2]`` and ``base[:, 2:]`` do."""
+    """Whether two tensors have an element in common. The second begins within the first, but they
+    may only interleave, as ``base[:, :2]`` and ``base[:, 2:]`` do."""
     if one.dtype is not other.dtype or (one.is_contiguous() and other.is_contiguous()):
         return True
     begins = int(one.storage_offset())

@@ -7,13 +7,13 @@ A unit has the parameters that its modules had when it was built. ::
     del model.head                       RuntimeError: its values would stay in the flat parameter
     model.head = torch.compile(head)     fine: the same parameters, in a wrapper
 
-torch calls registered hooks whenever a module or a parameter is put into a module. So this is
-refused at once, and no step has to look for it. :func:`check_tree` finds what has come by other
-ways, once before the first step.
+torch calls registered hooks whenever a module or a parameter is put into a module. So a change is
+refused at once, and no step has to look for it. :func:`check_tree` finds what has come in other
+ways, until the first forward is over.
 
-Between forwards, a module of a unit has no parameters to list, because the unit is sharded. To ask
-such a module for its parameters, in order to freeze, train, save, load or convert only them, gives
-a warning or an error (:class:`Part`).
+Between forwards, a module of a unit in chunks has no parameters to list, because the unit is
+sharded. Asking such a module for its parameters, to freeze, train, save, load or convert only them,
+gives a warning or an error (:class:`Part`).
 """
 
 import sys
@@ -49,9 +49,9 @@ from minifsdp.wrapping.module_tree import (
 WRAPPED = WRAPPER_PREFIX.rstrip(".")
 FSDP_MARK = "_is_fsdp_managed_module"
 MARKS = {FSDP_MARK: True, "_fsdp_use_orig_params": True}
-"""Attributes that torch's FSDP gives to all modules of its units. By the first one transformers
-knows that ranks have to run the same layers, and have a model that drops layers at random run all.
-TorchDynamo asks for both."""
+"""Attributes that torch's FSDP gives to all modules of its units. The first one tells transformers
+that all ranks have to run the same layers; a model that drops layers at random then runs all of
+them. TorchDynamo asks for both."""
 _INNER_FIRST = (
     "Wrap inner modules first, or let auto_wrap_policy do it. If two units share the module, make "
     "one unit of the smallest module around both."
@@ -82,7 +82,7 @@ def join(unit: FeaturedUnit, modules: Modules) -> None:
     for module in modules.values():
         _units[module] = ref(unit)
         module.__dict__.update(MARKS)
-        # By this torch's replicate() leaves the module alone, or refuses it.
+        # This makes torch's replicate() leave the module alone, or refuse it.
         module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
         if module is not unit.module:  # which lists the flat parameter, and can be frozen
             part = Part(module, unit)
@@ -92,8 +92,8 @@ def join(unit: FeaturedUnit, modules: Modules) -> None:
 class Part:
     """Replaces methods of a module that is in a unit.
 
-    While the unit is sharded, the originals would list, freeze, save, load and convert nothing,
-    silently.
+    While a unit in chunks is sharded, the originals would list, freeze, save, load and convert
+    nothing, silently.
     """
 
     def __init__(self, module: nn.Module, unit: FeaturedUnit | None) -> None:
@@ -117,7 +117,7 @@ class Part:
         return type(module).named_parameters(module, *args, **kwargs)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """As of any module.
+        """As for any module.
 
         Raises:
             RuntimeError: some parameters are sharded now. The unit is frozen as a whole.
@@ -128,7 +128,7 @@ class Part:
         return type(module).requires_grad_(module, requires_grad)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module. A state dict of the whole model shows the unit before it comes here.
+        """As for any module. A state dict of the whole model shows the unit before it comes here.
 
         Warns:
             UserWarning: some parameters are sharded now, so they are not in it.
@@ -142,11 +142,11 @@ class Part:
         return type(module).state_dict(module, *args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module. What loads the whole model does not come here.
+        """As for any module. What loads the whole model does not come here.
 
         Raises:
             RuntimeError: some parameters are sharded now. With ``strict=False`` nothing would be
-                loaded, and otherwise torch would not expect their names.
+                loaded, and otherwise torch would call their names unexpected.
         """
         module: Any = self._module()
         if missing := self._missing(recurse=True):
@@ -154,7 +154,7 @@ class Part:
         return type(module).load_state_dict(module, *args, **kwargs)
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        """Of ``to()``, ``half()``, ``cuda()``.
+        """Called by ``to()``, ``half()`` and ``cuda()``.
 
         Raises:
             RuntimeError: this module alone is to be converted or moved, and some of its parameters
@@ -199,7 +199,7 @@ _OF_PARTS = ("named_parameters", "requires_grad_", "state_dict", "load_state_dic
 
 def check_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
     """Refuse ``module.name = param`` if the parameter is new, or replaces one that is sharded now.
-    What replaces one that is ignored is ignored, too.
+    A replacement of an ignored parameter is ignored, too.
 
     A DTensor that is divided as the one it replaces is taken over: that is how
     ``load_state_dict(assign=True)`` loads into a unit in rows.
@@ -207,7 +207,7 @@ def check_parameter(module: nn.Module, name: str, param: nn.Parameter | None) ->
     While the unit is gathered, a replacement is found at the end of the forward (param_changes.py).
 
     Returns:
-        What the module is to have in place of ``param``; None is ``param`` itself.
+        What the module is to have in place of ``param``; None: ``param`` itself.
 
     Raises:
         RuntimeError: naming the unit and the parameter.
@@ -258,11 +258,11 @@ def check_tree(root: nn.Module) -> None:
 
 
 def check_lists(units: Sequence[FeaturedUnit]) -> None:
-    """Refuse a unit of several modules of which some are not in the model: the step of the model
-    would gather and reduce it, and the others' calls would do so once more, by themselves.
+    """Refuse a unit of several modules if some of them are not in the model: a step of the model
+    gathers and reduces the unit, and calls of the modules outside would do so once more.
 
     Args:
-        units: of one root, which is the first of them.
+        units: of one root; the first one is the root's own.
 
     Raises:
         RuntimeError: naming the unit, and the class of the module.
@@ -311,7 +311,7 @@ def _unit_with(module: nn.Module) -> FeaturedUnit | None:
 
 
 def _holders(module: nn.Module | None) -> dict[nn.Module, str]:
-    """The modules at and below ``module`` that have, or had before wrapping, parameters."""
+    """The modules at and below ``module`` that have parameters, or had some before wrapping."""
     return {} if module is None else {m: n for n, m in module.named_modules() if _holds(m)}
 
 

@@ -3,9 +3,9 @@
 A method that concerns all units is called on the root, between steps (:func:`check_root_and_idle`).
 While parameters are out between steps (between_steps/full_params.py) nobody trains with them
 (:class:`Summoned`). One thread at a time runs a model (:class:`OneThread`): its units are gathered
-and freed in one order, and two threads would free what the other one computes with. And some
-operations of torch do not go with sharding; where torch says so without a word of the reason,
-:class:`RefusedOperations` has it.
+and freed in one order, and each of two threads would free what the other one computes with. And
+some operations of torch do not go with sharding: :class:`RefusedOperations` names the reason, which
+torch's own errors do not.
 """
 
 import sys
@@ -23,7 +23,7 @@ from minifsdp.featured_unit import FeaturedUnit
 
 
 def check_root_and_idle(unit: FeaturedUnit, root: FeaturedUnit, idle: bool, method: str) -> None:
-    """Refuse a method that concerns all units, between steps.
+    """Refuse a method that concerns all units, unless it is called on the root and between steps.
 
     Args:
         idle: whether no forward and no backward is running.
@@ -54,7 +54,7 @@ class Summoned(Layer):
     def enter_backward(self) -> None:
         """Raises RuntimeError: see :func:`check_backward_outside`."""
         for one in [*self._summoned]:
-            one.end_by_hand()  # it is gathered once more, by its own turn
+            one.end_by_hand()  # it is gathered once more, when its turn comes
         check_backward_outside(self._summoned)
 
 
@@ -67,7 +67,7 @@ def check_summoned(unit: FeaturedUnit, units: Sequence[FeaturedUnit], as_dtensor
         as_dtensors: whether DTensors are in the place of parameters.
 
     Raises:
-        RuntimeError: they are; or some units are trained, and gradients are on.
+        RuntimeError: DTensors are there; or some units are trained, and gradients are on.
     """
     if as_dtensors:
         raise RuntimeError(
@@ -94,7 +94,7 @@ def check_backward_outside(summoned: Iterable[FeaturedUnit]) -> None:
 
 
 class OneThread(Layer):
-    """Refuses a forward beside one, or beside a backward, that another thread runs."""
+    """Refuses a forward while another thread runs a forward or a backward."""
 
     def __init__(self, hooks: FeaturedHooks) -> None:
         self._hooks = hooks
@@ -123,7 +123,7 @@ class OneThread(Layer):
 
 
 class RefusedOperations(Layer):
-    """Names the unit and the way out where torch refuses an operation because of sharding.
+    """Refuses operations that do not go with sharding, and names the unit and the way out.
 
     Args:
         hooks: of the root.
@@ -152,18 +152,18 @@ class RefusedOperations(Layer):
 
 
 _tracer = torch._C._get_tracing_state
-"""What torch.jit.trace records with; None if it does not run."""
+"""Returns what torch.jit.trace records with; None outside of it."""
 _transforms = torch._C._functorch.get_interpreter_stack
-"""Those of torch.func that the caller is inside of, outermost first; None if there are none."""
+"""Returns the transforms of torch.func around the caller, outermost first; None outside of them."""
 _OF_GRADIENTS = (TransformType.Grad, TransformType.Jvp)
 
 
 def refuse_functional_gradients(unit: FeaturedUnit) -> None:
     """Refuse a forward inside of a transform that takes gradients: its tensors have no memory, so
-    that of a unit cannot be gathered and freed.
+    the memory of a unit cannot be gathered and freed.
 
     Raises:
-        RuntimeError: one of the transforms around this call is such a one. (vmap is not.)
+        RuntimeError: one of the transforms around this call takes gradients. (vmap does not.)
     """
     if any(transform.key() in _OF_GRADIENTS for transform in _transforms()):
         raise RuntimeError(
@@ -176,7 +176,7 @@ def refuse_functional_gradients(unit: FeaturedUnit) -> None:
 
 def refuse_export(unit: FeaturedUnit) -> None:
     """Refuse a forward that is recorded to be run later. The record would have this forward's
-    parameters in it, whose memory is freed after it: to read them ends the process.
+    parameters in it, whose memory is freed afterwards: reading them would end the process.
 
     Raises:
         RuntimeError: always.
@@ -190,11 +190,11 @@ def refuse_export(unit: FeaturedUnit) -> None:
 
 
 def refuse_compiled_autograd() -> None:
-    """Refuse a backward that torch has compiled: it never calls what is to come at its end, so that
-    no gradient would reach a parameter, and nobody would be told.
+    """Refuse a backward that torch has compiled: it never runs the callbacks for its end, so no
+    gradient would reach a parameter, silently.
 
     Raises:
-        RuntimeError: this backward is such a one.
+        RuntimeError: torch has compiled this backward.
     """
     # Looked up, not imported: a program that compiles nothing need not wait for all of Dynamo.
     compiler = sys.modules.get("torch._dynamo.compiled_autograd")
@@ -209,7 +209,7 @@ def refuse_compiled_autograd() -> None:
 
 def refuse_transforms(unit: FeaturedUnit, error: RuntimeError) -> None:
     """Name the unit and the way out where torch refuses a transform of torch.func: while
-    saved-tensor hooks are set there are none that go backwards (grad, vjp, jacrev).
+    saved-tensor hooks are set, torch allows none that goes backwards (grad, vjp, jacrev).
 
     Args:
         error: raised in the unit's forward.

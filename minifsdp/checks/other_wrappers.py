@@ -41,7 +41,7 @@ def check_inside(
 ) -> None:
     """Refuse to wrap a module that contains another wrapper, or what cannot be cut into chunks:
     scripted modules, sparse tensors, gradients of sparse embeddings, distributed tensors, tensors
-    of classes with operations of their own. In what is ignored they may be.
+    of classes with operations of their own. Ignored modules and parameters may have them.
 
     Args:
         mesh: of the ranks to share the parameters, if they may be distributed on another one
@@ -104,8 +104,8 @@ def check_inside(
 
 
 def _has_own_operations(param: Tensor) -> bool:
-    """Whether the class of a parameter does more than to add attributes to nn.Parameter: that of a
-    quantized tensor, for example, in which one number is made of several. (For DTensors see
+    """Whether the class of a parameter does more than add attributes to nn.Parameter. That of a
+    quantized tensor does, for example: in it one number is made of several. (For DTensors see
     tensor_parallel.py.)"""
     cls, plain = type(param), nn.Parameter
     changed = (cls.__torch_function__, cls.__torch_dispatch__) != (

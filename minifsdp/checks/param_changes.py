@@ -7,8 +7,8 @@ that comes and goes, and what is done to them is lost::
     in a forward              a parameter is changed, or replaced               Untouched
     forward to backward       a shard is changed, by an optimizer for example   Unchanged
 
-In plain PyTorch autograd refuses the last one. Here what it has saved of a unit is where to find it
-(support/saved_tensors.py), so the shard's own count of changes is looked at.
+In plain PyTorch autograd refuses the last one. Here autograd saves only where to find a parameter
+(support/saved_tensors.py), so this file compares the shard's own count of changes.
 """
 
 from collections.abc import Sequence
@@ -34,9 +34,9 @@ class Unreplaced(Layer):
 
 
 def check_unreplaced(unit: FeaturedUnit) -> None:
-    """Refuse other weights in the places of a unit's parameters, before it is gathered: a forward
-    would put its views over them, and compute with the old ones. torch tells nobody of these:
-    ``torch.func.functional_call`` writes to ``module._parameters``.
+    """Refuse other weights in the places of a unit's parameters, before the unit is gathered: a
+    forward would put its views over them, and compute with the old ones. torch calls no hook for
+    them: ``torch.func.functional_call`` writes to ``module._parameters``.
 
     Raises:
         RuntimeError: naming the parameter. Everything is as the program has left it.
@@ -96,9 +96,8 @@ class Untouched(Layer):
 
 
 Values = tuple[int, int | None]
-"""By these two a change of the unsharded parameters of a unit is noticed: autograd's count of those
-that are made through the views; and a fingerprint, since those through ``weight.data`` are not
-counted."""
+"""Two numbers that show a change of a unit's unsharded parameters: autograd's count of changes
+through the views; and a fingerprint, since changes through ``weight.data`` are not counted."""
 
 
 def values(unit: FeaturedUnit, thoroughly: bool) -> Values:
@@ -120,7 +119,7 @@ def check_untouched(unit: FeaturedUnit, before: Values, failed: bool = False) ->
     Args:
         before: the values when the forward began.
         failed: the forward has raised an error. Autograd refuses a view that is used after an
-            in-place change, also without sharding, and its message has no name of a parameter.
+            in-place change, also without sharding, and its message does not name the parameter.
 
     Raises:
         RuntimeError: a parameter was changed in place, or another tensor put in its place.
@@ -183,7 +182,7 @@ def check_one_step(unit: FeaturedUnit, version: int, first: int) -> None:
 
     Args:
         version: of the shard, in the forward whose graph the backward has come to.
-        first: in the forward of this unit whose graph it came to first.
+        first: the same, in the forward of this unit whose graph it came to first.
 
     Raises:
         RuntimeError: the two differ.

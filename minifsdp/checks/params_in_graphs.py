@@ -12,13 +12,13 @@ sum over elements; in chunks it is warned of. (In rows a DTensor knows that it i
 
 In the second one, ``Checkpoint`` is an ``autograd.Function`` of the program's own. Its backward
 runs the block again, and asks ``torch.autograd.grad`` for gradients of what it was given. The block
-computes with unsharded parameters, so there are none, and the unit would not be trained, without a
-word. That is refused. The adjoint method of a neural ODE does the same.
+computes with unsharded parameters, so there are none, and the unit would silently not be trained.
+That is refused. The adjoint method of a neural ODE does the same.
 
 A hook on autograd's node of a parameter sees that a backward comes to it. A node lives as long as a
-graph has it, or somebody keeps it. In chunks it is kept. In rows it must not be: ``model.double()``
-swaps DTensors, which torch refuses then. So there the hook is set in the backward, of the first
-steps only, since it takes time.
+graph has it, or somebody keeps it. In chunks this layer keeps it. In rows it must not:
+``model.double()`` swaps DTensors, which torch refuses while a node is kept. So in rows the hook is
+set when a backward starts, in the first steps only, since that takes time.
 """
 
 import warnings
@@ -39,12 +39,12 @@ from minifsdp.support.dtensors import local_of
 
 
 class ParamsInGraphs(Layer):
-    """Watches the sharded parameters of one root's units. That costs nothing as long as no graph
-    has them in it."""
+    """Watches the sharded parameters of one root's units. In chunks that costs nothing as long as
+    no graph has them in it."""
 
     def __init__(self, backward: Backward) -> None:
         self._backward, self._units = backward, backward.engine.units
-        self._watched: list[object] = [None] * len(self._units)  # what is, of each unit
+        self._watched: list[object] = [None] * len(self._units)  # of each unit, its shard
         self._nodes: list[list[Node]] = [[] for _ in self._units]
         self._without: list[FeaturedUnit] = []  # units that got no gradient in the last backward
         self._warned = set[FeaturedUnit]()
@@ -95,7 +95,7 @@ class ParamsInGraphs(Layer):
             _warn(unit)
 
     def end_of_backward(self) -> None:
-        """A backward inside of another one is over before that one comes to what is sharded."""
+        """Note who got no gradient: an inner backward is over before the outer comes to shards."""
         self._backwards += 1
         began = TrainingState.PRE_BACKWARD
         self._without = [unit for unit in self._units if unit.state.training is began]
@@ -106,7 +106,7 @@ class ParamsInGraphs(Layer):
 
 
 def _hook(layer: ParamsInGraphs, unit: FeaturedUnit) -> Callable[[Sequence[Any]], None]:
-    """What autograd calls, which must keep neither of them: a graph that is dropped may stay."""
+    """What autograd calls. It must keep neither of them alive: a dropped graph may stay."""
     weak, weak_unit = ref(layer), ref(unit)
 
     def hook(grads: Sequence[Any]) -> None:

@@ -1,12 +1,12 @@
 """All ranks run the same units in the same order; and what happens if they do not.
 
-A collective needs all ranks. If one rank skips a layer, or runs two layers in another order, the
+A collective needs all ranks. If a rank skips a layer, or runs two layers in a different order, the
 others wait for it until a timeout, minutes later, and the error does not say why. So the ranks of a
 model compare what they do, in three ways:
 
 **Checks**, in the first steps. Before the first one the ranks compare which units they have
-(same_model.py). Then each rank says at each of these moments where it is, in one tiny message. If
-they differ, all ranks raise the same error, which names both units, before anything is gathered::
+(same_model.py). Then each rank says at certain moments where it is (:class:`Moment`), in one tiny
+message. If they differ, all ranks raise one error, which names both units, before a gather::
 
     rank 0   forward of 'a'   forward of 'b'   end of forward
     rank 1   forward of 'a'   end of forward                     error on both ranks
@@ -23,12 +23,12 @@ of them computes in between. The price is the memory of a whole model.
 So before its next step it waits until all ranks say that they have stopped, too. If one of them has
 gone on, deadlock_watch.py ends the wait.
 
-What this does not see is left to deadlock_watch.py: ranks whose losses use different outputs, where
-this decides on a frozen unit or on when an activation checkpoint runs units again.
+One case is left to deadlock_watch.py: ranks whose losses use different outputs, if that decides
+whether a frozen unit has a backward, or when an activation checkpoint runs units again.
 
 After the first steps one message for each backward is left. On a GPU the host would have to wait
-for its answer, so there even this message stops, unless ranks have ever diverged. What is left
-there is same_launches.py.
+for its answer, so there even this message stops, unless ranks have ever diverged. Only
+same_launches.py is left there.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -83,12 +83,12 @@ class RankAgreement(Layer):
     """What the ranks of one root compare.
 
     Attributes:
-        steps: how many steps have begun.
+        steps: how many steps have begun, since the last exception if there was one.
         diverged: in this backward some ranks get a gradient for a unit and others do not. So all
             units are gathered before it and held for DIVERGED: one rank may need a unit again when
             the others do not, and it cannot gather the unit alone.
-        late: the units whose gradients are reduced at the end of this backward. If one comes before
-            that, it waits for DIVERGED: some ranks may never have it.
+        late: the units whose gradients are reduced at the end of this backward. A gradient that
+            comes earlier waits for DIVERGED: some ranks may never have it.
     """
 
     def __init__(self, hooks: FeaturedHooks, no_sync: NoSync) -> None:
@@ -116,7 +116,7 @@ class RankAgreement(Layer):
     # ------------------------------------------------------------------------------------- steps
 
     def start(self, purpose: Purpose, problem: str | None = None) -> None:
-        """The first time, compare what was wrapped; and values, the first time before a forward.
+        """Compare what was wrapped, the first time; and values, the first time before a forward.
 
         Args:
             problem: what this rank has found wrong with its model already, in words.
@@ -223,7 +223,7 @@ class RankAgreement(Layer):
         """Raises RuntimeError: see :meth:`at`."""
         if self.steps > CHECKED_STEPS:
             return
-        # In a checkpoint that runs a part again, a unit that has nothing to gather needs nobody.
+        # When a checkpoint runs a part again, a unit with nothing to gather needs no other rank.
         if call.unit.unsharded.needs_unshard or not self._hooks.backward.running:
             self.at(Moment.FORWARD_OF, call.unit)
 
@@ -251,8 +251,8 @@ class RankAgreement(Layer):
             self._engine.gradients.reduce_held(unit)
 
     def complete(self, reductions: Sequence[Reduction]) -> None:
-        """Ranks are together again. If they had diverged, each has recorded another pre-backward
-        order: forget it."""
+        """Ranks are together again. If they had diverged, each has recorded a pre-backward
+        order of its own: forget it."""
         if self.diverged:
             self._engine.prefetcher.pre_backward_order.forget()
         self._end_backward()
@@ -282,9 +282,9 @@ class RankAgreement(Layer):
         found: dict[int, list[int]] = {}
         which = self._which(unreduced) if unreduced else 0
         # autograd.grad() for an input reaches no unit's gradient, though its graph has parameters.
-        # What waits is reduced with a later backward. (While all units are in reentrant checkpoints
-        # no graph has parameters.) When a graph is gone, Python's collector may decide. So without
-        # an agreement of the ranks every backward reaches some.
+        # What waits is then reduced with a later backward. (While all units are in reentrant
+        # checkpoints, no graph has parameters.) Python's collector may decide when a graph is gone.
+        # So where the ranks do not compare, every backward is taken to reach some gradient.
         reaches = (
             not self.compares_backwards
             or GradSource.BACKWARD in mine.values()
@@ -322,7 +322,7 @@ class RankAgreement(Layer):
             unit.waits.add(DIVERGED)
 
     def _which(self, unreduced: Collection[FeaturedUnit]) -> int:
-        """How many units these are, and, below that, a checksum of which."""
+        """How many units these are, and, in the lower 32 bits, a checksum of which ones."""
         left_out = bytes(unit in unreduced for unit in self.units)
         return sum(left_out) << 32 | crc32(left_out)
 

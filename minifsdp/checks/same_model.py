@@ -14,7 +14,7 @@ ranks instead.) A rank has all values of a sharded unit only while it wraps the 
 a fingerprint of them then. That fingerprint counts only if the shard has not been changed since, as
 it is when a checkpoint is loaded.
 
-This runs once for each model, not in each step.
+This runs before the first step, and again when a program has set values, but not in each step.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ _when_wrapped: WeakKeyDictionary[FeaturedUnit, Values] = WeakKeyDictionary()
 
 
 class UnitReport(NamedTuple):
-    """How one rank describes one unit. All but the values has to be the same on all ranks."""
+    """How one rank describes one unit. All except the values has to be the same on all ranks."""
 
     name: str
     details: str  # sizes, dtypes and settings, in words
@@ -81,7 +81,7 @@ def compare_models(
     """Compare with the other ranks what was wrapped, and agree on the tags of the units.
 
     Args:
-        groups: all of a model. What is found in one is handed in to the next, and the last one has
+        groups: all of a model. What is found in one is handed on to the next, and the last one has
             all ranks, so all ranks find the same.
         settings: of the root, in words.
         forward: this rank is about to run a forward, so it can compare values.
@@ -138,7 +138,7 @@ def _judge(reports: list[RankReport], agreed: list[Agreed]) -> Agreed:
     problem = next((one.problem for one in agreed if one.problem), None)
     forward = all(one.forward for one in agreed)
     problem = problem or _different_models(reports)
-    # Values only of models that are alike, and only if all ranks have described them: a rank that
+    # Compare values only of equal models, and only if all ranks have described them: a rank that
     # summons parameters while the others run a forward has not, and is told so at its first moment.
     if problem is None and forward:
         problem = _different_values(reports)
@@ -201,7 +201,7 @@ def remember_values(unit: FeaturedUnit, whole: int | None) -> None:
     """Keep the fingerprint ``whole`` of all values of a unit until :func:`forget_values`.
 
     Called when a unit has been built, and when its values have been set: at these moments this rank
-    has all of them. None: not known, and the last one is kept.
+    has all of them. With None (not known) the last one is kept.
     """
     if whole is not None:
         _when_wrapped[unit] = Values(whole, fingerprint([unit.padded_shard]), unit.shard_rank)
@@ -215,7 +215,7 @@ def forget_values(units: list[FeaturedUnit]) -> None:
 
 def _current_values(unit: FeaturedUnit) -> Values:
     # If this rank's chunk has been changed since, by a checkpoint for example, the fingerprint of
-    # the whole is that of other values. To compare it would refuse models that are alike.
+    # the whole is that of other values. Comparing it would refuse models that are alike.
     chunk, before = fingerprint([unit.padded_shard]), _when_wrapped.get(unit)
     whole = before.whole if before is not None and before.chunk == chunk else None
     return Values(whole, chunk, unit.shard_rank)

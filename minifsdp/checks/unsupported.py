@@ -2,7 +2,7 @@
 
 Scripts that were written for ``torch.distributed.fsdp`` pass arguments, call methods and import
 names that minifsdp does not have. To ignore an argument would be worse than an error, because the
-model would be sharded in another way than the user asked for::
+model would be sharded in a different way than the user asked for::
 
     model.set_all_reduce_hook(f, stream=s)     NotImplementedError: stream=...
     model.set_all_reduce_hook(f, stream=None)  fine: it asks for nothing

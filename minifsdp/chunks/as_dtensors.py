@@ -50,7 +50,7 @@ def as_dtensors(
     Raises:
         RuntimeError: in a forward or backward; the state of an optimizer is not element-wise, or
             differs between ranks; or, with ``writeback``, the parameters of a unit in chunks have
-            been given numbers that differ.
+            been given states whose numbers differ.
         ValueError: with ``writeback``, a parameter was replaced by something else.
     """
     with shown_as(EXCHANGED, model, optimizers, writeback):

@@ -1,6 +1,6 @@
 """What a chunk has of each parameter, as boxes that torch.distributed.checkpoint reads and writes.
 
-A chunk is cut from its unit's flat tensor without a look at where parameters begin. Seen from a
+A chunk is cut from its unit's flat tensor without regard to where parameters begin. Seen from a
 parameter it is a range of elements, one row after another. Such a range is a few boxes::
 
     a weight [4, 5] of which this rank has elements 3 to 16
@@ -67,7 +67,7 @@ def _inside(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[B
 
 
 class BoxedTensor(Tensor):
-    """A tensor of which this rank has some boxes. It can be saved and loaded, and no more.
+    """A tensor of which this rank has some boxes. It can be saved and loaded, and nothing else.
 
     Attributes:
         parts: the box that begins at each of these offsets.
@@ -147,7 +147,7 @@ def boxed(unit: FeaturedUnit, chunk: Tensor) -> list[BoxedTensor]:
             part = chunk[place : place + torch.Size(shape).numel()]
             tensor.parts[torch.Size(offset)] = part.view(shape)
             place += part.numel()
-        if not size:  # nothing is in it, and torch wants to know that
+        if not size:  # torch wants a box for an empty tensor, too
             tensor.parts[torch.Size(0 for _ in info.shape)] = chunk.new_empty(info.shape)
         found.append(tensor)
     return found

@@ -9,16 +9,15 @@ it is asked for its gradient, and the function that asks is on the stack::
     torch.amp.GradScaler                               refused: see grad_scaler.py
     a user's function that takes a norm                warned of, once for each place
 
-The last one may add up over ranks by itself, and be right. A question for the number of dimensions,
-which is one, is warned of likewise: ``if p.dim() > 1`` in an initialization or for parameter groups
-would choose none. Two things cannot be seen: a norm that
-is written as squares and sums, and gradients that one function collects and another takes the norm
-of.
+The last one may add up over ranks by itself, and be right. A function that asks for the number of
+dimensions, which is one, is warned, too: ``if p.dim() > 1`` in an initialization or for parameter
+groups would choose none. Two things cannot be seen: a norm that is written as squares and sums, and
+a norm of gradients that a different function has collected.
 
 A loss that is computed with a shard is warned of in checks/params_in_graphs.py.
 
 A flat parameter also sees each optimizer that is built with it; see chunks/optimizers.py. For the
-optimizer itself it is a parameter as any other: torch chooses the same kernels for it.
+optimizer itself it is a parameter like any other: torch chooses the same kernels for it.
 """
 
 import sys
@@ -50,7 +49,7 @@ class FlatParameter(nn.Parameter):
     Attributes:
         is_sharded: other ranks have other shards of it. False with NO_SHARD.
         unit: returns the unit, or None when that is gone.
-        on_optimizer: of the class; called with each optimizer that is being built with one.
+        on_optimizer: of the class; called with each optimizer that is built with such parameters.
     """
 
     is_sharded = False
@@ -99,7 +98,7 @@ class FlatParameter(nn.Parameter):
         return super().is_contiguous(*args, **kwargs)
 
     def dim(self) -> int:
-        """1. Code that would be answered otherwise for the unit's parameters is warned."""
+        """1. Warns code that would get a different answer from the unit's own parameters."""
         return _dimensions(self, sys._getframe(1))
 
     @property
@@ -117,7 +116,7 @@ class FlatParameter(nn.Parameter):
         return leaf
 
 
-# Where torch.compile(optimizer.step) has compiled it, the property calls itself.
+# If torch.compile(optimizer.step) compiled the property, it would call itself.
 never_compile_inside(vars(FlatParameter)["grad"].fget)
 
 # On GPUs an optimizer takes kernels for many tensors at a time (foreach), if the exact type of each
@@ -155,7 +154,7 @@ def _for_reader(grad: Tensor, frame: FrameType) -> Tensor:
     if module == "torch.nn.utils.clip_grad":
         if function in _REFUSED:
             raise _no_norm(function)
-        increment_version(grad)  # kernels for lists do not, and no_sync.py would see nothing
+        increment_version(grad)  # foreach kernels do not, and no_sync.py would see no change
     if function == "_unscale_grads_" and _is_local(reader):
         raise RuntimeError(
             f"{type(reader.f_locals['self']).__name__} was used on the parameters of a sharded "
@@ -197,8 +196,8 @@ def _dimensions(param: FlatParameter, frame: FrameType) -> int:
 
 
 class _ShardOfGradient(Tensor):
-    """The gradient that a function gets whose code names ``get_total_norm``. It may be used for all
-    else: the function need not pass it on to ``get_total_norm``."""
+    """The gradient for a function whose code names ``get_total_norm``. All other uses are fine: the
+    function need not pass it on to ``get_total_norm``."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

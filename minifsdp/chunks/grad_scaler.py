@@ -46,7 +46,7 @@ class ShardedGradScaler(GradScaler):
     The other arguments are those of ``torch.amp.GradScaler``.
     """
 
-    asks_all_ranks = True  # flat_parameter.py refuses scalers that do not have this
+    asks_all_ranks = True  # flat_parameter.py lets scalers pass that have this
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class ShardedGradScaler(GradScaler):
         self.process_group = process_group
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As torch's. With offload a fused optimizer does not skip steps by itself, for which it
-        would read what has not arrived from the GPU: the scaler skips them."""
+        """As torch's. With offload a fused optimizer must not skip steps by itself, since it would
+        read a flag that has not arrived from the GPU: the scaler skips them."""
         fused: Any = optimizer
         skips = getattr(fused, "_step_supports_amp_scaling", False)
         if not (skips and self._is_elsewhere(optimizer)):

@@ -1,7 +1,7 @@
 """What features ask of the layout of a unit in chunks, beyond what the core does (core/shard.py).
 
 Rows have different blocks and may be frozen in part (rows.py), and they answer the same questions.
-Of chunks the answers are simple.
+For chunks the answers are simple.
 """
 
 from collections.abc import Sequence

@@ -7,7 +7,7 @@ That is all right if each rank saves its own and loads its own, into a model sha
     torch.save(optimizer.state_dict(), f"optimizer{rank}.pt")
 
 Any other use would go wrong silently: all ranks may load rank 0's (moments of other elements), or
-one rank may load that of a model on two (torch's fused kernels read past its end, and the process
+a single rank may load one of two ranks' (torch's fused kernels read past its end, and the process
 dies). So each parameter group gets an entry, the :class:`Mark`, that says which chunks these are.
 torch saves and loads the entries of a group without looking at them. ::
 

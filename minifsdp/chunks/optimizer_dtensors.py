@@ -1,7 +1,7 @@
 """An optimizer whose parameters are DTensors for a while, whichever way units are divided.
 
 The optimizer of a model in chunks has one flat parameter for each unit, and one state for all
-parameters in it. The state of an element-wise optimizer is laid as the parameter is, so it is
+parameters in it. The state of an element-wise optimizer has the layout of its parameter, so it is
 divided as the unit's parameters are (unit_dtensors.py), and put together again::
 
     {_flat_param [5]: {"step": 3, "exp_avg": [5]}}
@@ -35,14 +35,14 @@ State = dict[str, Any]
 """An optimizer's state of one parameter: tensors and numbers by name."""
 
 NAMES = "param_names"  # the key in a parameter group, of optimizers that were given names
-RATES = ("lr", "weight_decay")  # keys of what a step multiplies parameters and gradients with
+RATES = ("lr", "weight_decay")  # keys of what a step multiplies parameters and gradients by
 BEFORE_A_STEP = {"step": 0, "mu_product": 1}
 """Numbers in the states of torch's optimizers that change in each step, as they are before it."""
 
 
 class OptimizerState:
-    """Groups and states as an optimizer has them, apart from it: another state of an optimizer, or
-    one that is still to be loaded.
+    """Groups and states in the form in which an optimizer has them, without the optimizer: another
+    state for it, or one that is still to be loaded.
 
     Args:
         groups: are copied, so that what is done to them does not change the optimizer.
@@ -58,7 +58,7 @@ def make_states(optimizer: Optimizer) -> None:
     can be saved, and programs can load into them. Does nothing if there are gradients.
 
     They are made by a step in which gradients, learning rate and weight decay are zero. (torch's
-    own ``_init_optim_state`` has the weight decay, which some optimizers keep in their moments.)
+    own ``_init_optim_state`` leaves the weight decay on, which some optimizers add to moments.)
     """
     groups = optimizer.param_groups
     params = [param for group in groups for param in group["params"] if param.requires_grad]
@@ -87,12 +87,12 @@ class OptimizerDTensors:
 
     Args:
         units: whose parameters are shown as DTensors now.
-        form: in which they are.
+        form: how the DTensors are made.
 
     Attributes:
-        units: of each flat parameter that it has.
+        units: the unit of each flat parameter that the optimizer has.
         dtensors: the parts of each flat parameter.
-        states: of each flat parameter, to be restored.
+        states: the state of each flat parameter, to be restored.
 
     Raises:
         RuntimeError: the states differ between ranks, or are not element-wise.
@@ -115,7 +115,7 @@ class OptimizerDTensors:
         known = optimizer.state
         self.states = {flat: known[flat] for flat in self.units if flat in known}
         self._check_states()
-        # All of them before the optimizer is changed: an exchange may fail.
+        # Divide all of them before the optimizer is changed: an exchange may fail.
         divided = {
             flat: _divide(self.units[flat], state, form) for flat, state in self.states.items()
         }

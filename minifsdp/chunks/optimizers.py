@@ -12,7 +12,7 @@ parameters together (LBFGS)                   because there is no way to find ou
                                               DTensor cannot do what it does
 an optimizer that holds parameters from       refused: nothing computes with those any more
 before the wrapping
-its state, loaded by a rank with another      refused, see optim_state.py
+its state, loaded by a rank with a different  refused, see optim_state.py
 chunk
 parameter groups by name or by dimension:     warned of: a flat parameter is all of a unit's
 "no weight decay for biases"                  parameters, has one dimension and no such names, so
@@ -48,14 +48,14 @@ Groups = list[dict[str, Any]]
 
 # Parts of the names of classes, in lower case. By tensor: adafactor and others divide by a norm of
 # the whole tensor, or treat it as a matrix, which a flat parameter is not. By model: all parameters
-# share one number, such as a step length, for which each rank would find another value.
+# share one number, such as a step length, for which each rank would find its own value.
 _BY_TENSOR = re.compile(
     "adafactor|muon|lamb(?!da)|lars|shampoo|soap|novograd|adam_?mini|galore|^came|sm3|kfac"
 )
 _BY_MODEL = re.compile("lbfgs|prodigy|dadapt|^sam$|zeroredundancy|localsgd")
 _NOT_OF_DTENSORS = (torch.optim.Adafactor, torch.optim.LBFGS)
-# They compute with torch.view_as_real(param), which of a DTensor that ranks do not divide evenly is
-# a copy. What they write to it is lost, and no error says so.
+# These compute with torch.view_as_real(param), which is a copy if param is a DTensor that ranks do
+# not divide evenly. What they write to it is lost, and no error says so.
 _AS_REAL = re.compile("Adadelta|Adagrad|AdamW?|Adamax|ASGD|NAdam|RAdam|RMSprop|Rprop")
 _INSIDE = re.compile(r"torch\.|minifsdp\.")
 
@@ -134,8 +134,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 def _choose_kernels(groups: Groups) -> None:
     """Let torch take a kernel for each parameter (``foreach=False``) where a group has DTensors and
-    others: of units in rows and in chunks, or ignored ones. On GPUs it would take kernels for many
-    tensors at a time by itself, which then refuse the mixture."""
+    others: of units in rows and in chunks, or ignored ones. Otherwise torch would take kernels for
+    many tensors at a time on GPUs, which refuse the mixture."""
     for group in groups:
         kinds = {isinstance(param, DTensor) for param in group["params"]}
         if len(kinds) > 1 and group.get("foreach", False) is None and not group.get("fused"):
@@ -209,8 +209,8 @@ def _uneven(param: DTensor) -> bool:
 
 
 def _is_flattened(param: FlatParameter) -> bool:
-    """Whether a flat parameter has another shape than what it was made of. It has not if that is
-    one vector, whole on each rank."""
+    """Whether a flat parameter differs in shape from the parameters that it was made of. Only a
+    single vector, whole on each rank, keeps its shape."""
     unit = param.unit()
     return unit is not None and (
         param.is_sharded

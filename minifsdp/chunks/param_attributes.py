@@ -28,7 +28,7 @@ _MISSING = object()
 
 
 def attributes_of(param: nn.Parameter) -> dict[str, Any]:
-    """What a program has set on a parameter. None of a subclass, which has its own."""
+    """What a program has set on a parameter. For a subclass, which has its own, nothing."""
     given = vars(param) if type(param) in (nn.Parameter, DTensor) else {}
     return {
         name: value

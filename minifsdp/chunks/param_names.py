@@ -1,12 +1,12 @@
 """Names of parameters, for programs that choose parameters by name.
 
 A wrapper lists parameters under their names from before wrapping. A program may also make names
-itself, and find the wrapper's on its way::
+itself, with those of wrappers in them, and then choose the parameters whose names are in both::
 
     model.named_parameters()                             blocks.0.linear.weight
     going through named_children(), as Trainer does      blocks.0._fsdp_wrapped_module.linear.weight
 
-to choose those parameters whose names are in both. So a name equals each way to write it.
+So a name equals each way to write it.
 
 Such a loop freezes all of a plain model but its head and its biases::
 

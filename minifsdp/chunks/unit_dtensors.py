@@ -2,15 +2,15 @@
 
 This is the form that PyTorch has for checkpoints: each tensor under its own name, divided along its
 first dimension. torch.distributed.checkpoint saves the part of each rank, and loads it into as many
-ranks as there are then. A unit in rows has these DTensors already. Of one in chunks each rank sends
-to the others what belongs to their rows, and gets what belongs to its own; and back::
+ranks as there are then. A unit in rows has these DTensors already. For a unit in chunks each rank
+sends the others what belongs to their rows, and gets what belongs to its own; and back::
 
     chunks    rank 0: a a b b c          rank 1: c x y z
     rows      rank 0: a a b b | x y      rank 1: c c | z
 
-The same is done to the tensors of an optimizer's state, each of which is laid as the unit's shard
-(optimizer_dtensors.py). So a rank holds no more than it has to keep. To save and to load nothing
-has to be exchanged: there is another :class:`Form` for that, in checkpoint_state.py.
+The same is done to the tensors of an optimizer's state, each of which has the layout of the unit's
+shard (optimizer_dtensors.py). So a rank holds no more than it has to keep. Saving and loading need
+no exchange: there is another :class:`Form` for them, in checkpoint_state.py.
 """
 
 from collections.abc import Sequence
@@ -32,14 +32,14 @@ from minifsdp.support.dtensors import divided_alike, dtensor, like, local_of
 
 
 def chunk_to_dtensors(unit: FeaturedUnit, chunk: Tensor) -> list[DTensor]:
-    """Divide in rows what is laid as the chunks of a unit. All its ranks take part.
+    """Divide in rows what has the layout of a unit's chunks. All its ranks take part.
 
     Args:
         chunk: ``[n]``, of any dtype: this rank's, as long as its ``unit.sharded_flat_param``.
 
     Returns:
         For each parameter of the unit a DTensor of its shape, with memory of its own where
-        ``chunk`` is. What has no dimension has no rows, and is whole on each rank.
+        ``chunk`` is. One without dimensions has no rows, and is whole on each rank.
     """
     rows = _redistributed(unit, [chunk.detach()], _chunks(unit), _rows(unit))
     mesh, found = mesh_of_unit(unit), []
@@ -184,7 +184,7 @@ class UnitDTensors:
         """Copy the values to the unit's shard.
 
         Returns:
-            Whether they differ from those before. Of a unit in rows they are always the same ones.
+            Whether a shard in chunks was changed. False for a unit in rows.
         """
         for info, param in zip(self.unit.param_infos, self.params, strict=True):
             for module, attribute in info.owners:
@@ -221,7 +221,7 @@ def divide_alike(value: Tensor, param: DTensor) -> DTensor:
 
 
 def detached(value: Tensor, to_cpu: bool) -> Tensor:
-    """A copy without a graph, of which a DTensor has this rank's part.
+    """A copy without a graph; of a DTensor, a copy of this rank's part.
 
     Args:
         to_cpu: in the host's memory.
