@@ -73,7 +73,7 @@ def owners() -> None:
 # Without it, a module that is called at the wrong time would compute with freed memory. This method
 # gives a view to all owners:
 #
-# {{ minifsdp/support/param_views.py Placeholders.show -Or parameters -pop(FLAT_PARAM -hidden, unit
+# {{ minifsdp/support/param_views.py Placeholders.show -Otherwise -pop(FLAT_PARAM -hidden, unit
 # -if unit.leaks -attributes = -found = -if found -__setattr__ is -if hidden }}
 #
 # ## What breaks without it
