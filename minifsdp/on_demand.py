@@ -72,7 +72,8 @@ class OnDemand(Layer):
         """In a backward, a checkpoint may run a unit again that was freed early."""
         call.notes["gradients"] = torch.is_grad_enabled()
         call.unit.kept_views = []  # a forward has new views, also in a backward
-        self.freed(call.unit)
+        if call.unit in self._freed_early:
+            self.freed(call.unit)
 
     def gathered(self, call: Call) -> None:
         """Somebody may keep the views of this call for its backward (support/param_views.py)."""
