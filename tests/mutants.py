@@ -135,6 +135,7 @@ MUTANTS = [
     Mutant("wrapping/torch_attributes", "always idle", "idle = wrapper._hooks.idle", "idle = True"),
     Mutant("wrapping/attributes", "the wrapper's before the module's", "        try:\n            return getattr(module, name)", "        if name in TORCH_ATTRIBUTES:\n            return TORCH_ATTRIBUTES[name](self)\n        try:\n            return getattr(module, name)", noticed_by="wrapping/torch_attributes"),
     Mutant("fully_sharded", "the module is whatever is inside", "return self._unit.module", "return self._fsdp_wrapped_module", noticed_by="wrapping/attributes"),
+    Mutant("featured_unit", "Dynamo compiles what autograd calls", "UnshardedFlatParams(never_compile_inside(gradient_hook(self)))", "UnshardedFlatParams(gradient_hook(self))", noticed_by="wrapping/compiled"),
     Mutant("chunks/layout", "padding has no size of its own", ", self.padded_numel - self.numel]", "]"),
     Mutant("chunks/layout", "an optimizer sees a copy", "return [shard]", "return [shard.clone()]"),
     Mutant("chunks/layout", "padding has no gradient", "self.trained_numel = self.padded_numel", "self.trained_numel = self.numel"),

@@ -4,9 +4,9 @@ Each machine is a namespace with one interface, on a bridge in another one; as a
 rank on each. What it sends passes a token bucket (`tbf`) of the rate that was asked for. In place
 of the bridge there may be a cable with latency (delay.py). It takes Linux, root, `ip` and `tc`.
 
-A connection has so many bytes under way as its sender keeps until they are acknowledged. Over a
-link with latency that decides on its rate: with the 4 MiB that Linux allows, of which half are for
-its own notes, a gigabit whose way there and back takes 40 ms carries half of what it could.
+A sender keeps all bytes of a connection until they are acknowledged, so its buffer limits how many
+are under way. Linux allows 4 MiB, of which half are bookkeeping. A link of 1 Gbit/s on which the
+way there and back takes 40 ms then carries half of what it could.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from tests.bench import delay
 CLONE_NEWNET = 0x40000000
 DEVICE = "eth0"  # the interface of each namespace
 BURST = "256kb"  # of a bucket: a few messages, far less than a unit
-BUFFERS = ("net.ipv4.tcp_wmem", "net.ipv4.tcp_rmem")  # of a connection: at least, at first, at most
+BUFFERS = ("tcp_wmem", "tcp_rmem")  # of a connection: bytes at least, at first, at most
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ def links(machines: int, link: Link) -> Iterator[None]:
             _ip("-n", name, "link", "set", "lo", "up")
             shaped = ("root", "tbf", "rate", f"{link.mbit}mbit", "burst", BURST, "latency", "100ms")
             subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", DEVICE, *shaped], check=True)
-            for setting in BUFFERS if link.buffers else ():
-                _allow(machine, setting, link.buffers << 20)
+            for buffer in BUFFERS if link.buffers else ():
+                _enlarge(machine, buffer, link.buffers << 20)
         if link.ms:
             made.enter_context(_late(bridge, link.ms, ports))
         else:
@@ -90,9 +90,9 @@ def links(machines: int, link: Link) -> Iterator[None]:
         yield
 
 
-def _allow(machine: int, setting: str, nbytes: int) -> None:
-    """So many bytes at most, for the connections of a machine that are made from now on."""
-    file = f"/proc/sys/{setting.replace('.', '/')}"
+def _enlarge(machine: int, buffer: str, nbytes: int) -> None:
+    """Allow connections of a machine that are made from now on a buffer of ``nbytes``."""
+    file = f"/proc/sys/net/ipv4/{buffer}"
     words = f"set -- $(cat {file}) && echo $1 $2 {nbytes} > {file}"
     subprocess.run([*command(machine), "sh", "-c", words], check=True)
 

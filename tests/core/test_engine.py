@@ -45,12 +45,14 @@ def steps(count=3, between=False, **settings):
     settings.setdefault("forward_prefetch", False)
     settings.setdefault("backward_prefetch", None)
     model = sharded(mlp(), **settings)
-    for wrapper in [m for m in model.modules() if m is not model and isinstance(m, type(model))]:
-        if between:
-            wrapper.register_forward_hook(lambda *args: forward.append("|"))
-            wrapper.register_forward_hook(
-                lambda *args: args[-1].register_hook(lambda grad: backward.append("|")) and None
-            )
+
+    def mark(block, inputs, output):
+        forward.append("|")
+        output.register_hook(lambda grad: backward.append("|"))
+
+    for module in model.modules() if between else ():
+        if module is not model and isinstance(module, type(model)):
+            module.register_forward_hook(mark)
     for at in range(count):
         with watch() as forward:
             loss = model(batch(at)).sum()
