@@ -45,7 +45,8 @@ class Adapted(nn.Module):
         weight = self.base.weight
         x = self.norm(x.to(self.norm.weight.dtype)).to(weight.dtype)
         decoded = (self.codes.to(weight.dtype) - 128) / 256
-        result = nn.functional.linear(x, weight + decoded, self.base.bias)
+        # A layer saves the weight that it computes with: the parameter itself, and what is decoded.
+        result = nn.functional.linear(self.base(x), decoded)
         adapters = self.lora_b(self.lora_a(x.to(self.lora_a.weight.dtype)))
         return result + adapters.to(result.dtype)
 

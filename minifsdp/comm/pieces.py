@@ -43,10 +43,6 @@ class Pieces:
         return self.pieces[0].dtype
 
     @property
-    def device(self) -> torch.device:
-        return self.pieces[0].device
-
-    @property
     def requires_grad(self) -> bool:
         for piece in self.pieces:  # noqa: SIM110  # any() would cost a call for each
             if piece.requires_grad:

@@ -134,7 +134,9 @@ class ModuleWrapper(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if self._is_for_module(name):
             self._check_parameter(name, param)
-        super().register_parameter(name, param)
+            self.module.register_parameter(name, param)
+        else:
+            super().register_parameter(name, param)
 
     def named_modules(
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True

@@ -57,6 +57,26 @@ def test_what_a_forward_does_to_its_parameters_is_not_lost_without_a_word(how, w
     step(model)
 
 
+@pytest.mark.parametrize("when", ["before a step", "in a forward"])
+@on_ranks(2)
+def test_another_flat_parameter_in_its_place_is_refused_by_name(when):
+    model = stack(1)
+    places = model.module[1].module._parameters
+    own, other = places["_flat_param"], nn.Parameter(torch.zeros_like(places["_flat_param"]))
+    if when == "before a step":
+        places["_flat_param"] = other
+    else:
+        hook = model.module[0].register_forward_hook(
+            lambda *_: places.__setitem__("_flat_param", other)
+        )
+    with pytest.raises(RuntimeError, match="place of parameter '_flat_param' of unit '1'"):
+        model(batch())
+    places["_flat_param"] = own
+    if when == "in a forward":
+        hook.remove()
+    step(model)
+
+
 @on_ranks(2)
 def test_a_whole_parameter_that_is_nobody_elses_may_be_changed_in_a_forward():
     module = Changes(6, 6)

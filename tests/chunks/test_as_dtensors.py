@@ -282,6 +282,19 @@ def test_without_writeback_nothing_changes_and_with_it_everything():
     train(model, optimizer, 1)  # and no check takes this for something else
 
 
+@pytest.mark.parametrize("way", OURS)
+@on_ranks(2)
+def test_a_state_dict_may_be_assigned(way):
+    model, optimizer = make(way)
+    with as_dtensors(model, optimizer):
+        state = {name: value.clone() + 1 for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+    with as_dtensors(model, optimizer, writeback=False):
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, state[name]), name
+    train(model, optimizer, 0)
+
+
 @on_ranks(2)
 def test_saving_does_not_gather_what_is_not_wanted():
     """Of each unit in chunks its parameters and two moments, one unit at a time; of rows nothing,

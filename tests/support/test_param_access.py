@@ -13,7 +13,7 @@ from minifsdp import CPUOffload, ModuleWrapPolicy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.support.param_access import Placeholder
 from tests.ranks import device, on_ranks
-from tests.small import batch, stack, step
+from tests.small import batch, layers, stack, step
 
 X = torch.ones(3, 6)
 INDEX = torch.zeros(2, dtype=torch.long)
@@ -221,3 +221,19 @@ def test_a_module_sees_a_view_of_the_flat_parameter_while_it_runs():
     step(model)
     assert seen[0]._base is model.engine.units[1].unsharded.flat_param and seen[0].shape == (6, 6)
     assert type(block[0].weight) is Placeholder
+
+
+@on_ranks(2)
+def test_a_placeholder_that_a_program_keeps_has_the_values_while_its_unit_is_gathered():
+    model, seen = stack(2), []
+    block = model.module[1].module
+    kept = block[0].weight
+
+    def look(*_):
+        seen.append((kept.mT.data_ptr() == block[0].weight.data_ptr(), kept.mT.shape, kept.sum()))
+
+    block.register_forward_hook(look)
+    with torch.no_grad():
+        model(batch())
+    assert seen == [(True, (6, 6), layers(2)[1][0].weight.sum())]
+    assert not hasattr(kept, "mT")

@@ -77,6 +77,14 @@ def test_what_is_set_on_a_wrapper_is_seen_by_the_module(what):
 
 
 @on_ranks(1)
+def test_a_parameter_that_is_none_is_registered_with_the_module():
+    block = wrapped()[0]
+    block.register_parameter("gain", None)
+    assert "gain" in block.module._parameters and "gain" not in block._parameters
+    assert block.gain is None
+
+
+@on_ranks(1)
 def test_what_is_the_wrappers_stays_with_it():
     model = wrapped()
     before = set(model.module.__dict__)
