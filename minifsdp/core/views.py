@@ -44,8 +44,6 @@ def make_views(unit: Unit) -> None:
 
 def show_views(unit: Unit) -> None:
     """Let the modules compute with the views."""
-    if not unit.views and unit.param_infos:
-        make_views(unit)  # they were dropped: somebody has kept their memory, or it is another one
     unit.shows_views = True
     unit.places.show(unit, unit.views)
 

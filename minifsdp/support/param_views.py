@@ -14,7 +14,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from minifsdp.core.views import FLAT_PARAM
+from minifsdp.core.views import FLAT_PARAM, make_views
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.param_access import ParamInfo
 
@@ -45,7 +45,8 @@ class Placeholders:
 
         Args:
             unit: gathered; or in rows, between steps.
-            tensors: its views; or the DTensors that an optimizer is to find.
+            tensors: its views, of which new ones are made if they were dropped; or the DTensors
+                that an optimizer is to find.
 
         Raises:
             RuntimeError: a placeholder was replaced by another parameter.
@@ -53,6 +54,9 @@ class Placeholders:
         # Otherwise parameters() would list its elements twice.
         unit.module._parameters.pop(FLAT_PARAM, None)
         hidden, unit.has_placeholders = unit.has_placeholders, False
+        if not tensors and unit.param_infos:  # somebody has kept their memory, or it is another one
+            make_views(unit)
+            tensors = unit.views
         if unit.leaks and unit.kept_views and unit.shows_views:  # not so between steps
             tensors = _kept(unit.kept_views, tensors)
         for info, tensor in zip(unit.param_infos, tensors, strict=True):
