@@ -44,6 +44,9 @@ class Block(nn.Module):
     def twice(self, x):
         return self(self(x))
 
+    def half(self, x):
+        return torch.tanh(self.linear(x))
+
 
 def build(frozen: bool = False) -> nn.Module:
     torch.manual_seed(0)
@@ -404,8 +407,10 @@ def test_dtensors_are_on_the_mesh_that_was_given():
 def test_other_methods_that_are_registered_gather_too():
     plain, model = build(), sharded()
     x = torch.randn(2, 6, device=device())
-    register_fsdp_forward_method(model[1], "twice")
-    assert torch.equal(model[1].twice(x), plain[1].twice(x))
+    for method in ("twice", "half"):  # the second one has its parameters from nowhere else
+        register_fsdp_forward_method(model[1], method)
+        found, expected = getattr(model[1], method)(x), getattr(plain[1], method)(x)
+        assert type(found) is torch.Tensor and torch.equal(found, expected)
     register_fsdp_forward_method(model[0], "reset_parameters")  # nothing: it is no unit
     with pytest.raises(ValueError, match="no method 'thrice'"):
         register_fsdp_forward_method(model[1], "thrice")

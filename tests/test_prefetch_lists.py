@@ -125,6 +125,18 @@ def test_ranks_with_different_lists_are_told():
 
 
 @on_ranks(2)
+def test_what_has_nothing_to_gather_may_be_in_a_list():
+    model = layers(2)
+    model.append(nn.Sequential(nn.Tanh()))
+    for block in model[1:]:
+        fully_shard(block)
+    fully_shard(model)
+    model.set_modules_to_forward_prefetch([model[3], model[1], model[2]])
+    forward, _ = passes(model)
+    assert " ".join(forward) == "+root +1 +2 -1 -2"
+
+
+@on_ranks(2)
 def test_a_unit_without_parameters_has_no_backward_list():
     model = layers(3)
     empty = fully_shard(nn.Sequential(nn.Tanh()))

@@ -17,8 +17,8 @@ from minifsdp.between_steps import local_optim_state
 from minifsdp.between_steps.local_optim_state import group_settings, local_state
 from tests.between_steps.test_state_dict_type import IN_ROWS, trained
 from tests.patience import Patience
-from tests.ranks import on_ranks
-from tests.small import layers
+from tests.ranks import device, on_ranks
+from tests.small import layers, step
 
 
 def groups(**settings):
@@ -86,6 +86,30 @@ def test_what_is_divided_is_taken_from_each_rank_even_if_the_first_is_to_send():
     for entry, own in zip(found["state"].values(), optimizer.state.values(), strict=True):
         # torch's default for what is sharded is to save it from the host.
         assert torch.equal(entry["exp_avg"].to_local(), own["exp_avg"].to_local().cpu())
+
+
+class Scaled(nn.Linear):
+    """One of its parameters has no dimensions, as some of an optimizer's numbers for it."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+@on_ranks(2)
+def test_a_number_for_a_parameter_without_dimensions_stays_one():
+    model = FSDP(Scaled().to(device()))
+    optimizer = torch.optim.NAdam(model.parameters())
+    step(model)
+    optimizer.step()
+    given = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    found = local_state(model, optimizer.param_groups, given, from_first=False)
+    (own,), (entry,) = optimizer.state.values(), found["state"].values()
+    assert entry.keys() == own.keys() and entry["mu_product"].dim() == 0
+    assert all(torch.equal(entry[key], own[key]) for key in own)
 
 
 @on_ranks(1)

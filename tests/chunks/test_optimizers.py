@@ -7,6 +7,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 import minifsdp.chunks.optim_state
 import minifsdp.chunks.optimizers
@@ -50,6 +52,13 @@ def test_one_parameter_of_one_dimension_is_what_it_was():
     for other in (nn.LayerNorm(3), nn.Linear(3, 3, bias=False)):
         with pytest.raises(RuntimeError, match="whole parameters, in their own shapes"):
             someones("Adafactor")(FSDP(other.to(device())).parameters(), lr=0.1)
+
+
+@on_ranks(2)
+def test_what_it_has_of_somebody_elses_dtensors_is_nobodys_business():
+    whole = stack(1, sharding_strategy=ShardingStrategy.NO_SHARD)
+    other = nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh(device().type, (2,))))
+    torch.optim.LBFGS([other, *whole.parameters()], lr=0.1)
 
 
 @on_ranks(2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from minifsdp import MixedPrecision, ShardingStrategy, fully_shard
@@ -33,6 +33,12 @@ def test_a_number_of_ranks_may_be_all_or_one():
             reshards_after_forward(wrong, None)
     with pytest.raises(ValueError, match="divides the 2 ranks"):
         reshards_after_forward(4, mesh)
+
+
+@on_ranks(4)
+def test_in_a_mesh_of_some_ranks_a_number_may_be_all_of_them_or_one():
+    some = DeviceMesh(device().type, [0, 1])
+    assert reshards_after_forward(2, some) and not reshards_after_forward(1, some)
 
 
 @on_ranks(1)
