@@ -196,9 +196,10 @@ def bar(tokens: int, found: dict[str, Any]) -> Any:
 # On the slow network a step takes four times its computation. There are three ways out: more tokens
 # (recomputation, page [15](15_recompute.md), makes room for them), fewer bytes, or a different
 # road. `SHARD_GRAD_OP` keeps what it has gathered until the backward, so it sends two thirds.
-# `HYBRID_SHARD` shards inside of a node and replicates between nodes (page [22](22_hybrid.md)), so
-# gathers use NVLink, and only gradients cross the network: an all-reduce, which sends them twice.
-# That is as much as `SHARD_GRAD_OP` sends, but of each message it is an eighth, in fewer steps.
+# `HYBRID_SHARD` shards inside of a node and replicates between nodes (page [22](22_hybrid.md)). So
+# gathers use NVLink, and only gradients cross the network, in all-reduces. With many nodes an
+# all-reduce sends them twice, which is as much as `SHARD_GRAD_OP` sends over the network. With two
+# nodes it sends them once: half to the other node as a reduce-scatter, half as a gather.
 
 
 # %%
