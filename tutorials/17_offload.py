@@ -200,8 +200,9 @@ def adam_on_the_host() -> None:
 
 
 # %% [markdown]
-# Adam takes longer than the forward and the backward together. (On a real host it takes even longer:
-# the virtual one counts each of the four numbers once, also the three that are read and written.)
+# Adam takes longer than the forward and the backward together. (On a real host it takes even
+# longer: the virtual one counts each of the four numbers once, also the three that are read and
+# written.)
 #
 # (DeepSpeed, where offload is from, [has an Adam of its own for
 # CPUs](https://github.com/deepspeedai/DeepSpeed/pull/484). With it,
@@ -258,8 +259,8 @@ def without_a_part() -> None:
 # add whatever is in that memory: the gradient of the last step, zeros, or half of a gradient. It
 # depends on how busy the link is, so it happens only now and then, and no error says so.
 #
-# PyTorch's first FSDP has a related problem. There each download is written to the same tensor, over
-# what the last one has left, and that tensor is `.grad`. After two backwards with offload the
+# PyTorch's first FSDP has a related problem. There each download is written to the same tensor,
+# over what the last one has left, and that tensor is `.grad`. After two backwards with offload the
 # gradients of the first one are gone ([seen with torch 2.13](../tests/test_lessons.py)). minifsdp
 # downloads to new memory, waits, and adds.
 #
