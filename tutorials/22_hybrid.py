@@ -31,9 +31,11 @@
 #
 # The third reason is not in these lines: a large cluster runs other jobs, and their messages are in
 # the way. On the virtual network four machines share a switch, and each message that leaves the
-# switch waits behind half a megabyte of other traffic. A port of 100 Gbit/s needs 50 microseconds
-# for that. Each of the 1,023 steps waits for the slowest message of all machines, which makes
-# another 50 ms. This number is not a law of nature. It was chosen so that [published
+# switch waits behind half a megabyte of other traffic. The port through which it leaves, here one
+# of 100 Gbit/s, needs 50 microseconds for that. Each of the 1,023 steps waits for the slowest
+# message of all machines, which makes another 50 ms.
+#
+# Half a megabyte is not a law of nature. It was chosen so that [published
 # runs](https://github.com/Modalities/modalities/blob/bf0e6d3/docs/scaling_experiments/scaling_leonardo.md)
 # of a model of 6.7 billion parameters come out right, on 64 and 256 A100, with four GPUs and 400
 # Gbit/s in a machine. Whether those waited for other jobs, or for something in NCCL, they do not
