@@ -205,7 +205,7 @@ def adam_on_the_host() -> None:
 # written.)
 #
 # (DeepSpeed, where offload is from, [has an Adam of its own for
-# CPUs](https://github.com/deepspeedai/DeepSpeed/pull/484). With it,
+# CPUs](https://github.com/microsoft/DeepSpeed/pull/468). With it,
 # [ZeRO-Offload](https://arxiv.org/abs/2101.06840) reports models of 13 billion parameters on a
 # single GPU.)
 #

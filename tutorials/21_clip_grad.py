@@ -224,8 +224,8 @@ def draw() -> None:
 #
 # 1. Yes. Two shards with a norm of 0.8 are a gradient with a norm of 1.13.
 # 2. Twice the right one: each square is counted 4 times, and the square root of 4 is 2. So
-#    gradients are clipped that need not be. PyTorch's FSDP [counted that way at
-#    first](https://github.com/pytorch/pytorch/pull/88955).
+#    gradients are clipped that need not be. PyTorch's FSDP [had counted that
+#    way](https://github.com/pytorch/pytorch/pull/88955).
 #
 # </details>
 

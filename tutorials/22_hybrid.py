@@ -37,7 +37,7 @@
 #
 # Half a megabyte is not a law of nature. It was chosen so that [published
 # runs](https://github.com/Modalities/modalities/blob/bf0e6d3/docs/scaling_experiments/scaling_leonardo.md)
-# of a model of 6.7 billion parameters come out right, on 64 and 256 A100, with four GPUs and 400
+# of a model of 7 billion parameters come out right, on 64 and 256 A100, with four GPUs and 400
 # Gbit/s in a machine. Whether those waited for other jobs, or for something in NCCL, they do not
 # say. On more than four machines NCCL also picks protocols that send short messages with less
 # latency, and trees in place of long rings;
@@ -168,9 +168,9 @@ def leaves_a_machine(gpu: VirtualGpu) -> float:
 #
 # Trust which bar is longer, not the milliseconds. On the same cluster [a model of 2.7 billion
 # parameters](https://github.com/Modalities/modalities/blob/bf0e6d3/docs/scaling_experiments/scaling_leonardo.md)
-# was trained with both strategies. Hybrid was 1.50, 1.39 and 1.63 times as fast as full on 64, 128
-# and 256 GPUs. No number here was fitted to these six runs, and hybrid is predicted to be faster in
-# all three cases ([by how
+# was trained with both strategies, and hybrid was 1.50, 1.39 and 1.63 times as fast as full on 64,
+# 128 and 256 GPUs. No number here was fitted to these six runs, and hybrid is predicted to be
+# faster in all three cases ([by how
 # much](../minifsdp/sim/README.md#held-against-runs-that-others-published)). Of all numbers, the
 # wait for other jobs rests on the fewest runs, and your network may be quieter or busier. NCCL also
 # knows [a way with fewer steps than a ring](https://arxiv.org/abs/2506.20252), which is not
