@@ -162,9 +162,10 @@ def deviations() -> list[Any]:
 #
 # Nothing on this page is a layer, since all of it is over before the first forward. It is a step of
 # wrapping, in [materialize.py](../minifsdp/wrapping/materialize.py), and part of that step is to
-# hide the inner units. Here the function is called with `recurse=True`. First the hiding is taken
-# out, then the whole step. (`three_times` is in [taken_out.py](taken_out.py). The first line has
-# PyTorch [fill new memory with NaN](https://docs.pytorch.org/docs/stable/deterministic.html).)
+# hide the inner units. Here `own_values` fills everything below a module, with `recurse=True`.
+# First the hiding is taken out, then the whole step. (`three_times` is in
+# [taken_out.py](taken_out.py). The first line of the experiment has PyTorch [fill new memory with
+# NaN](https://docs.pytorch.org/docs/stable/deterministic.html).)
 
 
 # %%
@@ -240,8 +241,8 @@ def a_table() -> None:
 # %% [markdown]
 # The table is whatever was in that memory before, and nobody can tell. Often it is zeros, and then
 # the model does not know positions. The experiment shows NaN because of its first line, the same as
-# in the experiment above: you see what nobody has filled. Use it once with every model that you
-# build on meta.
+# in the experiment above: you see what nobody has filled. Use that line once with every model
+# that you build on meta.
 #
 # This happens to good libraries. In transformers a model [read a table of positions that nobody had
 # written](https://github.com/huggingface/transformers/issues/45902). In torchtitan such a table
