@@ -119,9 +119,10 @@ def draw() -> None:
 # optimizer state, and 2.7 GB of parameters in bf16.](16_groups.svg)
 #
 # The two upper bars differ in the orange part only, which is what was gathered and is not freed
-# yet. `FULL_SHARD` has two units of it at a time, `SHARD_GRAD_OP` has them all. `NO_SHARD` gathers
-# nothing, but it has to cast all parameters to bf16 to compute with them. (The printed peaks are
-# higher than the bars: there are activations, too, and tensors that Adam needs during its step.)
+# yet. With `FULL_SHARD` that is at most the root and one block, with `SHARD_GRAD_OP` all units.
+# `NO_SHARD` gathers nothing, but it has to cast all parameters to bf16 to compute with them. (The
+# printed peaks are higher than the bars: there are activations, too, and tensors that Adam needs
+# during its step.)
 #
 # `SHARD_GRAD_OP` sends exactly as much as DDP. It is also faster than DDP here, for two reasons.
 # Half of its communication is in the forward, where DDP has nothing to send, and each rank steps

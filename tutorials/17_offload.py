@@ -180,10 +180,10 @@ def batches() -> None:
 # though, which do not fit without it, and then it handles 18,000 tokens in a second. Without it the
 # GPU does not do much better: 18,700, with half as many tokens.
 #
-# That was the forward and the backward. The optimizer's step is slower on the host, because Adam
-# reads and writes four numbers for each parameter, and does hardly anything with them. So what
-# counts is how fast memory moves. Suppose that the host's moves 300 GB/s, shared by the processes
-# of eight GPUs:
+# That was the forward and the backward. The optimizer's step is slower on the host. Adam reads four
+# numbers for each parameter, writes three of them back, and computes hardly anything. So what
+# counts is how fast memory moves. Suppose that our GPU is one of eight in a machine, and that their
+# eight processes share a host memory which moves 300 GB/s:
 
 
 # %%
@@ -200,10 +200,16 @@ def adam_on_the_host() -> None:
 
 
 # %% [markdown]
-# Adam takes longer than the forward and the backward together. (DeepSpeed, where offload is from,
-# [has an Adam of its own for CPUs](https://github.com/microsoft/DeepSpeed/pull/468). With it,
+# Adam takes longer than the forward and the backward together. (On a real host it takes even
+# longer: the virtual one counts each of the four numbers once, also the three that are read and
+# written.)
+#
+# (DeepSpeed, where offload is from, [has an Adam of its own for
+# CPUs](https://github.com/microsoft/DeepSpeed/pull/468). With it,
 # [ZeRO-Offload](https://arxiv.org/abs/2101.06840) reports models of 13 billion parameters on a
-# single GPU.) But the step takes equally long for any number of tokens. So use a large batch, or
+# single GPU.)
+#
+# But the optimizer's step takes equally long for any number of tokens. So use a large batch, or
 # several batches before one step, as on page [20](20_no_sync.md).
 #
 # ## What breaks: a host that does not wait
@@ -253,12 +259,13 @@ def without_a_part() -> None:
 # add whatever is in that memory: the gradient of the last step, zeros, or half of a gradient. It
 # depends on how busy the link is, so it happens only now and then, and no error says so.
 #
-# PyTorch's first FSDP has a related problem. There the download writes straight into `.grad`, so
-# nobody can add. After two backwards with offload the gradients of the first one are gone ([seen
-# with torch 2.13](../tests/test_lessons.py)). minifsdp downloads to new memory, waits, and adds.
+# PyTorch's first FSDP has a related problem. There each download is written to the same tensor,
+# over what the last one has left, and that tensor is `.grad`. After two backwards with offload the
+# gradients of the first one are gone ([seen with torch 2.13](../tests/test_lessons.py)). minifsdp
+# downloads to new memory, waits, and adds.
 #
-# One more habit breaks offload, `model.to(device)`. It would bring all shards to the GPU, so it is
-# refused:
+# One more habit breaks offload, `model.to(device)`. It brings all shards to the GPU, so the next
+# forward refuses to run:
 
 
 # %%
@@ -277,7 +284,8 @@ def moved_by_hand() -> None:
 #
 # 1. A model is trained on eight GPUs instead of one. How much does each of them upload?
 # 2. With `NO_SHARD` every rank keeps the whole model on its host, and what was uploaded for the
-#    forward stays until the backward. How much does a rank upload then, compared with `FULL_SHARD`?
+#    forward stays until the backward. How much does each of the eight upload then, compared with
+#    `FULL_SHARD`?
 #
 # <details><summary>Answers</summary>
 #

@@ -69,9 +69,9 @@ def seven_billion() -> None:
 #
 # {{ minifsdp/wrapping/materialize.py _reset -Memory for all }}
 #
-# `reset_parameters()` is a method that most of PyTorch's modules have. They call it when they are
-# built, to draw their random values. So it can be called again when there is memory. A module
-# without it is refused by name, and the user is told what to do.
+# `reset_parameters()` is a method of most of PyTorch's modules that have parameters. They call it
+# when they are built, to draw their random values. So it can be called again when there is memory.
+# A module without it is refused by name, and the user is told what to do.
 #
 # Here is the GPT of `make demo` on four ranks, built by each of them, and built on meta. `most` is
 # what a rank has in memory at the worst moment. (`fullest`, in [cut_memory.py](cut_memory.py),
@@ -111,7 +111,7 @@ def draw() -> None:
 # a second time, in its flat tensor. If the model is on meta, the worst moment is one of the last
 # cuts: all shards, and one unit twice. The shards stay. For this small model the unit is a large
 # part. For the one with 7 billion parameters on eight ranks it is 1.6 GB, twice a block, beside 3.3
-# GB of shards: five instead of 27.
+# GB of shards. These are five GB. If a rank built the model, they would be 28.
 #
 # ## Which values?
 #
@@ -162,9 +162,10 @@ def deviations() -> list[Any]:
 #
 # Nothing on this page is a layer, since all of it is over before the first forward. It is a step of
 # wrapping, in [materialize.py](../minifsdp/wrapping/materialize.py), and part of that step is to
-# hide the inner units. Here the function is called with `recurse=True`. First the hiding is taken
-# out, then the whole step. (`three_times` is in [taken_out.py](taken_out.py). The first line has
-# PyTorch [fill new memory with NaN](https://docs.pytorch.org/docs/stable/deterministic.html).)
+# hide the inner units. Here `own_values` fills everything below a module, with `recurse=True`.
+# First the hiding is taken out, then the whole step. (`three_times` is in
+# [taken_out.py](taken_out.py). The first line of the experiment has PyTorch [fill new memory with
+# NaN](https://docs.pytorch.org/docs/stable/deterministic.html).)
 
 
 # %%
@@ -240,13 +241,13 @@ def a_table() -> None:
 # %% [markdown]
 # The table is whatever was in that memory before, and nobody can tell. Often it is zeros, and then
 # the model does not know positions. The experiment shows NaN because of its first line, the same as
-# in the experiment above: you see what nobody has filled. Use it once with every model that you
-# build on meta.
+# in the experiment above: you see what nobody has filled. Use that line once with every model
+# that you build on meta.
 #
-# This happens to good libraries. In transformers the table of positions of a model [read memory
-# that nobody had written](https://github.com/huggingface/transformers/issues/45902), and in a
-# library that uses it ranks other than 0 [began with a loss of
-# NaN](https://github.com/NovaSky-AI/SkyRL/issues/1709).
+# This happens to good libraries. In transformers a model [read a table of positions that nobody had
+# written](https://github.com/huggingface/transformers/issues/45902). In torchtitan such a table
+# [was forgotten twice](https://github.com/pytorch/torchtitan/issues/4783). There was no error, and
+# the loss of a trained model began near that of a random one.
 #
 # ## Predict, then run
 #
@@ -294,6 +295,8 @@ def answers() -> None:
     block, size = (sum(p.nbytes for p in m.parameters()) for m in (big.blocks[0], big))
     sizes = round(2 * block / 1e9, 1), round(size / 8e9, 1), round(size / 1e9)
     assert sizes == (1.6, 3.3, 27)
+    assert round((2 * block + size / 8) / 1e9) == 5
+    assert round((size + block + block / 8) / 1e9) == 28
 
 
 # %% [hidden]

@@ -200,7 +200,10 @@ def others_on_meta() -> float:
 # Suppose the checkpoint is in bfloat16, and rank 0 has made its model bfloat16 as well, but the
 # others have not. Then rank 0 sends 2 bytes for each number, and rank 1 waits for 4. For this
 # reason [all ranks of a user's program hung](https://github.com/pytorch/pytorch/issues/105840) with
-# PyTorch's first FSDP. minifsdp compares first, and refuses on all ranks:
+# PyTorch's first FSDP. Another program went on with wrong values. It broadcast a table that was in
+# fp32 on rank 0 and in bf16 on the other ranks, which [took the bytes of each number for two
+# numbers](https://github.com/NovaSky-AI/SkyRL/pull/1725). Their loss was NaN. minifsdp compares
+# first, and refuses on all ranks:
 
 
 # %%
@@ -216,10 +219,11 @@ def other_dtypes() -> None:
 
 
 # %% [markdown]
-# That thread began with models whose accuracy was random after such a broadcast. One piece of
-# advice in it is [`recurse=False`](https://github.com/pytorch/pytorch/issues/105840), as in
-# `memory_only` above. Without it the function would give new memory to everything below a module,
-# including inner units that already have their values.
+# The thread about the program that hung began with models whose accuracy was random after such a
+# broadcast. One piece of advice in it is
+# [`recurse=False`](https://github.com/pytorch/pytorch/issues/105840), as in `memory_only` above.
+# Without it the function would give new memory to everything below a module, including inner units
+# that already have their values.
 #
 # ## Predict, then run
 #

@@ -118,10 +118,10 @@ def against_ddp() -> None:
 # ## Taken out: the stage that adds
 #
 # Whether a backward reduces is decided by a layer, `NoSync` in
-# [no_sync.py](../minifsdp/no_sync.py). It lets the gradients of a unit wait, for a reason that has
-# its name. When they are reduced at last, a *stage* adds what has waited: `AddUnreduced`, which the
-# layer puts before the other stages of that reduction. Here it is taken out (by `three_times`, in
-# [taken_out.py](taken_out.py)):
+# [no_sync.py](../minifsdp/no_sync.py). In a backward inside of `no_sync()` it marks each unit, so
+# that its gradient waits. When a later backward reduces, a *stage* adds what has waited:
+# `AddUnreduced`, which the layer puts before the other stages of that reduction. Here it is taken
+# out (by `three_times`, in [taken_out.py](taken_out.py)):
 
 
 # %%
@@ -200,7 +200,7 @@ def draw() -> None:
 # - `SHARD_GRAD_OP` gathers and reduces once for each micro-batch. In `no_sync` it keeps what it has
 #   gathered until the last, so one gather and one reduction are left.
 # - `FULL_SHARD` gathers twice and reduces once for each micro-batch, 12 times in all. `no_sync`
-#   leaves out three reductions, so 9 are left. That is a quarter of the bytes and, on this slow
+#   leaves out three reductions, so 9 are left. That saves a quarter of the bytes and, on this slow
 #   network, a quarter of the time.
 #
 # And the memory grows, because a gradient that is not reduced is not cut either. Each rank has to
@@ -285,9 +285,9 @@ def all_in_no_sync() -> None:
 # %% [markdown]
 # ## Predict, then run
 #
-# 1. `ReduceScatter` scales what a rank brings by `1 / shards.size()`, *before* the sum. In fp16 the
-#    largest number is 65,504. On each of two ranks a gradient is 40,000. What is the mean, if one
-#    adds first and divides afterwards?
+# 1. `ReduceScatter` multiplies what a rank brings by `1 / unit.shard_world_size`, *before* the sum.
+#    In fp16 the largest number is 65,504. On each of two ranks a gradient is 40,000. What is the
+#    mean, if one adds first and divides afterwards?
 # 2. With two micro-batches instead of four, of which one is in `no_sync()`, what becomes of the
 #    peak of `FULL_SHARD`?
 #

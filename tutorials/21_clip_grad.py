@@ -126,7 +126,8 @@ def without_the_sum() -> None:
 #
 # A program that was written for DDP calls PyTorch's function, with `model.parameters()`, which are
 # the shards now. For that function they are ordinary tensors. Each rank would find a different norm
-# and scale by it. In minifsdp the shards notice who asks for their gradient:
+# and scale by it. In minifsdp a shard looks at which function reads its gradient, and refuses this
+# one:
 
 
 # %%
@@ -142,7 +143,7 @@ def refused() -> None:
 
 
 # %% [markdown]
-# If they did not, this would happen to the gradient `[3, 4, 0, 12]`, clipped to the norm 1:
+# Without that, this would happen to the gradient `[3, 4, 0, 12]`, clipped to the norm 1:
 
 
 # %%
@@ -222,8 +223,9 @@ def draw() -> None:
 # <details><summary>Answers</summary>
 #
 # 1. Yes. Two shards with a norm of 0.8 are a gradient with a norm of 1.13.
-# 2. Twice the right one, the square root of 4. So gradients are clipped that need not be. PyTorch's
-#    FSDP [had counted that way](https://github.com/pytorch/pytorch/pull/88955).
+# 2. Twice the right one: each square is counted 4 times, and the square root of 4 is 2. So
+#    gradients are clipped that need not be. PyTorch's FSDP [had counted that
+#    way](https://github.com/pytorch/pytorch/pull/88955).
 #
 # </details>
 

@@ -25,19 +25,23 @@
 # Here you can see two of three reasons. The first is *bandwidth*, how many bytes a road moves in a
 # second. A ring of all ranks carries all the bytes from each machine into the next one, so
 # everybody goes at the pace of the network. The second is *latency*. Each step takes time even if
-# it moves next to nothing, here 3 microseconds within a machine and 12 between two. The ring of
-# 1,024 ranks has 1,023 steps, and 128 of them are between machines. That makes 4 ms for a gather,
-# before its first byte is counted.
+# it moves next to nothing, here 3 microseconds within a machine and 12 between two. In the ring of
+# 1,024 ranks a chunk takes 1,023 steps, and 128 of them are between machines. That makes 4 ms for a
+# gather, before its first byte is counted.
 #
 # The third reason is not in these lines: a large cluster runs other jobs, and their messages are in
 # the way. On the virtual network four machines share a switch, and each message that leaves the
-# switch waits behind half a megabyte of other traffic. A port of 100 Gbit/s needs 50 microseconds
-# for that. Each of the 1,023 steps waits for the slowest message of all machines, which makes
-# another 50 ms. This number is not a law of nature. It was chosen so that [published
+# switch waits behind half a megabyte of other traffic. The port through which it leaves, here one
+# of 100 Gbit/s, needs 50 microseconds for that. Each of the 1,023 steps waits for the slowest
+# message of all machines, which makes another 50 ms.
+#
+# Half a megabyte is not a law of nature. It was chosen so that [published
 # runs](https://github.com/Modalities/modalities/blob/bf0e6d3/docs/scaling_experiments/scaling_leonardo.md)
-# on 64 and 256 A100, with four GPUs and 400 Gbit/s in a machine, come out right. On more than four
-# machines NCCL also picks protocols that send short messages with less latency, and trees in place
-# of long rings; [collectives.py](../minifsdp/sim/hardware/collectives.py) has them.
+# of a model of 7 billion parameters come out right, on 64 and 256 A100, with four GPUs and 400
+# Gbit/s in a machine. Whether those waited for other jobs, or for something in NCCL, they do not
+# say. On more than four machines NCCL also picks protocols that send short messages with less
+# latency, and trees in place of long rings;
+# [collectives.py](../minifsdp/sim/hardware/collectives.py) has them.
 #
 # ## A row for each machine
 #
@@ -162,14 +166,17 @@ def leaves_a_machine(gpu: VirtualGpu) -> float:
 # The price is memory. A chunk is an eighth of the model on any number of machines. Here a chunk and
 # Adam's two averages of it take 2.8 GB. With `FULL_SHARD` on 1,024 GPUs they take 0.02 GB.
 #
-# Trust which bar is longer, not the milliseconds. On the cluster of those [published
-# runs](https://github.com/Modalities/modalities/blob/bf0e6d3/docs/scaling_experiments/scaling_leonardo.md)
-# hybrid was 1.50, 1.39 and 1.63 times as fast as full on 64, 128 and 256 GPUs. No number here was
-# fitted to these six runs, and hybrid is predicted to be faster in all three cases ([by how
+# Trust which bar is longer, not the milliseconds. On the same cluster [a model of 2.7 billion
+# parameters](https://github.com/Modalities/modalities/blob/bf0e6d3/docs/scaling_experiments/scaling_leonardo.md)
+# was trained with both strategies, and hybrid was 1.50, 1.39 and 1.63 times as fast as full on 64,
+# 128 and 256 GPUs. No number here was fitted to these six runs, and hybrid is predicted to be
+# faster in all three cases ([by how
 # much](../minifsdp/sim/README.md#held-against-runs-that-others-published)). Of all numbers, the
 # wait for other jobs rests on the fewest runs, and your network may be quieter or busier. NCCL also
 # knows [a way with fewer steps than a ring](https://arxiv.org/abs/2506.20252), which is not
-# modelled. Sharding in groups as small as memory allows is the idea of
+# modelled.
+#
+# Sharding in groups as small as memory allows is the idea of
 # [MiCS](https://arxiv.org/abs/2205.00119), from 2022. `HYBRID_SHARD` came to PyTorch with
 # [pytorch#89915](https://github.com/pytorch/pytorch/pull/89915).
 #

@@ -110,11 +110,15 @@ def three_thresholds() -> None:
 # ## From the formula to a step
 #
 # For a whole step, first measure how long the computation takes on *one node*, where the network
-# plays no part. Call that $c$; a third is the forward. Then add the *latency*: each collective
-# takes some time however small it is, about 3 microseconds for each GPU on its way around the ring,
-# and 12 where it leaves a node. And a large cluster has other jobs, whose messages are in the way.
-# The virtual network has half a megabyte of them before each message that leaves a switch, which
-# four nodes share (published runs on 64 GPUs and more were that slow,
+# plays no part. Call that $c$; a third is the forward. If $g$ is the time that the gathers of all
+# units take together, and $r$ that of all reductions, a step takes
+# $\max(c/3, g) + \max(2c/3, g + r)$.
+#
+# Bytes alone do not give $g$ and $r$. There is the *latency*: each collective takes some time
+# however small it is, about 3 microseconds for each GPU on its way around the ring, and 12 where it
+# leaves a node. And a large cluster has other jobs, whose messages are in the way. The virtual
+# network has half a megabyte of them before each message that leaves a switch, which four nodes
+# share (published runs on 64 GPUs and more were that slow,
 # [collectives.py](../minifsdp/sim/hardware/collectives.py)). With 8 nodes that is every second
 # message, and each step of the ring waits for it.
 
@@ -196,9 +200,10 @@ def bar(tokens: int, found: dict[str, Any]) -> Any:
 # On the slow network a step takes four times its computation. There are three ways out: more tokens
 # (recomputation, page [15](15_recompute.md), makes room for them), fewer bytes, or a different
 # road. `SHARD_GRAD_OP` keeps what it has gathered until the backward, so it sends two thirds.
-# `HYBRID_SHARD` shards inside of a node and replicates between nodes (page [22](22_hybrid.md)), so
-# gathers use NVLink, and only gradients cross the network: an all-reduce, which sends them twice.
-# That is as much as `SHARD_GRAD_OP` sends, but of each message it is an eighth, in fewer steps.
+# `HYBRID_SHARD` shards inside of a node and replicates between nodes (page [22](22_hybrid.md)). So
+# gathers use NVLink, and only gradients cross the network, in all-reduces. With many nodes an
+# all-reduce sends them twice, which is as much as `SHARD_GRAD_OP` sends over the network. With two
+# nodes it sends them once: half to the other node as a reduce-scatter, half as a gather.
 
 
 # %%

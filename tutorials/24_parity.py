@@ -73,9 +73,10 @@ def two_engines() -> None:
 
 # %% [markdown]
 # It is A. After each backward a rank of A takes a chunk of its own gradient where it should have
-# taken a chunk of the mean of all gradients. Gradient descent forgives that, as it did on page
-# [00](00_ddp.md): every rank still goes downhill, each on a hill of its own. So a loss that falls
-# says nothing about whether the ranks train together.
+# taken a chunk of the mean of all gradients. So one half of the model learns from the data of rank
+# 0 alone, and the other half from that of rank 1. Gradient descent forgives that, as it forgave a
+# missing mean on page [00](00_ddp.md). So a loss that falls says nothing about whether the ranks
+# train together.
 #
 # ## Compare with what is right
 #
@@ -124,12 +125,12 @@ def engine_a() -> None:
 # gradient, so an engine that does not reduce misses nothing. Such a test cannot see the worst
 # mistake that there is.
 #
-# On different data the test does find A, but look at the number. Three steps are not enough for two
-# ranks to drift far apart. A test with a tolerance, one that calls a difference of a hundredth
-# "close enough", lets A through again. (For some of the models below a thousandth is enough.) So
-# how close is close? Additions of floating-point numbers round, but `a + b` and `b + a` round to
-# the same bits. With two ranks a mean has one addition, so nothing but a difference of zero will
-# do. With three ranks it matters which two are added first: `0.1 + 0.2 + 0.3` is
+# On different data the test does find A, but look at the number. After three steps the parameters
+# are not yet far from the right ones. A test with a tolerance, one that calls a difference of a
+# hundredth "close enough", lets A through again. (For some of the models below a thousandth is
+# enough.) So how close is close? Additions of floating-point numbers round, but `a + b` and `b + a`
+# round to the same bits. With two ranks a mean has one addition, so nothing but a difference of
+# zero will do. With three ranks it matters which two are added first: `0.1 + 0.2 + 0.3` is
 # 0.6000000000000001, and `0.3 + 0.2 + 0.1` is 0.6. Only there is a bound fair, and it can be
 # computed from the number of additions (`BOUND` in tests/parity.py says how).
 #
