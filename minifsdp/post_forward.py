@@ -61,8 +61,7 @@ class PostForward(Layer):
     def after_forward(self, call: Call, output: object) -> object:
         """Keep the part, if the unit is about to be freed and a backward may follow."""
         unit, engine = call.unit, self._engine
-        freed = unit.reshard_after_forward and unit.reasons == {FORWARD}
-        if freed and unit is not engine.root and torch.is_grad_enabled():
+        if unit.reasons == {FORWARD} and unit is not engine.root and torch.is_grad_enabled():
             keep_post_forward_shard(unit, engine.streams)
         return output
 

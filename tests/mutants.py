@@ -1797,7 +1797,7 @@ MUTANTS = [
     Mutant("post_forward", "all ranks gather again", "shard, streams.compute.record_event(), group)", "unit.padded_shard, streams.compute.record_event(), unit.shard_group)"),
     Mutant("post_forward", "nothing is kept", "    if unit.state.sharded is", "    if False and unit.state.sharded is"),
     Mutant("post_forward", "sends what has not been copied yet", "        streams.unshard.wait_event(self.ready)", "        pass"),
-    Mutant("post_forward", "what stays keeps a post-forward shard, too", "freed = unit.reshard_after_forward and unit.reasons == {FORWARD}", "freed = unit.reshard_after_forward"),
+    Mutant("post_forward", "what stays keeps a post-forward shard, too", "if unit.reasons == {FORWARD} and unit is", "if unit is"),
     Mutant("post_forward", "the parameters of the last step are gathered", '        """An optimizer may have stepped."""\n        for unit in self._engine.units:\n', "        for unit in ():\n"),
     Mutant("post_forward", "post-forward shards stay to the end of the backward", "        unit.source = unit.own_source\n        return grad\n", "        return grad\n"),
     Mutant("wrapping/fsdp2_settings", "smaller groups are of those far apart", "ranks.view(-1, given).tolist()", "ranks.view(given, -1).T.tolist()", noticed_by="post_forward"),

@@ -124,6 +124,15 @@ def test_bit_equal_to_a_gather_from_all_ranks(case):
 
 
 @on_ranks(4)
+def test_a_unit_without_parameters_has_nothing_to_keep():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Sequential(nn.Tanh())).to(device())
+    fully_shard(model[1], reshard_after_forward=2)
+    loss = fully_shard(model)(batch()).sum()
+    assert model[1]._unit.source is model[1]._unit.own_source
+    loss.backward()
+
+
+@on_ranks(4)
 def test_in_hybrid_sharding_all_ranks_of_a_replica_are_as_true():
     mesh = init_device_mesh(device().type, (1, 4), mesh_dim_names=("replicate", "shard"))
     expected, found = (train(build(to, mesh=mesh)) for to in (True, 2))

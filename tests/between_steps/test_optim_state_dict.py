@@ -263,8 +263,9 @@ def test_an_optimizer_of_another_model_and_a_state_of_another_optimizer_are_refu
     strange = torch.optim.AdamW([nn.Parameter(torch.ones(2, 3))])
     with pytest.raises(ValueError, match=r"a parameter of shape \[2, 3\] that is not one of the"):
         FSDP.optim_state_dict(model, strange)
-    named = FSDP.optim_state_dict(model, optimizer)
-    for state in (named, trained(blocks=3)[1].state_dict()):
+    named, own = FSDP.optim_state_dict(model, optimizer), optimizer.state_dict()
+    one_more = {**own, "state": {**own["state"], 9: {}}}
+    for state in (named, trained(blocks=3)[1].state_dict(), one_more):
         with pytest.raises(ValueError, match="AdamW cannot have returned from state_dict"):
             FSDP.optim_state_dict(model, optimizer, state)
     with pytest.raises(ValueError, match=r"None on this rank(.|\n)*rank0_only=True"):

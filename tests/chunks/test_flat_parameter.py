@@ -89,9 +89,9 @@ def test_get_total_norm_does_not_get_it_and_whoever_mentions_that_does():
         if norm:
             return get_total_norm([plain.grad])
         param.grad.mul_(2)
-        return param.grad + 1
+        return torch.add(param.grad, 1, alpha=3)
 
-    assert torch.equal(mixed(False), torch.full((3,), 5.0))
+    assert torch.equal(mixed(False), torch.full((3,), 7.0))
     assert torch.equal(param.grad, torch.full((3,), 4.0))
     assert mixed(True) == 3**0.5
     assert total([flat_parameter(is_sharded=False)]) == 12**0.5

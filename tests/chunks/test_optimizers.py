@@ -2,6 +2,7 @@
 
 import gc
 import warnings
+from contextlib import suppress
 from unittest.mock import patch
 
 import pytest
@@ -43,6 +44,28 @@ def test_names_tell_what_an_optimizer_looks_at(strategy):
         optimizer.step()
     with pytest.raises(RuntimeError, match=r"^Mine looks at"):
         type("Mine", (torch.optim.Adafactor,), {})(model.parameters())
+
+
+@on_ranks(2)
+def test_a_part_of_one_parameter_is_not_the_whole():
+    norm = FSDP(nn.LayerNorm(3, bias=False).to(device()))
+    with pytest.raises(RuntimeError, match="whole parameters, in their own shapes"):
+        someones("Adafactor")(norm.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("chosen", [{}, {"foreach": True}, {"fused": True}])
+@on_ranks(2)
+def test_dtensors_and_others_are_stepped_one_by_one_unless_the_program_says_how(chosen):
+    rows, chunks = stack(1, use_orig_params=True), stack(1)
+    for model in (rows, chunks):
+        step(model)
+    optimizer = torch.optim.SGD([*rows.parameters(), *chunks.parameters()], lr=0.1, **chosen)
+    (group,) = optimizer.param_groups
+    before = {name: group[name] for name in ("foreach", "fused")}
+    with suppress(RuntimeError):  # of torch's, which does not mix them in one kernel
+        optimizer.step()
+    found = {name: group[name] for name in before}
+    assert found == (before if chosen else {"foreach": False, "fused": None})
 
 
 @on_ranks(1)

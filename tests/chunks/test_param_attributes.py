@@ -70,6 +70,7 @@ class TestDirectly:
         assert common_attributes(infos(x=one, y=other)) == {"a": 1}
         assert common_attributes(infos(x=other, y=one)) == {"a": 1}
         assert common_attributes(infos(x=one, y={})) == common_attributes([]) == {}
+        assert common_attributes(infos(x=one, y={"b": one["b"]})) == {"b": one["b"]}
 
     def test_the_warning_names_an_attribute_and_two_that_differ(self):
         with pytest.warns(UserWarning, match=r"'s' \('y' has 1, 'x' has none\); 't' \('y' has 2"):

@@ -5,7 +5,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy
 from minifsdp.between_steps import idle
 from tests.parity import check_at_rest
@@ -192,6 +194,29 @@ def test_gradients_of_gradients_are_refused_by_name():
     model.zero_grad()
     step(model)
     check_at_rest(model)
+
+
+@on_ranks(2)
+def test_in_rows_hooks_of_what_has_no_new_gradient_are_not_called():
+    model, called = FSDP(Partial().to(device()), use_orig_params=True), []
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda param, name=name: called.append(name))
+    step(model)
+    assert sorted(called) == ["frozen_later", "used"]
+    model.module.frozen_later.requires_grad_(False)  # its gradient from before stays
+    called.clear()
+    step(model)
+    assert called == ["used"] and model.module.frozen_later.grad is not None
+
+
+class Partial(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name in ("used", "unused", "frozen_later"):
+            setattr(self, name, nn.Parameter(torch.ones(6)))
+
+    def forward(self, x):
+        return x * self.used * self.frozen_later
 
 
 @on_ranks(2)
