@@ -201,6 +201,5 @@ class UsersHook:
 
     def launch(self, unit: Any, value: Tensor) -> tuple[Tensor, Finish]:
         """``value``: the complete mean; the function may write to it."""
-        unit.has_unused = False  # it may write to what no rank has used
         self._hook(value[: unit.layout.optimized_numel(unit.shard_rank)])
         return value, lambda: None

@@ -354,6 +354,24 @@ def test_ranks_that_choose_differently_are_told():
         backward(model)
 
 
+class Unused(nn.Linear):
+    """Its bias has no gradient."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("shard", [fully_shard, torchs_fully_shard])
+@on_ranks(2)
+def test_what_no_rank_has_used_has_no_gradient_whatever_a_hook_does(shard):
+    model = nn.Sequential(Unused(4, 4), Unused(4, 4), Unused(4, 4)).to(device())
+    for layer in (model[0], model[1], model):  # the reduction of the first ends last
+        shard(layer).set_all_reduce_hook(lambda grad: grad.add_(1))
+    model(torch.ones(1, 4, device=device())).sum().backward()
+    for layer in model:
+        assert layer.bias.grad is None and layer.weight.grad is not None
+
+
 @on_ranks(2)
 def test_what_is_wrong_is_told():
     model = sharded()

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from minifsdp import (
@@ -402,6 +402,12 @@ def test_what_is_put_in_a_parameters_place_is_checked():
         as_dtensors(model),
     ):
         model.blocks[0].module[0].weight = nn.Parameter(torch.ones(5, 5, device=device()))
+    with (
+        pytest.raises(ValueError, match=r"by a DTensor of \[5, 5\] .*Replicate.*stay a DTensor of"),
+        as_dtensors(model),
+    ):
+        layer = model.blocks[0].module[0]
+        layer.weight = nn.Parameter(layer.weight.redistribute(placements=[Replicate()]))
 
 
 @on_ranks(2)

@@ -82,6 +82,7 @@ def check_all_know(setting, fused, value):
     scaled_backward(model, scaler)
     scaler.step(optimizer)
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert getattr(optimizer, "_step_supports_amp_scaling", False) is fused  # as torch has set it
 
 
 @on_ranks(2)

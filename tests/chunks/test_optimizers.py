@@ -207,10 +207,12 @@ class Complex(nn.Module):
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.SGD])
 @pytest.mark.parametrize("width", [4, 5])
+@pytest.mark.parametrize("shape", [(2,), (1, 2)])
 @on_ranks(2)
-def test_complex_weights_are_trained_or_the_optimizer_is_refused(width, cls):
+def test_complex_weights_are_trained_or_the_optimizer_is_refused(shape, width, cls):
     """torch views them as real numbers. Of a DTensor that is divided unevenly that is a copy."""
-    model = fully_shard(Complex(width).to(device()))
+    mesh = init_device_mesh(device().type, shape)
+    model = fully_shard(Complex(width).to(device()), mesh=mesh)
     optimizer = cls(model.parameters(), lr=0.1)
     model(torch.ones(width, device=device())).sum().backward()
     if width == 5 and cls is not torch.optim.SGD:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ModuleWrapPolicy, fully_shard
+from minifsdp import ModuleWrapPolicy, ShardingStrategy, fully_shard
 from minifsdp.chunks.param_attributes import (
     attributes_of,
     common_attributes,
@@ -127,6 +127,6 @@ def test_in_chunks_a_program_is_told_once():
 def test_a_unit_of_one_kind_keeps_what_its_parameters_have():
     model = marked()
     for param in model[1].parameters():
-        param.no_decay = True
-    model[1] = FSDP(model[1])
-    assert [p.no_decay for p in model[1].parameters()] == [True]
+        param.no_decay = param.is_sharded = True  # the second is a name of ours
+    model[1] = FSDP(model[1], sharding_strategy=ShardingStrategy.NO_SHARD)
+    assert [(p.no_decay, p.is_sharded) for p in model[1].parameters()] == [(True, False)]
