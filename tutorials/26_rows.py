@@ -145,8 +145,8 @@ def draw():
 #
 # ## The same collectives
 #
-# A gathered unit looks the same in both ways, apart from the padding. It is one flat tensor in which
-# all parameters lie end to end, and layers compute with views of it, as on page
+# A gathered unit looks the same in both ways, apart from the padding. It is one flat tensor in
+# which all parameters lie end to end, and layers compute with views of it, as on page
 # [02](02_flatten.md). (In both ways parameters whose number of elements is no multiple of 8 come
 # last; in rows their padding counts.) Only the cut is different. A rank's shard is its blocks, put
 # together:

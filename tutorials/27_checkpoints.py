@@ -190,8 +190,8 @@ def two_and_three(folder: str) -> None:
 
 # %% [markdown]
 # `state_to_load` gives the same boxes, as copies to be filled. At the end of the `with` block they
-# are written to the model and the optimizer. If DCP cannot read a file, it raises an error inside of
-# the block, and model and optimizer are what they were before.
+# are written to the model and the optimizer. If DCP cannot read a file, it raises an error inside
+# of the block, and model and optimizer are what they were before.
 #
 # ## Taken out: the comparison of checksums
 #
@@ -216,7 +216,8 @@ def without_the_comparison(folder: str) -> None:
 
 
 # %% [markdown]
-# With it nothing is loaded. Without it the training goes on, and its loss is the same to two digits.
+# With it nothing is loaded. Without it the training goes on, and its loss is the same to two
+# digits.
 #
 # ## With PyTorch's own functions
 #

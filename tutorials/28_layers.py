@@ -16,8 +16,8 @@
 # It is called twice in the course of a step: when a module has its parameters, and when the first
 # gradient has reached the unit. (`again` is called when one more gradient reaches the unit in the
 # same backward.) An engine asks each layer once at which moments it has something to do. Where no
-# layer has, nothing is called. Here are the moments at which layers of an ordinary model are called,
-# each with its layers in the order of the calls
+# layer has, nothing is called. Here are the moments at which layers of an ordinary model are
+# called, each with its layers in the order of the calls
 # ([layers.py](../minifsdp/core/layers.py) says when each moment is):
 
 # %% [hidden]
@@ -99,8 +99,8 @@ def draw() -> None:
 # ## Without all of them
 #
 # Here only three of the layers are left. `ShardChanges` and `Precision` choose the device and the
-# dtypes to compute in. `Readers` waits at the end for ranks of the same machine that still read this
-# rank's shards. Does the model still train?
+# dtypes to compute in. `Readers` waits at the end for ranks of the same machine that still read
+# this rank's shards. Does the model still train?
 
 
 # %%

@@ -182,8 +182,8 @@ def draw(rows: Any, titles: Any) -> None:
 #
 # Apart from the limiter, the program has five places where something waits for something else, and
 # beside each it says why. On a CPU three of them do nothing. Here each is left out in turn, and the
-# virtual GPU is asked for races: memory that one stream reads or writes while another one still uses
-# it.
+# virtual GPU is asked for races: memory that one stream reads or writes while another one still
+# uses it.
 
 # %% [hidden]
 WAITS = {
