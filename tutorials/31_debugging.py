@@ -126,9 +126,9 @@ def one_batch_more(kind: type[nn.Module]) -> None:
 # twice a second whether its rank waits. After some seconds it writes into the store of the process
 # group what its rank waits for, and compares this with what other ranks have written there
 # ([deadlock_watch.py](../minifsdp/comm/deadlock_watch.py)). No rank has to answer. A rank that is
-# slow, but does not wait, is never suspected. This works with gloo, where minifsdp sends from rank to rank, so that the
-# recorder has no collective of it. minifsdp cannot end NCCL's waits, so there you need the stacks
-# and the recorder.
+# slow, but does not wait, is never suspected. This works with gloo, where minifsdp sends from rank
+# to rank, so that the recorder has no collective of it. minifsdp cannot end NCCL's waits, so there
+# you need the stacks and the recorder.
 #
 # ## Ranks that differ: what breaks if nobody checks
 #
