@@ -72,7 +72,7 @@ def test_a_page_says_to_which_exercise_a_step_is_an_answer():
     text = "\n".join(grow.on_page("20_no_sync", exercises))
     of_page = [name for name in grow.NAMES[1:] if grow.page(name) == "20_no_sync"]
     assert of_page == ["5_end_of_backward", "6_reduce", "7_all_or_none"]
-    keys = re.findall(r"lines more \(an answer to (.*): try", text)
+    keys = re.findall(r"new lines \(an answer to (.*): try", text)
     assert keys == ["grow.3", "grow.3", "grow.4"]
     assert "answer" not in "\n".join(grow.on_page("20_no_sync", {"4_overlap": "grow.1"}))
 

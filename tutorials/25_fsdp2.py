@@ -247,17 +247,17 @@ def two_dimensions() -> int:
 #   backend beside NCCL: `init_process_group("cpu:gloo,cuda:nccl")`.
 # - **`reshard_after_forward=False`** keeps parameters whole from the forward to the backward (page
 #   [16](16_groups.md)). A number says how many ranks share them in the meantime, such as those of
-#   one machine. By default the root keeps its own in any case, because its backward comes first.
+#   one machine. By default the root keeps its own, because its backward comes first.
 # - **`set_requires_gradient_sync(False)`** is `no_sync` (page [20](20_no_sync.md)). Waiting
 #   gradients are in the `reduce_dtype`. If you forget the True, torch's `fully_shard` leaves the
 #   parameters without gradients. Then the norm is 0 and the step changes nothing, without an error
 #   ([seen with torch 2.13](../tests/test_lessons.py)). minifsdp refuses the step.
 # - **Clipping** is PyTorch's ordinary function. The norm of a DTensor is that of all its rows, on
 #   all ranks (page [21](21_clip_grad.md)).
-# - **Saving.** `get_model_state_dict` gives DTensors under the names of the plain model, and with
-#   `full_state_dict` whole tensors on rank 0. For a large model give the DTensors to
-#   `torch.distributed.checkpoint`, so that each rank writes its own rows (page
-#   [27](27_checkpoints.md)).
+# - **Saving.** `get_model_state_dict` gives DTensors under the names of the plain model. With
+#   `full_state_dict` it gives whole tensors, and with `cpu_offload` as well only rank 0 gets them.
+#   For a large model give the DTensors to `torch.distributed.checkpoint`, so that each rank writes
+#   its own rows (page [27](27_checkpoints.md)).
 #
 # If you come from FSDP1, this is where its arguments and methods went:
 #
@@ -313,7 +313,7 @@ def two_dimensions() -> int:
 # 1. A head has one output, `nn.Linear(1000, 1)`. Its weight has one row. How many of its elements
 #    does each of two ranks update?
 # 2. The optimizer is made before torch's `fully_shard`. What does it change in a step?
-# 3. How much of each matrix does a rank have in the last line of the program, with 2 x 2 ranks?
+# 3. How much of each matrix does a rank have in the last line that was printed, with 2 x 2 ranks?
 #
 # <details><summary>Answers</summary>
 #

@@ -92,8 +92,9 @@ def weight_decay() -> None:
 # ## What breaks without names
 #
 # In chunks a parameter of the optimizer is a flat tensor, `blocks.0._flat_param`, and no name has
-# "norm" or "bias" in it. So the second group stays empty, and everything decays. There is no error
-# and no warning, and the loss still falls. In rows the same program does what it says.
+# "norm" or "bias" in it. So the second group stays empty, and everything decays. There is no error,
+# and the loss still falls. (minifsdp warns of such a choice by names, but this page has switched
+# warnings off. PyTorch's first FSDP says nothing.) In rows the same program does what it says.
 #
 # ## Where the rows are
 #
@@ -144,16 +145,17 @@ def draw():
 #
 # ## The same collectives
 #
-# A gathered unit looks the same in both ways. It is one flat tensor in which all parameters lie end
-# to end, and layers compute with views of it, as on page [02](02_flatten.md). (In rows, those
-# whose number of elements is no multiple of 8 come last: GPUs read matrices faster that begin at a
-# multiple of 16 bytes.) Only the cut is different. A rank's shard is its blocks, put together:
+# A gathered unit looks the same in both ways, apart from the padding. It is one flat tensor in
+# which all parameters lie end to end, and layers compute with views of it, as on page
+# [02](02_flatten.md). (In both ways parameters whose number of elements is no multiple of 8 come
+# last; in rows their padding counts.) Only the cut is different. A rank's shard is its blocks, put
+# together:
 #
 # {{ minifsdp/rows.py Rows.shard -The blocks }}
 #
 # {{ minifsdp/comm/blocks.py of_rank -A copy of }}
 #
-# `blocks` is the size of one block for each parameter, `[4, 2]` for this layer. `_matrices` cuts
+# `blocks` has the size of one block of each parameter, 4 and 2 for this layer. `_matrices` cuts
 # the flat tensor into parameters, and each of these into one block for each rank. For chunks
 # `blocks` is None. All-gather and reduce-scatter take `blocks` as an argument. On a CPU each block
 # is sent straight from its place on one rank to its place on another. NCCL wants all that belongs
@@ -201,10 +203,14 @@ def only_vectors() -> None:
 
 
 # %% [markdown]
+# (The model has 470,528 parameters. The other 80 or 48 elements are *marks*: with each gradient go
+# a few numbers that tell whether any rank has used the parameter at all;
+# [rows.py](../minifsdp/rows.py) explains them.)
+#
 # ## What it costs
 #
-# Each parameter is padded until it has as many rows as a multiple of the number of ranks. For a
-# large matrix that is nothing, and for a matrix with few rows it is a lot. This is how many
+# Each parameter is padded with zeros until the ranks can divide its rows evenly. For a matrix with
+# many rows that is little or nothing, and for one with few rows it is a lot. This is how many
 # elements a parameter has with its padding, on 1, 8 and 64 ranks:
 
 
@@ -219,7 +225,7 @@ def padding() -> None:
 # %% [markdown]
 # A unit in chunks never has more zeros than ranks. There is a cost in time, too. An optimizer has
 # one parameter for each unit in chunks, and one for each matrix and vector in rows. And each of
-# them is a DTensor, for which PyTorch runs Python code before each operation. So a step takes the
+# them is a DTensor, for which PyTorch has more to do in each operation. So a step takes the
 # host longer. This is why minifsdp has both, and chunks are the default.
 #
 # ## What the copy buys
@@ -300,6 +306,8 @@ def answers() -> None:
     assert torch.equal(weight.full_tensor(), before)  # 1. no
     TestCase().assertRaises(ValueError, check_divisible, {"t": torch.tensor(1.0)})  # 2. no rows
     assert Rows([torch.Size((4, 4096))], [True], 8).padded_numel == 2 * 4 * 4096  # 3. half of it
+    units = model.engine.units
+    assert sum(unit.numel for unit in units) == 470_528  # without marks
 
 
 # %% [hidden]

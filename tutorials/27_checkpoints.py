@@ -152,10 +152,11 @@ def draw():
 #
 # {{ minifsdp/chunks/boxes.py boxes -Divide elements -if not shape }}
 #
-# (`_inside` makes the boxes of a part of one row. For a matrix that is one box; for a tensor of
-# more dimensions it calls `boxes` again.) A box is a *view* of the chunk. So to save in chunks,
-# nothing is sent to another rank and nothing is copied: everything is written from where it is, and
-# so are Adam's two averages, which are cut in the same way.
+# (`_inside` makes the boxes of a part of one row, by calling `boxes` with one dimension less. For a
+# matrix that is one box, and for a tensor of more dimensions there may be several.) A box is a
+# *view* of the chunk. So to save in chunks, nothing is sent to another rank and nothing is copied:
+# everything is written from where it is, and so are Adam's two averages, which are cut in the same
+# way.
 #
 # ## Saved by two, loaded by three
 #
@@ -189,17 +190,17 @@ def two_and_three(folder: str) -> None:
 
 # %% [markdown]
 # `state_to_load` gives the same boxes, as copies to be filled. At the end of the `with` block they
-# are written to the model and the optimizer. If a file turns out to be damaged, DCP raises an error
-# inside of the block, and model and optimizer are what they were before.
+# are written to the model and the optimizer. If DCP cannot read a file, it raises an error inside
+# of the block, and model and optimizer are what they were before.
 #
 # ## Taken out: the comparison of checksums
 #
 # DCP notices a file that ends too early, but not bytes that have changed on a disk: it loads wrong
-# numbers. That is why two ranks have saved with `checksums=True`. So the checkpoint has a checksum
-# of each tensor. `state_to_load` finds it there, and adds up once more what was loaded, before
-# anything takes effect ([checksums.py](../minifsdp/between_steps/checksums.py)). The checksum is a
-# sum over all elements, each times a number that belongs to its place in the whole tensor. So each
-# rank adds up its own boxes, and three ranks get the same sum as two.
+# numbers. That is why the two ranks saved with `checksums=True`, which adds a checksum of each
+# tensor. `state_to_load` finds it in the checkpoint, computes it again from what was loaded, and
+# compares, before anything takes effect ([checksums.py](../minifsdp/between_steps/checksums.py)).
+# The checksum is a sum over all elements, each times a number that belongs to its place in the
+# whole tensor. So each rank adds up its own boxes, and three ranks get the same sum as two.
 #
 # Checkpoints are not a layer. They are functions between two steps, and the comparison is one of
 # them. Suppose that a disk has lost 512 bytes of a file, and gives zeros in their place. Three
@@ -215,7 +216,8 @@ def without_the_comparison(folder: str) -> None:
 
 
 # %% [markdown]
-# With it nothing is loaded. Without it the training goes on, and hardly looks different.
+# With it nothing is loaded. Without it the training goes on, and its loss is the same to two
+# digits.
 #
 # ## With PyTorch's own functions
 #

@@ -14,9 +14,11 @@
 # {{ minifsdp/checks/param_changes.py Unchanged }}
 #
 # It is called twice in the course of a step: when a module has its parameters, and when the first
-# gradient has reached the unit. (`again` is for a unit that runs twice.) An engine asks each layer
-# once at which moments it has something to do. Where no layer has, nothing is called. This is what
-# the layers of an ordinary model are called for, in the order in which they are called:
+# gradient has reached the unit. (`again` is called when one more gradient reaches the unit in the
+# same backward.) An engine asks each layer once at which moments it has something to do. Where no
+# layer has, nothing is called. Here are the moments at which layers of an ordinary model are
+# called, each with its layers in the order of the calls
+# ([layers.py](../minifsdp/core/layers.py) says when each moment is):
 
 # %% [hidden]
 import warnings
@@ -96,9 +98,9 @@ def draw() -> None:
 #
 # ## Without all of them
 #
-# Here is a model with three layers. `ShardChanges` and `Precision` choose the device and the dtypes
-# to compute in. `Readers` waits at the end for ranks of the same machine that still read this
-# rank's shards. Does it still train?
+# Here only three of the layers are left. `ShardChanges` and `Precision` choose the device and the
+# dtypes to compute in. `Readers` waits at the end for ranks of the same machine that still read
+# this rank's shards. Does the model still train?
 
 
 # %%
@@ -230,14 +232,14 @@ def without_grad_hooks() -> None:
 #
 # Layers observe and check. What is *different* for some units is not in a layer: how a shard is cut
 # and sent, and what becomes of a gradient on its way, are the unit's
-# [strategies](../minifsdp/strategies.py). And whether a unit may be freed is asked of nobody.
-# Whoever needs it has said so before, with a [reason](../minifsdp/core/unit_state.py). No layer has
+# [strategies](../minifsdp/strategies.py). Nor is a layer asked whether a unit may be freed. Whoever
+# needs the unit has said so before, with a [reason](../minifsdp/core/unit_state.py). No layer has
 # to know another one's reasons.
 #
 # ## Predict, then run
 #
-# 1. Without `Unchanged`, is the gradient of a step that comes too early wrong if that step changes
-#    nothing, because the learning rate is 0?
+# 1. Without `Unchanged`, is the gradient wrong if the step that comes too early changes nothing,
+#    because the learning rate is 0?
 # 2. `GradientHooks` is the last of all layers. A hook on a gradient may be an optimizer. What could
 #    it write to, if it were called before `Readers`?
 #

@@ -4,7 +4,7 @@
 # # One program that grows
 #
 # The [FSDP in one file](06_one_file.md) is whole, and slow. Eighteen steps, most of them of twenty
-# to thirty lines, turn it into an FSDP that overlaps, waits, prefetches, survives an exception,
+# to thirty new lines, turn it into an FSDP that overlaps, waits, prefetches, survives an exception,
 # lets checkpoints run a forward again, computes in bfloat16, shards within machines and keeps the
 # names of parameters. After each step the program is whole again, and trains as
 # DistributedDataParallel does. These are the steps:
@@ -162,7 +162,7 @@ def draw(rows: Any, titles: Any) -> None:
 # 209.](29_steps.svg)
 #
 # - **A stream of its own** for gathers gains nothing as long as each gather waits for the
-#   computation before it. It takes 0.3 GiB, because each stream has memory of its own.
+#   computation before it. It takes a third of a GiB, because each stream has memory of its own.
 # - **Overlap** hides a part of the gathers at once, because the host runs ahead. It runs so far
 #   ahead that memory for 50 units is reserved: the whole model, forward and backward. That is
 #   fairscale's problem, in your own program.
@@ -180,9 +180,10 @@ def draw(rows: Any, titles: Any) -> None:
 #
 # ## What breaks without each wait
 #
-# The program has five places where something waits for something else, and each has a comment that
-# says why. On a CPU three of them do nothing. Here each is left out in turn, and the virtual GPU is
-# asked for races: memory that one stream reads or writes while another one still uses it.
+# Apart from the limiter, the program has five places where something waits for something else, and
+# beside each it says why. On a CPU three of them do nothing. Here each is left out in turn, and the
+# virtual GPU is asked for races: memory that one stream reads or writes while another one still
+# uses it.
 
 # %% [hidden]
 WAITS = {

@@ -175,7 +175,9 @@ def operations() -> None:
 # %% [markdown]
 # The run is 6 % above $6NT$, because $6NT$ leaves out the products of attention, which grow with
 # the length of a sequence. With them the formula is 1 % too high: the table of positions has
-# parameters, but nothing is multiplied with it.
+# parameters, but nothing is multiplied with it. With recomputation the run is below $8NT$, because
+# the second forward stops early (page [15](15_recompute.md)): the last product of a block is not
+# computed again.
 #
 # ## When does communication hide?
 #
@@ -355,8 +357,8 @@ def constants() -> None:
 
 
 # %% [markdown]
-# Now you: [fifteen problems](problems.md) with worked answers, from bytes of a rank to what hybrid
-# sharding saves.
+# Now you: [fifteen problems](problems.md) with worked answers, from the memory of a rank to what a
+# limit saves.
 #
 # ## Predict, then run
 #

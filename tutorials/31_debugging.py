@@ -115,20 +115,20 @@ def one_batch_more(kind: type[nn.Module]) -> None:
 # The *stack* says where: rank 1 is in a gather. So get the stacks of **all** ranks, and look for
 # one that is somewhere else. (`py-spy dump --pid` shows that of a process without `faulthandler` in
 # it.) The *flight recorder* says what came before. It is a list of the last collectives that a
-# process has started (`TORCH_FR_BUFFER_SIZE`, formerly `TORCH_NCCL_TRACE_BUFFER_SIZE`). With
-# `TORCH_NCCL_DUMP_ON_TIMEOUT=1` each rank writes it to a file when NCCL times out. The first entry
+# process has started (`TORCH_FR_BUFFER_SIZE`, formerly `TORCH_NCCL_TRACE_BUFFER_SIZE`). Each rank
+# writes it to a file when NCCL times out, unless `TORCH_NCCL_DUMP_ON_TIMEOUT=0`. The first entry
 # that differs between two ranks, or that one of them does not have, is where they parted: here it
 # is rank 1's last one, an all-gather. Under `torchrun --log-dir logs --redirects 3` each rank
 # writes to a file of its own. Read that of the rank that failed first; the others have only lost
 # it.
 #
 # minifsdp's error names both places; rank 0 has arrived at the end of the program. A thread looks
-# twice a second whether its rank waits. After some seconds it writes what for into the store of the
-# process group, which needs no answer of other ranks, and compares
-# ([deadlock_watch.py](../minifsdp/comm/deadlock_watch.py)). A rank that is slow, but does not wait,
-# is never suspected. This works with gloo, where minifsdp sends from rank to rank, so that the
-# recorder has no collective of it. NCCL's waits cannot be ended from outside, so that you need the
-# stacks and the recorder.
+# twice a second whether its rank waits. After some seconds it writes into the store of the process
+# group what its rank waits for, and compares this with what other ranks have written there
+# ([deadlock_watch.py](../minifsdp/comm/deadlock_watch.py)). No rank has to answer. A rank that is
+# slow, but does not wait, is never suspected. This works with gloo, where minifsdp sends from rank
+# to rank, so that the recorder has no collective of it. minifsdp cannot end NCCL's waits, so there
+# you need the stacks and the recorder.
 #
 # ## Ranks that differ: what breaks if nobody checks
 #
@@ -269,8 +269,8 @@ def memory() -> None:
 # | temporary, such as the logits of a loss | a fused loss, a smaller batch |
 # | none: reserved is far above their sum | a limit (page [11](11_limiter.md)), `--alloc` |
 #
-# Here it is activations. So recomputation takes away 11 GiB, and smaller units next to nothing,
-# though they too make the step longer.
+# Here it is activations. Recomputation takes away 11 GiB of them, and smaller units none: 1.6 GiB
+# less is reserved. Both make the step longer.
 #
 # ## A slow step
 #
@@ -320,7 +320,7 @@ def slow() -> None:
 #   tokens into a step.
 # - **Nothing runs.** The host is behind. Give it less to launch: larger units and batches, or CUDA
 #   graphs. What helps the network makes this run 19 % *longer*: there are all-reduces to launch,
-#   too.
+#   too, though on one machine each has one rank only and sends nothing.
 #
 # Twice the batch helps nearly always, but is not the same training. `report()` also counts
 # prefetches that are aimed at wrong units (page [13](13_targets.md)), and `model.engine.stats`

@@ -71,7 +71,7 @@ def size(name: str) -> int:
 
 def table() -> str:
     """All steps, for a page."""
-    rows = ["| step | | lines more | page |", "| --- | --- | ---: | --- |"]
+    rows = ["| step | | new lines | page |", "| --- | --- | ---: | --- |"]
     for name in NAMES[1:]:
         number = page(name)[:2]
         link = f"[{number}]({page(name)}.md#the-program-that-grows)"
@@ -93,7 +93,7 @@ def on_page(stem: str, exercises: Mapping[str, str]) -> list[str]:
         what = f"**Step [{name}](steps/{name}.diff)** of [one program that grows](29_steps.md). "
         later = NAMES[NAMES.index(name) :]
         key = next((exercises[step] for step in later if step in exercises), None)
-        says = f"{size(name)} lines more" + f" (an answer to {key}: try it first)" * bool(key)
+        says = f"{size(name)} new lines" + f" (an answer to {key}: try it first)" * bool(key)
         parts += [what + title(name), f"<details><summary>{says}</summary>"]
         parts += [f"```diff\n{diff(name).rstrip()}\n```", "</details>"]
     return parts

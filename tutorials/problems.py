@@ -248,7 +248,7 @@ def time_of_a_gather() -> Problem:
         "the ring takes 3 µs inside a node and 12 µs from one node to the next. How long does the "
         "gather take, and how much of it is latency?",
         [
-            f"Latency: 28 × 3 µs + 4 × 12 µs = {alpha * 1e3:.2f} ms",
+            f"Latency, 31 steps: 27 × 3 µs + 4 × 12 µs = {alpha * 1e3:.2f} ms",
             f"Bytes: 2 × {unit / 1e6:.0f} million × 31/32 = {gb(2 * unit * 31 / 32, 3)}, at "
             f"0.8 × 200 = {bandwidth / 1e9:.0f} GB/s in {(formula - alpha) * 1e3:.2f} ms",
             f"Together {formula * 1e3:.2f} ms, and {percent(alpha / formula)} of it is latency",
