@@ -538,6 +538,11 @@ def test_what_is_compiled_around_compiles_the_modules():
     assert torch.tanh in graphs and nn.functional.linear in graphs
 
 
+class Picks(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).argmax(1)
+
+
 @on_ranks(2)
 def test_each_setting_reaches_the_unit():
     low = MixedPrecisionPolicy(torch.bfloat16)
@@ -545,6 +550,7 @@ def test_each_setting_reaches_the_unit():
     assert fully_shard(nn.Linear(3, 2).to(device()), mp_policy=low)(x).dtype is torch.bfloat16
     low = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
     assert fully_shard(nn.Linear(3, 2).to(device()), mp_policy=low)(x).dtype is torch.float64
+    assert fully_shard(Picks(3, 2).to(device()), mp_policy=low)(x).dtype is torch.int64
     offloaded = fully_shard(nn.Linear(3, 2).to(device()), offload_policy=CPUOffloadPolicy())
     assert offloaded._unit.offload_from is not None and offloaded.weight.device.type == "cpu"
     assert sharded()[1]._unit.reshard_after_forward

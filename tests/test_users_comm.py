@@ -361,6 +361,18 @@ class Unused(nn.Linear):
         return nn.functional.linear(x, self.weight)
 
 
+@on_ranks(2)
+def test_a_function_may_be_done_when_it_returns():
+    def at_once(function):
+        return lambda *args, async_op, **kwargs: function(*args, **kwargs)
+
+    expected, model = sharded(), sharded()
+    model[2].set_custom_all_gather(Recorded(at_once(torch_all_gather)))
+    model[2].set_custom_reduce_scatter(Recorded(at_once(torch_reduce_scatter)))
+    before = only_last("set_requires_gradient_sync")
+    assert train(model, before, False) == train(expected, before, False)
+
+
 @pytest.mark.parametrize("shard", [fully_shard, torchs_fully_shard])
 @on_ranks(2)
 def test_what_no_rank_has_used_has_no_gradient_whatever_a_hook_does(shard):

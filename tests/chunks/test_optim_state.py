@@ -41,6 +41,7 @@ def test_a_mark_is_saved_and_copied_as_what_torch_knows():
     assert copy.deepcopy(mark) == plain and type(copy.deepcopy(mark)) is OrderedDict
     assert pickle.loads(pickle.dumps(mark)) == plain
     assert repr(mark) == "<chunks of 1 parameters>"  # an optimizer may have hundreds
+    assert mark == Mark([*mark.places]) and mark != Mark(["another"]) and mark != 1
 
 
 @on_ranks(2)
