@@ -70,7 +70,7 @@ MUTANTS = [
     Mutant("between_steps/idle", "the device still reads what the program writes", "        if self._offload:\n", "        if False:\n", noticed_by="offload"),
     Mutant("between_steps/full_params", "the device still reads what is written back", "        engine.layer(Readers).wait()", "        pass", noticed_by="offload"),
     Mutant("between_steps/idle", "an evaluation shows what a backward needs", "        if not graph and not self._graph_waits:\n", "        if not graph:\n"),
-    Mutant("between_steps/idle", "a broken backward hides them till the next", "        self._graph_waits = False\n        show_divided_params(self._units)\n", "        self._graph_waits = False\n"),
+    Mutant("between_steps/idle", "a broken backward hides them till the next", "rest of this backward.\"\"\"\n        show_divided_params(self._units)\n", "rest of this backward.\"\"\"\n"),
     Mutant("between_steps/idle", "after one backward they wait for ever", 'was waited for.\"\"\"\n        self._graph_waits = False\n', 'was waited for.\"\"\"\n'),
     Mutant("support/divided_param", "gradients that are cleared stay", "            self.unit_grad = ref(unit_grad)\n        places = unit.layout.local_tensors(value", "            self.unit_grad = lambda: unit_grad\n        places = unit.layout.local_tensors(value"),
     Mutant("on_demand", "a frozen unit stays for a backward that will not come", "                frozen.let_go(STRATEGY)\n", "                pass\n"),

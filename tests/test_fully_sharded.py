@@ -58,6 +58,7 @@ def test_attributes_and_items_are_the_wrapped_modules():
 def test_fsdp_modules_are_listed_outer_first():
     model = stack(2)
     assert FSDP.fsdp_modules(model) == [model, model[1], model[2]]
+    assert FSDP.fsdp_modules(model, root_only=True) == [model]
     assert FSDP.fsdp_modules(nn.Linear(1, 1)) == []
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import tempfile
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -421,9 +422,20 @@ class Casts(nn.Sequential):
         return x
 
 
-@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(LOW)])
+WHOLE = {"sharding_strategy": ShardingStrategy.NO_SHARD, "use_orig_params": True}
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        partial(fully_shard, mp_policy=MixedPrecisionPolicy()),
+        partial(fully_shard, mp_policy=MixedPrecisionPolicy(LOW)),
+        partial(FSDP, mixed_precision=MixedPrecision(LOW), **WHOLE),
+    ],
+    ids=["full", "low", "low, whole"],
+)
 @on_ranks(2)
-def test_a_unit_of_one_dtype_may_become_one_of_two(policy):
+def test_a_unit_of_one_dtype_may_become_one_of_two(shard):
     def make() -> nn.Module:
         torch.manual_seed(0)
         model = Casts(nn.Linear(5, 5), nn.Linear(5, 5)).to(device())
@@ -432,13 +444,13 @@ def test_a_unit_of_one_dtype_may_become_one_of_two(policy):
 
     early, late = make(), make()
     early[0].to(LOW)
-    models = [fully_shard(model, mp_policy=policy) for model in (early, late)]
-    late(batch()).sum().backward()
-    late.zero_grad()
+    early, model = shard(early), shard(late)
+    model(batch()).sum().backward()
+    model.zero_grad()
     late[0].to(LOW)
-    assert train(early) == train(late)
-    assert_same(late, early)
-    assert models[1][0].weight.dtype is LOW
+    assert train(early) == train(model)
+    assert_same(model, early)
+    assert late[0].weight.dtype is LOW
 
 
 @by_way

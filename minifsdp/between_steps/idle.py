@@ -70,7 +70,6 @@ class ShownParams(Layer):
 
     def broken(self) -> None:
         """The program goes on without the rest of this backward."""
-        self._graph_waits = False
         show_divided_params(self._units)
 
 

@@ -125,6 +125,22 @@ def test_in_rows_an_optimizer_that_cannot_get_dtensors_is_refused(what, shard):
 
 
 @on_ranks(2)
+def test_a_parameter_that_is_gone_when_the_model_is_materialized_is_refused_by_name():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def without_bias(module):
+        if isinstance(module, nn.Sequential):
+            module[0] = nn.Linear(6, 6, bias=False)
+
+    model = rows(model, param_init_fn=without_bias)
+    step(model)
+    with pytest.raises(RuntimeError, match=r"an optimizer \(SGD\) holds '0\.bias' of unit <root>"):
+        optimizer.step()
+
+
+@on_ranks(2)
 def test_somebody_else_who_holds_a_parameter_is_no_optimizer():
     model = nn.Linear(6, 6).to(device())
     held = list(model.parameters())
