@@ -74,7 +74,7 @@ def owners() -> None:
 # gives a view to all owners:
 #
 # {{ minifsdp/support/param_views.py Placeholders.show -Otherwise -pop(FLAT_PARAM -hidden, unit
-# -if unit.leaks -attributes = -found = -if found -__setattr__ is -if hidden }}
+# -if not tensors -if unit.leaks -attributes = -found = -if found -__setattr__ is -if hidden }}
 #
 # ## What breaks without it
 #
