@@ -228,9 +228,9 @@ def _no_norm(function: str) -> RuntimeError:
 def _is_local(reader: FrameType) -> bool:
     """Whether a gradient scaler looks for inf on this rank only, and does not ask the others."""
     scaler = type(reader.f_locals.get("self"))
-    if not issubclass(scaler, GradScaler) or getattr(scaler, "asks_all_ranks", False):
+    if not issubclass(scaler, GradScaler):
         return False
-    if scaler.unscale_ is GradScaler.unscale_:
+    if scaler.unscale_ is GradScaler.unscale_:  # also of ours, which overrides the other method
         return scaler._unscale_grads_ is GradScaler._unscale_grads_
     # torch's ShardedGradScaler asks the others in its unscale_(). A fused optimizer skips steps by
     # itself, and may step without a call of unscale_(). (pytorch 2.13)

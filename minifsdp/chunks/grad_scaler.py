@@ -46,8 +46,6 @@ class ShardedGradScaler(GradScaler):
     The other arguments are those of ``torch.amp.GradScaler``.
     """
 
-    asks_all_ranks = True  # flat_parameter.py lets scalers pass that have this
-
     def __init__(
         self,
         device: str = "cuda",
