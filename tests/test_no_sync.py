@@ -286,6 +286,20 @@ def test_zero_grad_between_a_forward_and_its_backward_clears_it_too(set_to_none)
 
 
 @on_ranks(2)
+def test_in_rows_a_parameter_whose_gradient_was_cleared_has_one_again():
+    model, plain = stack(1, use_orig_params=True), layers(1)
+    step(model, 0)
+    first = next(iter(model.parameters()))
+    first.grad = None
+    waiting_step(model, 1)
+    assert first.grad is not None
+    step(model, 2)
+    losses = [plain(batch(step=at)).pow(2).sum() for at in (1, 2)]
+    expected = mean_gradients(plain, *losses)["0.weight"]
+    assert torch.equal(first.grad.full_tensor(), expected)
+
+
+@on_ranks(2)
 def test_what_zero_grad_has_cleared_is_freed_by_the_next_forward():
     model = stack(2)
     for at in range(2):
