@@ -1,5 +1,7 @@
 """local_params.py: the same steps and the same state, without DTensor's dispatch."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn, optim
@@ -7,8 +9,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from minifsdp import fully_shard, local_params, state_to_load, state_to_save
-from minifsdp.support.dtensors import divided_alike
-from tests.ranks import device, run
+from minifsdp.support.dtensors import divided_alike, local_of
+from tests.ranks import device, on_ranks, run
 from tests.small import batch
 
 OPTIMIZERS = {
@@ -183,3 +185,14 @@ def test_others_are_refused(kind):
     weight = nn.Parameter(torch.ones(2, 2))
     with pytest.raises(TypeError, match=f"{kind.__name__} is not known to be one"):
         local_params(kind([weight]))
+
+
+@on_ranks(2)
+def test_nothing_is_kept_from_step_to_step():
+    wrapped = model()
+    optimizer = local_params(optim.SGD(wrapped.parameters(), lr=0.01, momentum=0.9))
+    counts = []
+    for _ in range(2):
+        train(wrapped, optimizer, 2)
+        counts.append([sys.getrefcount(local_of(param)) for param in wrapped.parameters()])
+    assert counts[0] == counts[1]

@@ -265,7 +265,8 @@ def test_an_optimizer_of_another_model_and_a_state_of_another_optimizer_are_refu
         FSDP.optim_state_dict(model, strange)
     named, own = FSDP.optim_state_dict(model, optimizer), optimizer.state_dict()
     one_more = {**own, "state": {**own["state"], 9: {}}}
-    for state in (named, trained(blocks=3)[1].state_dict(), one_more):
+    one_less = {"state": {}, "param_groups": [{**own["param_groups"][0], "params": [0]}]}
+    for state in (named, trained(blocks=3)[1].state_dict(), one_more, one_less):
         with pytest.raises(ValueError, match="AdamW cannot have returned from state_dict"):
             FSDP.optim_state_dict(model, optimizer, state)
     with pytest.raises(ValueError, match=r"None on this rank(.|\n)*rank0_only=True"):

@@ -42,11 +42,15 @@ class Model(nn.Module):
             return self.norm(self.head(x) @ self.embed(words).transpose(1, 2) @ x)
         if self.run == "head twice":
             return self.head(self.norm(x)) + self.head(x)
+        if self.run == "head first":
+            return self.norm(self.head(x) @ x.new_ones(11, 6))
         if self.run == "norm alone":
             return self.norm(x)
         if self.run == "checkpointed":
             x = checkpoint(self.norm, x, use_reentrant=False)
             return checkpoint(self.head, x, use_reentrant=False)
+        if self.run == "norm checkpointed":
+            return self.head(checkpoint(self.norm, x, use_reentrant=True))
         if self.run == "checkpointed together":
             return checkpoint(lambda x: self.head(self.norm(x)), x, use_reentrant=True)
         return self.head(self.norm(x))
@@ -108,6 +112,7 @@ CASES = {
     "one of tied runs twice": ([("embed", "head")], {"run": "head twice"}),
     "in another order": ([("head", "norm")], {}),
     "checkpointed": ([LAST], {"run": "checkpointed"}),
+    "one of them checkpointed": ([LAST], {"run": "norm checkpointed"}),
     "checkpointed together": ([LAST], {"run": "checkpointed together"}),
     "twice in the list": ([("norm", "head", "norm")], {}),
     "one of them frozen": ([LAST], {"frozen": ["norm"]}),
@@ -126,10 +131,12 @@ def test_bit_equal_to_ddp(case):
     for name in frozen:
         plain.get_submodule(name).requires_grad_(False)
     expected = train(DDP(plain))
-    found = train(sharded(lists, frozen, how=how, **settings))
+    model = sharded(lists, frozen, how=how, **settings)
+    found = train(model)
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
+    assert not any(unit.reasons for unit in model._hooks.engine.units)
 
 
 class Halves(Model):
@@ -236,6 +243,16 @@ def test_what_does_not_run_keeps_nothing_alive():
 
 
 @on_ranks(2)
+def test_a_list_begins_anew_with_each_forward():
+    model = sharded([LAST], run="norm alone")
+    words = torch.ones(2, 3, dtype=torch.long, device=device())
+    with torch.no_grad():
+        model(words)
+        model.run = "head first"
+        assert gathers(model, lambda: model(words)) == 5  # one of the list
+
+
+@on_ranks(2)
 def test_a_forward_that_failed_leaves_no_list_open():
     model = sharded([("embed", "head")])
     words = torch.ones(2, 3, dtype=torch.long, device=device())
@@ -279,6 +296,8 @@ def test_blocks_are_prefetched_while_a_list_is_open():
     prefetched = model._hooks.engine.stats.prefetches - before[0]
     assert prefetched >= 6 - 2 and model._hooks.engine.stats.declined_prefetches == before[1]
     assert not any(stats.mistargets.values()), stats.mistargets
+    order = model._hooks.engine.prefetcher.pre_forward_order.last
+    assert len(order) == 4 and order[0] is model.embed._unit  # the list where it begins
 
 
 @on_ranks(2)
