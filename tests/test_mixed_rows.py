@@ -371,6 +371,13 @@ def test_what_is_frozen_is_freed_between_forward_and_backward():
 
 
 @on_ranks(2)
+def test_ranks_of_which_one_has_another_dtype_are_told():
+    model = by_fully_shard(adapted(low=torch.float16 if dist.get_rank() else LOW))  # as many bytes
+    with pytest.raises(ValueError, match=r"float16(.|\n)*bfloat16|bfloat16(.|\n)*float16"):
+        model(batch())
+
+
+@on_ranks(2)
 def test_trained_parameters_of_two_dtypes_are_refused_by_name():
     model = adapted()
     model[1].base.bias.requires_grad_(True)
