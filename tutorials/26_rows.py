@@ -203,9 +203,9 @@ def only_vectors() -> None:
 
 
 # %% [markdown]
-# (The model has 470,528 parameters. The other 80 or 48 elements are *marks*: with each gradient go
-# a few numbers that tell whether any rank has used the parameter at all;
-# [rows.py](../minifsdp/rows.py) explains them.)
+# (The model has 470,528 parameters. The other elements are *marks*: with each gradient go a few
+# numbers that tell whether any rank has used the parameter at all; [rows.py](../minifsdp/rows.py)
+# explains them.)
 #
 # ## What it costs
 #
