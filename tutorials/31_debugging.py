@@ -269,8 +269,8 @@ def memory() -> None:
 # | temporary, such as the logits of a loss | a fused loss, a smaller batch |
 # | none: reserved is far above their sum | a limit (page [11](11_limiter.md)), `--alloc` |
 #
-# Here it is activations. Recomputation takes away 11 GiB of them, and smaller units none, though less
-# is reserved: 18.5 GiB instead of 20.1. Both make the step longer.
+# Here it is activations. Recomputation takes away 11 GiB of them. Smaller units take away none, but
+# less is reserved: 18.5 GiB instead of 20.1. Both make the step longer.
 #
 # ## A slow step
 #
