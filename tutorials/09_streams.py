@@ -41,23 +41,25 @@ def a_product() -> None:
 # `y = x @ x` computes nothing. A function that runs on the GPU is a *kernel*, and this line
 # *launches* one: it puts the kernel into a queue and returns a tensor whose numbers do not exist
 # yet. The *host*, your Python program, goes on, while the GPU takes kernels from the queue one by
-# one. The host waits only if it asks for a value, as `.item()` and `print` do, or if the queue is
-# full.
+# one. The host waits only if it asks for a value, as `.item()` and `print` do, if it is told to
+# wait (below), or if the queue is full.
 #
 # These times are from minifsdp's *virtual GPU*. It sees every operator that torch runs, on tensors
-# without values, and asks how long it would take on an A100: its arithmetic at 66 % of the data
-# sheet's speed at most, or its bytes at 83 %, whichever takes longer, and 6 microseconds of the
-# host. [Half of others' runs](../minifsdp/sim/README.md) are within 5 % of what it says. The engine
-# runs on it as it is. When a kernel is launched, it is already clear when it will run, and on the
-# virtual GPU this is all that a stream is:
+# without values, and asks how long it would take on an A100: its arithmetic, in bf16 at 66 % of the
+# data sheet's speed at most, or its bytes at 83 %, whichever takes longer, and 6 microseconds of
+# the host. Of [published runs](../minifsdp/sim/README.md) that it was not fitted to, half are
+# within 6 % of what it says. The engine runs on it as it is. When a kernel is launched, it is
+# already clear when it will run, and on the virtual GPU this is all that a stream is:
 #
 # {{ minifsdp/sim/hardware/clock.py Clock._start }}
 #
 # ## Two queues
+#
 # Such a queue is a *stream*, and there can be several. Kernels of one stream run one after the
-# other. Two streams run beside each other, unless one is told to wait for an *event*: a mark that
-# is passed when all that was launched before it is done. The host can be told to wait for an event,
-# too. Here are three kernels, of 3, 2 and 1 seconds. When does each of them run?
+# other. Two streams run beside each other, unless one is told to wait for an *event* of the other:
+# a mark in a stream that is passed when all that was launched on this stream before it is done. The
+# host can be told to wait for an event, too. Here are three kernels, of 3, 2 and 1 seconds. When
+# does each of them run?
 
 
 # %%
@@ -135,21 +137,22 @@ def timeline() -> None:
 # marked.](09_streams.svg)
 #
 # Each of the four layers has a colour, in all lanes. Of 1.0 ms of communication (lanes `unshard`
-# and `reduce`) 0.8 are beside computation, and cost no time. The rest, at both ends, is *exposed*:
-# the computation has to wait for it.
+# and `reduce`) 0.8 are beside computation. They cost little time: a kernel beside a collective is a
+# sixth slower. The rest, at both ends, is *exposed*: the computation has to wait for it.
 #
 # - **host**: it launches all of forward, backward and optimizer in the first third of the step. A
 #   coloured tick is the launch of a gather, with a thread to where it runs. Amber: it waits (`other
 #   host stalls`).
 # - **unshard**: gathers 0 to 3. Then 3 again, which was freed after its forward, and 2, 1, 0.
 # - **compute**: waits for gather 0. Then it is never short of work; when it is done with 0, 1 is
-#   there. A backward takes twice as long as its forward.
+#   there. A backward takes about twice as long as its forward.
 # - **reduce**: the gradient of 3 is reduced beside the backward of 2. That of 0 has nothing to hide
 #   behind, and the optimizer, the sliver at the right, has to wait for it.
 # - **memory**: as the host takes and frees it, ahead of the GPU (page [10](10_allocator.md)).
-#   Gathers and reductions are never beside each other. They are in two streams of FSDP's, but NCCL,
-#   the library that communicates, carries out the collectives of a group of GPUs one by one, in the
-#   order of the host's calls. Page [12](12_prefetch.md) is about what follows from that.
+#
+# Gathers and reductions never run beside each other, although they are in two streams. NCCL, the
+# library that communicates, carries out the collectives of a group of GPUs one by one, in the order
+# of the host's calls. Page [12](12_prefetch.md) is about what follows from that.
 #
 # ## What breaks without it
 #
@@ -181,7 +184,7 @@ def without_the_wait() -> None:
 # for the event, and computes in between ([streams.py](../minifsdp/core/streams.py)).
 #
 # (Between ranks on one machine there is no network whose time could be hidden. There the second
-# function copies the data from the other rank's memory:
+# function copies the data from the memory of the other ranks:
 # [same_machine.py](../minifsdp/comm/same_machine.py).)
 #
 # ## Predict, then run
@@ -191,8 +194,8 @@ def without_the_wait() -> None:
 #
 # <details><summary>Answers</summary>
 #
-# 1. More than its computation and its communication together: nothing would run beside anything
-#    else.
+# 1. A little more than its computation and its communication together, 6.4 ms: nothing would run
+#    beside anything else.
 # 2. Yes. Nothing says which of the two comes first; they only came out that way.
 #
 # </details>
@@ -202,7 +205,8 @@ def without_the_wait() -> None:
 def answers() -> None:
     report = a_step().report()
     with patch("minifsdp.sim.streams.STREAMS", ("compute",) * 6):
-        assert a_step().report()["step"] > report["compute"] + report["communication"]  # 1. the sum
+        step = a_step().report()["step"]  # 1. the sum
+    assert step > report["compute"] + report["communication"] and f"{step * 1e3:.1f}" == "6.4"
     at_once = patch("minifsdp.sim.hardware.costs.Cluster.ring_seconds", return_value=0.0)
     with at_once, patch("minifsdp.core.engine.wait_for_unshard"):
         assert a_step().races()  # 2. yes
@@ -215,6 +219,7 @@ def main() -> None:
     assert (f"{all_of_it * 1e3:.1f}", f"{hidden * 1e3:.1f}") == ("1.0", "0.8")
     gpu = a_step().cluster.gpu
     assert (round(2 * 8192**3 / 1e12, 1), gpu.products, gpu.passes) == (1.1, 0.66, 0.83)
+    assert a_step().cluster.beside_collectives == 0.84  # a sixth slower
     assert round(2 * 8192**3 / (gpu.flops * gpu.products) * 1e3) == 5  # ms, of the product
     a_product()
     two_streams(wait=False)

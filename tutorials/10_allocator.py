@@ -13,7 +13,7 @@
 # - **reserved**: memory that PyTorch has asked the driver for, and not given back;
 # - **active**: allocated, and what was freed but may still be read. This page is about that one.
 #
-# It runs on minifsdp's virtual GPU, whose allocator has PyTorch's default rules and numbers.
+# The page runs on minifsdp's virtual GPU, whose allocator has PyTorch's default rules and numbers.
 
 # %% [hidden]
 from __future__ import annotations
@@ -48,15 +48,17 @@ def asked_and_taken() -> None:
 # %% [markdown]
 # The driver is asked for *segments*, and tensors get *blocks* of them, in multiples of 512 bytes.
 # Blocks of up to 1 MiB come from segments of 2 MiB, larger ones from 20 MiB. From 10 MiB on, a
-# block gets a segment of its own, in multiples of 2 MiB. What is left of that segment is not split
-# off if it is less than 1 MiB, so the last tensor has 16,777,216 bytes. A block is one piece: if
+# block gets a segment of its own, in multiples of 2 MiB. What is left of that segment is split off
+# only if it is more than 1 MiB, so the last tensor has 16,777,216 bytes. A block is one piece: if
 # ten tensors of 2 MiB fill a segment and every second one is dropped, 10 MiB are free, but not for
 # a tensor of 4 MiB. That is *fragmentation*.
 #
-# PyTorch has a remedy that is off by default: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
-# Then there is one segment for each stream. It gets more memory at its end, page by page, wherever
-# in the GPU that is, and holes in it can be joined. The virtual GPU has it, too (`--alloc`). Twenty
-# tensors grow, one after the other, as activations do when sentences have different lengths:
+# PyTorch has a remedy that is off by default: `PYTORCH_ALLOC_CONF=expandable_segments:True` (older
+# versions call the variable `PYTORCH_CUDA_ALLOC_CONF`). Then a stream has one segment for its small
+# blocks and one for its large ones. A segment grows at its end by *pages*, of 2 or of 20 MiB, which
+# may be anywhere in the GPU's memory, and free blocks beside each other become one. The virtual GPU
+# has it, too (`--alloc`). Here are twenty tensors, one after the other, each larger than the one
+# before, as activations may be when sentences have different lengths:
 
 
 # %%
@@ -72,7 +74,7 @@ def growing(alloc: str) -> int:
 
 # %% [markdown]
 # By default a block that is too small is of no use for the next tensor, and a new segment is asked
-# for. An expandable segment grows by what is missing.
+# for. An expandable segment grows by the pages that are missing.
 #
 # ## Whose memory it is
 #
@@ -82,9 +84,9 @@ def growing(alloc: str) -> int:
 # keeps it.
 #
 # What if another stream has read it? Then the allocator has to be told, with
-# `tensor.record_stream(stream)`. When the tensor is freed, a mark is put into that stream. Until
-# the stream has passed the mark, the block is neither allocated nor free: it is *active*. The
-# allocator looks whether the mark has been passed when the next tensor is allocated.
+# `tensor.record_stream(stream)`. When the tensor is freed, an event is recorded on that stream.
+# Until the event is passed, the block is neither allocated nor free, but still *active*. The
+# allocator looks whether the event is passed only when the next tensor is allocated.
 
 
 # %%
@@ -109,7 +111,7 @@ def freed_and_not_free() -> None:
     with cluster() as gpu:
         streams, busy = Streams.on(torch.device("meta")), torch.empty(8192, 8192)
         x = copy_of(streams, "x")
-        torch.matmul(busy, busy)  # 87 ms of work for the compute stream
+        torch.matmul(busy, busy)  # 59 ms of work for the compute stream
         x.add_(1)
         levels(gpu, "x is in use:")
         streams.compute.record_stream(x)  # x.record_stream(compute)
@@ -160,7 +162,8 @@ def with_and_without() -> None:
 #
 # At the end of the six copies there is memory for six, though never more than one was alive.
 # *Allocated* (dark green) is what the program means. *Active* (light green) is what the GPU is not
-# done with. *Reserved* (gray) is what it costs, and what `nvidia-smi` shows.
+# done with. *Reserved* (gray) is what it costs, and what `nvidia-smi` shows, beside some hundred MB
+# of CUDA's own.
 #
 # Without `record_stream` one block is enough, and that is what breaks: the next copy is written to
 # it while the GPU has yet to read the last one. On a real GPU this gives wrong numbers now and
@@ -179,8 +182,9 @@ def with_and_without() -> None:
 # <details><summary>Answers</summary>
 #
 # 1. 512 and 1,024 bytes: multiples of 512.
-# 2. No: what is cached belongs to the stream that it was allocated on. Only when the GPU is full
-#    does all that is cached go back to the driver, and then any stream can have it.
+# 2. No: what is cached belongs to the stream that it was allocated on. Only when the GPU is full,
+#    or when the program calls `torch.cuda.empty_cache()`, does all that is cached go back to the
+#    driver. Then any stream can have it.
 #
 # </details>
 
@@ -206,6 +210,10 @@ def answers() -> None:
 
 # %% [hidden]
 def main() -> None:
+    with cluster() as gpu:
+        busy = torch.empty(8192, 8192)
+        torch.matmul(busy, busy)
+        assert round((gpu.clock.idle_at() - gpu.clock.now) * 1e3) == 59  # ms, as the comment says
     asked_and_taken()
     assert growing("") > 5 * growing("expandable_segments:True")
     freed_and_not_free()
