@@ -259,7 +259,7 @@ def when_memory_ends() -> None:
 # not show here, because a retry on the virtual GPU costs only the wait and the calls to the driver.
 #
 # In a profile of a real run you can see the rate limiter at work. PyTorch and minifsdp record the
-# wait under the same name, and only when there is one:
+# wait under the same name, minifsdp only where the host has to wait:
 #
 # ```python
 # with torch.profiler.profile() as profile:

@@ -10,8 +10,9 @@
 # four answers.
 #
 # A wrong guess changes no result: what is gathered early would have been gathered anyway, or is
-# freed at the end of the backward. But it costs time or memory. There are three ways to be wrong
-# ([pytorch#83666](https://github.com/pytorch/pytorch/pull/83666) lists them). The target may be
+# freed at the end of the forward or the backward. But it costs time or memory. There are three ways
+# to be wrong ([pytorch#83666](https://github.com/pytorch/pytorch/pull/83666) lists them). The
+# target may be
 #
 # - *already unsharded*: it is in use, so that nothing is gathered ahead;
 # - *not needed yet*: what is needed first has to queue behind it;
@@ -24,8 +25,8 @@
 # ## Units in units
 #
 # If units stood side by side, all answers would be the same. So here is a model in which `S` and
-# `T` are units that have two units inside, and `probe` is one whose result nobody uses. In which
-# order will the backward come to them?
+# `T` are units that have a layer of their own and two units inside, and `probe` is one whose result
+# nobody uses. In which order will the backward come to them?
 
 # %% [hidden]
 from __future__ import annotations
@@ -195,10 +196,10 @@ def layer_drop() -> None:
 # minifsdp has guessed block 5, which this step leaves out. It is gathered for nothing, and the
 # gathers that are needed queue behind it. It stays in memory until the backward ends, so that with
 # room for two no other unit is prefetched. The backward takes more than a third longer than with
-# PyTorch's guess, and longer than without any prefetch (18.9 ms). With room for three it takes 16.3
-# ms. PyTorch's guess comes from the forward of the same step, and is right. Neither way is always
-# better: minifsdp's is exact for models that always do the same, even where the loss does not
-# depend on all units; PyTorch's is exact for models that change and use all that they compute.
+# PyTorch's guess, and longer than without any prefetch (18.9 ms). PyTorch's guess comes from the
+# forward of the same step, and is right. Neither way is always better: minifsdp's is exact for
+# models that always do the same, even where the loss does not depend on all units; PyTorch's is
+# exact for models that change and use all that they compute.
 #
 # For a model of this kind, tell the engine what comes: FSDP2 and minifsdp have
 # `set_modules_to_backward_prefetch` ([prefetch_lists.py](../minifsdp/prefetch_lists.py)).

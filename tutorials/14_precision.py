@@ -248,8 +248,8 @@ def two_places_of_a_cast() -> None:
 #
 # A buffer is a tensor that a module keeps and that is no parameter: running statistics, a table of
 # positions. Buffers are not sharded, so a lower precision saves next to nothing, and it can do
-# harm: in bf16 the integers end at 256. Rotary embeddings that were computed in bf16
-# gave several positions the same angle
+# harm: above 256 bf16 has not every integer. Rotary embeddings that were computed in bf16 gave
+# several positions the same angle
 # ([transformers#25681](https://github.com/huggingface/transformers/issues/25681),
 # [#29285](https://github.com/huggingface/transformers/pull/29285)). So `buffer_dtype` is None by
 # default, and buffers keep their dtype. The floating-point *inputs* of the model are cast to
@@ -283,21 +283,21 @@ def without_a_part() -> None:
 # %% [markdown]
 # Without the stage nothing fails. The gradients are added up in the dtype in which they were
 # computed, so this is the error of the table above, for two ranks. Without the layer no unit is
-# told in which dtype to gather. It still has the empty tensor with which it was made, and the error
-# is about the splitting of that tensor. It names neither a dtype nor a unit.
+# told in which dtype to gather. It still has the tensor with which it was made, its own shard in
+# fp32, and the error is about the splitting of that tensor. It names neither a dtype nor a unit.
 #
 # ## And fp16?
 #
-# fp16 has more digits and a shorter reach: gradients below 6e-5 lose digits and those below 6e-8
+# fp16 has more digits and a shorter reach: gradients below 6e-5 lose digits and those below 3e-8
 # become zero. So fp16 needs *loss scaling*: the loss is multiplied by a large number before the
-# backward, and the gradients are divided by it before the step, which is skipped if one of them
-# has overflowed on any rank (`minifsdp.ShardedGradScaler`). With bf16, which reaches as far as
-# fp32, you need none of this.
+# backward, and the gradients are divided by it before the step, which is skipped if one of them has
+# overflowed on any rank (`minifsdp.ShardedGradScaler`). With bf16, which reaches as far as fp32,
+# you need none of this.
 #
 # ## Predict, then run
 #
-# 1. A rank trains one billion parameters among 64 ranks with Adam. How many bytes does it keep in
-#    fp32 between steps, and how many more would it keep if every rank had its own fp32 copy?
+# 1. On 64 ranks one billion parameters are trained with Adam. How many bytes does each rank keep in
+#    fp32 between steps, and how many more if each had an fp32 copy of all parameters?
 # 2. Adam's first step moves each weight by about the learning rate. With 1e-5, from which size on
 #    does a weight in bf16 not move at all?
 # 3. The table of positions has 300 rows, `torch.arange(300.)`. How many are told apart in bf16?
@@ -307,8 +307,8 @@ def without_a_part() -> None:
 # 1. Parameters and two averages of 4 bytes, shared by 64: 0.19 GB. (Gradients are another 0.06 GB
 #    until the step.) An own copy on each rank would be 4 GB. This is why mixed precision and
 #    sharding go well together.
-# 2. From 1/256 on, 0.0039. Up to 1/128 the next number is 3.1e-5 away, and 1e-5 is less than half
-#    of that. A typical weight of this GPT is 0.02.
+# 2. Above 1/256, which is 0.0039. Up to 1/128 the next number is 3.1e-5 away, and 1e-5 is less than
+#    half of that. A typical weight of this GPT is 0.02.
 # 3. 279. Up to 256 all of them; from there to 300 only every second one.
 #
 # </details>

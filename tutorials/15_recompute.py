@@ -272,7 +272,7 @@ def freed_early() -> None:
 
 
 # %% [markdown]
-# Without a layer between the blocks the root is free during all their backwards. A plain layer
+# Without a layer between the blocks the root stays freed during all their backwards. A plain layer
 # keeps it until the first block is all that is left. With the checkpoint the root is freed too
 # early in step 1, and the second forward has it gathered once more. `OnDemand` remembers that. From
 # step 2 on this root stays, because otherwise every checkpoint in it would cost a gather.
