@@ -197,7 +197,7 @@ HOOKS = {"": lambda block: None, "log": log_norms}
 # 2. The host is not ahead in this forward, so each gather is launched when its block is needed.
 #    With forward prefetch it is launched before the previous block runs, so it is hidden: forward
 #    and backward take 9 % less.
-# 3. Where there is room for two or more, the first one. Gather 2 would not queue behind reduction 3.
+# 3. Where there is room for two or more, the first. Gather 2 would not queue behind reduction 3.
 #    (The virtual GPU has one queue, as minifsdp and PyTorch use one group by default.)
 #
 # </details>
