@@ -196,8 +196,9 @@ def compare() -> None:
 # 1. Eight: four for the parameter and four for its gradient. Plain SGD keeps nothing else.
 # 2. No. Equal models with equal data have equal gradients. So a test that gives all ranks the same
 #    batch cannot notice that the averaging is missing.
-# 3. The ranks take equal steps from different places, so their models differ by as much at the end
-#    as at the beginning. Again there is no error.
+# 3. The ranks take equal steps from different places, so their models differ by nearly as much at
+#    the end as at the beginning: only weight decay brings them a little closer. Again there is no
+#    error.
 #
 # </details>
 
