@@ -198,7 +198,7 @@ def _all_or_none(what: str, want: Any, got: Any) -> str | None:
     if "after an exception" in what:
         return (
             "something is left of the step that failed: views, units that are gathered already, "
-            "a part of flat_param.grad, or the note that a backward runs"
+            "reductions on their way, or the note that a backward runs"
         )
     return of_training(what, want, got)
 
