@@ -14,8 +14,9 @@
 # rank that calls it early waits for the others. Here are three of them on two ranks, and each rank
 # brings four numbers. The functions are [the engine's](../minifsdp/comm/collectives.py); the
 # *engine* is minifsdp's code. Each starts its exchange and returns a function that waits until it
-# is over. (`scale` is a factor for each addend. `tag` is a number that tells this exchange from
-# others that are under way at the same time.)
+# is over. (`reduce_scatter` returns its result as well. `all_reduce` has one such function for
+# each of its two halves. `scale` is a factor for each addend. `tag` is a number that tells this
+# exchange from others that are under way at the same time.)
 
 # %% [hidden]
 from __future__ import annotations

@@ -52,9 +52,9 @@ def five_on_four() -> None:
 
 
 # %% [markdown]
-# In an all-gather all ranks have to bring equally many elements. So the end is filled with zeros,
-# here with three: this is *padding*. The last rank has nothing else. It takes part in each
-# collective all the same, because the others would wait for it forever.
+# On GPUs all ranks have to bring equally many elements to an all-gather. So the end is filled with
+# zeros, here with three: this is *padding*. The last rank has nothing else. It takes part in each
+# collective all the same, because the others wait for it.
 #
 # Now two small layers on three ranks. Modules whose parameters share a flat tensor are a *unit*.
 # Here both layers are one unit. `model.parameters()` gives the optimizer this rank's chunk, without
@@ -156,9 +156,10 @@ def normalized() -> None:
 # %% [markdown]
 # Each rank divides by the norm of its own chunk. The last number should move 2.7 times as far as
 # the first, and moves 1.3 times as far. Training goes on in a different direction, and with four
-# ranks it would be a third one. PyTorch's FSDP does this without a word
-# ([seen with torch 2.13](../tests/test_lessons.py)). minifsdp warns when such a norm is taken, and
-# still computes it.
+# ranks it would be a third one. PyTorch's FSDP1 does this without a word
+# ([seen with torch 2.13](../tests/test_lessons.py)); the gradients of its FSDP2 have the norm of
+# the whole (page [25](25_fsdp2.md)). minifsdp warns when such a norm is taken, and still computes
+# it.
 #
 # The same holds for everything that looks at more than one number: clipping by norm;
 # [LARS](https://arxiv.org/abs/1708.03888), which wants the norm of each weight;
