@@ -102,6 +102,7 @@ class PretendedGpu:
             patch("torch.cuda.stream", nullcontext),
             patch("torch.cuda.current_stream", _TorchStream),
             patch("torch.cuda.default_stream", _TorchStream),
+            patch("torch.cuda.is_current_stream_capturing", lambda: False),  # CUDA's builds ask it
             patch.object(Tensor, "record_stream", lambda tensor, stream: None),
             patch("torch.cuda.synchronize", self.wait),
             patch("torch.tensor", functools.partial(_on_current, torch.tensor)),
