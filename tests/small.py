@@ -35,6 +35,17 @@ class Block(nn.Sequential):
     """A unit of its own."""
 
 
+class Scaled(nn.Linear):
+    """One of its parameters has no dimensions."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
 def layers(blocks: int = 4, width: int = 6) -> nn.Sequential:
     torch.manual_seed(0)
     parts = [Block(nn.Linear(width, width), nn.Tanh()) for _ in range(blocks)]

@@ -248,7 +248,7 @@ def two_places_of_a_cast() -> None:
 #
 # A buffer is a tensor that a module keeps and that is no parameter: running statistics, a table of
 # positions. Buffers are not sharded, so a lower precision saves next to nothing, and it can do
-# harm: above 256 bf16 has not every integer. Rotary embeddings that were computed in bf16 gave
+# harm: above 256 bf16 does not have all integers. Rotary embeddings that were computed in bf16 gave
 # several positions the same angle
 # ([transformers#25681](https://github.com/huggingface/transformers/issues/25681),
 # [#29285](https://github.com/huggingface/transformers/pull/29285)). So `buffer_dtype` is None by

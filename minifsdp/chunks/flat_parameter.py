@@ -230,7 +230,7 @@ def _is_local(reader: FrameType) -> bool:
     scaler = type(reader.f_locals.get("self"))
     if not issubclass(scaler, GradScaler):
         return False
-    if scaler.unscale_ is GradScaler.unscale_:  # also of ours, which overrides the other method
+    if scaler.unscale_ is GradScaler.unscale_:  # it may ask in the method inside, as ours does
         return scaler._unscale_grads_ is GradScaler._unscale_grads_
     # torch's ShardedGradScaler asks the others in its unscale_(). A fused optimizer skips steps by
     # itself, and may step without a call of unscale_(). (pytorch 2.13)

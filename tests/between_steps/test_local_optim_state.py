@@ -18,7 +18,7 @@ from minifsdp.between_steps.local_optim_state import group_settings, local_state
 from tests.between_steps.test_state_dict_type import IN_ROWS, trained
 from tests.patience import Patience
 from tests.ranks import device, on_ranks
-from tests.small import layers, step
+from tests.small import Scaled, layers, step
 
 
 def groups(**settings):
@@ -88,20 +88,9 @@ def test_what_is_divided_is_taken_from_each_rank_even_if_the_first_is_to_send():
         assert torch.equal(entry["exp_avg"].to_local(), own["exp_avg"].to_local().cpu())
 
 
-class Scaled(nn.Linear):
-    """One of its parameters has no dimensions, as some of an optimizer's numbers for it."""
-
-    def __init__(self):
-        super().__init__(6, 6)
-        self.scale = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x):
-        return super().forward(x) * self.scale
-
-
 @on_ranks(2)
 def test_a_number_for_a_parameter_without_dimensions_stays_one():
-    model = FSDP(Scaled().to(device()))
+    model = FSDP(Scaled(6, 6).to(device()))
     optimizer = torch.optim.NAdam(model.parameters())
     step(model)
     optimizer.step()

@@ -27,7 +27,7 @@ from minifsdp import (
 )
 from minifsdp import FullyShardedDataParallel as FSDP
 from tests.ranks import device, on_ranks, run
-from tests.small import stack, watch
+from tests.small import Scaled, stack, watch
 
 pytest.importorskip("numpy", reason="torch.distributed.checkpoint of several ranks needs it")
 
@@ -362,17 +362,9 @@ def test_the_step_goes_on_between_a_forward_and_its_backward():
 
 @on_ranks(3)
 def test_parameters_without_a_dimension_and_smaller_than_the_number_of_ranks():
-    class Scaled(nn.Linear):
-        def __init__(self):
-            super().__init__(2, 1)
-            self.scale = nn.Parameter(torch.tensor(2.0))
-
-        def forward(self, x):
-            return super().forward(x) * self.scale
-
     def made():
         torch.manual_seed(0)
-        model = FSDP(Scaled().to(device()))
+        model = FSDP(Scaled(2, 1).to(device()))
         return model, torch.optim.AdamW(model.parameters())
 
     model, optimizer = made()
