@@ -97,6 +97,14 @@ def test_get_total_norm_does_not_get_it_and_whoever_mentions_that_does():
     assert total([flat_parameter(is_sharded=False)]) == 12**0.5
 
 
+def test_a_function_named_as_a_scalers_method_may_read_it():
+    def _unscale_grads_(params):
+        return [param.grad / 2 for param in params]
+
+    (found,) = _unscale_grads_([flat_parameter(is_sharded=True)])
+    assert torch.equal(found, torch.ones(3))
+
+
 def by_hand(params):
     return sum(p.grad.norm() ** 2 for p in params)
 
