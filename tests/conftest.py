@@ -38,7 +38,8 @@ def pytest_xdist_auto_num_workers(config):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """All tests of a file that is marked with `xdist_group` go to one worker, others to whichever
-    is free. So does pytest-xdist by itself, but not with pytest 9.2: its issue 1386."""
+    is free. So does pytest-xdist by itself, but not with pytest 9.2: its issue 1386. And if a
+    worker dies, it hangs."""
     if config.getvalue("dist") != "loadgroup":
         return None
     from xdist.scheduler import LoadScopeScheduling
@@ -46,6 +47,28 @@ def pytest_xdist_make_scheduler(config, log):
     class ByGroups(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             return group_of(config.rootpath / nodeid.partition("::")[0]) or nodeid
+
+        def remove_node(self, node):
+            """A worker has ended or died. Others do what it has left, but for the test of which it
+            has died. pytest-xdist 3.8 has them do that one, too, and what is done already; since
+            no worker reports that again, it waits for ever."""
+            units = self.assigned_work[node]
+            left = [(unit, test) for unit in units.values() for test in unit if not unit[test]]
+            for unit, test in left[:1]:
+                unit[test] = True
+            self.assigned_work[node] = {
+                scope: unit for scope, unit in units.items() if not all(unit.values())
+            }
+            super().remove_node(node)
+            return left[0][1] if left else None
+
+        def schedule(self):
+            """Begin; or begin with a worker in the place of one that has died. A worker runs a test
+            when it knows the next one, or that there is none. xdist gives the new one a single
+            test, and may have nobody tell it that it was the last."""
+            super().schedule()
+            for node in self.nodes:
+                self._reschedule(node)
 
     return ByGroups(config, log)
 

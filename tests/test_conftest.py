@@ -71,6 +71,51 @@ def test_a_file_that_is_marked_goes_to_one_worker():
     assert pytest_xdist_make_scheduler(config, None) is None
 
 
+class Worker:
+    """One of pytest-xdist's, which does what it is asked for when it is told to."""
+
+    def __init__(self, scheduler, tests):
+        self.gateway, self.shutting_down = SimpleNamespace(id=id(self)), False
+        self.scheduler, self.asked, self.ran = scheduler, [], []
+        scheduler.add_node(self)
+        scheduler.add_node_collection(self, tests)
+
+    def send_runtest_some(self, indices):
+        assert indices, "xdist waits for a report of these"
+        self.asked += indices
+
+    def shutdown(self):
+        self.shutting_down = True
+
+    def works(self, count=10**9):
+        """As xdist's does: the last test that it has been asked for waits for what comes next."""
+        while len(self.ran) < min(count, len(self.asked) - (not self.shutting_down)):
+            self.ran.append(self.asked[len(self.ran)])
+            self.scheduler.mark_test_complete(self, self.ran[-1])
+
+
+@pytest.mark.parametrize("done", range(5))
+def test_if_a_worker_dies_others_do_what_it_has_left_and_all_come_to_an_end(done):
+    pytest.importorskip("xdist")
+    values = {"dist": "loadgroup", "tx": ["popen"] * 2, "maxworkerrestart": None}
+    option = SimpleNamespace(loadscopereorder=False)
+    config = SimpleNamespace(rootpath=ROOT, getvalue=values.get, option=option)
+    scheduler = pytest_xdist_make_scheduler(config, None)
+    tests = [f"tests/core/test_unit.py::test_a[{at}]" for at in range(12)]
+    dies, lives = Worker(scheduler, tests), Worker(scheduler, tests)
+    scheduler.schedule()
+    dies.works(done)
+    assert scheduler.remove_node(dies) == tests[dies.asked[done]]  # which has failed
+    replaces = Worker(scheduler, tests)
+    scheduler.schedule()
+    for worker in (lives, replaces, lives):
+        worker.works()
+    for worker in (lives, replaces):
+        assert worker.shutting_down and worker.ran == worker.asked, "it waits for more"
+    ran = [*dies.ran, dies.asked[done], *lives.ran, *replaces.ran]
+    assert sorted(ran) == [*range(len(tests))]
+
+
 def test_every_group_is_marked_where_it_is_looked_for():
     marked = [
         path
