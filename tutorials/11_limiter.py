@@ -142,6 +142,8 @@ def with_and_without() -> None:
 # PyTorch's documentation says that its limiter allows for the memory of [two
 # units](https://docs.pytorch.org/docs/stable/fsdp.html): the one that computes, and the next. Here
 # are twelve layers of equal size. How many are alive at once in the first three forwards?
+# (`fairscale 1` and `fairscale 2` are the team's two attempts of 2022, numbers 3 and 4 of the story
+# below. Both wait for everything.)
 
 
 # %%
@@ -177,8 +179,8 @@ def five_ways(name: str) -> tuple[list[int], float]:
 # nothing that the device could do next. So the third unit that PyTorch's queue lets in by accident
 # makes steps shorter by up to 5 % ([a table](../minifsdp/sim/README.md)). minifsdp's default,
 # `limit_all_gathers=True`, lets it in on purpose, and from the first step on: two units that the
-# host has not freed, and one that only the device has not. It is `--limit true` on a command line,
-# and the default there, too.
+# host has not freed yet, and a third one that the host has freed and the device has not. It is
+# `--limit true` on a command line, and the default there, too.
 #
 # FSDP2 is in the table, too. It needs no limiter and its host never waits, because it does not use
 # `record_stream`. Instead its *streams* wait for each other. So each block of memory is used in the

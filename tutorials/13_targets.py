@@ -138,7 +138,7 @@ def all_guesses() -> dict[str, tuple[Any, ...]]:
 # came first ([#108190](https://github.com/pytorch/pytorch/issues/108190), open). And a gather that
 # is not needed is in the way of one that is, because NCCL has one queue. That is what the authors
 # of [#70235](https://github.com/pytorch/pytorch/pull/70235) had seen in 2021: POST "did not see
-# expected performance". In minifsdp POST asks for the unit after the one whose backward *began*
+# expected performance". In minifsdp POST asks what comes after the unit whose backward *began*
 # last.
 #
 # ## What breaks without it

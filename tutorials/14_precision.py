@@ -123,7 +123,7 @@ def three_formats() -> None:
 # what is *added up over a long time* is kept in fp32. The weights are a sum of all updates. The
 # optimizer's averages are sums of gradients. With FSDP this costs hardly any memory: what is in
 # fp32 is the shard, which is small, and what is gathered is a copy in bf16. In the file of page 06
-# three lines have to change: the tensor that is gathered into has another dtype, and two tensors
+# this means three changes: the tensor that is gathered into has a different dtype, and two tensors
 # are cast before they are sent. Which two? The program that grows has the answer in its step
 # `14_precision`, which is folded at the end of this page:
 

@@ -76,7 +76,7 @@ def add_settings(p: argparse.ArgumentParser) -> None:
     for size in NAMES:
         add(f"--{size.replace('_', '-')}", None, SIZE_WORDS[size], whole(10_000_000))
     add_machine(p)
-    add("--alloc", "", "as PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True", alloc)
+    add("--alloc", "", "as PYTORCH_ALLOC_CONF: expandable_segments:True", alloc)
     add("--price", None, "of a GPU, dollars an hour", number(0, 1e6))
     add("--batch", 8, "samples on each GPU", whole(1_000_000))
     add("--seq", 1024, "tokens in each", whole(1_000_000))

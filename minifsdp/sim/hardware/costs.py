@@ -105,7 +105,7 @@ class Cluster:
     host_computes: bool = False  # it does what it launches itself, and then goes on: a CPU
     cuda_malloc: float = 300 * MICRO
     cuda_free: float = 300 * MICRO
-    alloc: str = ""  # as PYTORCH_CUDA_ALLOC_CONF; see memory/alloc_conf.py
+    alloc: str = ""  # as PYTORCH_ALLOC_CONF; see memory/alloc_conf.py
 
     @property
     def world_size(self) -> int:

@@ -1,6 +1,6 @@
 """PyTorch's caching allocator: why reserved memory is not allocated memory.
 
-alloc_conf.py      options, as PYTORCH_CUDA_ALLOC_CONF takes them
+alloc_conf.py      options, as PYTORCH_ALLOC_CONF takes them
 blocks.py          pieces of memory, and their levels
 free_blocks.py     which free block is given out
 segments.py        segments that grow

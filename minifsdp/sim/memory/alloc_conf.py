@@ -1,4 +1,4 @@
-"""Options of the caching allocator, written as for PyTorch's ``PYTORCH_CUDA_ALLOC_CONF``.
+"""Options of the caching allocator, written as for PyTorch's ``PYTORCH_ALLOC_CONF``.
 
 ``expandable_segments:True,max_split_size_mb:128,garbage_collection_threshold:0.8``; what each does
 says :class:`AllocConf`. Names, limits and words for true and false are torch's

@@ -47,7 +47,7 @@ class Allocator:
         capacity: bytes that the process may reserve.
         malloc_seconds: what a ``cudaMalloc`` takes the host.
         free_seconds: what a ``cudaFree`` does, besides waiting for the device.
-        conf: as by ``PYTORCH_CUDA_ALLOC_CONF``. Pages of an expandable segment that are mapped, or
+        conf: as by ``PYTORCH_ALLOC_CONF``. Pages of an expandable segment that are mapped, or
             unmapped, together take as long as one ``cudaMalloc``, or one ``cudaFree``.
     """
 

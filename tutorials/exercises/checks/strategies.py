@@ -63,6 +63,7 @@ def _source_names(source: Any) -> list[str]:
 
 @check("strategies.1", because=_chosen)
 def what_a_unit_gets() -> Iterator[Any]:
+    from minifsdp import MixedPrecision
     from minifsdp.strategies import source_of, stages_of
     from tests.lone_unit import lone_unit
 
@@ -77,6 +78,10 @@ def what_a_unit_gets() -> Iterator[Any]:
             stages = stages_of(lone.unit, lone.streams)
             yield f"stages, {about}", [type(stage).__name__ for stage in stages]
             yield f"streams of the stages, {about}", [stage.stream for stage in stages]
+    with lone_unit(ranks=1, precision=MixedPrecision(torch.bfloat16)) as lone:
+        lone.unit.mixed = object()  # type: ignore[assignment]
+        names = _source_names(source_of(lone.unit))
+        yield "source of a unit of several dtypes (unit.mixed), without a group, param_dtype", names
 
 
 def _in_steps(what: str, want: Any, got: Any) -> str | None:
