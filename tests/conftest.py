@@ -88,14 +88,17 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(items):
-    """Where parameters of a test are combined, most of the combinations are `slow`."""
+    """Where parameters of a test are combined, most of the combinations are `slow`, and of a test
+    that is marked `few(n)` all but n."""
     families = defaultdict(list)
     for item in items:
-        combined = hasattr(item, "callspec") and len(item.callspec.params) > 1
-        if combined and not item.get_closest_marker("slow"):
+        if hasattr(item, "callspec") and not item.get_closest_marker("slow"):
             families[item.parent, item.originalname].append(item)
     for family in families.values():
-        for item in set(family) - set(representative(family)):
+        kept = representative(family) if len(family[0].callspec.params) > 1 else family
+        if few := family[0].get_closest_marker("few"):
+            kept = kept[: few.args[0]]
+        for item in set(family) - set(kept):
             item.add_marker("slow")
 
 

@@ -1,4 +1,4 @@
-"""conftest.py: which combinations of parameters `make test` runs."""
+"""conftest.py: which combinations of parameters `make test` runs, and what runs them."""
 
 import os
 from itertools import product
@@ -10,6 +10,7 @@ import torch
 
 from tests.conftest import (
     group_of,
+    pytest_collection_modifyitems,
     pytest_xdist_auto_num_workers,
     pytest_xdist_make_scheduler,
     representative,
@@ -54,6 +55,24 @@ def test_what_is_not_combined_freely_is_covered_too():
         {"strategy": s, "ranks": r} for s, r in [("a", 2), ("a", 3), ("b", 2), ("b", 3), ("c", 4)]
     ]
     assert kept(family(*rows)) == [rows[0], rows[3], rows[4]]
+
+
+@pytest.mark.parametrize("values, few", [({"case": range(9)}, 4), ({"a": "xyz", "b": [1, 2]}, 2)])
+def test_of_cases_that_are_much_alike_a_few_are_kept(values, few):
+    class Item(Hashable):
+        parent, originalname = "a module", "test_a"
+
+        def get_closest_marker(self, name):
+            return SimpleNamespace(args=[few]) if name == "few" else None
+
+        def add_marker(self, name):
+            slow.append((self, name))
+
+    slow = []
+    items = [Item(callspec=item.callspec) for item in family(**values)]
+    pytest_collection_modifyitems(items)
+    assert len(slow) == len(items) - few and {name for _, name in slow} == {"slow"}
+    assert items[0] not in [item for item, _ in slow]
 
 
 def test_a_file_that_is_marked_goes_to_one_worker():

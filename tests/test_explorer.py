@@ -172,6 +172,7 @@ def test_every_combination_is_there(data):
             assert run_of(data, model, settings) == run_of(data, model, canonical(settings))
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_the_command_line(data, of_the_cli):
     for (model, settings), figures in zip(CHOSEN, of_the_cli, strict=True):
         shown = run_of(data, model, settings)["figures"]

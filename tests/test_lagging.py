@@ -79,6 +79,7 @@ def test_nothing_is_used_before_it_is_there(world_size, strategy, offload):
     run(check, world_size, ShardingStrategy[strategy], OFFLOADS[offload])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"])
 def test_neither_is_what_comes_from_another_device(strategy):
     strategy, offload = ShardingStrategy[strategy], OFFLOADS["offload"]

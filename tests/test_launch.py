@@ -112,6 +112,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_ranks_need_not_import_torch_and_minifsdp_each(tmp_path):
     """It takes each of them longer than all that most pages do."""
     (tmp_path / "imports.py").write_text(IMPORTS)

@@ -62,11 +62,13 @@ def test_what_was_meant_is_said():
     )
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", [*PACKAGED, *IN_A_CLONE])
 def test_usage_is_what_the_user_has_typed(name):
     assert command(name, "--help").stdout.startswith(f"usage: minifsdp {name} [-h]")
 
 
+@pytest.mark.slow
 def test_usage_is_what_the_user_has_typed_also_to_python():
     def usage(*words, **environment):
         done = run_command([sys.executable, *words, "--help"], env={**os.environ, **environment})

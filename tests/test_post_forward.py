@@ -114,6 +114,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("case", CASES)
 @on_ranks(4)
 def test_bit_equal_to_a_gather_from_all_ranks(case):

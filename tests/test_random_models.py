@@ -29,13 +29,10 @@ from tests.ranks import on_ranks, run
 from tests.small import replaced, travels
 
 CASES, EACH = 204, 3
-BATCHES = [
-    pytest.param(first, marks=[pytest.mark.slow] * (first >= EACH * len(WORLDS)))
-    for first in range(0, CASES, EACH)
-]
 
 
-@pytest.mark.parametrize("first", BATCHES)
+@pytest.mark.few(len(WORLDS))
+@pytest.mark.parametrize("first", range(0, CASES, EACH))
 def test_random_cases_are_right(first):
     world = WORLDS[first // EACH % len(WORLDS)]
     for seed in range(first, first + EACH):

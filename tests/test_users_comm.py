@@ -148,6 +148,7 @@ def test_bit_equal_to_torchs(name, native, late):
         against_torchs(CONTROLS[name], late)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("late", [False, True], ids=["", "late"])
 @pytest.mark.parametrize("native", [False, True], ids=["", "native"])
 @pytest.mark.parametrize("name", IN_HYBRID)

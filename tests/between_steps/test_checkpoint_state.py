@@ -60,6 +60,7 @@ def save_here_and_load_everywhere(way, which, folder):
         assert torch.equal(train(there, its_optimizer, 2), loss), other
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("which", SOME_AND_OTHERS)
 @pytest.mark.parametrize("way", OURS)
 def test_what_is_saved_in_place_any_model_goes_on_with(way, which, tmp_path):
@@ -99,6 +100,7 @@ def load_at(way, folder):
         assert_same(whole(state_of(model, optimizer)), torch.load(folder / "expected 0"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [(3, 1), (1, 4), (4, 3)])
 @pytest.mark.parametrize("way", ["chunks", "chunks of one unit", "rows"])
 def test_with_other_numbers_of_ranks(way, ranks, tmp_path):

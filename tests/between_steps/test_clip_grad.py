@@ -105,6 +105,7 @@ MIXTURES = {  # the root's strategy, and those of its units
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mixture", MIXTURES)
 @on_ranks(4)
 def test_units_of_several_strategies_count_once_each(mixture):

@@ -151,6 +151,7 @@ def compiled_step(model):
         torch.compile(lambda: model(batch()).pow(2).sum().backward(), backend="eager")()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize("run", [compiled_backward, compiled_step])
 @on_ranks(2)

@@ -318,6 +318,7 @@ def check_whims_that_wait(strategy):
         check_gradients(model, mean_with_zeros(plain, *losses))
 
 
+@pytest.mark.few(3)
 @every_world
 def test_so_it_does_where_gradients_have_waited(strategy, ranks):
     run(check_whims_that_wait, ranks, strategy)

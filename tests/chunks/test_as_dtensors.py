@@ -184,6 +184,7 @@ def save_and_load_everywhere(way, which, folder):
             assert torch.equal(train(there, its_optimizer, at), loss), other
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("which", SOME_AND_OTHERS)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_one_way_has_saved_another_goes_on_with(way, which, tmp_path):

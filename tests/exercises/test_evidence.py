@@ -32,6 +32,7 @@ def test_the_hidden_part(hidden, events):
     assert hidden_part(events) == hidden
 
 
+@pytest.mark.slow
 def test_the_profile_is_of_the_sharded_model_alone(tmp_path):
     """With DDP's kernels in it, hidden communication would be DDP's as well."""
     make(tmp_path / "student")

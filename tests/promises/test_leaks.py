@@ -172,6 +172,7 @@ def count_after(kind, way, freeze=False, recompute=None):
     return seeded(program, WAYS[way])
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)

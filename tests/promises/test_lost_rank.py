@@ -202,6 +202,7 @@ def check_same(found, expected) -> None:
     torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind, size", [("wrapper", 3), ("fully_shard", 3), ("hybrid", 4)])
 def test_the_others_go_on_as_ranks_of_new_processes_would(kind, size, worlds, tmp_path):
     """Twice, down to one rank or two."""

@@ -68,6 +68,7 @@ def compare(name: str, arguments: str) -> None:
         assert torch.equal(ours["state"][key], value) or not exact, key
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("arguments", [
     "",
     "--use-orig-params --checkpoint",
@@ -87,6 +88,7 @@ def test_a_script_for_fsdp1(arguments):
     compare("train_fsdp1", arguments)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("arguments", [
     "",
     "--checkpoint --keep",

@@ -111,13 +111,16 @@ TWO, THREE, CONTEXT = ("dp", "tp"), ("replicate", "dp", "tp"), ("dp", "cp", "tp"
 MESHES = {
     "the data first": (TWO, (2, 2), {"shard": "dp"}, {}),
     "the data last": (("tp", "dp"), (2, 2), {"shard": ("dp",)}, {}),
-    "one hybrid": (THREE, (1, 2, 2), {"shard": "dp", "replicate": "replicate"}, {}),
     "replicas": (THREE, (2, 1, 2), {"shard": "dp", "replicate": "replicate"}, {}),
-    "two to shard over": (CONTEXT, (2, 2, 1), {"shard": ("dp", "cp")}, {}),
-    "two of them, cut first": (CONTEXT, (1, 2, 2), {"shard": ("dp", "cp")}, {}),
-    "two of them, in replicas": (("replicate", "dp", "cp"), (2, 2, 1), {
+    "two to shard over, in replicas": (("replicate", "dp", "cp"), (2, 2, 1), {
         "shard": ("dp", "cp"), "replicate": "replicate",
     }, {}),
+    "columns": (TWO, (2, 2), {"shard": "dp"}, {
+        "shard_placement_fn": lambda param: Shard(1) if param.dim() == 2 else None,
+    }),
+    "one hybrid": (THREE, (1, 2, 2), {"shard": "dp", "replicate": "replicate"}, {}),
+    "two to shard over": (CONTEXT, (2, 2, 1), {"shard": ("dp", "cp")}, {}),
+    "two to shard over, cut first": (CONTEXT, (1, 2, 2), {"shard": ("dp", "cp")}, {}),
     "two of replicas": (("a", "b", "dp"), (1, 2, 2), {"shard": "dp", "replicate": ("a", "b")}, {}),
     "two of replicas, cut first": (("a", "b", "dp", "tp"), (1, 2, 1, 2), {
         "shard": "dp", "replicate": ("a", "b"),
@@ -125,21 +128,11 @@ MESHES = {
     "low": (TWO, (2, 2), {"shard": "dp"}, {
         "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
     }),
-    "columns": (TWO, (2, 2), {"shard": "dp"}, {
-        "shard_placement_fn": lambda param: Shard(1) if param.dim() == 2 else None,
-    }),
 }  # fmt: skip
 
 
-SLOW = {
-    "one hybrid",  # shards as "the data first" does, and has a mesh like that of "replicas"
-    "two of replicas, cut first",  # the only mesh of four dimensions
-}
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW)) for k in MESHES]
-)
+@pytest.mark.few(5)
+@pytest.mark.parametrize("kind", MESHES)
 def test_bit_equal_to_torchs(kind):
     run(check_bit_equal, 4, kind)
 

@@ -211,6 +211,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("case", CASES)
 @on_ranks(4)
 def test_bit_equal_to_torchs(case):

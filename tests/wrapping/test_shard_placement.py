@@ -172,6 +172,7 @@ SETTINGS = {
 BY_RANKS = [(2, name) for name in SETTINGS] + [(4, "default"), (4, "hybrid")]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("ranks", "setting"), BY_RANKS)
 def test_bit_equal_to_torchs(ranks, setting):
     run(check_bit_equal, ranks, setting)

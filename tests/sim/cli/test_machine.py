@@ -45,6 +45,7 @@ def test_what_is_said_otherwise_counts_before_the_file(file):
     assert shares == (0.3, 0.3, 0.3) and its.capacity == 100 * GiB and its.network == 10 * GB
 
 
+@pytest.mark.slow
 def test_a_run_and_a_plan_use_it(file, capsys):
     slow = simulate(parser().parse_args([*SMALL, "--cluster", file])).report()
     fast = simulate(parser().parse_args([*SMALL, "--cluster", file, "--launch", "1"])).report()

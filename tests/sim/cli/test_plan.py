@@ -216,6 +216,7 @@ def test_where_nothing_is_left_to_choose_that_is_said(memory, status, says, caps
     assert capsys.readouterr().out.startswith(says)
 
 
+@pytest.mark.slow
 def test_one_document_has_all_that_is_printed(search, capsys):
     assert main([*SMALL, *FIXED, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

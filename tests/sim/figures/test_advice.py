@@ -9,6 +9,7 @@ from tests.sim.cli.test_run import options
 BASE = "--model gpt-1.3b --layers 8 --batch 4 --seq 512 --nodes 2 --steps 2"
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "words, expected",
     [

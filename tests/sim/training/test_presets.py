@@ -59,6 +59,7 @@ SIZES = {
 }  # fmt: skip
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_preset_has_the_size_of_its_name(name):
     with torch.device("meta"):
