@@ -187,6 +187,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("damage", DAMAGE)
 @on_ranks(2)
 def test_a_damaged_one_is_refused_and_nothing_is_loaded(damage, tmp_path):

@@ -121,6 +121,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("case", CASES)
 @on_ranks(2)
 def test_bit_equal_to_torchs(case):

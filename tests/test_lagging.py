@@ -73,6 +73,7 @@ def check(strategy, offload, sample=SAMPLE):
             )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("world_size, strategy", WORLDS)
 def test_nothing_is_used_before_it_is_there(world_size, strategy, offload):

@@ -197,6 +197,7 @@ def test_with_sizes_that_three_ranks_do_not_divide(name):
     assert_as_ddp(name, "nested", exact=False)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("limit", [1, 3, math.inf])
 @pytest.mark.parametrize("name", since("8_limiter"))
 @on_ranks(2)
@@ -213,6 +214,7 @@ def test_nothing_is_prefetched_in_the_forward(name, limit):
         assert_as_ddp(name, kind, limit=limit, forward_prefetch=False)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("prefetch", [(True, "post"), (False, None), (False, "pre")])
 @pytest.mark.parametrize("limit", [1, math.inf])
 @pytest.mark.parametrize("name", since("11_backward_prefetch"))
@@ -593,6 +595,7 @@ def test_a_gather_that_waits_for_nothing_sends_what_the_optimizer_has_still_to_w
     assert on_virtual(module)[0].races() != []
 
 
+@pytest.mark.slow
 def test_what_each_step_is_for():
     assert figure("3_gather", "step") == figure("2_cuda", "step") == figure("0_one_file", "step")
     assert figure("4_overlap", "step") < 0.98 * figure("3_gather", "step")

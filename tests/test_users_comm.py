@@ -139,6 +139,7 @@ def against_torchs(control, late, **settings):
     return ours
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("late", [False, True], ids=["", "late"])
 @pytest.mark.parametrize("native", [False, True], ids=["", "native"])
 @pytest.mark.parametrize("name", CONTROLS)

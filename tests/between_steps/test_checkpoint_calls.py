@@ -23,6 +23,7 @@ def counted_gathers(model):
     counts.append(model.engine.stats.all_gathers - before)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
 @on_ranks(2)
 def test_what_a_distributed_checkpoint_writes_into_a_state_dict_reaches_the_model(

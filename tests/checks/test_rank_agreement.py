@@ -289,6 +289,7 @@ def check_whims(strategy):
             check_gradients(model, mean_with_zeros(plain, plain(batch(step=at), uses)))
 
 
+@pytest.mark.few(2)
 @every_world
 def test_a_rank_with_no_use_for_a_unit_gives_zeros(strategy, ranks):
     run(check_whims, ranks, strategy)

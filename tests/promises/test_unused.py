@@ -163,6 +163,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("program", PROGRAMS)
 @on_ranks(2)

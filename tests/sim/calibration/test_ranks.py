@@ -27,6 +27,7 @@ def _rank_fails(rank: int, device: Device, folder: str) -> None:
     raise KeyError("on purpose")
 
 
+@pytest.mark.slow
 def test_what_all_ranks_have_measured_is_put_together(monkeypatch):
     monkeypatch.setattr(ranks, "_rank", _rank_counts)
     # In a new process `_rank_counts` finds the real `_rank`.

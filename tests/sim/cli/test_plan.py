@@ -67,6 +67,7 @@ def search():
     return out.getvalue(), made
 
 
+@pytest.mark.slow
 def test_every_value_of_every_free_setting_is_told_and_none_is_better(search):
     best, _, step, largest, _, *others = search[0].splitlines()
     free = {name: VALUES[name] for name in ("strategy", "limit", "backward", "forward")}
@@ -177,6 +178,7 @@ def test_the_largest_batch_that_fits(given, fits, monkeypatch):
     assert len(made) == len(set(made)) < 12
 
 
+@pytest.mark.slow
 def test_what_makes_no_difference_stays_as_it_usually_is(capsys):
     """Without gathers there is nothing to limit or to prefetch."""
     assert main([*SMALL, *FIXED, "--strategy", "no_shard"]) == 0
@@ -206,6 +208,7 @@ def test_where_nothing_fits_that_is_said(capsys):
     assert out.startswith(f"Nothing fits, not even {least}.\nCUDA out of memory")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "memory, status, says",
     [("39", 0, "All settings are given.\n\nstep"), ("0.02", 1, "It does not fit.\nCUDA out of")],
