@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.between_steps import idle
 from minifsdp.support.param_access import Placeholder
 from tests.ranks import on_ranks
@@ -40,6 +41,16 @@ def test_an_evaluation_does_not_show_what_a_backward_may_need():
     assert found(model)[0] is Placeholder
     loss.backward()
     assert found(model)[0] is DTensor
+
+
+@on_ranks(2)
+def test_a_look_without_gradients_leaves_them_as_they_were():
+    model = stack(use_orig_params=True)
+    with torch.no_grad():
+        model.state_dict()
+        with FSDP.summon_full_params(model, recurse=False):
+            assert found(model)[0] is DTensor
+    assert found(model) == (DTensor, [DTensor] * 2)
 
 
 @on_ranks(2)

@@ -166,6 +166,48 @@ def test_a_frozen_unit_is_freed_when_its_inputs_have_their_gradients():
     assert log == ["+last", "-last", "+frozen", "-frozen", "+first", "-first"]
 
 
+class Compares(OverFrozen):
+    """Runs its frozen block also on what it returns, without a gradient."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        with torch.no_grad():
+            self.frozen(x, torch.ones(3))
+        return x
+
+
+@on_ranks(2)
+def test_a_frozen_unit_does_not_wait_for_inputs_of_a_forward_without_gradients():
+    settings = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "backward_prefetch": None}
+    model = sharded(Compares(), auto_wrap_policy=ModuleWrapPolicy({Block, Masked}), **settings)
+    loss = model(batch()).sum()
+    with watch() as log:
+        loss.backward()
+    assert log == ["-last", "-frozen", "-first"]
+
+
+class Keeps(nn.Module):
+    """Computes with layers of its own before and after a block, whose output it keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.block = nn.Linear(3, 3), Block(nn.Linear(3, 3))
+        self.after = nn.Linear(3, 3)
+
+    def forward(self, x):
+        self.kept = self.block(self.before(x))
+        return self.after(self.kept)
+
+
+@on_ranks(2)
+def test_a_second_backward_from_a_part_begins_with_the_units_around_it():
+    model = sharded(Keeps(), backward_prefetch=None)
+    model(batch()).sum().backward(retain_graph=True)
+    with watch() as log:
+        model.kept.sum().backward()
+    assert log == ["+root", "+block", "-block", "-root"]
+
+
 @on_ranks(2)
 def test_views_are_made_once_for_each_forward():
     model = sharded(mlp())
