@@ -7,10 +7,13 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
+from minifsdp import ShardingStrategy
 from minifsdp.comm import neighbors, same_machine
 from minifsdp.comm.neighbors import find_neighbors
 from tests.comm.near import NEEDED, check_all, near
+from tests.parity import mesh
 from tests.ranks import on_ranks
+from tests.small import stack, step
 
 pytestmark = NEEDED
 
@@ -26,6 +29,16 @@ def test_ranks_of_one_machine_find_each_other():
     with patch.object(same_machine, "WANTED", True):
         find_neighbors(group)  # once is enough
     assert same_machine.neighbors[group] is found
+
+
+@on_ranks(4)
+def test_ranks_of_a_model_find_each_other_in_each_of_its_groups():
+    model = stack(device_mesh=mesh(replicas=2), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    with patch.object(same_machine, "WANTED", True):
+        step(model)
+    for unit in model.engine.units:
+        for group in (unit.shard_group, unit.replicate_group):
+            assert set(same_machine.neighbors[group]) == {1 - group.rank()}
 
 
 @on_ranks(3)
