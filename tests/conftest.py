@@ -38,8 +38,8 @@ def pytest_xdist_auto_num_workers(config):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """All tests of a file that is marked with `xdist_group` go to one worker, others to whichever
-    is free. So does pytest-xdist by itself, but not with pytest 9.2: its issue 1386. And if a
-    worker dies, it hangs."""
+    is free. So does pytest-xdist by itself, but not with pytest 9.2 (its issue 1386), and it hangs
+    if a worker dies."""
     if config.getvalue("dist") != "loadgroup":
         return None
     from xdist.scheduler import LoadScopeScheduling
@@ -49,9 +49,9 @@ def pytest_xdist_make_scheduler(config, log):
             return group_of(config.rootpath / nodeid.partition("::")[0]) or nodeid
 
         def remove_node(self, node):
-            """A worker has ended or died. Others do what it has left, but for the test of which it
-            has died. pytest-xdist 3.8 has them do that one, too, and what is done already; since
-            no worker reports that again, it waits for ever."""
+            """A worker has ended or died. Others run the tests that it has left, but for the one in
+            which it died. pytest-xdist 3.8 has them run that one again, and hands out what is done
+            as well. No worker reports that a second time, so it waits for ever."""
             units = self.assigned_work[node]
             left = [(unit, test) for unit in units.values() for test in unit if not unit[test]]
             for unit, test in left[:1]:
@@ -63,9 +63,9 @@ def pytest_xdist_make_scheduler(config, log):
             return left[0][1] if left else None
 
         def schedule(self):
-            """Begin; or begin with a worker in the place of one that has died. A worker runs a test
-            when it knows the next one, or that there is none. xdist gives the new one a single
-            test, and may have nobody tell it that it was the last."""
+            """Share out the first tests; and again when a worker takes the place of one that has
+            died. A worker runs a test as soon as it knows the next one, or that there is none.
+            xdist gives the new worker one test, and may never tell it either."""
             super().schedule()
             for node in self.nodes:
                 self._reschedule(node)
