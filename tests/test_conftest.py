@@ -75,19 +75,24 @@ def test_of_cases_that_are_much_alike_a_few_are_kept(values, few):
     assert items[0] not in [item for item, _ in slow]
 
 
-def test_a_file_that_is_marked_goes_to_one_worker():
+def scheduler_for(dist):
+    """What shares out tests among two workers, with this value of pytest-xdist's --dist."""
     pytest.importorskip("xdist")
-    values = {"dist": "loadgroup", "tx": ["popen"] * 2, "maxworkerrestart": None}
-    config = SimpleNamespace(rootpath=ROOT, getvalue=values.get, option=SimpleNamespace())
-    scheduler = pytest_xdist_make_scheduler(config, None)
+    values = {"dist": dist, "tx": ["popen"] * 2, "maxworkerrestart": None}
+    option = SimpleNamespace(loadscopereorder=False)
+    config = SimpleNamespace(rootpath=ROOT, getvalue=values.get, option=option)
+    return pytest_xdist_make_scheduler(config, None)
+
+
+def test_a_file_that_is_marked_goes_to_one_worker():
+    scheduler = scheduler_for("loadgroup")
     tests = [
         f"tests/{name}.py::test_a[{at}]"
         for name in ("test_tutorials", "core/test_unit")
         for at in "01"
     ]
     assert [scheduler._split_scope(test) for test in tests] == ["pictures", "pictures", *tests[2:]]
-    values["dist"] = "load"
-    assert pytest_xdist_make_scheduler(config, None) is None
+    assert scheduler_for("load") is None
 
 
 class Worker:
@@ -115,11 +120,7 @@ class Worker:
 
 @pytest.mark.parametrize("done", range(5))
 def test_if_a_worker_dies_others_do_what_it_has_left_and_all_come_to_an_end(done):
-    pytest.importorskip("xdist")
-    values = {"dist": "loadgroup", "tx": ["popen"] * 2, "maxworkerrestart": None}
-    option = SimpleNamespace(loadscopereorder=False)
-    config = SimpleNamespace(rootpath=ROOT, getvalue=values.get, option=option)
-    scheduler = pytest_xdist_make_scheduler(config, None)
+    scheduler = scheduler_for("loadgroup")
     tests = [f"tests/core/test_unit.py::test_a[{at}]" for at in range(12)]
     dies, lives = Worker(scheduler, tests), Worker(scheduler, tests)
     scheduler.schedule()
