@@ -142,8 +142,8 @@ def with_and_without() -> None:
 # PyTorch's documentation says that its limiter allows for the memory of [two
 # units](https://docs.pytorch.org/docs/stable/fsdp.html): the one that computes, and the next. Here
 # are twelve layers of equal size. How many are alive at once in the first three forwards?
-# (`fairscale 1` and `fairscale 2` are fairscale's two attempts of 2022, numbers 3 and 4 of the story
-# below. Both wait for everything.)
+# (`fairscale 1` and `fairscale 2` are fairscale's two attempts of 2022, numbers 3 and 4 of the
+# story below. Both wait for everything.)
 
 
 # %%
