@@ -47,6 +47,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from minifsdp.sim.cli.terminal import out_of_reach
 from tests.gpus import SHARED, Place, compute_on, gpus_of
@@ -341,6 +343,7 @@ def _serve(
             function, args, kwargs = connection.recv()
         except EOFError:
             os._exit(0)
+        groups = c10d._world.group_count
         try:
             torch.manual_seed(0)
             ok, result = True, getattr(function, "body", function)(*args, **kwargs)
@@ -348,6 +351,8 @@ def _serve(
             ok, result = True, Skipped(str(skip))
         except BaseException:
             ok, result = False, traceback.format_exc()
+        if c10d._world.group_count != groups:
+            forget_meshes()
         connection.send(Report(ok, result, _groups()))
         if calls % 100 == 99:
             gc.collect()
@@ -376,6 +381,13 @@ def _join(backend: str, rank: int, world_size: int, folder: str) -> None:
         world_size=world_size,
         timeout=timedelta(minutes=5),
     )
+
+
+def forget_meshes() -> None:
+    """Keep DTensors of the next test away from the groups of this one. torch remembers how the
+    result of an operation was distributed, and on which mesh. For another mesh of the same ranks it
+    gives that one again, whose group may have been destroyed by then."""
+    _clear_sharding_prop_cache()
 
 
 def join_another_group(folder: str) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from tests import patience, ranks
 from tests.gpus import Place
@@ -141,6 +143,21 @@ def leave_groups_behind():
     for _ in range(ranks.MANY + 2):  # the last one's threads may not have their names yet
         dist.new_group()
     return os.getpid()
+
+
+def zeros_on(backend):
+    """Make a DTensor by an operation of torch's, in a group of its own, which ends."""
+    group = dist.new_group(backend=backend)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    zeros = torch.zeros_like(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))
+    if "cpu" in backend:
+        assert zeros.full_tensor().shape == (4,)
+    dist.destroy_process_group(group)
+
+
+def test_dtensors_do_not_meet_the_groups_of_the_last_test():
+    run(zeros_on, 2, "cuda:gloo")
+    run(zeros_on, 2, "cpu:gloo")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads")
