@@ -152,6 +152,7 @@ def zeros_on(backend):
     zeros = torch.zeros_like(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))
     if "cpu" in backend:
         assert zeros.full_tensor().shape == (4,)
+    dist.barrier()  # the other rank is still joining it, perhaps
     dist.destroy_process_group(group)
 
 
