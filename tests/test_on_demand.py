@@ -1,6 +1,8 @@
 """on_demand.py: what is gathered and freed beside the order of the moments."""
 
 import warnings
+from collections import Counter
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ModuleWrapPolicy, ShardingStrategy
+from minifsdp.core.limiter import EventQueue
 from tests.parity import check_at_rest
 from tests.ranks import device, on_ranks
 from tests.small import (
@@ -251,6 +254,41 @@ def test_to_the_limiter_a_root_that_is_gathered_again_is_alive_once():
         )
     model(tokens()).pow(2).sum().backward()
     assert alive == [1, 1, 1]
+
+
+@on_ranks(2)
+def test_so_is_a_unit_that_a_checkpoint_around_it_runs_again_after_it_was_freed_early():
+    class Shifted(Block):
+        """Nothing is saved of its own parameter, so the backward of what is in it frees it."""
+
+        def __init__(self):
+            super().__init__(Block(nn.Linear(6, 6)))
+            self.shift = nn.Parameter(torch.zeros(6))
+
+        def forward(self, x):
+            return super().forward(x + self.shift)
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.shifted = nn.Linear(6, 6), Shifted()
+
+        def forward(self, x):
+            for _ in range(2):
+                x = checkpoint(self.shifted, self.first(x), use_reentrant=False)
+            return x
+
+    model = FSDP(Twice().to(device()), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    limiter, alive = model.engine.limiter, []
+
+    def admit(unit, needed):
+        admitted = EventQueue.admit(limiter, unit, needed)
+        alive.append(max(Counter(limiter._alive).values()))
+        return admitted
+
+    with patch.object(limiter, "admit", admit):
+        model(batch()).sum().backward()
+    assert set(alive) == {1}
 
 
 @on_ranks(2)
