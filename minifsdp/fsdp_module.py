@@ -234,8 +234,9 @@ class FSDPModule:
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
         """False: units stay gathered after their backward, until an optimizer or the program
-        changes their shards. That saves the gathers of the next steps of an accumulation, and costs
-        the memory of the units. Raises as :meth:`set_requires_gradient_sync`."""
+        changes their shards. (What is written through ``.data`` is not noticed.) That saves the
+        gathers of the next steps of an accumulation, and costs the memory of the units. Raises as
+        :meth:`set_requires_gradient_sync`."""
         for unit in self._fsdp_units_between_steps("set_reshard_after_backward", recurse):
             unit.reshard_after_backward = reshard_after_backward
         self._hooks.engine.layer(NoSync).begin_to_use()

@@ -20,6 +20,7 @@ from minifsdp.comm.blocks import of_rank
 from minifsdp.core.views import FLAT_PARAM, hide_views
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.dtensors import distributed
+from minifsdp.wrapping.orig_params import end_of_full_params
 
 
 @dataclass
@@ -58,6 +59,7 @@ class SummonedParams:
 
     def unregister(self) -> None:
         """Put the placeholders back, also where the caller has assigned something else."""
+        end_of_full_params(self.unit)
         hide_views(self.unit)
 
     def check_shapes(self) -> None:

@@ -338,9 +338,9 @@ class Leaks(Layer):
         if leaked and unit.leaks == 1 and sys.exc_info()[0] is None:
             warnings.warn(
                 f"a parameter of unit {unit.label} is still referred to when the unit is freed (by "
-                f"an output of its module, an attribute, a closure?). It keeps the values of this "
-                f"step, and {unit.unsharded.nbytes} bytes that would have been freed. Keep a copy "
-                f"instead: parameter.detach().clone(). (A graph of torch.autograd.grad(..., "
-                f"create_graph=True) has to keep it.)",
+                f"an output of its module, an attribute, a closure, a NumPy array?). It keeps the "
+                f"values of this step, and {unit.unsharded.nbytes} bytes that would have been "
+                f"freed. Keep a copy instead: parameter.detach().clone(). (A graph of "
+                f"torch.autograd.grad(..., create_graph=True) has to keep it.)",
                 stacklevel=3,
             )

@@ -56,8 +56,9 @@ def check_inside(
             continue
         if isinstance(inner, torch.jit.ScriptModule):
             raise ValueError(
-                f"module {clean(name) or '<root>'!r} is compiled by torch.jit, which does not let "
-                f"its parameters be replaced by views. Wrap the plain module; torch.compile works."
+                f"module {clean(name) or '<root>'!r} is compiled by torch.jit. Such a module takes "
+                f"no views for its parameters, and no hooks for its state dict. Wrap the plain "
+                f"module; torch.compile works."
             )
         if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.sparse:
             raise ValueError(
@@ -126,11 +127,13 @@ def refuse_around(other: str, module: nn.Module) -> None:
     for name, inner in module.named_modules():
         if (unit := unit_of(inner)) is not None:
             what = "the model" if inner is module else f"module {clean(name)!r}"
+            wrapped = inner._modules.get(WRAPPED, inner)
+            by = "fully_shard" if wrapped is inner else "FullyShardedDataParallel"
             raise TypeError(
-                f"{other} cannot wrap this: {what} is a minifsdp.FullyShardedDataParallel (of "
-                f"{type(inner._modules[WRAPPED]).__name__}, unit {unit.label}), "
-                f"which reduces gradients over the ranks itself. Leave {other} out; wrap what is "
-                f"around the sharded part in FullyShardedDataParallel, too."
+                f"{other} cannot wrap this: {what} ({type(wrapped).__name__}, unit "
+                f"{unit.label}) is sharded by minifsdp.{by}, which reduces gradients over the "
+                f"ranks itself. Leave {other} out; give what is around the sharded part to {by}, "
+                f"too."
             )
 
 

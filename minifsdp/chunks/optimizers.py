@@ -11,7 +11,8 @@ parameters together (LBFGS)                   because there is no way to find ou
                                               it gets DTensors, and is refused if torch's
                                               DTensor cannot do what it does
 an optimizer that holds parameters from       refused: nothing computes with those any more
-before the wrapping
+before the wrapping, or from a block that
+had shown full parameters
 its state, loaded by a rank with a different  refused, see optim_state.py
 chunk
 parameter groups by name or by dimension:     warned of: a flat parameter is all of a unit's
@@ -42,7 +43,7 @@ from minifsdp.chunks.flat_parameter import FlatParameter
 from minifsdp.core.unit_state import TrainingState
 from minifsdp.dispatch_modes import never_compile_inside
 from minifsdp.support.divided_param import is_optimized, unit_of_param
-from minifsdp.wrapping.orig_params import unit_of_orig_param
+from minifsdp.wrapping.orig_params import unit_of_full_param, unit_of_orig_param
 
 Groups = list[dict[str, Any]]
 
@@ -230,6 +231,16 @@ def _originals(optimizer: Optimizer, groups: Groups) -> str | None:
                     f"{unit.label} as it was before wrapping. Wrapping has replaced it by a "
                     f"flat parameter, so a step would change nothing that anybody computes with. "
                     f"Build the optimizer (or its group) from the wrapped model's parameters()."
+                )
+            unit, name = unit_of_full_param(param)
+            if unit is not None:
+                return (
+                    f"an optimizer ({type(optimizer).__name__}) holds {name!r} of unit "
+                    f"{unit.label} as summon_full_params (or unshard, or as_dtensors) has shown "
+                    f"it. That block has ended, so a step would change nothing that anybody "
+                    f"computes with. Build the optimizer (or its group) outside of the block, from "
+                    f"the model's parameters(). With fully_shard or use_orig_params=True these "
+                    f"have names and shapes there, too."
                 )
             old = param.unit() if isinstance(param, FlatParameter) else None
             if old is not None and old.numel and old.sharded_flat_param is not param:

@@ -29,6 +29,7 @@ from minifsdp.core.views import FLAT_PARAM, hide_views
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.rows import block_numel, local_shape
 from minifsdp.support.dtensors import divided_alike, dtensor, like, local_of
+from minifsdp.wrapping.orig_params import end_of_full_params
 
 
 def chunk_to_dtensors(unit: FeaturedUnit, chunk: Tensor) -> list[DTensor]:
@@ -163,6 +164,8 @@ class UnitDTensors:
 
     def unregister(self) -> None:
         """Put back what the modules had."""
+        if self.unit.mesh is None:  # in rows they are the model's own
+            end_of_full_params(self.unit)
         hide_views(self.unit)
 
     def check_shapes(self) -> None:

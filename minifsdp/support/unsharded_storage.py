@@ -7,6 +7,7 @@ a unit has one for each dtype that it computes in: mixed precision may be for tr
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,8 +88,9 @@ class FeaturedFlatParam(UnshardedFlatParam):
             Whether the memory is free now.
         """
         if not self.is_in_use(views):
-            self.free()
-            return True
+            with suppress(RuntimeError):  # torch frees nothing that NumPy has ever seen
+                self.free()
+                return True
         with torch.inference_mode(False):
             memory = torch.empty_like(self.data)
         trained = self.flat_param.numel()

@@ -17,6 +17,7 @@ from weakref import ref
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.tensor_attribute import TensorAttribute
@@ -43,6 +44,24 @@ def unit_of_orig_param(param: nn.Parameter) -> tuple[FeaturedUnit | None, str]:
     """The unit that an original parameter was sharded into, and its name there; else None, ""."""
     unit, name = getattr(param, "_minifsdp_unit", (lambda: None, ""))
     return unit(), name
+
+
+def end_of_full_params(unit: FeaturedUnit) -> None:
+    """Record the full parameters that the modules of ``unit`` have now, and from now on have not
+    (``summon_full_params``, ``as_dtensors``), for :func:`unit_of_full_param`."""
+    for info in unit.param_infos:
+        for module, attribute in info.owners:
+            if (param := module._parameters.get(attribute)) is not None:
+                _full_params[param] = ref(unit), info.name
+
+
+def unit_of_full_param(param: nn.Parameter) -> tuple[FeaturedUnit | None, str]:
+    """The unit that had shown this as a full parameter, and its name there; else None, ""."""
+    unit, name = _full_params.get(param, (lambda: None, ""))
+    return unit(), name
+
+
+_full_params: Any = WeakTensorKeyDictionary()  # with an attribute they could not be pickled
 
 
 class Held(NamedTuple):

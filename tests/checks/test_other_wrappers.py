@@ -47,11 +47,21 @@ def test_no_other_wrapper_may_be_around_a_sharded_model(other, inside, strategy)
     shards = [unit.sharded_flat_param.detach().clone() for unit in model.engine.units]
     around = nn.Sequential(nn.Linear(6, 6).to(device()), model) if inside else model
     name = other.split(",")[0]
-    match = f"{name} cannot wrap this: .* is a minifsdp.FullySharded.*Leave {name} out"
+    match = f"{name} cannot wrap this: .* minifsdp.FullySharded.*Leave {name} out"
     with pytest.raises(TypeError, match=match):
         OTHERS[other](around)
     for unit, shard in zip(model.engine.units, shards, strict=True):
         assert torch.equal(unit.sharded_flat_param, shard)  # as it was before, on each rank
+    step(model)
+
+
+@pytest.mark.parametrize("other", ["DistributedDataParallel", "OwnDDP", "DataParallel"])
+@on_ranks(2)
+def test_nor_around_a_module_of_fully_shard(other):
+    model = fully_shard(layers(1).to(device()))
+    match = r"the model \(FSDPSequential, unit <root>\) is sharded by minifsdp.fully_shard.*too\."
+    with pytest.raises(TypeError, match=f"^{other} cannot wrap this: {match}"):
+        OTHERS[other](model)
     step(model)
 
 

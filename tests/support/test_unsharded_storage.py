@@ -1,6 +1,8 @@
 """unsharded_storage.py: one tensor, whose storage comes and goes."""
 
+import copy
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -12,7 +14,16 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from minifsdp.core.unit_state import Purpose
 from tests.ranks import device, on_ranks
-from tests.small import Block, batch, stack, step, storage
+from tests.small import (
+    Block,
+    assert_same_gradients,
+    batch,
+    gathered_gradients,
+    mean_gradients,
+    stack,
+    step,
+    storage,
+)
 
 LOW = torch.bfloat16
 
@@ -86,6 +97,38 @@ def test_what_somebody_refers_to_keeps_its_values_and_the_unit_gets_other_memory
     assert kept.tolist() == [3] * 6 and unit.unsharded.flat_param.tolist() == [4] * 42
     unit.release()
     assert unit.leaks == 1 and storage(unit) == 0  # nobody refers to the new one
+
+
+class Logs(nn.Linear):
+    def forward(self, x):
+        self.mean = self.weight.detach().cpu().numpy().mean()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@on_ranks(2)
+def test_what_numpy_has_seen_is_freed(rows):
+    """Not by torch, also when no array is left: the unit gets other memory."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Logs(6, 6), nn.Linear(6, 6)).to(device())
+    policy = ModuleWrapPolicy({Logs})
+    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=policy, use_orig_params=rows)
+    with FSDP.summon_full_params(model):
+        exported = [param.detach().cpu().numpy().copy() for param in model.parameters()]
+    for param, array in zip(plain.parameters(), exported, strict=True):
+        assert torch.equal(param.detach().cpu(), torch.from_numpy(array))
+    unit, losses = model.module[0]._unit, []
+    for _ in range(2):
+        model.zero_grad()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "a parameter of unit '0' .* a NumPy array")
+            losses.append(model(batch()).pow(2).sum())
+        assert storage(unit) == 0
+        losses[-1].backward()
+        assert storage(unit) == 0
+    loss = plain(batch()).pow(2).sum()
+    assert losses[0] == losses[1] == loss and model.module[0].mean == plain[0].mean
+    assert_same_gradients(gathered_gradients(model), mean_gradients(plain, loss))
 
 
 @on_ranks(2)

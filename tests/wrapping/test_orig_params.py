@@ -1,8 +1,10 @@
 """orig_params.py: nothing should refer to what wrapping has replaced."""
 
 import gc
+import io
 import warnings
 import weakref
+from contextlib import contextmanager
 from functools import partial
 from unittest.mock import patch
 
@@ -11,10 +13,10 @@ import torch
 from torch import nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ModuleWrapPolicy, fully_shard
-from minifsdp.wrapping.orig_params import unit_of_orig_param
+from minifsdp import ModuleWrapPolicy, as_dtensors, fully_shard
+from minifsdp.wrapping.orig_params import unit_of_full_param, unit_of_orig_param
 from tests.ranks import device, on_ranks
-from tests.small import Block, layers, step
+from tests.small import Block, batch, layers, mean_gradients, stack, step
 
 
 @on_ranks(2)
@@ -210,3 +212,58 @@ def test_hooks_on_parameters_are_refused_before_anything_is_wrapped(register, po
     assert [name for name, _ in model.named_parameters()] == names
     hook.remove()
     FSDP(model, auto_wrap_policy=policy)
+
+
+# ---------------------------------------------------------------- parameters that a block has shown
+
+
+def summon(model):
+    return FSDP.summon_full_params(model)
+
+
+@contextmanager
+def unsharded(model):
+    model.unshard()
+    yield
+    model.reshard()
+
+
+BLOCKS = {
+    "chunks": (stack, summon),
+    "rows": (partial(stack, use_orig_params=True), summon),
+    "fully_shard": (lambda: fully_shard(layers().to(device())), unsharded),
+    "as_dtensors": (stack, as_dtensors),
+}
+
+
+@pytest.mark.parametrize("form", BLOCKS)
+@on_ranks(2)
+def test_an_optimizer_of_full_parameters_is_refused_when_it_steps_after_their_block(form):
+    make, block = BLOCKS[form]
+    model = make()
+    with block(model):
+        by_dimension = [[p for p in model.parameters() if p.dim() == d] for d in (1, 2)]
+        optimizer = torch.optim.SGD([{"params": params} for params in by_dimension], lr=0.1)
+    step(model)
+    with pytest.raises(RuntimeError, match=r"\(SGD\) holds '.*' of unit .* outside of the block"):
+        optimizer.step()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    assert not torch.equal(step(model), step(make()))
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@on_ranks(2)
+def test_inside_of_the_block_it_steps_and_parameters_are_pickled(rows):
+    model, plain = stack(use_orig_params=rows), layers().to(device())
+    step(model)
+    mean_gradients(plain, plain(batch()).pow(2).sum())
+    with FSDP.summon_full_params(model, with_grads=True):
+        params = [*model.parameters()]
+        for tested in (params, plain.parameters()):
+            torch.optim.SGD(tested, lr=0.1).step()
+        torch.save(params, io.BytesIO())
+        assert unit_of_full_param(params[0]) == (None, "")
+    assert unit_of_full_param(params[0])[1] == "0.weight"
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(model.state_dict()[name], param.detach())
