@@ -11,6 +11,7 @@ from minifsdp.sim.memory.snapshots import read
 from minifsdp.sim.training.sizes import NAMES, SIZES, sized
 
 MOST_GPUS = 131_072
+SEQ = 1024  # tokens of a sample, unless somebody gives another number
 
 
 def check(options: argparse.Namespace) -> None:
@@ -49,6 +50,10 @@ def check(options: argparse.Namespace) -> None:
     if options.input and (options.model in SIZES or options.model.startswith("hf:")):
         raise ImpossibleError(
             f"--input is for a model of your own (module:callable); {options.model} takes --seq"
+        )
+    if options.input and options.seq != SEQ:
+        raise ImpossibleError(
+            "--seq is for texts; with --input a sample has the shape that you give there"
         )
 
 

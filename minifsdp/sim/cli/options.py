@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, NoReturn
 
-from minifsdp.sim.cli.conflicts import MOST_GPUS, check
+from minifsdp.sim.cli.conflicts import MOST_GPUS, SEQ, check
 from minifsdp.sim.cli.machine import GPU, GPUS_PER_NODE, NETWORK, NODES
 from minifsdp.sim.cli.not_modelled import FP8, check_modelled
 from minifsdp.sim.cli.values import (
@@ -79,7 +79,7 @@ def add_settings(p: argparse.ArgumentParser) -> None:
     add("--alloc", "", "as PYTORCH_ALLOC_CONF: expandable_segments:True", alloc)
     add("--price", None, "of a GPU, dollars an hour", number(0, 1e6))
     add("--batch", 8, "samples on each GPU", whole(1_000_000))
-    add("--seq", 1024, "tokens in each", whole(1_000_000))
+    add("--seq", SEQ, "tokens in each", whole(1_000_000))
     add("--steps", 3, "steps; figures are of the last", whole(1000))
     add("--accumulate", 1, "batches in a step", whole(1000))
     _choice(add, "--no-sync", YES, "reduce after the last of them only")

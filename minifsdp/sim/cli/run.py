@@ -145,11 +145,12 @@ def measure(
     kind = gpu.cluster.gpu
     peak = {"fp32": kind.flops_fp32, "tf32": kind.flops_tf32}.get(options.precision, kind.flops)
     samples = options.batch * options.accumulate
-    work = model_flops(gpu.tape), peak, samples, options.seq, options.price
+    length, what = (None, "samples") if options.input else (options.seq, "tokens")
+    work = model_flops(gpu.tape), peak, samples, length, options.price
     figures |= throughput(figures, *work)
-    far = doublings(gpu.cluster, options.seq, options.precision, options.compile == "yes")
-    speed = figures["tokens/s per GPU"]
-    figures["tokens/s, range"] = likely(speed, gpu.cluster.gpu, sum(far.values()))
+    far = doublings(gpu.cluster, length, options.precision, options.compile == "yes")
+    speed = figures[f"{what}/s per GPU"]
+    figures[f"{what}/s, range"] = likely(speed, gpu.cluster.gpu, sum(far.values()))
     if far:
         figures["range is wider for"] = ", ".join(far)
     figures["binds"] = binds(figures)

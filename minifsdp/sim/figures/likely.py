@@ -23,12 +23,12 @@ COMPILED = 1.0
 
 
 def doublings(
-    cluster: Cluster, length: int, precision: str, compiled: bool = False
+    cluster: Cluster, length: int | None, precision: str, compiled: bool = False
 ) -> dict[str, float]:
     """How far a run is from those that were published: what differs, and by how many doublings.
 
     Args:
-        length: tokens of a sample.
+        length: tokens of a sample; None: it has none.
         precision: as of ``--precision``.
         compiled: as of ``--compile``.
     """
@@ -38,7 +38,7 @@ def doublings(
         f"{nodes:,} nodes": max(log2(nodes / NODES), 0.0),
         f"{gpus} GPUs in a node": abs(log2(gpus / GPUS_PER_NODE)),
         f"{network:g} Gbit/s for each GPU": beyond(network, *NETWORK) if nodes > 1 else 0.0,
-        f"texts of {length:,} tokens": beyond(length, *LENGTH),
+        f"texts of {length or 0:,} tokens": beyond(length, *LENGTH) if length else 0.0,
         precision: FP32 if precision in ("fp32", "tf32") else 0.0,
         "a compiled model": COMPILED * compiled,
     }
@@ -50,12 +50,12 @@ def beyond(value: float, least: float, most: float) -> float:
     return max(log2(least / value), log2(value / most), 0.0)
 
 
-def likely(tokens: float, gpu: Gpu, far: float = 0.0) -> tuple[float, float]:
+def likely(speed: float, gpu: Gpu, far: float = 0.0) -> tuple[float, float]:
     """The range in which three of four published runs on such a GPU would be.
 
     Args:
-        tokens: predicted, a second.
+        speed: predicted tokens or samples per second.
         far: the sum of :func:`doublings`.
     """
     factor: float = (1 + gpu.error) ** (1 + far)
-    return tokens / factor, tokens * factor
+    return speed / factor, speed * factor

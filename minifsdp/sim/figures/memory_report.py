@@ -5,7 +5,8 @@ order:
 
     parameters, gradients, optimizer   named by :meth:`VirtualGpu.tag`: what stays between steps, a
                                        shard of each
-    gathered parameters                allocated by the engine for an all-gather, or an upload
+    gathered parameters                allocated by the engine for an all-gather, or an upload; or
+                                       copied from there (training/fsdp2.py)
     unsharded gradients                what a reduction reads, or allocates on its way
     kept from earlier steps            anything else that was there when the step began
     activations                        allocated in the forward, and still there at its end
@@ -67,6 +68,7 @@ def lives(tape: list[Entry]) -> list[Life]:
 
 def _kinds(entries: list[Entry]) -> Callable[[Buffer], str]:
     """A function that says what kind of memory a buffer of this step is."""
+    copied: set[Buffer] = set()  # from gathered parameters
     reduced: set[Buffer] = set()
     forward: set[Buffer] = set()
     phase = ""
@@ -75,6 +77,8 @@ def _kinds(entries: list[Entry]) -> Callable[[Buffer], str]:
             phase = entry.name
         elif isinstance(entry, Memory) and phase == "forward":
             (forward.discard if entry.freed else forward.add)(entry.buffer)
+        elif isinstance(entry, Op) and entry.name == "copy_" and any(map(_gathered, entry.reads)):
+            copied.update(entry.writes)
     for entry in reversed(entries):
         # Layers' gradients are put together by a `cat` before they are reduced as one.
         if isinstance(entry, Op) and (
@@ -86,13 +90,17 @@ def _kinds(entries: list[Entry]) -> Callable[[Buffer], str]:
     def kind(buffer: Buffer) -> str:
         if buffer.kind:
             return buffer.kind
-        if buffer.label.startswith(("all-gather ", "upload ")):
+        if _gathered(buffer) or buffer in copied:
             return GATHERED
         if buffer in reduced:
             return UNREDUCED
         return ACTIVATIONS if buffer in forward else TEMPORARY
 
     return kind
+
+
+def _gathered(buffer: Buffer) -> bool:
+    return buffer.label.startswith(("all-gather ", "upload "))
 
 
 def peak_report(tape: list[Entry]) -> dict[str, Any]:

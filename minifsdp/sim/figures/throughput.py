@@ -29,7 +29,7 @@ def throughput(
     model: float,
     peak: float,
     samples: int,
-    length: int,
+    length: int | None,
     price: float | None = None,
 ) -> dict[str, Any]:
     """Figures of one GPU.
@@ -38,17 +38,21 @@ def throughput(
         figures: of report.py.
         model: the model flops of the step.
         peak: flops per second of the data sheet, in the precision of the run.
-        samples: of the step, on this GPU, of ``length`` tokens (of a picture: patches) each.
+        samples: of the step, on this GPU, of ``length`` tokens (of a picture: patches) each; None:
+            they have none.
         price: dollars per GPU and hour.
     """
     step = figures["step"]
-    found: dict[str, Any] = {
-        "samples/s per GPU": samples / step,
-        "tokens/s per GPU": samples * length / step,
+    found: dict[str, Any] = {"samples/s per GPU": samples / step}
+    if length is not None:
+        found["tokens/s per GPU"] = samples * length / step
+    found |= {
         "TFLOPS per GPU": model / step / 1e12,
         "MFU": model / step / peak,
         "HFU": figures["flops"] / step / peak,
     }
     if price is not None:
-        found["dollars per billion tokens"] = price / 3600 / found["tokens/s per GPU"] * 1e9
+        seconds = step / samples if length is None else step / samples / length
+        name = "million samples" if length is None else "billion tokens"
+        found[f"dollars per {name}"] = price / 3600 * seconds * (1e6 if length is None else 1e9)
     return found

@@ -18,8 +18,8 @@ def in_words(figures: dict[str, Any]) -> dict[str, str]:
                 words |= {f"  {kind}": _size(nbytes) for kind, nbytes in its.items()}
         elif name == "flops":
             words[name] = f"{value / 1e12:,.2f} T"
-        elif name == "tokens/s, range":
-            words["tokens/s, probably"] = " to ".join(map(_rounded, value))
+        elif name in ("tokens/s, range", "samples/s, range"):
+            words[name.replace("range", "probably")] = " to ".join(map(_rounded, value))
         elif name in ("MFU", "HFU"):
             words[name] = f"{value:.1%}"
         elif "/s" in name or "TFLOPS" in name:

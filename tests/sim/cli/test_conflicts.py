@@ -36,6 +36,7 @@ def test_what_goes_together(words):
         (f"--nodes {MOST_GPUS // 1024 + 1} --gpus 1024", "are more than 131,072 GPUs"),
         ("--model gpt", "'gpt' is not known; did you mean gpt-125m?"),
         ("--model vit-h --input 588", "--input is for a model of your own"),
+        ("--model any:thing --input 588 --seq 64", "--seq is for texts; with --input"),
         ("--model hf:A --input 588 --config {file}", "--input is for a model of your own"),
         ("--model any:thing --config {file}", "--config is for a model of transformers"),
         ("--engine fsdp1 --forward post", "--engine fsdp1 has no --forward post; give none or pre"),

@@ -6,6 +6,7 @@ import pytest
 
 from minifsdp.sim.cli.run import measure
 from minifsdp.sim.figures.likely import doublings, likely
+from minifsdp.sim.figures.words import in_words
 from minifsdp.sim.hardware.costs import Cluster
 from minifsdp.sim.hardware.gpus import GB, GPUS
 from tests.sim.cli.test_run import SMALL, options
@@ -57,3 +58,11 @@ def test_a_run_says_its_range_and_why_it_is_wide():
     assert "range is wider for" not in near and wide["range is wider for"] == "fp32"
     ratio = wide["tokens/s, range"][1] / wide["tokens/s, range"][0]
     assert ratio == pytest.approx((high / low) ** 3)
+
+
+def test_of_what_is_no_text_it_is_of_samples():
+    assert doublings(USUAL, None, "fp32") == {"fp32": 2}
+    figures, _ = measure(options("--model tests.sim.training.test_plain:floats --input 588"))
+    low, high = figures["samples/s, range"]
+    assert low < figures["samples/s per GPU"] < high and "samples/s, probably" in in_words(figures)
+    assert not [name for name in in_words(figures) if "token" in name]

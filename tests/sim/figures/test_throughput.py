@@ -32,6 +32,13 @@ def test_every_figure():
     )
 
 
+def test_samples_that_are_no_texts_have_no_tokens():
+    step = {"step": 2.0, "flops": 12e12}
+    figures = throughput(step, 9e12, 10e12, samples=4, length=None, price=3.6)
+    assert figures["samples/s per GPU"] == 2 and not [name for name in figures if "token" in name]
+    assert figures["dollars per million samples"] == pytest.approx(500)
+
+
 def test_a_linear_models_flops_are_six_for_each_parameter_and_sample():
     figures, gpu = measure(options(f"{SMALL} --price 2"))
     assert gpu is not None

@@ -123,6 +123,17 @@ def test_without_its_waits_a_gather_overwrites_what_has_not_been_read():
     assert found.races()
 
 
+def test_what_it_copies_are_gathered_parameters_too():
+    """Not activations, though it is the compute stream that takes memory for them."""
+    run = "--model gpt-125m --batch 2 --seq 128 --strategy shard_grad_op "
+    ours, its = (
+        simulate(options(run + words)).report()["peak allocated is"]
+        for words in ("", "--engine fsdp2")
+    )
+    for kind in ("gathered parameters", "activations"):
+        assert its[kind] == pytest.approx(ours[kind], rel=0.05)
+
+
 def test_it_needs_little_more_memory_than_a_limit_and_no_wait():
     run = "--model gpt-125m --batch 8 --seq 512 "
     two, none, ordered = (
