@@ -164,7 +164,8 @@ def choose(key: str, track: int | None = None) -> list[Exercise]:
     found = [exercise for exercise in found if track in (None, exercise.track)]
     if not found:
         there = ", ".join(e.key for e in exercises().values() if track in (None, e.track))
-        raise SystemExit(f"there is no exercise {key!r}; there are: {there}")
+        print(f"there is no exercise {key!r}; there are: {there}", file=sys.stderr)
+        raise SystemExit(2)
     return found
 
 

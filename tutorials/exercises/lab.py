@@ -197,7 +197,8 @@ def main() -> int:
     end_tidily()
     torch.set_num_threads(1)
     if options.lab and options.lab not in labs():
-        raise SystemExit(f"there is no lab {options.lab!r}; there are: {', '.join(labs())}")
+        print(f"there is no lab {options.lab!r}; there are: {', '.join(labs())}", file=sys.stderr)
+        return 2
     folder = options.folder.expanduser().resolve() / "labs"
     chosen = [lab for lab in labs().values() if options.lab in ("", lab.key)]
     cases = [(lab, folder / lab.key) for lab in chosen if lab.layers(folder / lab.key)]

@@ -298,7 +298,10 @@ def _views(what: str, want: Any, got: Any) -> str | None:
             "get the gradient, and flat_param would get none"
         )
     if "has a weight" in what:
-        return "take away the attribute from all owners: somebody might read freed memory"
+        return (
+            "hide_views() takes away the attribute of all owners, also where it is the parameter "
+            "itself, as in the constructor: somebody might read freed memory"
+        )
     if "every owner" in what:
         return "all owners of a parameter get the view, not one of them"
     return None

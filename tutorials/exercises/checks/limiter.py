@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
+
 from tutorials.exercises.catalog import check
 from tutorials.exercises.observe import at_least, at_most
 
@@ -29,6 +31,9 @@ class Unit:
 
     def __init__(self, label: str, around: "list[Unit] | None" = None, stays: bool = False) -> None:
         self.label, self.ancestors, self.is_limited = label, around or [], not stays
+        self.module = nn.Module()
+        for outer in self.ancestors[-1:]:
+            outer.module.add_module(label, self.module)
 
 
 def _fairscale(what: str, want: Any, got: Any) -> str | None:
