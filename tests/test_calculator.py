@@ -39,11 +39,13 @@ RUNS = [
     ("gpt-1.3b", "--strategy full_shard --batch 8 --seq 512 --recompute full"),
     ("llama2-7b", "--strategy full_shard --batch 2 --seq 1024"),
     ("llama2-7b", "--strategy full_shard --batch 1 --seq 512 --recompute full"),
+    ("llama3-8b", "--strategy full_shard --batch 1 --seq 1024"),
+    ("llama3-70b", "--strategy full_shard --batch 1 --seq 512"),
 ]
 WITHIN = {"gpt": 0.03, "llama": 0.06}
 """What is not in the formulas: means and sums of norms and of attention, a shard's cast to bf16,
-blocks of 512 bytes. That is 2 % in the smallest model. A Llama's blocks keep more than 16 or 23
-whole widths, as its norms are in fp32 and its MLP is not four times as wide."""
+blocks of 512 bytes. That is 2 % in the smallest model. A Llama's blocks keep no whole number of
+widths."""
 
 
 def options(model, words):
@@ -69,7 +71,7 @@ def some_and_others(runs, some):
 @pytest.mark.parametrize("model, words", some_and_others(RUNS, (0, 4, 9)))
 def test_formulas_are_near_the_virtual_gpu(model, words):
     figures, _ = measure(options(model, words), taken=-(2**40))
-    moments, within = by_formula(model, words), WITHIN[model[: model.index("-")].rstrip("2")]
+    moments, within = by_formula(model, words), WITHIN[model[: model.index("-")].rstrip("23")]
     assert max(map(sum, moments)) == pytest.approx(figures["peak allocated"], rel=within)
     # What is largest in the run is as large at the highest moment, or at one that is about as high.
     found = figures["peak allocated is"]
@@ -114,7 +116,7 @@ def chosen():
     """Arguments of formulas.moments, many and various."""
     draw = random.Random(3)
     strategies = ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
-    for strategy, b, values in itertools.product(strategies, (2, 4), (1, 16, 23)):
+    for strategy, b, values in itertools.product(strategies, (2, 4), (1, 16, 26)):
         for _ in range(5):
             params = draw.randrange(10**8, 10**11)
             root, unit = params // draw.randrange(4, 40), params // draw.randrange(20, 90)

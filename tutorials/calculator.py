@@ -25,8 +25,6 @@ ROOM, SPARE = 1.25, 2**28
 """How much memory there has to be, to what tensors take at most, and how many bytes beyond that, so
 that a step surely fits: the allocator cannot use all of it, and its segments are of 2 to 20 MiB and
 more. With less memory it may fit, by luck or with retries. tests/test_calculator.py runs both."""
-VALUES = {"gpt": 16, "llama": 23}
-"""That a block keeps of a token, in widths: see formulas.activations."""
 PRESETS = (
     *("gpt-125m", "gpt-1.3b", "gpt-7b", "gpt-13b", "gpt-30b", "gpt-175b"),
     *("llama2-7b", "llama2-13b", "llama3-8b", "llama3-70b"),
@@ -38,9 +36,12 @@ def preset(name: str) -> dict[str, Any]:
     """What the page asks of a model."""
     kind, (width, layers, *others) = SIZES[name]
     params, unit, root = sizes(name)
+    # See formulas.activations: Llama's norms are in fp32, and its MLP keeps four results as wide as
+    # it is.
+    values = 16 if kind == "gpt" else round(12 + 4 * others[2] / width)
     return {
         "params": params, "root": root, "unit": unit, "layers": layers, "width": width,
-        "vocabulary": others[-1] if kind == "llama" else VOCABULARY, "values": VALUES[kind],
+        "vocabulary": others[-1] if kind == "llama" else VOCABULARY, "values": values,
     }  # fmt: skip
 
 
