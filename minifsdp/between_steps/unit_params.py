@@ -10,7 +10,7 @@ A caller may change a parameter in place, assign another tensor to its ``data`` 
 assign another parameter to the module's attribute. All of these changes are written back.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,12 +32,14 @@ class SummonedParams:
         flat: the shards of all ranks, ``[padded_numel]``, in the dtype of the shard.
         grad: the same for the gradient; None if it is not wanted, or there is none.
         version: of ``flat``, before the caller may change it.
+        params: what the modules have got.
     """
 
     unit: FeaturedUnit
     flat: Tensor
     grad: Tensor | None
     version: int = 0
+    params: list[nn.Parameter] = field(default_factory=list)
 
     def register(self) -> None:
         """Register the parameters in their modules, under their names."""
@@ -54,12 +56,14 @@ class SummonedParams:
             param = nn.Parameter(value, requires_grad=trained)
             param.grad = grad
             vars(param).update(info.attributes)
+            self.params.append(param)
             for module, attribute in info.owners:
                 setattr(module, attribute, param)  # not in _parameters: an RNN has its own list
 
     def unregister(self) -> None:
         """Put the placeholders back, also where the caller has assigned something else."""
-        end_of_full_params(self.unit)
+        end_of_full_params(self.unit, self.params)
+        self.params.clear()  # or the unit's memory would not be freed
         hide_views(self.unit)
 
     def check_shapes(self) -> None:

@@ -165,7 +165,7 @@ class UnitDTensors:
     def unregister(self) -> None:
         """Put back what the modules had."""
         if self.unit.mesh is None:  # in rows they are the model's own
-            end_of_full_params(self.unit)
+            end_of_full_params(self.unit, self.params)
         hide_views(self.unit)
 
     def check_shapes(self) -> None:

@@ -7,7 +7,6 @@ a unit has one for each dtype that it computes in: mixed precision may be for tr
 
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,9 +76,10 @@ class FeaturedFlatParam(UnshardedFlatParam):
     def release(self, views: list[Tensor]) -> bool:
         """Free the memory, unless something outside of the engine still refers to it.
 
-        A view may have left its module: as an output, in an attribute, in a closure. Then that view
-        keeps this memory, with the values of this step, and ``flat_param`` gets a new storage.
-        Otherwise a use of the view would read freed memory and crash the process.
+        A view may have left its module: as an output, in an attribute, in a closure, as an array of
+        NumPy's. Then that view keeps this memory, with the values of this step, and ``flat_param``
+        gets a new storage. Otherwise a use of the view would read freed memory and crash the
+        process.
 
         Args:
             views: the engine's own.
@@ -88,8 +88,11 @@ class FeaturedFlatParam(UnshardedFlatParam):
             Whether the memory is free now.
         """
         if not self.is_in_use(views):
-            with suppress(RuntimeError):  # torch frees nothing that NumPy has ever seen
+            try:
                 self.free()
+            except RuntimeError:  # torch frees no memory that NumPy has seen
+                pass
+            else:
                 return True
         with torch.inference_mode(False):
             memory = torch.empty_like(self.data)

@@ -12,6 +12,7 @@ one has a tensor that no layer computes with::
 import gc
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -46,13 +47,11 @@ def unit_of_orig_param(param: nn.Parameter) -> tuple[FeaturedUnit | None, str]:
     return unit(), name
 
 
-def end_of_full_params(unit: FeaturedUnit) -> None:
-    """Record the full parameters that the modules of ``unit`` have now, and from now on have not
+def end_of_full_params(unit: FeaturedUnit, params: Iterable[nn.Parameter]) -> None:
+    """Record the full parameters of ``unit`` that its modules have had for the time of a block
     (``summon_full_params``, ``as_dtensors``), for :func:`unit_of_full_param`."""
-    for info in unit.param_infos:
-        for module, attribute in info.owners:
-            if (param := module._parameters.get(attribute)) is not None:
-                _full_params[param] = ref(unit), info.name
+    for info, param in zip(unit.param_infos, params, strict=False):  # some, if an error ended it
+        _full_params[param] = ref(unit), info.name
 
 
 def unit_of_full_param(param: nn.Parameter) -> tuple[FeaturedUnit | None, str]:

@@ -267,3 +267,12 @@ def test_inside_of_the_block_it_steps_and_parameters_are_pickled(rows):
     assert unit_of_full_param(params[0])[1] == "0.weight"
     for name, param in plain.named_parameters():
         torch.testing.assert_close(model.state_dict()[name], param.detach())
+
+
+@on_ranks(2)
+def test_a_parameter_that_the_block_was_given_stays_that_of_its_own_model():
+    model, plain = stack(), layers().to(device())
+    with FSDP.summon_full_params(model):
+        model.module[0].weight = plain[0].weight
+    plain(batch()).sum().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
