@@ -18,7 +18,6 @@ torch takes seconds to import. So it is imported when the options are known to m
 why some imports below are in functions.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -26,7 +25,7 @@ from minifsdp.sim.cli.commands import FILES, add_calibrate, add_json, add_output
 from minifsdp.sim.cli.conflicts import check, check_against, check_calibrate, check_machine
 from minifsdp.sim.cli.files import check_files
 from minifsdp.sim.cli.options import COMMANDS, Parser, add_machine, add_settings, grid
-from minifsdp.sim.cli.terminal import begin, end_tidily, progress
+from minifsdp.sim.cli.terminal import begin, end_tidily, progress, reader_has_left
 
 
 def parser(prog: str = "minifsdp sim") -> Parser:
@@ -62,8 +61,7 @@ def command(name: str, given: Sequence[str], prog: str) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
-        return 141
+        return reader_has_left()
     except (ValueError, OSError) as error:
         progress("")
         print(f"minifsdp: {error}", file=sys.stderr)

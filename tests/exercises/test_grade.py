@@ -6,6 +6,7 @@ Right and wrong solutions are in tutorials/exercises/ and are graded by `make ki
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -272,3 +273,12 @@ def test_where_all_together_is_wrong_the_file_is_named(root, tmp_path):
     assert state == "wrong" and message.endswith(
         "With the reference's reduce.py in the place of yours it is right: look there."
     )
+
+
+def test_whoever_reads_may_leave(tmp_path):
+    words = [sys.executable, "-m", "tutorials.exercises.grade", tmp_path]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, cwd=ROOT, stdout=pipe, stderr=pipe) as program:
+        program.stdout.close()
+        assert program.stderr.read() == b""
+    assert program.returncode == 141

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from minifsdp.sim.cli.files import file_problem
-from minifsdp.sim.cli.terminal import columns, end_tidily, progress, typed
+from minifsdp.sim.cli.terminal import columns, end_tidily, progress, reader_has_left, typed
 from tutorials.exercises import source
 from tutorials.exercises.catalog import Exercise, exercises, exercises_alone
 from tutorials.exercises.court import Court
@@ -177,7 +177,17 @@ def begun(chosen: Sequence[Exercise], folder: Path) -> list[Exercise]:
 
 
 def main() -> int:
-    options = parsed()
+    try:
+        status = graded(parsed())
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        return reader_has_left()
+
+
+def graded(options: argparse.Namespace) -> int:
+    """Grade, and print what was found. Returns the exit status: 1 if something is not right, 2 if
+    nothing can be graded."""
     end_tidily()
     torch.set_num_threads(1)
     folder = options.folder.expanduser().resolve()

@@ -112,6 +112,13 @@ def _end_at_once(*_: object) -> None:
     os._exit(INTERRUPTED)
 
 
+def reader_has_left() -> int:
+    """For a BrokenPipeError: whoever reads what is printed has left, as ``| head`` does. That needs
+    no word. Returns the exit status, as shells have it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
+    return 141
+
+
 @contextmanager
 def out_of_reach() -> Iterator[None]:
     """Processes that are started in here get no Ctrl-C, which a terminal sends to all of them. They
