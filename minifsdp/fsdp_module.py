@@ -186,7 +186,8 @@ class FSDPModule:
 
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
         """Gather the module's unit between steps: its attributes are whole parameters until
-        :meth:`reshard`, or until the next forward or backward. Changes of them are lost.
+        :meth:`reshard`, or until the next forward or backward. Changes of them are lost, and an
+        optimizer that is built of them is refused when it steps.
 
         In a forward or backward: start to gather the unit ahead of its turn, as a list of
         :meth:`set_modules_to_forward_prefetch` does. In both cases every rank has to call this.
