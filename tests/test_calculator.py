@@ -39,10 +39,10 @@ RUNS = [
     ("gpt-1.3b", "--strategy full_shard --batch 8 --seq 512 --recompute full"),
     ("llama2-7b", "--strategy full_shard --batch 2 --seq 1024"),
     ("llama2-7b", "--strategy full_shard --batch 1 --seq 512 --recompute full"),
-    ("llama3-8b", "--strategy full_shard --batch 1 --seq 1024"),
+    ("llama3-8b", "--strategy full_shard --batch 1 --seq 4096"),
     ("llama3-70b", "--strategy full_shard --batch 1 --seq 512"),
 ]
-WITHIN = {"gpt": 0.03, "llama": 0.06}
+WITHIN = 0.03
 """What is not in the formulas: means and sums of norms and of attention, a shard's cast to bf16,
 blocks of 512 bytes. That is 2 % in the smallest model. A Llama's blocks keep no whole number of
 widths."""
@@ -71,12 +71,12 @@ def some_and_others(runs, some):
 @pytest.mark.parametrize("model, words", some_and_others(RUNS, (0, 4, 9)))
 def test_formulas_are_near_the_virtual_gpu(model, words):
     figures, _ = measure(options(model, words), taken=-(2**40))
-    moments, within = by_formula(model, words), WITHIN[model[: model.index("-")].rstrip("23")]
-    assert max(map(sum, moments)) == pytest.approx(figures["peak allocated"], rel=within)
+    moments = by_formula(model, words)
+    assert max(map(sum, moments)) == pytest.approx(figures["peak allocated"], rel=WITHIN)
     # What is largest in the run is as large at the highest moment, or at one that is about as high.
     found = figures["peak allocated is"]
     largest = max(found, key=found.get)
-    near = [m for m in moments if sum(m) > (1 - 2 * within) * max(map(sum, moments))]
+    near = [m for m in moments if sum(m) > (1 - 2 * WITHIN) * max(map(sum, moments))]
     its = [dict(zip(KINDS, moment, strict=True))[largest] for moment in near]
     assert any(nbytes == pytest.approx(found[largest], rel=0.06) for nbytes in its)
 
@@ -116,7 +116,7 @@ def chosen():
     """Arguments of formulas.moments, many and various."""
     draw = random.Random(3)
     strategies = ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
-    for strategy, b, values in itertools.product(strategies, (2, 4), (1, 16, 26)):
+    for strategy, b, values in itertools.product(strategies, (2, 4), (1, 16, 25)):
         for _ in range(5):
             params = draw.randrange(10**8, 10**11)
             root, unit = params // draw.randrange(4, 40), params // draw.randrange(20, 90)

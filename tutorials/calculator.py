@@ -8,6 +8,7 @@ against the virtual GPU.
 
 import json
 import sys
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,12 @@ def preset(name: str) -> dict[str, Any]:
     """What the page asks of a model."""
     kind, (width, layers, *others) = SIZES[name]
     params, unit, root = sizes(name)
-    # See formulas.activations: Llama's norms are in fp32, and its MLP keeps four results as wide as
-    # it is.
-    values = 16 if kind == "gpt" else round(12 + 4 * others[2] / width)
+    values = 16  # see formulas.activations
+    if kind == "llama":
+        heads, of_keys, hidden, _ = others
+        # Two norms keep 8, in part in fp32; queries and what attention returns 1 each, keys and
+        # values as many as their heads are; and the MLP four results.
+        values = ceil(10 + 2 * of_keys / heads + 4 * hidden / width)
     return {
         "params": params, "root": root, "unit": unit, "layers": layers, "width": width,
         "vocabulary": others[-1] if kind == "llama" else VOCABULARY, "values": values,

@@ -105,7 +105,7 @@ def activations(
 
     ``values`` are those of each token, in widths, that a block keeps: in a GPT the residual twice,
     both of its norms, queries, keys, values and what attention returns, and eight in the MLP, which
-    is four times as wide. Llama 2 keeps about 23, Llama 3, whose MLP is wider, about 26. A block
+    is four times as wide. Llama 2 keeps about 23, Llama 3, whose MLP is wider, about 25. A block
     that is computed again keeps 1, its input. After the blocks there are two more. The scores of
     attention are not kept (flash attention).
     """
