@@ -8,8 +8,9 @@ This is the core's wrapper. ``minifsdp.FullyShardedDataParallel`` has the featur
 the core does not promise, and the file of minifsdp that does:
 
 - a gradient that comes past a unit's outputs: a loss of tensors that a module has left in an
-  attribute; views of parameters that live on after the forward (on_demand.py); a gradient of a
-  gradient, which minifsdp does not compute either, but refuses by name (support/grad_hooks.py)
+  attribute; views of parameters that live on after the forward (on_demand.py), or that NumPy has
+  seen (support/unsharded_storage.py); a gradient of a gradient, which minifsdp does not compute
+  either, but refuses by name (support/grad_hooks.py)
 - a frozen unit with a leaf among several inputs that is freed before the end of the whole backward
   (on_demand.py)
 - ranks that differ: units that only some of them use, exceptions on one of them
