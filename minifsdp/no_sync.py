@@ -254,7 +254,7 @@ def check_unreduced_grad(unit: FeaturedUnit) -> None:
         if grad is None or not (grad.any() or any(f.signbit().any() for f in _firsts(unit, grad))):
             unit.unreduced_grad = None  # zero_grad(), with set_to_none=True or False
             return
-        what = "its gradient was changed (by a loss of DTensors, scaled, clipped, cleared in part?)"
+        what = "its gradient was changed (scaled, clipped, by a penalty, cleared in part?)"
     elif shard._version != unreduced.shard_version:
         what = "its parameters were changed (by an optimizer, by summon_full_params?)"
     else:

@@ -47,7 +47,8 @@ def test_no_other_wrapper_may_be_around_a_sharded_model(other, inside, strategy)
     shards = [unit.sharded_flat_param.detach().clone() for unit in model.engine.units]
     around = nn.Sequential(nn.Linear(6, 6).to(device()), model) if inside else model
     name = other.split(",")[0]
-    match = f"{name} cannot wrap this: .* minifsdp.FullySharded.*Leave {name} out"
+    ours = "(is a|is sharded by) minifsdp.FullySharded"
+    match = f"{name} cannot wrap this: .* {ours}.*Leave {name} out"
     with pytest.raises(TypeError, match=match):
         OTHERS[other](around)
     for unit, shard in zip(model.engine.units, shards, strict=True):

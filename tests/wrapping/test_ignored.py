@@ -652,7 +652,7 @@ def test_replicate_and_shards_of_the_same_module_are_refused(how):
             shard(model)
         model = shard(net())
         for module in (model, model.experts[0]):  # the second would be a part of a unit
-            match = f"{again}|replicate\\(\\) cannot wrap this: the model .* minifsdp"
+            match = f"{again}|replicate\\(\\) cannot wrap this: the model .* is sharded by minifsdp"
             with pytest.raises((RuntimeError, TypeError), match=match):
                 replicate(how, module)
 

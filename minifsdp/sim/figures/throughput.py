@@ -52,7 +52,6 @@ def throughput(
         "HFU": figures["flops"] / step / peak,
     }
     if price is not None:
-        seconds = step / samples if length is None else step / samples / length
-        name = "million samples" if length is None else "billion tokens"
-        found[f"dollars per {name}"] = price / 3600 * seconds * (1e6 if length is None else 1e9)
+        what, many = ("million samples", 1e6) if length is None else ("billion tokens", 1e9)
+        found[f"dollars per {what}"] = price / 3600 * step / (samples * (length or 1)) * many
     return found
