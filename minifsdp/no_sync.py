@@ -262,17 +262,15 @@ def check_unreduced_grad(unit: FeaturedUnit) -> None:
     raise _incomplete(unit, what)
 
 
-def _version(unit: FeaturedUnit, grad: Tensor | None) -> int:
+def _version(unit: FeaturedUnit, grad: Tensor) -> int:
     """How often ``grad`` was changed in place, directly or through a DTensor that shows a part."""
-    if grad is None:
-        return -1
     shown = (param.grad for param in unit.optimized_params)
     return grad._version + sum(g._version for g in shown if g is not None and g is not grad)
 
 
-def _firsts(unit: FeaturedUnit, grad: Tensor | None) -> list[Tensor]:
+def _firsts(unit: FeaturedUnit, grad: Tensor) -> list[Tensor]:
     """The first element of each gradient that an optimizer sees, as a view, ``[1]`` or ``[0]``."""
-    local = [] if grad is None else unit.layout.local_tensors(grad, unit.shard_rank)
+    local = unit.layout.local_tensors(grad, unit.shard_rank)
     return [tensor.view(-1)[:1] for tensor in local if tensor is not None]
 
 

@@ -92,6 +92,26 @@ def test_a_rank_that_has_destroyed_its_groups_closes_them():
     assert "lost the other ranks" in said and "same number of batches" in said
 
 
+def left():
+    """Nobody waits for a message any more, since an exception has ended the forward."""
+    group = dist.new_group()
+    message = Message(group, 5, Kind.PARAMETERS, 4, "'a'")
+    with patch.multiple(deadlock_watch, POLL=1e9):  # the thread does nothing
+        deadlock_watch.watch([group])
+        deadlock_watch.unfinished[message] = []
+        deadlock_watch._close_destroyed()
+        kept = message in deadlock_watch.unfinished
+        dist.barrier()
+        dist.destroy_process_group(group)
+        deadlock_watch._close_destroyed()
+    dist.barrier()
+    return kept, message in deadlock_watch.unfinished
+
+
+def test_what_nobody_waits_for_is_kept_as_long_as_its_group():
+    assert alone_in_the_world(left) == [(True, False)] * 2
+
+
 def in_vain_or_over():
     """Both ranks wait for a gather that the other has not started, or seem to."""
     rank, group = dist.get_rank(), dist.group.WORLD

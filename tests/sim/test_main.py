@@ -196,6 +196,10 @@ REFUSED = [
     ("--model vit-h --vocab 5", "--vocab: vit-h has no such size; it has --width, --layers, --he"),
     ("--model mine:own --vocab 5", "--vocab is a size of a preset; the model 'mine:own' has its"),
     ("--shard-group 4", "--shard-group 4 is for hybrid strategies; give --strategy hybrid_shard"),
+    (
+        "--strategy hybrid_shard --shard-group 3 --nodes 2",
+        "--shard-group 3: 16 GPUs cannot be shared out among groups of 3; take a divisor of 16",
+    ),
     ("--fused yes", "--fused yes is for the Llamas of --model; 'gpt-125m' has no norm"),
     # Files.
     ("--svg nowhere/step.svg", "--svg: cannot write 'nowhere/step.svg': there is no directory"),

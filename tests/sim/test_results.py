@@ -101,5 +101,8 @@ def test_what_the_host_has_much_of_is_not_computed():
     assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
     to_the_device = ask(results, aten._to_copy.default, (x,), {"device": torch.device("meta")})
     assert to_the_device.is_meta and to_the_device.shape == x.shape
+    to_bf16 = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+    cast = ask(results, aten._to_copy.default, (x,), to_bf16)
+    assert (cast.shape, cast.dtype, cast.device) == (x.shape, torch.bfloat16, x.device)
     steps = torch.ones(())
     assert ask(results, aten.add_.Tensor, (steps, 1), {}) == 2

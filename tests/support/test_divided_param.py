@@ -356,6 +356,18 @@ def test_all_may_be_frozen():
 
 
 @on_ranks(2)
+def test_memory_of_another_shape_is_refused_by_name_and_the_model_can_be_mended():
+    model = rows()
+    param = dict(model.named_parameters())["0.weight"]
+    own = param._local_tensor
+    param._local_tensor = own[:1].clone()  # as a library does that prunes
+    with pytest.raises(ValueError, match=r"'0.weight' of unit <root> was given data of which"):
+        backward(model)
+    param._local_tensor = own
+    backward(model)
+
+
+@on_ranks(2)
 def test_a_model_may_be_cast():
     models = rows().double(), DDP(layers(1, WIDTH).double())
     for model in models:

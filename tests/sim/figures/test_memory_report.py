@@ -54,6 +54,13 @@ def test_each_kind_is_told_by_what_is_known_of_it():
     assert spans[shard] == (0, 20) and spans[kept] == (5, 15) and spans[flat] == (11, 20)
 
 
+def test_a_step_in_which_nothing_was_allocated_has_no_peak():
+    assert peak_report(tape(Note(0), Phase("forward", 0, 0), Note(1))) == {
+        "peak allocated is": {},
+        "peak is in": "",
+    }
+
+
 def test_what_ended_before_the_step_is_not_there():
     entries = tape((a := buffer(), 1), (a, -1), Note(0), (buffer(), 2), Note(9))
     assert [life.nbytes for life in lives(entries)] == [2]
