@@ -103,6 +103,7 @@ class PretendedGpu:
             patch("torch.cuda.current_stream", _TorchStream),
             patch("torch.cuda.default_stream", _TorchStream),
             patch("torch.cuda.is_current_stream_capturing", lambda: False),  # CUDA's builds ask it
+            patch("torch.accelerator.current_stream", _TorchStream),  # and since torch 2.14 this
             patch.object(Tensor, "record_stream", lambda tensor, stream: None),
             patch("torch.cuda.synchronize", self.wait),
             patch("torch.tensor", functools.partial(_on_current, torch.tensor)),
@@ -365,6 +366,9 @@ class _TorchStream:
 
     def record_event(self, event: _TorchEvent | None = None) -> _TorchEvent:
         return event or _TorchEvent()
+
+    def is_capturing(self) -> bool:
+        return False
 
 
 def _on_current(make: Any, *args: Any, **kwargs: Any) -> Tensor:
