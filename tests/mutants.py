@@ -1061,7 +1061,7 @@ MUTANTS = [
     Mutant("core/engine", "parameters() lists the views of a unit that stays", "        if unit.reasons and BACKWARD not in unit.reasons:\n            hide_views(unit)\n", "", noticed_by="promises/when_freed"),
     Mutant("core/engine", "a forward that failed leaves its reasons", "            unit.let_go(*OF_A_STEP)\n", "", noticed_by="core/hooks"),
     Mutant("between_steps/explain", "nobody says why a unit is there", "        if unit.reasons\n", "        if not unit.reasons\n"),
-    Mutant("core/unit", "any reason that goes frees the unit", "            if not self.reasons:\n                self.free", "            if True:\n                self.free", noticed_by="core/parameters"),
+    Mutant("core/unit", "any reason that goes frees the unit", "            if self.reasons <= {*reasons}:\n                self.free", "            if True:\n                self.free", noticed_by="core/parameters"),
     Mutant("core/unit", "reasons are counted", "self.reasons.difference_update(reasons)\n", "self.reasons.difference_update(reasons[:1])\n", noticed_by="core/parameters"),
     Mutant("core/parameters", "what was prefetched stays after its turn", "        unit.reasons.discard(PREFETCH)  # its turn has come\n", ""),
     Mutant("core/parameters", "what was prefetched is held for nothing", "            target.hold(PREFETCH)\n", ""),

@@ -142,9 +142,9 @@ class Unit:
     def let_go(self, *reasons: str) -> None:
         """Free the unit if there was a reason to keep it, and there is no other."""
         if self.reasons:
+            if self.reasons <= {*reasons}:
+                self.free(self)  # before they go: if it is interrupted, the next let_go() frees
             self.reasons.difference_update(reasons)
-            if not self.reasons:
-                self.free(self)
 
     def release(self) -> None:
         """Free the unsharded memory."""

@@ -51,8 +51,8 @@ def show_views(unit: Unit) -> None:
 def hide_views(unit: Unit) -> None:
     """Take the views away from the modules. Does nothing if that is so already."""
     if unit.shows_views:
-        unit.shows_views = False
         unit.places.hide(unit)
+        unit.shows_views = False
 
 
 class InModules:

@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
@@ -59,6 +60,22 @@ def test_it_is_freed_when_the_last_reason_is_gone():
     assert freed == [unit]
     unit.let_go("a")  # there was none
     assert freed == [unit]
+
+
+def test_where_an_exception_ends_it_a_unit_is_freed_by_who_lets_go_next():
+    def ends(unit):
+        raise KeyboardInterrupt
+
+    unit, freed = unit_of(linear()), []
+    unit.hold("a")
+    unit.free = ends
+    with pytest.raises(KeyboardInterrupt):
+        unit.let_go("a")
+    unit.free = freed.append
+    unit.let_go("b")
+    assert freed == []
+    unit.let_go("a")
+    assert freed == [unit] and not unit.reasons
 
 
 def test_a_gradient_is_announced_to_whoever_asks():

@@ -6,8 +6,11 @@ are those that somebody has a reason to keep (unit_state.py), and at the end of 
 is no reason left.
 """
 
+import itertools
+import sys
 import warnings
 from collections.abc import Callable
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from minifsdp import ShardingStrategy
 from minifsdp.no_sync import NoSync
 from tests.promises import Block, batch, fsdp, without_wrapper
 from tests.ranks import on_ranks
+from tests.small import stack, step
 
 FULL_SHARD, SHARD_GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 
@@ -315,3 +319,50 @@ def test_looking_at_parameters_keeps_what_is_looked_at_and_frees_it(way):
         with FSDP.summon_full_params(watched.model.module.b, recurse=False):
             assert watched.alive() == "b"
     assert watched.alive() == "" and watched.at_rest()
+
+
+# ------------------------------------------------------------------------------------- an interrupt
+
+
+FREE = {"hide_views", "hide", "reshard", "release", "free"}  # functions that free a unit
+
+
+@contextmanager
+def interrupted(line):
+    """A Ctrl-C when so many lines of these functions have run. Yields how many have."""
+    lines = itertools.count()
+
+    def in_function(frame, event, arg):
+        if event == "line" and next(lines) == line:
+            raise KeyboardInterrupt
+        return in_function
+
+    def in_engine(frame, event, arg):
+        code = frame.f_code
+        return in_function if code.co_name in FREE and "minifsdp" in code.co_filename else None
+
+    before = sys.gettrace()
+    sys.settrace(in_engine)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@on_ranks(2)
+def test_a_unit_that_an_interrupt_has_found_half_free_is_freed_before_the_next_step(rows):
+    model = stack(2, use_orig_params=rows)
+    expected = step(model)
+    for line in itertools.count():
+        model.zero_grad()
+        try:
+            with interrupted(line):
+                step(model)
+            break  # it has no more lines
+        except KeyboardInterrupt:
+            pass
+        model.zero_grad()
+        assert torch.equal(step(model), expected), line
+        assert not any(unit.unsharded.storage.nbytes() for unit in model.engine.units), line
+    assert line > 50
