@@ -19,7 +19,7 @@ the core does not promise, and the file of minifsdp that does:
 - an exception in a backward that is noticed at once, and not by the next step
   (support/broken_backward.py)
 - changes of parameters between a forward and its backward, or by the forward itself, and parameters
-  that are replaced (checks/param_changes.py), moved or cast after wrapping
+  that are replaced (checks/param_changes.py), frozen, thawed, moved or cast after wrapping
   (support/shard_changes.py); attributes of parameters (chunks/param_attributes.py)
 - a parameter read while it is sharded says which one it is (support/param_access.py); full
   parameters between steps (between_steps/full_params.py); on a GPU, an RNN whose weights are freed

@@ -139,6 +139,29 @@ def test_an_exception_that_one_rank_catches(strategy, where, at, layer):
     )  # fmt: skip
 
 
+def caught_on_all_ranks():
+    """A model that skips a batch, which every rank does."""
+    model = stack()
+    for now in range(3):
+        with failing(model, "forward") if now == 1 else nullcontext():
+            try:
+                step(model, now)
+            except torch.OutOfMemoryError:
+                model.zero_grad()
+
+
+def test_where_ranks_have_parted_a_new_default_group_begins_anew():
+    """What this rank has counted, and what the old store remembers, belongs to the old group."""
+    world, parts = World(2), (FULL_SHARD, "forward", 4, 1, [0])
+    try:
+        for said in world.call(run, (caught_on_one_rank, parts), {}, 60):
+            assert re.search(r"parted ways.*destroy_process_group\(\).*not used before", said)
+        assert world.renew()
+        assert world.call(run, (caught_on_all_ranks, ()), {}, 60) == [None] * 2
+    finally:
+        world.kill()
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("odd", [[0], [1, 3], [2, 3]])
 def test_so_in_a_grid(odd, where):
