@@ -171,7 +171,8 @@ class Reduction:
 
 
 def store_gradient(reduction: Reduction) -> None:
-    """Add the result of a reduction to the gradient of the sharded flat parameter.
+    """Add the result of a reduction to the gradient of the sharded flat parameter, in place: a
+    program may hold that tensor.
 
     This is done for all units at the end of a backward, so that a backward that failed changes no
     gradient.

@@ -216,6 +216,10 @@ def of_tensors(want: Any, got: Any) -> str | None:
 
 def of_training(what: str, want: Any, got: Any) -> str | None:
     """What a difference in the losses and parameters of parallel.train() means."""
+    if isinstance(got, dict) and "does not require grad" in got.get("message", ""):
+        return "autograd does not know what the modules compute with: no .data, no detach()"
+    if what == "loss of step 1" and isinstance(got, dict) and "raised" in got:
+        return "a step has a forward and a backward: are parameters gathered, in time, for both"
     if what == "loss of step 1":
         return "the first loss needs the parameters only: are they gathered, in order, and in time"
     if what.startswith("loss of step"):
@@ -223,6 +227,12 @@ def of_training(what: str, want: Any, got: Any) -> str | None:
     if what.startswith("parameter"):
         return "the losses are right and the parameters are not: look at the last gradient's way"
     return None
+
+
+def is_rounded(want: Any, got: Any) -> bool:
+    """Whether these are tensors that differ by as little as a lower precision makes them."""
+    both = isinstance(want, Tensor) and isinstance(got, Tensor)
+    return both and not equal(want, got) and _close(want, got, slack=0.01)
 
 
 def ratio(want: Any, got: Any) -> float | None:

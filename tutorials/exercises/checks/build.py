@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from tutorials.exercises.catalog import check
-from tutorials.exercises.judge import of_training, ratio
+from tutorials.exercises.judge import is_rounded, of_training, ratio
 from tutorials.exercises.observe import at_most
 
 STEP = "2_cuda"
@@ -78,10 +78,16 @@ def which_parameters_belong_to_which_unit() -> Iterator[Any]:
         """A kind of Block."""
 
     with pretended_ranks(2):
-        for kinds in (KINDS, (Block,), (nn.Linear, nn.Embedding), ()):
-            model = Model() if kinds != (Block,) else nn.Sequential(nn.Tanh(), Block(), Special())
-            if kinds == (Block,):
-                model[1].again = model[1].scale  # two names in one module
+        special = nn.Sequential(nn.Tanh(), Block(), Special())
+        special[1].again = special[1].scale  # two names in one module
+        untied = Model()  # a weight may not be in two units
+        untied.head.weight = nn.Parameter(untied.head.weight.detach().clone())
+        for model, kinds in (
+            (Model(), KINDS),
+            (special, (Block, nn.Tanh)),
+            (untied, (nn.Linear, nn.Embedding)),
+            (Model(), ()),
+        ):
             names = {module: name or "the model" for name, module in model.named_modules()}
             engine = program(STEP).fsdp(model, *kinds)
             about = f"fsdp(model, {', '.join(kind.__name__ for kind in kinds)})"
@@ -215,6 +221,11 @@ def _gathered(what: str, want: Any, got: Any) -> str | None:
         return (
             "to autograd a gather is no change: write to flat_param.data, or else it refuses what "
             "it has saved"
+        )
+    if "called again before the backward" in what:
+        return (
+            "views that autograd holds show the storage of the forward: a new tensor in .data has "
+            "another one, so gather into the same storage again"
         )
     if "after reshard" in what:
         return "autograd holds views, so del frees nothing: resize the storage to 0"
@@ -430,6 +441,8 @@ def _backward(what: str, want: Any, got: Any) -> str | None:
             f"the gradient is exactly {factor:g} x too large: DDP averages over the ranks, and a "
             "reduce-scatter sums"
         )
+    if "gradient of" in what and is_rounded(want, got):
+        return "it is rounded: what is sent and added up has the dtype of the shard"
     if "bytes" in what:
         return "it is a view, which keeps the gradient of all shards in memory: clone it"
     if "flat_param.grad" in what:
@@ -529,6 +542,43 @@ def the_file_trains_as_ddp() -> Iterator[Any]:
 
     yield from train(STEP)
     yield from train(STEP, ", each block a unit", kinds=(Block,))
+
+
+def _of_three(what: str, want: Any, got: Any) -> str | None:
+    raised = got.get("message", "") if isinstance(got, dict) else None
+    if "dtype" in (what if raised is None else raised):
+        return _LIKE
+    if raised is not None:
+        return (
+            "each rank has the same number of elements, however many ranks there are: with zeros "
+            "at the end, if the number of ranks does not divide that of the elements"
+        )
+    return "divide by the number of ranks, which is three here; and cut off the padding, two zeros"
+
+
+@check("build.8", ranks=3, because=_of_three)
+def the_file_trains_on_three_ranks() -> Iterator[Any]:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from tutorials.exercises.program import program
+
+    # In these numbers sums and means are exact, in any order.
+    model = nn.Linear(3, 1).double()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 2.0, 4.0]]))
+        model.bias.fill_(8.0)
+    engine = program(STEP).fsdp(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(2):
+        (3 * model(torch.tensor([1.0, 2, 4 << dist.get_rank()]).double())).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = engine.full_params()
+    yield "dtypes of full_params() in float64", sorted({str(v.dtype) for v in found.values()})
+    for name in ("weight", "bias"):
+        yield f"{name} of a Linear(3, 1) after two steps, in float64 on three ranks", found[name]
 
 
 def _gpu(what: str, want: Any, got: Any) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tutorials.exercises.catalog import check
 from tutorials.exercises.judge import equal, of_training
-from tutorials.exercises.observe import at_most
+from tutorials.exercises.observe import at_most, close
 
 
 def _local(tensor: Any) -> Any:
@@ -125,12 +125,24 @@ def gradients_come_at_the_end() -> Iterator[Any]:
     yield from train(END)
     twice = {"backward": _two_backwards, "with_ddp": False}  # DDP rounds in another order
     yield from train(END, ", with a second backward", **twice)
+    twice["backward"] = _two_forwards
+    yield from train(END, ", with two forwards, and then two backwards", **twice)
 
 
 def _two_backwards(model: Any, step: int) -> Any:
     from tutorials.exercises.program import one_backward
 
     return one_backward(model, step) + one_backward(model, step + 100)
+
+
+def _two_forwards(model: Any, step: int) -> float:
+    """No forward begins between the two backwards."""
+    from tutorials.exercises.program import batch
+
+    losses = [model(batch(number)).pow(2).mean() for number in (step, step + 100)]
+    for loss in losses:
+        loss.backward()
+    return float(sum(losses))
 
 
 # ------------------------------------------------------------------------------------ 3: reduce
@@ -515,6 +527,11 @@ def _strategies(what: str, want: Any, got: Any) -> str | None:
             "the root stays, for its backward comes next: and no unit but the root. Or is it freed "
             "after all, by a reset, before its backward comes"
         )
+    if "order" in what:
+        return (
+            "a unit that stays till its backward cannot be freed before: the limit does not count "
+            "it, or it would decline every prefetch"
+        )
     if "under no_grad" in what:
         return (
             "no backward comes without gradients: then every unit is freed after its forward. (Or "
@@ -529,18 +546,25 @@ def _strategies(what: str, want: Any, got: Any) -> str | None:
 
 @check("grow.9", because=_strategies)
 def how_often_units_are_gathered() -> Iterator[Any]:
-    from tutorials.exercises.program import gathers, on_gpu, stack, virtual_gpu
+    from tutorials.exercises.program import gathers, on_gpu, schedule, stack, virtual_gpu
 
     for stays in (True, False):
         about = f", reshard_after_forward={stays}"
         gpu = on_gpu(STRATEGIES, partial(stack, root=True), reshard_after_forward=stays)
         yield f"bytes of each gather in a step{about}", gathers(gpu)
         yield from _of_gpu(gpu, about)
+    order = schedule(STRATEGIES, reshard_after_forward=False)
+    words = "the order in a forward, reshard_after_forward=False"
+    yield words, order[: order.index("forward 3") + 1]
     # The first unit is so large that the most memory is in use in its backward, which comes last.
-    settings = {"rows": 256, "reshard_after_forward": False}
-    gpu = on_gpu(STRATEGIES, partial(stack, (8192, *(2048,) * 8)), **settings)
-    figure = gpu.report()["peak allocated"]
-    yield at_most("bytes of memory that the host has taken at most", figure, slack=0.1)
+    # As a ratio: views that are slices take more memory, whether units stay or not.
+    make = partial(stack, (8192, *(2048,) * 8))
+    taken = [
+        on_gpu(STRATEGIES, make, rows=256, reshard_after_forward=frees).report()["peak allocated"]
+        for frees in (False, True)
+    ]
+    words = "memory that the host has taken at most, reshard_after_forward=False, to that with True"
+    yield at_most(words, taken[0] / taken[1], slack=0.1)
     yield from _without_gradients(virtual_gpu, stack)
 
 
@@ -672,6 +696,24 @@ def it_trains_in_low_precision() -> Iterator[Any]:
         numbers = {"make": partial(nn.Linear, 3, 2), "backward": _of_numbers, "with_ddp": False}
         yield from train(PRECISION, f"{about}, inputs of floating point", **numbers, **settings)
     yield from train(PRECISION, ", without dtypes")
+
+
+@check("grow.10", ranks=3, because=_precision)
+def three_ranks_divide_in_the_dtype_of_the_reduction() -> Iterator[Any]:
+    import torch
+    from torch import nn
+
+    from tutorials.exercises.program import program
+
+    model, settings = nn.Linear(2, 1), {"param_dtype": torch.bfloat16}
+    engine = program(PRECISION).fsdp(model, reduce_dtype=torch.float32, **settings)
+    before = engine.full_params()["weight"].clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(1, 2)).sum().backward()  # each gradient is 1, of which bf16 has no third
+    optimizer.step()
+    change = (engine.full_params()["weight"] - before).double()
+    words = "the step of a weight whose gradient is 1 on each of three ranks"
+    yield close(f"{words}, reduce_dtype=torch.float32", change, slack=1e-4)
 
 
 # ----------------------------------------------------------------------------------- 11: hybrid

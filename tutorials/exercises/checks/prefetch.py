@@ -256,6 +256,12 @@ def _backward(what: str, want: Any, got: Any) -> str | None:
             "a unit without parameters (numel is 0) prefetches nothing: ranks need not agree on "
             "whether its backward runs"
         )
+    if "inner and outer" in what:
+        return (
+            "ask what comes after the unit whose backward began last, which may not be this one: "
+            "the backward of an outer unit ends after those inside of it have begun. (In the first "
+            "backward the order is the reverse of the post-forward order)"
+        )
     if "first backward" in what or "step 1" in what:
         return (
             "the first backward has no order of its own; the reverse of the post-forward order of "
