@@ -14,9 +14,9 @@
 # rank that calls it early waits for the others. Here are three of them on two ranks, and each rank
 # brings four numbers. The functions are [the engine's](../minifsdp/comm/collectives.py); the
 # *engine* is minifsdp's code. Each starts its exchange and returns a function that waits until it
-# is over. (`reduce_scatter` returns its result as well. `all_reduce` has one such function for
-# each of its two halves. `scale` is a factor for each addend. `tag` is a number that tells this
-# exchange from others that are under way at the same time.)
+# is over; `reduce_scatter` returns its result as well, and `all_reduce` has one such function for
+# each of its two halves. Of the arguments, `scale` is a factor for each addend, and `tag` a number
+# that tells this exchange from others that are under way at the same time.
 
 # %% [hidden]
 from __future__ import annotations
@@ -108,8 +108,9 @@ def draw() -> None:
 # ## What they cost
 #
 # Take a tensor of `n` bytes and `N` ranks. In a reduce-scatter a rank keeps one of its `N` pieces
-# and sends the others. In an all-gather it sends its piece to each of the others. Either way it
-# sends `n (N - 1) / N` bytes, which is nearly `n` with many ranks. An all-reduce is twice that.
+# and sends the others. In an all-gather it sends its piece to each of the others (or passes on
+# as many pieces, if they go round in a ring). Either way it sends `n (N - 1) / N` bytes, which is
+# nearly `n` with many ranks. An all-reduce is twice that.
 #
 # DDP needs one all-reduce of the gradients in a step: two halves. FSDP, when it shards everything
 # (its strategy `FULL_SHARD`), needs three: an all-gather of the parameters for the forward, another

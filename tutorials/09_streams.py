@@ -45,11 +45,12 @@ def a_product() -> None:
 # wait (below), or if the queue is full.
 #
 # These times are from minifsdp's *virtual GPU*. It sees every operator that torch runs, on tensors
-# without values, and asks how long it would take on an A100: its arithmetic, in bf16 at 66 % of the
-# data sheet's speed at most, or its bytes at 83 %, whichever takes longer, and 6 microseconds of
-# the host. Of [published runs](../minifsdp/sim/README.md) that it was not fitted to, half are
-# within 6 % of what it says. The engine runs on it as it is. When a kernel is launched, it is
-# already clear when it will run, and on the virtual GPU this is all that a stream is:
+# without values, and asks how long it would take on an A100. A kernel takes the longer of two
+# times: that of its arithmetic, in bf16 at 66 % of the data sheet's speed at most, and that of its
+# bytes, at 83 %. To launch it takes the host 6 microseconds. Of [published
+# runs](../minifsdp/sim/README.md) that it was not fitted to, half are within 6 % of what it says.
+# The engine runs on it as it is. When a kernel is launched, it is already clear when it will run,
+# and on the virtual GPU this is all that a stream is:
 #
 # {{ minifsdp/sim/hardware/clock.py Clock._start }}
 #
@@ -144,8 +145,8 @@ def timeline() -> None:
 #   coloured tick is the launch of a gather, with a thread to where it runs. Amber: it waits (`other
 #   host stalls`).
 # - **unshard**: gathers 0 to 3. Then 3 again, which was freed after its forward, and 2, 1, 0.
-# - **compute**: waits for gather 0. Then it is never short of work; when it is done with 0, 1 is
-#   there. A backward takes about twice as long as its forward.
+# - **compute**: waits for gather 0. Then it waits for hardly anything: when it is done with 0, 1
+#   is there. A backward takes about twice as long as its forward.
 # - **reduce**: the gradient of 3 is reduced beside the backward of 2. That of 0 has nothing to hide
 #   behind, and the optimizer, the sliver at the right, has to wait for it.
 # - **memory**: as the host takes and frees it, ahead of the GPU (page [10](10_allocator.md)).
@@ -194,7 +195,7 @@ def without_the_wait() -> None:
 #
 # <details><summary>Answers</summary>
 #
-# 1. A little more than its computation and its communication together, 6.4 ms: nothing would run
+# 1. 6.4 ms, hardly more than its computation and its communication added up: nothing would run
 #    beside anything else.
 # 2. Yes. Nothing says which of the two comes first; they only came out that way.
 #

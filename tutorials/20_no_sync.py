@@ -199,9 +199,9 @@ def draw() -> None:
 #   `no_sync` leaves one of four.
 # - `SHARD_GRAD_OP` gathers and reduces once for each micro-batch. In `no_sync` it keeps what it has
 #   gathered until the last, so one gather and one reduction are left.
-# - `FULL_SHARD` gathers twice and reduces once for each micro-batch, 12 times in all. `no_sync`
-#   leaves out three reductions, so 9 are left. That saves a quarter of the bytes and, on this slow
-#   network, a quarter of the time.
+# - `FULL_SHARD` gathers twice and reduces once for each micro-batch, 12 times in all (the root,
+#   which stays, is gathered once). `no_sync` leaves out three reductions, so 9 are left. That saves
+#   a quarter of the bytes and, on this slow network, a quarter of the time.
 #
 # And the memory grows, because a gradient that is not reduced is not cut either. Each rank has to
 # keep its own gradient of *all* parameters, 2.7 GB.

@@ -32,8 +32,8 @@
 # The third reason is not in these lines: a large cluster runs other jobs, and their messages are in
 # the way. On the virtual network four machines share a switch, and each message that leaves the
 # switch waits behind half a megabyte of other traffic. The port through which it leaves, here one
-# of 100 Gbit/s, needs 50 microseconds for that. Each of the 1,023 steps waits for the slowest
-# message of all machines, which makes another 50 ms.
+# of 100 Gbit/s of which 80 are reached, needs 50 microseconds for that. Each of the 1,023 steps
+# waits for the slowest message of all machines, which makes another 50 ms.
 #
 # Half a megabyte is not a law of nature. It was chosen so that [published
 # runs](https://github.com/Modalities/modalities/blob/bf0e6d3/docs/scaling_experiments/scaling_leonardo.md)
@@ -137,17 +137,17 @@ def leaves_a_machine(gpu: VirtualGpu) -> float:
 
 
 # %% [markdown]
-# ![Eleven bars, each divided into computing and waiting. The computing part is equally long in all
-# of them, about 145 ms. With 200 Gbit/s the waiting grows with the number of GPUs, to 1,772 ms for
-# FULL_SHARD and 434 ms for HYBRID_SHARD. With 3,200 Gbit/s only FULL_SHARD on 1,024 GPUs waits for
-# long, 281 ms.](22_hybrid.svg)
+# ![Eleven bars, each divided into computing and waiting. The computing part is nearly equally long
+# in all of them, 132 to 148 ms. With 200 Gbit/s the waiting grows with the number of GPUs, to
+# 1,772 ms for FULL_SHARD and 434 ms for HYBRID_SHARD. With 3,200 Gbit/s only FULL_SHARD on 1,024
+# GPUs waits for long, 281 ms.](22_hybrid.svg)
 #
 # The blue parts are all nearly equal, because every GPU computes the same. What more machines add
 # is waiting.
 #
 # Read `FULL_SHARD` first. On the slow network 10.5 GB leave each machine, at 20 GB/s (the virtual
-# network reaches 80 % of its 25). That takes half a second, of which a quarter is hidden behind the
-# computation on 64 GPUs. From 64 to 1,024 GPUs the bytes stay the same, but each of the 26
+# network reaches 80 % of its 25). That takes half a second, and on 64 GPUs the computation hides
+# less than a third of it. From 64 to 1,024 GPUs the bytes stay the same, but each of the 26
 # collectives goes through 960 more steps of its ring. They account for the other 1.3 s.
 #
 # `HYBRID_SHARD` sends less over the network, but not little. With `FULL_SHARD` the model leaves

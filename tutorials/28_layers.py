@@ -136,8 +136,8 @@ def with_three() -> bool:
 #
 # **A step between a forward and its backward.** The gradient belongs to parameters that are gone.
 # In plain PyTorch autograd raises an error; it has saved the old tensors, and sees that they were
-# changed. Of a sharded unit it has saved where the parameters are ([04](04_unshard.md)), and finds
-# the new ones there.
+# changed. Of a sharded unit it has saved the place of the parameters ([04](04_unshard.md)), and at
+# that place it finds the new ones.
 
 
 # %%

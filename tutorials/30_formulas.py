@@ -73,8 +73,9 @@ def beside(what: str, formula: float, run: float, unit: str, within: float = 0.0
 # `SHARD_GRAD_OP`, and the GPUs of a node with `HYBRID_SHARD`.
 #
 # On top of it comes what is *gathered*, in the precision of the computation. With a limit of two
-# units these are the root and one block, $b (R + U)$ bytes. `SHARD_GRAD_OP` gathers all, $bN$.
-# `NO_SHARD` gathers nothing, but in bf16 it has a copy of all parameters.
+# units these are the root and one block, $b (R + U)$ bytes. (The third unit of page
+# [11](11_limiter.md) is a block that the host has freed, and the GPU still reads.) `SHARD_GRAD_OP`
+# gathers all, $bN$. `NO_SHARD` gathers nothing, but in bf16 it has a copy of all parameters.
 
 
 # %%

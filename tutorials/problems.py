@@ -122,9 +122,10 @@ def largest_model() -> Problem:
     peak = train(f"{words} gpt-13b")["peak reserved"]
     return Problem(
         "The largest model for eight GPUs",
-        f"You have one node of 8 A100 with 40 GB, of which PyTorch can use {gb(memory)}. You want "
-        "to train with AdamW and `FULL_SHARD`, with few tokens at a time. How many parameters can "
-        "a model have at most, and which of the two, 13 or 30 billion, is possible?",
+        "You have one node of 8 A100 with 40 GiB, or 42.9 GB, of which PyTorch can use "
+        f"{gb(memory)}. You want to train with AdamW and `FULL_SHARD`, with few tokens at a time. "
+        "How many parameters can a model have at most, and which of the two, 13 or 30 billion, is "
+        "possible?",
         lines,
         f"the smaller one fits, with {gb(peak)} reserved, and the larger one runs out of memory. "
         "What is gathered and the activations need the rest.",
@@ -217,7 +218,7 @@ def padding() -> Problem:
         assert found == shard, (found, shard)
         lines.append(f"{name.capitalize()}: {params:,} / 1,024, rounded up, are {shard:,} numbers "
                      f"on each; 1,024 × {shard:,} − {params:,} = {zeros:,} zeros, "
-                     f"{percent(zeros / (zeros + params), 1)}")  # fmt: skip
+                     f"{percent(part := zeros / (zeros + params), 1 + (part < 0.01))}")  # fmt: skip
         says.append(f"{found:,} numbers in the shard of {name}")
     return Problem(
         "Padding",
