@@ -594,6 +594,8 @@ MUTANTS = [
     Mutant("checks/rank_agreement", "where all have failed, some wait for the others", "not self._all_failed and active", "active"),
     Mutant("checks/rank_agreement", "modes are not compared", "        if unit is None:\n            return 0\n", "        if True:\n            return 0\n", noticed_by="promises/ranks_agree"),
     Mutant("checks/agreement_groups", "that of all ranks comes first", "key=lambda group: _count(group.process_groups))", "key=lambda group: -_count(group.process_groups))"),
+    Mutant("comm/consensus", "what has not come about is counted", "            message.uncount()\n", ""),
+    Mutant("comm/consensus", "what was said in vain is read later", '            store.delete_key(f"{key}/{dist.get_rank()}")\n        raise\n', "        raise\n"),
     Mutant("comm/consensus", "a rank compares with itself", "group is not None and group.size() > 1", "group is not None"),
     Mutant("checks/agreement_groups", "only the last rank of several is named", "ranks.setdefault(text, []).append(rank)", "ranks[text] = [rank]"),
     Mutant("checks/same_launches", "only what was started counts, and not in which order", 'if order != launches.order:', 'if its_counts != counts:'),

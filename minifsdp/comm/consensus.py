@@ -134,6 +134,13 @@ def _ask_all(group: Group, about: str, note: Any, judge: Callable[..., Any]) -> 
             # All have come here, so all have read the result before this one. Deleted as above.
             store.delete_key(f"minifsdp/consensus/{message.label}/{message.count - 1}")
         return _read(store, key, message)
+    except RuntimeError:
+        if message.verdict is not None:
+            # Not all ranks have come, so some have not counted it. A later one of this label, in a
+            # new process group, has to have the same number on all ranks, and new notes.
+            message.uncount()
+            store.delete_key(f"{key}/{dist.get_rank()}")
+        raise
     finally:
         deadlock_watch.waiting.pop(thread, None)
 

@@ -105,6 +105,10 @@ class Message:
         self.group, self.label, self.kind = group, label, kind
         self.verdict: str | None = None  # why it will never arrive; deadlock_watch.py sets it
 
+    def uncount(self) -> None:
+        """This message, the last one with its key, has not come about."""
+        started[self.key] -= 1
+
     @property
     def tag(self) -> int:
         """A number that no other message has at the same time. Bit 30 keeps it apart from the tags

@@ -143,7 +143,8 @@ class Unit:
         """Free the unit if there was a reason to keep it, and there is no other."""
         if self.reasons:
             if self.reasons <= {*reasons}:
-                self.free(self)  # before they go: if it is interrupted, the next let_go() frees
+                self.free(self)
+            # Last: if an interrupt ends free(), the reasons are there, and the next call frees it.
             self.reasons.difference_update(reasons)
 
     def release(self) -> None:

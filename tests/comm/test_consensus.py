@@ -1,5 +1,7 @@
 """consensus.py: ranks compare what they have, and come to the same result."""
 
+import threading
+import time
 from unittest.mock import patch
 
 import pytest
@@ -145,3 +147,23 @@ def test_a_wait_without_end_has_one():
             message = Message(dist.group.WORLD, 0, Kind.OTHER, 1, "the test")
             with pytest.raises(RuntimeError, match=r"waited in the test.*nobody came in time"):
                 consensus._read(store, "a key that nobody sets", message)
+
+
+@on_ranks(2)
+def test_what_a_rank_has_said_where_others_did_not_come_is_forgotten():
+    rank, group, about = dist.get_rank(), dist.group.WORLD, "a comparison of ranks that part"
+    if rank:
+
+        def end():
+            while not deadlock_watch.waiting:
+                time.sleep(0.01)
+            (message,) = deadlock_watch.waiting.values()
+            message.verdict = "they have parted"
+
+        threading.Thread(target=end).start()
+        with pytest.raises(RuntimeError, match="they have parted"):
+            gather_objects("old", group, about)
+    dist.barrier()
+    if rank:
+        time.sleep(0.3)  # the other one looks for it meanwhile
+    assert gather_objects(f"new {rank}", group, about) == ["new 0", "new 1"]

@@ -329,7 +329,7 @@ FREE = {"hide_views", "hide", "reshard", "release", "free"}  # functions that fr
 
 @contextmanager
 def interrupted(line):
-    """A Ctrl-C when so many lines of these functions have run. Yields how many have."""
+    """A Ctrl-C when so many lines of these functions have run."""
     lines = itertools.count()
 
     def in_function(frame, event, arg):
