@@ -199,7 +199,8 @@ class _LongWait:
             f"the same number. What gathers parameters (state_dict, load_state_dict, "
             f"summon_full_params), or changes values or an optimizer's state (load_state_dict of "
             f"either), has to be called on every rank. The process group cannot be used any more: "
-            f"to go on, make a new one, and wrap a new model."
+            f"to go on, call destroy_process_group() on all ranks, init_process_group() with a "
+            f"store that was not used before, and wrap a new model."
         )
         groups = _groups.get(message.group.group_name, [message.group])
         # First for all groups: closing one group wakes ranks, which read the verdict at once.

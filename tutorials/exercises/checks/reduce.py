@@ -22,10 +22,10 @@ def _mean(what: str, want: Any, got: Any) -> str | None:
     if "process group" in message:
         return "unit.shard_world_size says how many ranks share the unit: it has its own group"
     factor = ratio(want, got)
-    if factor is not None and factor > 1 and factor == round(factor):
-        return f"the gradient is exactly {factor:g} x too large: it was summed, not averaged"
     if factor is not None and factor > 1:
-        return f"the gradient is {factor:g} x too large: divide by the number of ranks"
+        is_sum = factor == round(factor)
+        why = "it was summed, not averaged" if is_sum else "divide by the number of ranks"
+        return f"the gradient is exactly {factor:g} x too large: {why}"
     if factor is not None:
         return f"the gradient is {factor:g} x what it should be: it was averaged more than once"
     if what.startswith("gradient") and isinstance(got, torch.Tensor) and got.shape == want.shape:
