@@ -22,9 +22,10 @@ def linear():
     return FSDP(nn.Linear(6, 6).to(device()))
 
 
-def recorded(model, at=0):
-    """What happened in one step: forward, backward. `|` is where one of the units below the root
-    has not begun and the one before it is over, which tells early gathers from those on demand."""
+def recorded(model, at=0, forwards=1):
+    """What happened in one step: its forwards, and the backward through them. `|` is where one of
+    the units below the root has not begun and the one before it is over, which tells early gathers
+    from those on demand."""
     with watch(model) as log, ExitStack() as stack:
 
         def between(_, inputs):
@@ -37,7 +38,7 @@ def recorded(model, at=0):
         for unit in model.module.children():
             if isinstance(unit, FSDP):
                 stack.callback(unit.register_forward_pre_hook(between).remove)
-        loss = model(batch(step=at)).sum()
+        loss = sum(model(batch(step=at + n)).sum() for n in range(forwards))
         forward = list(log)
         log.clear()
         loss.backward()
@@ -192,6 +193,20 @@ def test_backward_post_gathers_the_next_after_the_current_is_freed():
         assert backward == "-root +3 -3 +2 | -2 +1 | -1 |"
     assert model.engine.stats.prefetches == 6, model.engine.stats.prefetches
     assert not mistargets(model)
+
+
+@on_ranks(2)
+def test_one_backward_through_two_forwards_is_one_order():
+    for when, expected in {
+        BackwardPrefetch.BACKWARD_PRE: "+3 +2 -3 | +1 -2 | +3 -1 | +2 -3 | +1 -2 | -1 | -root",
+        BackwardPrefetch.BACKWARD_POST: "+3 -3 +2 | -2 +1 | -1 +3 | -3 +2 | -2 +1 | -1 | -root",
+    }.items():
+        model = stack(3, backward_prefetch=when, forward_prefetch=False)
+        for at in range(3):
+            _, backward = recorded(model, at, forwards=2)
+            if at > 0:  # the order of the first step is a guess, of one pass
+                assert backward == expected
+        assert not mistargets(model)
 
 
 @on_ranks(2)

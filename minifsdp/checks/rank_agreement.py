@@ -11,13 +11,14 @@ message. If they differ, all ranks raise one error, which names both units, befo
     rank 0   forward of 'a'   forward of 'b'   end of forward
     rank 1   forward of 'a'   end of forward                     error on both ranks
 
-**Agreement**, at the start of each backward: which units get a gradient on which ranks. It is no
-mistake if a loss does not use a unit on some ranks (an auxiliary loss, an expert without tokens).
-But these ranks would never start the unit's reduction, and the others would wait for it. If ranks
-differ in that, they *diverge* in this backward: all of them gather all units before it and reduce
-all gradients after it, with zeros on the ranks that have no gradient. So the mean is that of
-DistributedDataParallel, and all ranks start the same collectives in the same order, whatever each
-of them computes in between. The price is the memory of a whole model.
+**Agreement**, at the start of each backward: which units get a gradient on which ranks, and from
+which forwards if there were several. It is no mistake if a loss does not use a unit on some ranks
+(an auxiliary loss, an expert without tokens). But these ranks would never start the unit's
+reduction, and the others would wait for it. If ranks differ in that, they *diverge* in this
+backward: all of them gather all units before it and reduce all gradients after it, with zeros on
+the ranks that have no gradient. So the mean is that of DistributedDataParallel, and all ranks start
+the same collectives in the same order, whatever each of them computes in between. The price is the
+memory of a whole model.
 
 **Meeting after an exception.** A rank that has caught an exception may be the only one that had it.
 So before its next step it waits until all ranks say that they have stopped, too. If one of them has
@@ -31,11 +32,13 @@ for its answer, so there even this message stops, unless ranks have ever diverge
 same_launches.py is left there.
 """
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
 from zlib import crc32
 
 import torch
+from torch.autograd.graph import Node
 
 from minifsdp.checks.agreement_groups import AgreementGroup, agreement_groups, format_by_rank
 from minifsdp.checks.same_model import compare_models, forget_values
@@ -87,6 +90,8 @@ class RankAgreement(Layer):
         diverged: in this backward some ranks get a gradient for a unit and others do not. So all
             units are gathered before it and held for DIVERGED: one rank may need a unit again when
             the others do not, and it cannot gather the unit alone.
+        later_forwards: where several forwards have run since the last backward, the operations that
+            join a unit's gradients, of all forwards but the first; see on_demand.py.
         late: the units whose gradients are reduced at the end of this backward. A gradient that
             comes earlier waits for DIVERGED: some ranks may never have it.
     """
@@ -104,6 +109,8 @@ class RankAgreement(Layer):
         self.sharded = any(unit.shard_group is not None for unit in units)  # not all replicated
         self.steps = self._started_before = 0  # messages that were started before this step
         self.diverged = self._ever_diverged = False
+        # The last thousand: there may be no end of forwards in an evaluation outside of no_grad.
+        self.later_forwards = deque[Node](maxlen=1000)
         self.late: list[FeaturedUnit] = []
         self._compared = self._compared_values = False
         # This rank's last forward or backward has failed; and it is known to have failed on all.
@@ -290,11 +297,14 @@ class RankAgreement(Layer):
             or GradSource.BACKWARD in mine.values()
             or not any(unit.unsharded.is_saved for unit in mine)
         )
+        later = crc32(bytes(map(torch._C._will_engine_execute_node, self.later_forwards)))
         for group in self._groups if self.compares_backwards else []:
-            numbers = [which, self._mode(), self.diverged, reaches, *(mine[u] for u in group.units)]
+            numbers = [which, self._mode(), self.diverged, reaches, later]
+            numbers += [mine[unit] for unit in group.units]
             found = self._gather(group, Kind.AGREEMENT, "the start of a backward", numbers)
-            _, _, diverged, reached, *by_unit = zip(*found.values(), strict=True)
+            _, _, diverged, reached, forwards, *by_unit = zip(*found.values(), strict=True)
             self.diverged |= any(diverged)  # in an agreement group of fewer ranks, asked before
+            self.diverged |= len({*forwards}) > 1  # a loss of one forward is left out on some ranks
             reaches |= any(reached)
             for unit, sources in zip(group.units, by_unit, strict=True):
                 highest[unit] = GradSource(max(sources))

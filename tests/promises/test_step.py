@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -409,6 +410,16 @@ def a_graph_that_is_used_twice(wrap):
     return train(wrap(Chain(Aside)), loss)
 
 
+def several_forwards(chosen=lambda n: True):
+    """One backward through those that are chosen: contrastive training, D(real) + D(fake)."""
+
+    def loss(model, x):
+        losses = [square(model, x + n) for n in range(3)]
+        return sum(loss for n, loss in enumerate(losses) if n == 0 or chosen(n))
+
+    return lambda wrap: train(wrap(Chain(Reshaped)), loss)
+
+
 # ------------------------------------------------------------------------------ checkpoints
 
 
@@ -477,6 +488,12 @@ RIGHT = {
     "gradients of leaves of a frozen model": gradients_of_leaves_of_a_frozen_model,
     "second derivatives": second_derivatives,
     "a graph that is used twice": a_graph_that_is_used_twice,
+    "several forwards": several_forwards(),
+    "a loss of one of them": several_forwards(lambda n: False),
+    "a loss of some of them, other ones on each rank": several_forwards(
+        lambda n: n == 1 + dist.get_rank()
+    ),
+    "a loss of all of them on one rank": several_forwards(lambda n: dist.get_rank() == 1),
     "reentrant checkpoints in a unit": reentrant_checkpoints_in_a_unit,
     "a reentrant checkpoint around units": a_checkpoint_around_units(True),
     "a checkpoint around units": a_checkpoint_around_units(False),
