@@ -16,6 +16,10 @@ a few seconds, the thread
 3. if so, closes the connections of the model's groups, which is the only way to make gloo's waits
    return. Each rank that waited then raises an error that says where all ranks are waiting.
 
+This *verdict* ends the groups for good. Whoever waits in one of them later gets it, too, and closes
+the other groups of its model. A report of a wait that a verdict has ended proves nothing any more:
+its rank may have gone on, with a new group.
+
 A rank that never waits, for example because it computes forever, is not noticed; nor is a thread
 that waits in vain while another thread of its process trains another model.
 """
@@ -77,7 +81,7 @@ def explain_wait(message: Message, error: Exception) -> RuntimeError:
     this rank was waiting for, and the error.
     """
     if message.verdict is None:
-        reader = threading.Thread(target=_read_verdict, args=[message], daemon=True)
+        reader = threading.Thread(target=_pass_on_verdict, args=[message], daemon=True)
         reader.start()
         # With a limit: else a rank whose machine is cut off would hang here.
         reader.join(STORE_ANSWERS)
@@ -90,12 +94,33 @@ def explain_wait(message: Message, error: Exception) -> RuntimeError:
     )
 
 
-def _read_verdict(message: Message) -> None:
-    """Another rank may have found the deadlock first, and closed the connection."""
+def _pass_on_verdict(message: Message) -> None:
+    """Another rank may have found the deadlock first, and closed a group of this model."""
     with suppress(RuntimeError):  # the store may be gone, too
-        for group in _groups.get(message.group.group_name, [message.group]):
-            if message.verdict is None and _store().check([f"{_KEY}/why/{group.group_name}"]):
-                message.verdict = _store().get(f"{_KEY}/why/{group.group_name}").decode()
+        for group in _groups_of(message):
+            if (verdict := _verdict_on(group.group_name)) is not None:
+                _end_wait(message, verdict)
+                return
+
+
+def _verdict_on(group: str) -> str | None:
+    """With which verdict the group of this name was closed; None if it was not."""
+    key = f"{_KEY}/why/{group}"
+    return _store().get(key).decode() if _store().check([key]) else None
+
+
+def _groups_of(message: Message) -> list[dist.ProcessGroup]:
+    return _groups.get(message.group.group_name, [message.group])
+
+
+def _end_wait(message: Message, verdict: str) -> None:
+    """Have the thread that waits for a message raise, and close all groups of its model."""
+    message.verdict = verdict
+    # First for all groups: closing one group wakes ranks, which read the verdict at once.
+    for group in _groups_of(message):
+        _store().set(f"{_KEY}/why/{group.group_name}", verdict)
+    for group in _groups_of(message):
+        _close(group)
 
 
 def _run() -> None:
@@ -155,6 +180,8 @@ class _LongWait:
         messages = [wait for wait in self.waits.values() if isinstance(wait, Message)]
         if not messages:  # torch's own, which this could not end
             return
+        for message in messages:
+            _pass_on_verdict(message)
         # Also the reports of ranks that only others wait for: a deadlock may go through them.
         reports, unread = {self.rank: self.report}, self.report.ranks
         while unread:
@@ -163,13 +190,15 @@ class _LongWait:
                 reports[rank] = report
                 unread.update(report.ranks - set(reports))
         found = deadlocked(reports)
+        if self.rank in found:
+            found = deadlocked({rank: reports[rank] for rank in found if _lasts(reports[rank])})
         before, self.found = self.found, found
         # Only a deadlock that was found twice. By then all ranks that are part of it have written
         # their reports, so the error says where each of them is.
         if self.rank in found and found == before and all_waits(waiting) == self.waits:
             places = "; ".join(f"rank {rank}: in {reports[rank]}" for rank in sorted(found))
             for message in messages:
-                self.end_wait(message, places)
+                _end_wait(message, _parted(places))
 
     def _read(self, rank: int) -> WaitReport | None:
         if not self.store.check([f"{_KEY}/{rank}"]):
@@ -185,29 +214,29 @@ class _LongWait:
                 return None
         return report
 
-    def end_wait(self, message: Message, places: str) -> None:
-        """Have the thread that waits for a message raise.
 
-        Args:
-            places: where each of the deadlocked ranks is, in words.
-        """
-        message.verdict = (
-            f"the ranks have parted ways, and wait for each other in different places ({places}). "
-            f"They would wait forever. Every rank has to run the same units in the same order, "
-            f"equally often, and in the same mode. Where one rank may catch an exception, raise it "
-            f"on all of them, or skip the batch on all. Where one may have fewer batches, give all "
-            f"the same number. What gathers parameters (state_dict, load_state_dict, "
-            f"summon_full_params), or changes values or an optimizer's state (load_state_dict of "
-            f"either), has to be called on every rank. The process group cannot be used any more: "
-            f"to go on, call destroy_process_group() on all ranks, init_process_group() with a "
-            f"store that was not used before, and wrap a new model."
-        )
-        groups = _groups.get(message.group.group_name, [message.group])
-        # First for all groups: closing one group wakes ranks, which read the verdict at once.
-        for group in groups:
-            self.store.set(f"{_KEY}/why/{group.group_name}", message.verdict)
-        for group in groups:
-            _close(group)
+def _lasts(report: WaitReport) -> bool:
+    """Whether no verdict has ended what the report is about."""
+    return all(_verdict_on(awaited.group) is None for awaited in report.awaited)
+
+
+def _parted(places: str) -> str:
+    """The verdict on a deadlock.
+
+    Args:
+        places: where each of its ranks is, in words.
+    """
+    return (
+        f"the ranks have parted ways, and wait for each other in different places ({places}). "
+        f"They would wait forever. Every rank has to run the same units in the same order, "
+        f"equally often, and in the same mode. Where one rank may catch an exception, raise it "
+        f"on all of them, or skip the batch on all. Where one may have fewer batches, give all "
+        f"the same number. What gathers parameters (state_dict, load_state_dict, "
+        f"summon_full_params), or changes values or an optimizer's state (load_state_dict of "
+        f"either), has to be called on every rank. The process group cannot be used any more: "
+        f"to go on, call destroy_process_group() on all ranks, init_process_group() with a "
+        f"store that was not used before, and wrap a new model."
+    )
 
 
 def _close_destroyed() -> None:

@@ -9,7 +9,8 @@ message goes on only after the other ranks have started that message::
 
 Rank 1 has not started gather 7 and cannot start it while it waits; neither has rank 0 started
 reduction 4. Neither of them will ever go on. This is true however old the reports are: whichever
-rank went on first would have needed a message that the other rank had not started.
+rank went on first would have needed a message that the other rank had not started. (It is not true
+any more once a verdict has ended their waits; see deadlock_watch.py.)
 
 A rank may run several models, each in a thread and in process groups of its own. Then it reports
 when all of these threads wait, and is in a deadlock if none of them can go on.
@@ -56,6 +57,7 @@ class Awaited(NamedTuple):
     text: str  # in words, with the line of the program
     ranks: tuple[int, ...]  # all of them have to take part
     message: tuple[Key, int] | None  # its key and its count; None: torch's own
+    group: str = ""  # the name of the process group of a message
 
 
 class WaitReport(NamedTuple):
@@ -92,7 +94,7 @@ def _awaited(wait: Message | TorchCollective, frame: FrameType | None) -> Awaite
     place = called_from(frame)
     if isinstance(wait, Message):
         ranks = tuple(dist.get_process_group_ranks(wait.group))
-        return Awaited(f"{wait}{place}", ranks, (wait.key, wait.count))
+        return Awaited(f"{wait}{place}", ranks, (wait.key, wait.count), wait.group.group_name)
     return Awaited(f"torch.distributed.{wait.name}(){place}", wait.ranks, None)
 
 

@@ -123,7 +123,7 @@ def in_vain_or_over():
     ended = []
     with (
         patch.object(deadlock_watch, "waiting", waits),
-        patch.object(deadlock_watch._LongWait, "end_wait", lambda *_: ended.append(True)),
+        patch.object(deadlock_watch, "_end_wait", lambda *_: ended.append(True)),
     ):
         wait = deadlock_watch._LongWait(waits)
         dist.barrier()

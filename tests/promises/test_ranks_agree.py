@@ -139,13 +139,15 @@ def test_an_exception_that_one_rank_catches(strategy, where, at, layer):
     )  # fmt: skip
 
 
-def caught_on_all_ranks(beside):
-    """A new model that skips a batch, which every rank does."""
+def caught_on_all_ranks(beside, late):
+    """A new model that skips a batch, which every rank does. One of them is late, once."""
     model = stack(process_group=dist.new_group() if beside else None)
-    for now in range(3):
-        with failing(model, "forward") if now == 1 else nullcontext():
+    for now in range(4):
+        with failing(model, "forward") if now == 2 else nullcontext():
             try:
-                step(model, now)
+                with patch.multiple(deadlock_watch, POLL=0.05, PATIENCE=2):
+                    time.sleep(now == 1 and dist.get_rank() == late)
+                    step(model, now)
             except torch.OutOfMemoryError:
                 model.zero_grad()
 
@@ -153,14 +155,15 @@ def caught_on_all_ranks(beside):
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("beside", [True, False])
 def test_where_ranks_have_parted_a_model_in_a_new_group_trains(beside, where):
-    """What only some ranks have counted, or have said, is forgotten."""
+    """What only some ranks have counted, or have said, is forgotten; also that they have waited."""
     world, parts = World(2), (FULL_SHARD, where, 4, 1, [0])
     try:
         for said in world.call(run, (caught_on_one_rank, parts), {}, 60):
             assert "have parted ways" in said
             assert "with a store that was not used before, and wrap a new model" in said
         assert beside or world.renew()
-        assert world.call(run, (caught_on_all_ranks, (beside,)), {}, 60) == [None] * 2
+        for late in range(2):
+            assert world.call(run, (caught_on_all_ranks, (beside, late)), {}, 60) == [None] * 2
     finally:
         world.kill()
 
