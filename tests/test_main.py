@@ -62,7 +62,7 @@ def test_what_was_meant_is_said():
     )
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", [*PACKAGED, *IN_A_CLONE])
 def test_usage_is_what_the_user_has_typed(name):
     assert command(name, "--help").stdout.startswith(f"usage: minifsdp {name} [-h]")

@@ -99,7 +99,7 @@ def test_equal_to_ddp(model, strategy, world_size):
     run(check_all, world_size, [c for c in FEW_RANKS if (c.model, c.strategy, c.world_size) == row])
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("model", CASES)
 def test_equal_to_ddp_on_a_pretended_gpu(model):
     """By what the engine does on a GPU: with torch's collectives, and two kinds of memory."""

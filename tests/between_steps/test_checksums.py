@@ -88,7 +88,7 @@ def refused(way, folder, name):
     train(model, optimizer, 2)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("ranks", [(2, 2), (3, 1), (1, 4)])
 @pytest.mark.parametrize("way", OURS)
 def test_one_bit_that_has_changed_is_noticed_by_any_model(way, ranks, tmp_path):

@@ -426,6 +426,7 @@ def interrupted(line):
         sys.settrace(before)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rows", [False, True])
 @on_ranks(2)
 def test_a_unit_that_an_interrupt_has_found_half_free_is_freed_before_the_next_step(rows):

@@ -212,7 +212,7 @@ def test_what_lists_its_parameters_is_compiled_for_itself_and_not_for_all_that_a
         losses(model)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("wrap", [in_chunks, in_rows, without_a_wrapper])
 @on_ranks(2)
 def test_a_step_may_be_compiled_with_its_backward(wrap):
