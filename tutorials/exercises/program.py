@@ -221,6 +221,13 @@ class Backwards(nn.Sequential):
         return x
 
 
+class Aside(Layer):
+    """Its output gets a gradient, and its parameters get none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (super().forward(x) - x).detach()
+
+
 class Outer(Layer):
     """A unit with others in it."""
 
@@ -230,6 +237,11 @@ class Outer(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.layers(x))
+
+
+def with_aside() -> nn.Module:
+    """Three units. The second one gets no gradient, though its output does."""
+    return nn.Sequential(Layer(512), Aside(512), Layer(512))
 
 
 def nested() -> nn.Module:

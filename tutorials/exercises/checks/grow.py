@@ -95,6 +95,11 @@ def _end(what: str, want: Any, got: Any) -> str | None:
         return None
     if "has not ended" in what:
         return "a shard gets its gradient when the backward has ended: keep them till the end"
+    if "step is over" in what:
+        return (
+            "a unit whose output gets a gradient, and its parameters none, stays gathered: free it "
+            "at the end of the backward"
+        )
     if "second backward" in what:
         return "gradients of a second backward are added to those of the first"
     if what.startswith(("loss of step", "parameter")) and "step 1" not in what:
@@ -127,6 +132,14 @@ def gradients_come_at_the_end() -> Iterator[Any]:
     yield from train(END, ", with a second backward", **twice)
     twice["backward"] = _two_forwards
     yield from train(END, ", with two forwards, and then two backwards", **twice)
+
+
+@check("grow.2", because=_end)
+def a_unit_whose_parameters_get_no_gradient_is_freed() -> Iterator[Any]:
+    from tutorials.exercises.program import on_gpu, with_aside
+
+    gpu = on_gpu(END, with_aside)
+    yield at_most("bytes of memory in use when a step is over", gpu.allocator.allocated.now)
 
 
 def _two_backwards(model: Any, step: int) -> Any:
