@@ -17,8 +17,8 @@ a few seconds, the thread
    return. Each rank that waited then raises an error that says where all ranks are waiting.
 
 This *verdict* ends the groups for good. Whoever waits in one of them later gets it, too, and closes
-the other groups of its model. A report of a wait that a verdict has ended proves nothing any more:
-its rank may have gone on, with a new group.
+the other groups of its model. To a wait that begins after it, a report of a wait that it has ended
+proves nothing: that rank may have gone on, with a new group.
 
 A rank that never waits, for example because it computes forever, is not noticed; nor is a thread
 that waits in vain while another thread of its process trains another model.
@@ -31,7 +31,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,8 @@ POLL = 0.5  # seconds
 PATIENCE = 4  # as many polls have to find the rank in the same wait before this reports it
 STORE_ANSWERS = 10.0  # seconds within which a store that can be reached answers
 # Keys in the store begin with this. <rank>: its report; asked/<rank>: how many new reports other
-# ranks have asked it for; why/<group>: the verdict with which the group was closed.
+# ranks have asked it for; why/<group>: the verdict with which the group was closed, after its
+# number; verdicts: how many there have been.
 _KEY = "minifsdp/watch"
 waiting: dict[int, Message] = {}
 """What each thread waits for now, by its identifier, if it waits for a message of minifsdp's."""
@@ -103,22 +104,30 @@ def _pass_on_verdict(message: Message) -> None:
                 return
 
 
-def _verdict_on(group: str) -> str | None:
+class _Verdict(NamedTuple):
+    number: int  # of all verdicts, from 1
+    text: str
+
+
+def _verdict_on(group: str) -> _Verdict | None:
     """With which verdict the group of this name was closed; None if it was not."""
     key = f"{_KEY}/why/{group}"
-    return _store().get(key).decode() if _store().check([key]) else None
+    if not _store().check([key]):
+        return None
+    number, _, text = _store().get(key).decode().partition(" ")
+    return _Verdict(int(number), text)
 
 
 def _groups_of(message: Message) -> list[dist.ProcessGroup]:
     return _groups.get(message.group.group_name, [message.group])
 
 
-def _end_wait(message: Message, verdict: str) -> None:
+def _end_wait(message: Message, verdict: _Verdict) -> None:
     """Have the thread that waits for a message raise, and close all groups of its model."""
-    message.verdict = verdict
+    message.verdict = verdict.text
     # First for all groups: closing one group wakes ranks, which read the verdict at once.
     for group in _groups_of(message):
-        _store().set(f"{_KEY}/why/{group.group_name}", verdict)
+        _store().set(f"{_KEY}/why/{group.group_name}", f"{verdict.number} {verdict.text}")
     for group in _groups_of(message):
         _close(group)
 
@@ -156,6 +165,7 @@ class _LongWait:
 
     def __init__(self, waits: Waits) -> None:
         self.waits, self.rank, self.store = waits, dist.get_rank(), _store()
+        self.verdicts = self.store.add(f"{_KEY}/verdicts", 0)  # that were there before
         self.questions: dict[int, int] = {}  # rank -> the number of this rank's question to it
         self.found: set[int] = set()  # the deadlocked ranks, when this looked last
         self.report: WaitReport | None = None  # None: the wait is over
@@ -191,14 +201,16 @@ class _LongWait:
                 unread.update(report.ranks - set(reports))
         found = deadlocked(reports)
         if self.rank in found:
-            found = deadlocked({rank: reports[rank] for rank in found if _lasts(reports[rank])})
+            lasting = {rank: reports[rank] for rank in found if self._lasts(reports[rank])}
+            found = deadlocked(lasting)
         before, self.found = self.found, found
         # Only a deadlock that was found twice. By then all ranks that are part of it have written
         # their reports, so the error says where each of them is.
         if self.rank in found and found == before and all_waits(waiting) == self.waits:
             places = "; ".join(f"rank {rank}: in {reports[rank]}" for rank in sorted(found))
+            verdict = _Verdict(self.store.add(f"{_KEY}/verdicts", 1), _parted(places))
             for message in messages:
-                _end_wait(message, _parted(places))
+                _end_wait(message, verdict)
 
     def _read(self, rank: int) -> WaitReport | None:
         if not self.store.check([f"{_KEY}/{rank}"]):
@@ -214,10 +226,11 @@ class _LongWait:
                 return None
         return report
 
-
-def _lasts(report: WaitReport) -> bool:
-    """Whether no verdict has ended what the report is about."""
-    return all(_verdict_on(awaited.group) is None for awaited in report.awaited)
+    def _lasts(self, report: WaitReport) -> bool:
+        """Whether no verdict had ended what the report is about when this rank's wait became
+        long."""
+        verdicts = (_verdict_on(awaited.group) for awaited in report.awaited)
+        return all(one is None or one.number > self.verdicts for one in verdicts)
 
 
 def _parted(places: str) -> str:
