@@ -27,8 +27,9 @@ from minifsdp.core.engine import Engine
 from minifsdp.core.layers import Call, Layer
 from minifsdp.core.outputs import tensors_in
 from minifsdp.core.streams import Finish, Streams
-from minifsdp.core.unit_state import Purpose
-from minifsdp.core.unshard import OwnShard
+from minifsdp.core.unit_state import BACKWARD, Purpose
+from minifsdp.core.unshard import OwnShard, wait_for_unshard
+from minifsdp.core.views import show_views
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.pytree import map_tensors
 
@@ -83,6 +84,20 @@ class Precision(Layer):
         # Also where a checkpoint around the root runs it again, which is then not the outermost.
         is_root = unit is engine.root or call.outermost
         return prepare_inputs(unit, is_root, args, kwargs)
+
+
+class PrecisionByMode(Precision):
+    """As :class:`Precision`, where a unit has ``full_precision_in_eval``: one backward may go
+    through forwards in train() and in eval() mode."""
+
+    def again(self, call: Call) -> None:
+        """The unit is gathered, perhaps in the dtype of another forward."""
+        unit = call.unit
+        if unit.unsharded is not call.unsharded:
+            self.before_backward(call)
+            self._engine.parameters.unshard(unit, BACKWARD)
+            wait_for_unshard(unit)
+            show_views(unit)
 
 
 class CastBack(Layer):
