@@ -21,12 +21,13 @@ from minifsdp.featured_hooks import FeaturedHooks
 from minifsdp.no_sync import NoSync
 from minifsdp.on_demand import OnDemand, Unreached
 from minifsdp.post_forward import PostForward
-from minifsdp.precision import CastBack, Precision
+from minifsdp.precision import CastBack, Precision, PrecisionByMode
 from minifsdp.support.broken_backward import BrokenBackward
 from minifsdp.support.grad_hooks import GradientHooks
 from minifsdp.support.listed_modules import Lists
 from minifsdp.support.marked_views import UnusedParams
 from minifsdp.support.prefetch_stats import Mistargets
+from minifsdp.support.several_forwards import SeveralForwards
 from minifsdp.support.shard_changes import ShardChanges
 
 
@@ -35,7 +36,8 @@ def layers_of(hooks: FeaturedHooks) -> Iterator[Layer]:
     engine = hooks.engine
     units = engine.units
     no_sync = NoSync(engine)
-    agreement = RankAgreement(hooks, no_sync)
+    forwards = SeveralForwards(engine)
+    agreement = RankAgreement(hooks, no_sync, forwards)
     # Between steps. A state dict that an exception has ended is put away before anybody is told
     # that parameters are out.
     yield OneThread(hooks)
@@ -49,13 +51,15 @@ def layers_of(hooks: FeaturedHooks) -> Iterator[Layer]:
     yield ShardChanges(engine)
     if any(unit.precision.cast_forward_inputs for unit in units):
         yield CastBack()
-    yield Precision(engine)
+    by_mode = any(unit.precision.full_precision_in_eval for unit in units)
+    yield PrecisionByMode(engine) if by_mode else Precision(engine)
     yield Mistargets(engine)  # looks which units are not gathered yet
     if any(unit.mesh is not None for unit in units):
         yield ShownParams(units)
     # A parameter that was replaced is this rank's own affair: it raises before others are asked.
     yield Unreplaced()
     yield agreement
+    yield forwards  # which the agreement has asked what a backward will come to
     yield SameLaunches(engine)
     if any(unit.mesh is not None for unit in units):
         yield UnusedParams(units)  # also of what ranks that differ have reduced at the end

@@ -3,21 +3,18 @@
 The moments of hooks.py follow the calls of modules. Programs do more than call modules: a loss may
 come from an attribute that a module has kept, an activation checkpoint runs a part of a unit again,
 a module computes with the weights of a module inside of it. So there are two more signs that a unit
-is needed, and three that it is not::
+is needed, and two that it is not::
 
     autograd asks for a parameter that it has saved       gather the unit    saved_tensors.py
     a module asks for a parameter and finds a placeholder gather the unit    param_access.py
     nothing is left that autograd has saved of the unit   free it early      unsharded_storage.py
     no output of a frozen unit needs a gradient           free it early      in this file
-    a backward is through one of several forwards         free it early      in this file
 
 These belong together: a checkpoint may need a unit that was freed early, and what gathers on demand
 has to notice that its memory is gone.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 from weakref import ref
 
 import torch
@@ -31,7 +28,7 @@ from minifsdp.core.streams import Event
 from minifsdp.core.unit_state import BACKWARD, STRATEGY, Purpose, ShardedState
 from minifsdp.core.unshard import wait_for_unshard
 from minifsdp.core.views import hide_views, show_views
-from minifsdp.dispatch_modes import never_compile_inside, without_modes
+from minifsdp.dispatch_modes import without_modes
 from minifsdp.featured_hooks import FeaturedHooks
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.support.saved_tensors import SavedParameters
@@ -82,8 +79,6 @@ class OnDemand(Layer):
         """Somebody may keep the views of this call for its backward (support/param_views.py)."""
         if call.notes["gradients"]:
             call.notes["views"] = [*map(ref, call.unit.views)]
-            if self.graphs > 1:
-                self._free_after_this_forward(call.unit)
 
     def around_forward(self, call: Call) -> AbstractContextManager[object]:
         """Saves parameters as descriptions: those of this unit that are saved from now on belong to
@@ -125,7 +120,6 @@ class OnDemand(Layer):
     def end_of_backward(self) -> None:
         """The graphs are gone, or will be gone through again."""
         self.graphs = 0
-        self.agreement.later_forwards.clear()
         for unit in self.engine.units:
             unit.kept_views = []
 
@@ -206,25 +200,6 @@ class OnDemand(Layer):
             return False
         return self.graphs == 1 and not unit.unsharded.is_saved
 
-    def _free_after_this_forward(self, unit: FeaturedUnit) -> None:
-        """There was a forward before this one, and no backward. One backward may go through both,
-        this one first. When it has gone through all of this one's views, free the unit: it is
-        gathered again for the forward before. (Its gradient is complete only after that one, so all
-        units would be gathered at once.)"""
-        joins = _joins_gradients(unit) if unit.unsharded.needs_unshard else None
-        if joins is not None:
-            joins.register_prehook(_weakly(self, unit))
-            self.agreement.later_forwards.append(joins)
-
-    @without_modes
-    def end_of_later_forward(self, unit: FeaturedUnit) -> None:
-        """A backward has gone through the unit in one forward, and may come to an earlier one."""
-        state = unit.state
-        if unit.reasons == {BACKWARD} and state.graph_task == torch._C._current_graph_task_id():
-            unit.let_go(BACKWARD)
-            state.end_backward()
-            self.engine.parameters.prefetch(self.engine.prefetcher.post_backward(unit))
-
     def _unshard_again(self, unit: FeaturedUnit) -> None:
         """Gather a unit that was freed early and is needed again in this backward: an activation
         checkpoint inside of the unit runs a part of it again. From now on the unit is not freed
@@ -265,31 +240,6 @@ class Unreached(Layer):
         for frozen, reached in self._reached.items():
             if not reached:
                 frozen.let_go(STRATEGY)
-
-
-def _joins_gradients(unit: FeaturedUnit) -> Any:
-    """The operation whose backward joins the gradients of the unit's views. None if none of them
-    has a gradient."""
-    node: Any = next((view.grad_fn for view in unit.views if view.grad_fn is not None), None)
-    while node is not None:
-        (following, _), *_ = node.next_functions or [(None, 0)]
-        if following is unit.unsharded.grad_accumulator:
-            break
-        node = following
-    return node
-
-
-def _weakly(layer: OnDemand, unit: FeaturedUnit) -> Callable[[object], None]:
-    """A hook for a graph, which must not keep the model."""
-    weak_layer, weak_unit = ref(layer), ref(unit)
-
-    @never_compile_inside
-    def hook(grads: object) -> None:
-        found, of = weak_layer(), weak_unit()
-        if found is not None and of is not None:
-            found.end_of_later_forward(of)
-
-    return hook
 
 
 def check_in_backward() -> None:

@@ -12,13 +12,13 @@ message. If they differ, all ranks raise one error, which names both units, befo
     rank 1   forward of 'a'   end of forward                     error on both ranks
 
 **Agreement**, at the start of each backward: which units get a gradient on which ranks, and from
-which forwards if there were several. It is no mistake if a loss does not use a unit on some ranks
-(an auxiliary loss, an expert without tokens). But these ranks would never start the unit's
-reduction, and the others would wait for it. If ranks differ in that, they *diverge* in this
-backward: all of them gather all units before it and reduce all gradients after it, with zeros on
-the ranks that have no gradient. So the mean is that of DistributedDataParallel, and all ranks start
-the same collectives in the same order, whatever each of them computes in between. The price is the
-memory of a whole model.
+which of several forwards. It is no mistake if a loss does not use a unit on some ranks (an
+auxiliary loss, an expert without tokens). But these ranks would never start the unit's reduction,
+and the others would wait for it. If ranks differ in that, they *diverge* in this backward: all of
+them gather all units before it and reduce all gradients after it, with zeros on the ranks that have
+no gradient. So the mean is that of DistributedDataParallel, and all ranks start the same
+collectives in the same order, whatever each of them computes in between. The price is the memory of
+a whole model.
 
 **Meeting after an exception.** A rank that has caught an exception may be the only one that had it.
 So before its next step it waits until all ranks say that they have stopped, too. If one of them has
@@ -32,13 +32,11 @@ for its answer, so there even this message stops, unless ranks have ever diverge
 same_launches.py is left there.
 """
 
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
 from zlib import crc32
 
 import torch
-from torch.autograd.graph import Node
 
 from minifsdp.checks.agreement_groups import AgreementGroup, agreement_groups, format_by_rank
 from minifsdp.checks.same_model import compare_models, forget_values
@@ -54,6 +52,7 @@ from minifsdp.core.unit_state import Purpose
 from minifsdp.featured_hooks import FeaturedHooks
 from minifsdp.featured_unit import FeaturedUnit
 from minifsdp.no_sync import NoSync
+from minifsdp.support.several_forwards import SeveralForwards
 
 CHECKED_STEPS = 2
 DIVERGED = "ranks that use different units"  # a reason to stay, and one for a gradient to wait
@@ -90,14 +89,13 @@ class RankAgreement(Layer):
         diverged: in this backward some ranks get a gradient for a unit and others do not. So all
             units are gathered before it and held for DIVERGED: one rank may need a unit again when
             the others do not, and it cannot gather the unit alone.
-        later_forwards: where several forwards have run since the last backward, the operations that
-            join a unit's gradients, of all forwards but the first; see on_demand.py.
         late: the units whose gradients are reduced at the end of this backward. A gradient that
             comes earlier waits for DIVERGED: some ranks may never have it.
     """
 
-    def __init__(self, hooks: FeaturedHooks, no_sync: NoSync) -> None:
+    def __init__(self, hooks: FeaturedHooks, no_sync: NoSync, forwards: SeveralForwards) -> None:
         self._hooks, self._no_sync, self._engine = hooks, no_sync, hooks.engine
+        self._forwards = forwards
         self.units = units = hooks.engine.units
         limiter, prefetcher = hooks.engine.limiter, hooks.engine.prefetcher
         room, more = (getattr(limiter, name, 0) for name in ("limit", "freeing"))
@@ -109,8 +107,6 @@ class RankAgreement(Layer):
         self.sharded = any(unit.shard_group is not None for unit in units)  # not all replicated
         self.steps = self._started_before = 0  # messages that were started before this step
         self.diverged = self._ever_diverged = False
-        # The last thousand: there may be no end of forwards in an evaluation outside of no_grad.
-        self.later_forwards = deque[Node](maxlen=1000)
         self.late: list[FeaturedUnit] = []
         self._compared = self._compared_values = False
         # This rank's last forward or backward has failed; and it is known to have failed on all.
@@ -297,14 +293,14 @@ class RankAgreement(Layer):
             or GradSource.BACKWARD in mine.values()
             or not any(unit.unsharded.is_saved for unit in mine)
         )
-        later = crc32(bytes(map(torch._C._will_engine_execute_node, self.later_forwards)))
+        forwards = self._forwards.checksum()
         for group in self._groups if self.compares_backwards else []:
-            numbers = [which, self._mode(), self.diverged, reaches, later]
+            numbers = [which, self._mode(), self.diverged, reaches, forwards]
             numbers += [mine[unit] for unit in group.units]
             found = self._gather(group, Kind.AGREEMENT, "the start of a backward", numbers)
-            _, _, diverged, reached, forwards, *by_unit = zip(*found.values(), strict=True)
+            _, _, diverged, reached, checksums, *by_unit = zip(*found.values(), strict=True)
+            self.diverged |= len({*checksums}) > 1  # some leave out the loss of a forward
             self.diverged |= any(diverged)  # in an agreement group of fewer ranks, asked before
-            self.diverged |= len({*forwards}) > 1  # a loss of one forward is left out on some ranks
             reaches |= any(reached)
             for unit, sources in zip(group.units, by_unit, strict=True):
                 highest[unit] = GradSource(max(sources))

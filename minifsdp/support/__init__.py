@@ -15,6 +15,7 @@ saved_tensors.py       what autograd saves of parameters: where to find them, no
 broken_backward.py     an exception that ends a backward, noticed at once
 grad_hooks.py          the gradient hooks that users register on flat parameters
 listed_modules.py      several modules as one unit, as fully_shard([a, b]) makes them
+several_forwards.py    several forwards before one backward, which frees units after each of them
 held_gradients.py      gradients that are not reduced as long as somebody has a reason to wait
 stats.py               what a root has done: gathers, reductions, prefetches, and its peak memory
 prefetch_stats.py      how many prefetches had the wrong target

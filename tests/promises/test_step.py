@@ -415,7 +415,7 @@ def several_forwards(chosen=lambda n: True):
 
     def loss(model, x):
         losses = [square(model, x + n) for n in range(3)]
-        return sum(loss for n, loss in enumerate(losses) if n == 0 or chosen(n))
+        return sum(loss for n, loss in enumerate(losses) if chosen(n))
 
     return lambda wrap: train(wrap(Chain(Reshaped)), loss)
 
@@ -489,11 +489,10 @@ RIGHT = {
     "second derivatives": second_derivatives,
     "a graph that is used twice": a_graph_that_is_used_twice,
     "several forwards": several_forwards(),
-    "a loss of one of them": several_forwards(lambda n: False),
-    "a loss of some of them, other ones on each rank": several_forwards(
-        lambda n: n == 1 + dist.get_rank()
-    ),
-    "a loss of all of them on one rank": several_forwards(lambda n: dist.get_rank() == 1),
+    "a loss of one of them": several_forwards(lambda n: n == 1),
+    "a loss of others on each rank": several_forwards(lambda n: n != 1 + dist.get_rank()),
+    "a loss of all but the first on a rank": several_forwards(lambda n: n or dist.get_rank() == 0),
+    "a loss of all but the last on a rank": several_forwards(lambda n: n < 1 + dist.get_rank()),
     "reentrant checkpoints in a unit": reentrant_checkpoints_in_a_unit,
     "a reentrant checkpoint around units": a_checkpoint_around_units(True),
     "a checkpoint around units": a_checkpoint_around_units(False),

@@ -11,7 +11,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -226,82 +225,6 @@ def test_a_unit_that_runs_twice_is_gathered_for_each_run(way):
         "backward of a: a",
         "after:",
     ]
-    assert watched.at_rest()
-
-
-def both(watched, loss_of=lambda out: out.sum(), at=0):
-    """The moments of one backward through two forwards."""
-    losses = [loss_of(watched.model(batch(2, 6, step=at + n))) for n in range(2)]
-    watched.moments = []
-    sum(losses).backward()
-    watched.note("after")
-    return watched.moments
-
-
-@every_way
-@on_ranks(2)
-def test_one_backward_through_two_forwards_frees_the_units_of_each(way):
-    watched = Watched(way, FULL_SHARD)
-    for at in range(4):
-        assert both(watched, at=at) == [
-            *("backward of head: root", "backward of b: root b", "backward of a: root a"),
-            *("backward of head: root", "backward of b: root b", "backward of a: root a"),
-            "after:",
-        ]
-        assert watched.step(at=at) == FORWARD + BACKWARD  # not so where there is one
-    assert watched.at_rest()
-
-
-@every_way
-@on_ranks(2)
-def test_what_stays_for_another_reason_stays_from_one_to_the_other(way):
-    watched = Watched(way, SHARD_GRAD_OP)
-    gathers = watched.engine.stats.all_gathers
-    moments = both(watched)
-    assert watched.engine.stats.all_gathers == gathers + 2 * 3  # those of the forwards
-    assert moments[:3] == [f"backward of {name}: root a b" for name in ("head", "b", "a")]
-    assert moments[-2:] == ["backward of a: root a", "after:"] and watched.at_rest()
-
-
-class Recomputed(Part):
-    """A part of its forward runs again in a backward, which has a backward of its own for that.
-    What comes before it needs parameters, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.before = nn.Linear(6, 6)
-
-    def forward(self, x):
-        return checkpoint(self.linear, self.before(x), use_reentrant=True).tanh()
-
-
-@every_way
-@on_ranks(2)
-def test_a_part_that_is_recomputed_does_not_end_the_backward_of_a_forward(way):
-    def net_of(net, x):
-        return net.head(net.b(net.a(x)))
-
-    with patch(f"{__name__}.Part", Recomputed):
-        watched, gathers = Watched(way, FULL_SHARD, run=net_of), [0]
-    for at in range(2):
-        watched.step(at=at)
-        gathers.append(watched.engine.stats.all_gathers)
-        both(watched, at=at)
-        gathers.append(watched.engine.stats.all_gathers)
-    for at in (0, 2):
-        assert gathers[at + 2] - gathers[at + 1] <= 2 * (gathers[at + 1] - gathers[at])
-
-
-@every_way
-@on_ranks(2)
-def test_a_forward_that_is_dropped_before_another_one_changes_nothing_for_that(way):
-    watched = Watched(way, FULL_SHARD)
-    for at in range(4):
-        watched.model(batch(2, 6, step=at))  # an evaluation, outside of no_grad
-        gathers = watched.engine.stats.all_gathers
-        moments = ["backward of head: root", "backward of b: root b", "backward of a: root a"]
-        assert watched.step(at=at) == [*FORWARD, *moments, "after:"]
-        assert watched.engine.stats.all_gathers == gathers + 5  # the root once
     assert watched.at_rest()
 
 

@@ -1,0 +1,190 @@
+"""several_forwards.py: one backward through several forwards. (What it computes is in
+promises/test_step.py, what it gathers ahead in test_prefetch.py.)"""
+
+import gc
+from unittest.mock import patch
+from weakref import ref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from minifsdp.support import several_forwards
+from minifsdp.support.several_forwards import SeveralForwards
+from tests.promises import batch, test_when_freed
+from tests.promises.test_when_freed import (
+    FORWARD,
+    FULL_SHARD,
+    SHARD_GRAD_OP,
+    Part,
+    Watched,
+    every_way,
+)
+from tests.ranks import on_ranks
+
+THROUGH_ONE = ["backward of head: root", "backward of b: root b", "backward of a: root a"]
+
+
+def forwards(watched, number=2, at=0):
+    """The losses of so many forwards. From here on the moments are those of a backward."""
+    losses = [watched.model(batch(2, 6, step=at + n)).sum() for n in range(number)]
+    watched.moments = []
+    return losses
+
+
+def backward(watched, *losses, **settings):
+    """The moments of a backward through these, and how many gathers it has made."""
+    before, watched.moments = watched.engine.stats.all_gathers, []
+    sum(losses).backward(**settings)
+    watched.note("after")
+    return watched.moments, watched.engine.stats.all_gathers - before
+
+
+@every_way
+@on_ranks(2)
+def test_each_forward_frees_its_units(way):
+    watched = Watched(way, FULL_SHARD)
+    for at in range(4):
+        for number in (2, 3):
+            moments, gathers = backward(watched, *forwards(watched, number, at))
+            assert moments == [*number * THROUGH_ONE, "after:"] and gathers == 2 * number
+    assert watched.at_rest()
+
+
+@every_way
+@on_ranks(2)
+def test_what_stays_for_another_reason_stays_from_one_to_the_other(way):
+    watched = Watched(way, SHARD_GRAD_OP)
+    moments, gathers = backward(watched, *forwards(watched))
+    assert moments[:3] == [f"backward of {name}: root a b" for name in ("head", "b", "a")]
+    assert moments[-2:] == ["backward of a: root a", "after:"] and gathers == 0
+    assert watched.at_rest()
+
+
+def again_and_again(net, x):
+    return net.head(net.b(net.a(net.b(net.a(x)))))
+
+
+@every_way
+@on_ranks(2)
+def test_of_several_uses_in_one_forward_the_first_counts(way):
+    watched = Watched(way, FULL_SHARD, run=again_and_again)
+    for at in range(4):
+        _, one = backward(watched, *forwards(watched, 1, at))
+        _, three = backward(watched, *forwards(watched, 3, at))
+        assert (one, three) == (2, 6)
+
+
+class Recomputed(Part):
+    """A part of its forward runs again in a backward, which has a backward of its own for that.
+    What comes before it needs parameters, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return checkpoint(self.linear, self.before(x), use_reentrant=True).tanh()
+
+
+@every_way
+@on_ranks(2)
+def test_a_part_that_is_recomputed_does_not_end_the_backward_of_a_forward(way):
+    def run(net, x):
+        return net.head(net.b(net.a(x)))
+
+    with patch.object(test_when_freed, "Part", Recomputed):
+        watched = Watched(way, FULL_SHARD, run=run)
+    for at in range(2):
+        _, one = backward(watched, *forwards(watched, 1, at))
+        _, two = backward(watched, *forwards(watched, 2, at))
+        assert two <= 2 * one
+
+
+@every_way
+@on_ranks(2)
+def test_a_forward_that_is_dropped_before_another_one_changes_nothing_for_that(way):
+    watched = Watched(way, FULL_SHARD)
+    for at in range(4):
+        watched.model(batch(2, 6, step=at))  # an evaluation, outside of no_grad
+        assert watched.step(at=at) == [*FORWARD, *THROUGH_ONE, "after:"]
+    assert watched.at_rest()
+
+
+@on_ranks(2)
+def test_a_gradient_of_an_input_leaves_the_graphs_of_other_forwards():
+    watched = Watched("chunks", FULL_SHARD)
+    for at in range(4):
+        one, other = forwards(watched, at=at)
+        x = batch(2, 6, step=at).requires_grad_()
+        torch.autograd.grad(watched.model(x).sum(), x)
+        # The root was freed, too, and is gathered for each.
+        assert backward(watched, one, other) == ([*2 * THROUGH_ONE, "after:"], 6)
+
+
+@on_ranks(2)
+def test_a_backward_between_them_ends_what_was_before_it():
+    watched = Watched("chunks", FULL_SHARD)
+    for at in range(4):
+        one, other, third = forwards(watched, 3, at)
+        backward(watched, other)
+        moments, gathers = backward(watched, one, third)
+        assert moments[-2] == "backward of a: root a" and gathers == 3  # once in both forwards
+        layer = watched.engine.layer(SeveralForwards)
+        assert not layer._forwards and not layer._hooks
+
+
+@on_ranks(2)
+def test_a_graph_that_is_gone_through_again_is_as_it_was():
+    watched = Watched("chunks", FULL_SHARD)
+    for at in range(4):
+        losses = forwards(watched, at=at)
+        assert backward(watched, *losses, retain_graph=True)[1] == 4
+        assert backward(watched, *losses)[1] == 3
+
+
+def fails(grad):
+    raise ValueError
+
+
+@on_ranks(2)
+def test_after_a_failure_forwards_are_counted_from_the_beginning():
+    watched = Watched("chunks", FULL_SHARD)
+    for at in range(4):
+        one, other = forwards(watched, at=at)
+        one.register_hook(fails)
+        with pytest.raises(ValueError):
+            backward(watched, one, other)
+        assert not watched.engine.layer(SeveralForwards)._hooks
+        loss = watched.model(batch(2, 6, step=at)).sum()
+        assert len(watched.engine.layer(SeveralForwards)._forwards) == 1
+        backward(watched, loss)
+
+
+@on_ranks(2)
+def test_evaluations_without_a_backward_are_not_noted_for_ever():
+    watched = Watched("chunks", FULL_SHARD)
+    layer = watched.engine.layer(SeveralForwards)
+    with patch.object(several_forwards, "MOST", 3 * len(watched.engine.units)):
+        for at in range(5):
+            watched.model(batch(2, 6, step=at))
+        with torch.no_grad():
+            watched.model(batch(2, 6, step=at))
+        assert len(layer._forwards) == 3
+        assert backward(watched, *forwards(watched))[1] == 2  # as these two are not noted
+    watched.model(batch(2, 6))
+    with torch.no_grad():
+        watched.model(batch(2, 6))
+    assert len(layer._forwards) == 1
+
+
+@every_way
+@on_ranks(2)
+def test_a_model_that_is_dropped_with_its_graphs_is_gone(way):
+    watched = Watched(way, FULL_SHARD)
+    losses = forwards(watched)
+    model = ref(watched.model)
+    del losses, watched
+    gc.collect()
+    assert model() is None
