@@ -86,10 +86,9 @@ class SeveralForwards(Layer):
     def _end_of_forward(self, unit: FeaturedUnit, grads: object) -> None:
         """The backward has gone through all views of a unit that one forward has had. (Not so if it
         is that of a reentrant checkpoint, inside of another one: it goes through a part.)"""
-        state = unit.state
-        if unit.reasons == {BACKWARD} and state.graph_task == torch._C._current_graph_task_id():
+        if unit.state.graph_task == torch._C._current_graph_task_id():
             unit.let_go(BACKWARD)
-            state.end_backward()  # its next one may begin, or be prefetched
+            unit.state.end_backward()  # that of an earlier forward may begin
             self._engine.parameters.prefetch(self._engine.prefetcher.post_backward(unit))
 
     def end_of_backward(self) -> None:

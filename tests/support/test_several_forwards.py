@@ -72,8 +72,9 @@ def test_of_several_uses_in_one_forward_the_first_counts(way):
     watched = Watched(way, FULL_SHARD, run=again_and_again)
     for at in range(4):
         _, one = backward(watched, *forwards(watched, 1, at))
-        _, three = backward(watched, *forwards(watched, 3, at))
+        moments, three = backward(watched, *forwards(watched, 3, at))
         assert (one, three) == (2, 6)
+        assert moments.count("backward of head: root") == 3  # nothing else is there between them
 
 
 class Recomputed(Part):
@@ -133,6 +134,18 @@ def test_a_backward_between_them_ends_what_was_before_it():
         assert moments[-2] == "backward of a: root a" and gathers == 3  # once in both forwards
         layer = watched.engine.layer(SeveralForwards)
         assert not layer._forwards and not layer._hooks
+
+
+@on_ranks(2)
+def test_for_a_forward_from_before_such_a_backward_units_stay():
+    """Ranks do not compare whether a backward comes to it, so none may have to gather for it."""
+    watched = Watched("chunks", FULL_SHARD)
+    for at in range(4):
+        old, other = forwards(watched, at=at)
+        backward(watched, other)
+        moments, gathers = backward(watched, old, *forwards(watched, at=at))
+        assert moments[3:5] == ["backward of head: root", "backward of b: root b"]
+        assert moments[-2] == "backward of a: root a" and gathers == 4
 
 
 @on_ranks(2)
