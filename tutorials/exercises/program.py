@@ -221,6 +221,15 @@ class Backwards(nn.Sequential):
         return x
 
 
+class RunAgain(nn.Sequential):
+    """Each of its modules runs again in the backward, by a checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self:
+            x = checkpoint(module, x, use_reentrant=False)
+        return x
+
+
 class Aside(Layer):
     """Its output gets a gradient, and its parameters get none."""
 
