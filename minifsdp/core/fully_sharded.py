@@ -11,8 +11,9 @@ the core does not promise, and the file of minifsdp that does:
   attribute; views of parameters that live on after the forward (on_demand.py), or that NumPy has
   seen (support/unsharded_storage.py); a gradient of a gradient, which minifsdp does not compute
   either, but refuses by name (support/grad_hooks.py)
-- a frozen unit with a leaf among several inputs that is freed before the end of the whole backward,
-  and a unit that is freed between two forwards of one backward (on_demand.py)
+- a frozen unit with a leaf among several inputs that is freed before the end of the whole backward
+  (on_demand.py), and a unit that is freed between two forwards of one backward
+  (support/several_forwards.py)
 - ranks that differ: units that only some of them use, exceptions on one of them
   (checks/rank_agreement.py), other models or values at the start (checks/same_model.py), a rank
   that is lost (comm/deadlock_watch.py)
