@@ -92,21 +92,23 @@ class SeveralForwards(Layer):
             self._engine.parameters.prefetch(self._engine.prefetcher.post_backward(unit))
 
     def end_of_backward(self) -> None:
-        """If there are gradients, the graphs are gone. An ``autograd.grad()`` for an input leaves
-        those of other forwards."""
-        if any(unit.state.training is TrainingState.POST_BACKWARD for unit in self._engine.units):
-            self._forwards = []
+        """The graphs are gone. Only an ``autograd.grad()`` for an input that keeps its graph, as a
+        gradient penalty does, leaves them to the backward of the loss."""
+        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        complete = (u.state.training is TrainingState.POST_BACKWARD for u in self._engine.units)
+        if any(complete) or not keeps_graph:
+            self._forwards, self._uses = [], {}
         self._remove_hooks()
 
     def failed(self) -> None:
         """An exception has ended a forward or a backward."""
-        self._forwards, self._reached = [], []
+        self._forwards, self._uses, self._reached = [], {}, []
         self._remove_hooks()
 
     broken = failed
 
     def _remove_hooks(self) -> None:
-        # A graph may be retained. Its next backward is another one.
+        # Another backward may go through a graph that is kept, and come to something else.
         while self._hooks:
             self._hooks.pop().remove()
 

@@ -114,14 +114,26 @@ def test_a_forward_that_is_dropped_before_another_one_changes_nothing_for_that(w
 
 
 @on_ranks(2)
-def test_a_gradient_of_an_input_leaves_the_graphs_of_other_forwards():
+def test_a_gradient_penalty_leaves_the_graphs_of_all_forwards():
     watched = Watched("chunks", FULL_SHARD)
     for at in range(4):
-        one, other = forwards(watched, at=at)
+        losses = forwards(watched, at=at)
         x = batch(2, 6, step=at).requires_grad_()
+        (slope,) = torch.autograd.grad(watched.model(x).sum(), x, create_graph=True)
+        moments, _ = backward(watched, *losses, slope.pow(2).sum())
+        assert moments[-4:] == [*THROUGH_ONE, "after:"]
+        assert moments.count("backward of head: root") >= 2
+    assert watched.at_rest()
+
+
+@on_ranks(2)
+def test_a_gradient_of_an_input_ends_what_was_before_it():
+    """A program may do nothing else, and would note forwards for ever."""
+    watched = Watched("chunks", FULL_SHARD)
+    x = batch(2, 6).requires_grad_()
+    for _ in range(4):
         torch.autograd.grad(watched.model(x).sum(), x)
-        # The root was freed, too, and is gathered for each.
-        assert backward(watched, one, other) == ([*2 * THROUGH_ONE, "after:"], 6)
+        assert not watched.engine.layer(SeveralForwards)._forwards
 
 
 @on_ranks(2)
