@@ -619,7 +619,7 @@ MUTANTS = [
     Mutant("comm/deadlock_watch", "a wait that a verdict has ended is still believed in", " if self._lasts(reports[rank])}", "}", noticed_by="promises/ranks_agree"),
     Mutant("comm/deadlock_watch", "nor is one that the same verdict ends", "one is None or one.number > self.verdicts", "one is None", noticed_by="promises/ranks_agree"),
     Mutant("comm/deadlock_watch", "a verdict is not looked for", "            _pass_on_verdict(message)\n", "            pass\n"),
-    Mutant("comm/deadlock_watch", "a verdict is not passed on", "                _end_wait(message, verdict)\n                return\n", "                message.verdict = verdict.text\n                return\n", noticed_by="promises/ranks_agree"),
+    Mutant("comm/deadlock_watch", "a verdict is not passed on", "                _end_wait(message, verdict)\n                return\n", "                message.verdict = verdict.text\n                return\n"),
     Mutant("comm/deadlock_watch", "a thread for each model", "if _thread is None or not _thread.is_alive():", "if True:"),
     Mutant("comm/deadlock_watch", "groups that are destroyed stay open", "if group.group_name == name and not exists(group):", "if False:"),
     Mutant("comm/wait_reports", "one of two threads is enough", "if not all(found & _missing", "if not any(found & _missing"),

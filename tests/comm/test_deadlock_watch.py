@@ -53,6 +53,31 @@ def test_all_ranks_say_the_same(kind, ranks):
         assert len(set(places)) >= 2  # one that had no time to say so may be missing
 
 
+def told():
+    """Rank 1 shares a group with each of the others. Rank 2 comes when they have parted already."""
+    rank, store = dist.get_rank(), deadlock_watch._store()
+    first, second = dist.new_group([0, 1]), dist.new_group([1, 2])
+    deadlock_watch.watch([[first], [first, second], [second]][rank])
+    group, chunk, full = second if rank == 2 else first, torch.ones(4), torch.empty(8)
+    if rank == 2:
+        store.wait(["parted"])
+    finds = deadlock_watch._LongWait.check if rank != 1 else lambda self: None
+    with (
+        patch.multiple(deadlock_watch, POLL=0.05, PATIENCE=2),
+        patch.object(deadlock_watch._LongWait, "check", finds),
+        pytest.raises(RuntimeError) as error,
+    ):
+        collectives.all_gather(full, chunk, group, 5 + rank, "'a'")()
+    store.set("told" if rank == 2 else "parted", "")
+    store.wait(["told"])  # each process lives till then, and waits in nothing that is watched
+    return str(error.value)
+
+
+def test_who_shares_a_group_with_one_that_was_told_is_told():
+    for said in alone_in_the_world(told, ranks=3):
+        assert "have parted ways" in said
+
+
 def late():
     """The answer to whether a barrier is still waited in comes from now, not from the past."""
     group = dist.new_group()
