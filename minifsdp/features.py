@@ -36,8 +36,8 @@ def layers_of(hooks: FeaturedHooks) -> Iterator[Layer]:
     engine = hooks.engine
     units = engine.units
     no_sync = NoSync(engine)
-    forwards = SeveralForwards(engine)
-    agreement = RankAgreement(hooks, no_sync, forwards)
+    several = SeveralForwards(engine)
+    agreement = RankAgreement(hooks, no_sync, several)
     # Between steps. A state dict that an exception has ended is put away before anybody is told
     # that parameters are out.
     yield OneThread(hooks)
@@ -59,7 +59,7 @@ def layers_of(hooks: FeaturedHooks) -> Iterator[Layer]:
     # A parameter that was replaced is this rank's own affair: it raises before others are asked.
     yield Unreplaced()
     yield agreement
-    yield forwards  # which the agreement has asked what a backward will come to
+    yield several  # it has looked ahead for the agreement
     yield SameLaunches(engine)
     if any(unit.mesh is not None for unit in units):
         yield UnusedParams(units)  # also of what ranks that differ have reduced at the end

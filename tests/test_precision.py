@@ -4,6 +4,8 @@ import copy
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import compress
+from operator import not_
 
 import pytest
 import torch
@@ -605,14 +607,31 @@ def test_one_backward_may_go_through_exact_forwards_and_low_ones(low, strategy):
             model.train(bool(is_low))(batch(step=at)).float().pow(2).sum()
             for at, is_low in enumerate(low)
         ]
-        for loss in [sum(losses)] if together else losses:
+        # One backward adds the gradients of low forwards in the low precision.
+        by_precision = [sum(compress(losses, which)) for which in (low, map(not_, low))]
+        for loss in [sum(losses)] if together else by_precision:
             loss.backward()
         check_at_rest(model)
         sums.append([unit.sharded_flat_param.grad for unit in model.engine.units])
-    # One backward adds the gradients of low forwards in the low precision.
-    rtol, atol = (1e-2, 1e-2) if sum(low) > 1 else (1e-5, 1e-6)
     for one, other in zip(*sums, strict=True):
-        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_so_it_may_through_one_from_before_another_backward():
+    sums = []
+    for together in (True, False):
+        model = mixed(precision=EXACT_EVAL)
+        before = model.eval()(batch()).pow(2).sum()
+        model(batch(step=1)).pow(2).sum().backward()
+        low = model.train()(batch(step=2)).float().pow(2).sum()
+        exact = model.eval()(batch(step=3)).pow(2).sum()
+        for loss in [before + low + exact] if together else [low, before + exact]:
+            loss.backward()
+        check_at_rest(model)
+        sums.append([unit.sharded_flat_param.grad for unit in model.engine.units])
+    for one, other in zip(*sums, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(2)

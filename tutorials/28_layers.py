@@ -45,7 +45,7 @@ from minifsdp.support.grad_hooks import GradientHooks
 from minifsdp.support.shard_changes import ShardChanges
 
 PICTURE = Path(__file__).with_suffix(".svg")
-COLOURS = ("blue", "purple", "green", "orange", "red", "lightblue", "lightpurple", "teal")
+COLOURS = ("blue", "purple", "green", "orange", "red", "lightblue", "lightpurple", "teal", "amber")
 MOMENTS = "before_forward gathered inputs around_forward after_forward before_backward gradient"
 torch.set_num_threads(1)
 
@@ -93,7 +93,7 @@ def draw() -> None:
 
 # %% [markdown]
 # ![Seven strips, one for each moment of a unit, with the layers that are called at it: four before
-# a forward, three when the unit is gathered, five before its backward, and one or two at the
+# a forward, four when the unit is gathered, five before its backward, and one or two at the
 # others.](28_layers.svg)
 #
 # ## Without all of them

@@ -93,9 +93,9 @@ class RankAgreement(Layer):
             comes earlier waits for DIVERGED: some ranks may never have it.
     """
 
-    def __init__(self, hooks: FeaturedHooks, no_sync: NoSync, forwards: SeveralForwards) -> None:
+    def __init__(self, hooks: FeaturedHooks, no_sync: NoSync, several: SeveralForwards) -> None:
         self._hooks, self._no_sync, self._engine = hooks, no_sync, hooks.engine
-        self._forwards = forwards
+        self._several = several
         self.units = units = hooks.engine.units
         limiter, prefetcher = hooks.engine.limiter, hooks.engine.prefetcher
         room, more = (getattr(limiter, name, 0) for name in ("limit", "freeing"))
@@ -293,9 +293,10 @@ class RankAgreement(Layer):
             or GradSource.BACKWARD in mine.values()
             or not any(unit.unsharded.is_saved for unit in mine)
         )
-        forwards = self._forwards.checksum()
+        self._several.look_ahead()
         for group in self._groups if self.compares_backwards else []:
-            numbers = [which, self._mode(), self.diverged, reaches, forwards]
+            checksum = self._several.checksum({*group.units})
+            numbers = [which, self._mode(), self.diverged, reaches, checksum]
             numbers += [mine[unit] for unit in group.units]
             found = self._gather(group, Kind.AGREEMENT, "the start of a backward", numbers)
             _, _, diverged, reached, checksums, *by_unit = zip(*found.values(), strict=True)

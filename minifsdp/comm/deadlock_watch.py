@@ -17,8 +17,8 @@ a few seconds, the thread
    return. Each rank that waited then raises an error that says where all ranks are waiting.
 
 This *verdict* ends the groups for good. Whoever waits in one of them later gets it, too, and closes
-the other groups of its model. To a wait that begins after it, a report of a wait that it has ended
-proves nothing: that rank may have gone on, with a new group.
+the other groups of its model. The reports of those who waited are still in the store, and they may
+have gone on with a new group. So a wait that becomes long after a verdict does not believe them.
 
 A rank that never waits, for example because it computes forever, is not noticed; nor is a thread
 that waits in vain while another thread of its process trains another model.
@@ -44,8 +44,8 @@ POLL = 0.5  # seconds
 PATIENCE = 4  # as many polls have to find the rank in the same wait before this reports it
 STORE_ANSWERS = 10.0  # seconds within which a store that can be reached answers
 # Keys in the store begin with this. <rank>: its report; asked/<rank>: how many new reports other
-# ranks have asked it for; why/<group>: the verdict with which the group was closed, after its
-# number; verdicts: how many there have been.
+# ranks have asked it for; why/<group>: number and text of the verdict that has closed the group;
+# verdicts: how many there have been.
 _KEY = "minifsdp/watch"
 waiting: dict[int, Message] = {}
 """What each thread waits for now, by its identifier, if it waits for a message of minifsdp's."""
@@ -127,7 +127,8 @@ def _end_wait(message: Message, verdict: _Verdict) -> None:
     message.verdict = verdict.text
     # First for all groups: closing one group wakes ranks, which read the verdict at once.
     for group in _groups_of(message):
-        _store().set(f"{_KEY}/why/{group.group_name}", f"{verdict.number} {verdict.text}")
+        if _verdict_on(group.group_name) is None:
+            _store().set(f"{_KEY}/why/{group.group_name}", f"{verdict.number} {verdict.text}")
     for group in _groups_of(message):
         _close(group)
 
@@ -165,7 +166,7 @@ class _LongWait:
 
     def __init__(self, waits: Waits) -> None:
         self.waits, self.rank, self.store = waits, dist.get_rank(), _store()
-        self.verdicts = self.store.add(f"{_KEY}/verdicts", 0)  # that were there before
+        self.verdicts = self.store.add(f"{_KEY}/verdicts", 0)  # how many there were before it
         self.questions: dict[int, int] = {}  # rank -> the number of this rank's question to it
         self.found: set[int] = set()  # the deadlocked ranks, when this looked last
         self.report: WaitReport | None = None  # None: the wait is over
@@ -192,6 +193,8 @@ class _LongWait:
             return
         for message in messages:
             _pass_on_verdict(message)
+        if any(message.verdict for message in messages):
+            return
         # Also the reports of ranks that only others wait for: a deadlock may go through them.
         reports, unread = {self.rank: self.report}, self.report.ranks
         while unread:
@@ -227,8 +230,7 @@ class _LongWait:
         return report
 
     def _lasts(self, report: WaitReport) -> bool:
-        """Whether no verdict had ended what the report is about when this rank's wait became
-        long."""
+        """Whether no verdict had ended the waits in a report when this rank's became long."""
         verdicts = (_verdict_on(awaited.group) for awaited in report.awaited)
         return all(one is None or one.number > self.verdicts for one in verdicts)
 

@@ -120,7 +120,8 @@ class UnitState:
         self.training = TrainingState.POST_BACKWARD
 
     def end_backward(self) -> None:
-        """The backward of all units is complete."""
+        """The backward of all units is complete; or with several forwards before it, this unit's
+        through one of them (support/several_forwards.py)."""
         if self.training is not TrainingState.IDLE:
             self.training = TrainingState.FORWARD
 

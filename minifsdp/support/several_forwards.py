@@ -19,8 +19,8 @@ the forwards on some ranks. So when a backward begins, the ranks compare what it
 if that differs all units stay to the end (checks/rank_agreement.py).
 """
 
+from collections.abc import Collection
 from functools import partial
-from itertools import compress
 from typing import Any
 from zlib import crc32
 
@@ -33,7 +33,10 @@ from minifsdp.core.unit_state import BACKWARD, Purpose, TrainingState
 from minifsdp.dispatch_modes import without_modes
 from minifsdp.featured_unit import FeaturedUnit
 
-MOST = 10_000  # uses that are noted: an evaluation outside of no_grad has no backward
+MOST = 10_000  # uses of units that are noted: a program may never call backward
+
+Uses = list[tuple[FeaturedUnit, Node]]
+"""In the order of a forward: the unit of each call, and what has made a view of it."""
 
 
 class SeveralForwards(Layer):
@@ -41,68 +44,77 @@ class SeveralForwards(Layer):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        # Of each forward since the last backward, the units and what has made a view of them.
-        self._forwards: list[dict[FeaturedUnit, Node]] = []
-        self._uses: dict[FeaturedUnit, Node] = {}  # those of the last forward
-        self._reached: list[tuple[FeaturedUnit, Node]] = []  # by the backward that has begun
+        self._noted: list[Uses] = []  # of each forward since the last backward
+        self._uses: Uses = []  # of the last forward
+        # Of the same forwards the uses that the backward which has begun may come to, with the
+        # operations that join the gradients, and whether it will.
+        self._ahead: list[list[tuple[FeaturedUnit, Node, bool]]] = []
         self._hooks: list[Any] = []
 
     def start(self, purpose: Purpose) -> None:
         """A forward begins."""
         if purpose is not Purpose.LOOK and torch.is_grad_enabled():
-            self._uses = {}
-            if len(self._forwards) * len(self._engine.units) < MOST:
-                self._forwards.append(self._uses)
+            self._uses = []
+            if sum(map(len, self._noted)) < MOST:
+                self._noted.append(self._uses)
 
     def gathered(self, call: Call) -> None:
-        """Note the first use of a unit in a forward, to which a backward comes last."""
+        """Note that the unit is used."""
         if torch.is_grad_enabled() and call.unit.unsharded.needs_unshard:
             for view in call.unit.views:
                 if view.grad_fn is not None:  # else it is of a frozen parameter
-                    self._uses.setdefault(call.unit, view.grad_fn)
+                    self._uses.append((call.unit, view.grad_fn))
                     break
 
-    def checksum(self) -> int:
-        """Of the uses that the backward will come to, which has just begun; 0 if there was one
-        forward. Ranks compare it before :meth:`start_backward`."""
-        if len(self._forwards) < 2:
-            return 0
-        uses = [(unit, _joins(made)) for uses in self._forwards for unit, made in uses.items()]
-        reached = [torch._C._will_engine_execute_node(node) for _, node in uses]
-        self._reached = [*compress(uses, reached)]
-        return crc32(bytes(reached))
+    def look_ahead(self) -> None:
+        """A backward has begun: find out which uses it will come to, if there were several
+        forwards."""
+        self._ahead = []
+        for uses in self._noted if len(self._noted) > 1 else ():
+            joins = [(unit, _joins(made)) for unit, made in uses]
+            comes = torch._C._will_engine_execute_node
+            self._ahead.append([(unit, node, comes(node)) for unit, node in joins])
+
+    def checksum(self, units: Collection[FeaturedUnit]) -> int:
+        """Of what :meth:`look_ahead` has found of these units, for ranks to compare."""
+        ahead = (use for uses in self._ahead for use in uses)
+        return crc32(bytes(comes for unit, _, comes in ahead if unit in units))
 
     def start_backward(self, call: Call | None) -> None:
-        """Free each unit after each forward but the first one that this backward comes to: there
-        its gradient is complete."""
-        reached, self._reached = self._reached, []
+        """Free each unit after each forward but the earliest, where its gradient is complete."""
         earlier = set[FeaturedUnit]()
-        for unit, joins in reached:
-            if unit in earlier:
-                self._hooks.append(joins.register_prehook(partial(self._end_of_forward, unit)))
-            earlier.add(unit)
+        for uses in self._ahead:
+            # A backward comes to the first use in a forward last.
+            last = {unit: joins for unit, joins, comes in reversed(uses) if comes}
+            for unit in last.keys() & earlier:
+                hook = partial(self._end_of_forward, unit)
+                self._hooks.append(last[unit].register_prehook(hook))
+            earlier |= last.keys()
+        self._ahead = []
 
     @without_modes
     def _end_of_forward(self, unit: FeaturedUnit, grads: object) -> None:
-        """The backward has gone through all views of a unit that one forward has had. (Not so if it
-        is that of a reentrant checkpoint, inside of another one: it goes through a part.)"""
+        """The backward has gone through all views of a unit that one forward has had. (A reentrant
+        checkpoint has a backward inside of this one. That goes through a part, and frees nothing.)
+        """
         if unit.state.graph_task == torch._C._current_graph_task_id():
             unit.let_go(BACKWARD)
             unit.state.end_backward()  # that of an earlier forward may begin
             self._engine.parameters.prefetch(self._engine.prefetcher.post_backward(unit))
 
     def end_of_backward(self) -> None:
-        """The graphs are gone. Only an ``autograd.grad()`` for an input that keeps its graph, as a
-        gradient penalty does, leaves them to the backward of the loss."""
-        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        complete = (u.state.training is TrainingState.POST_BACKWARD for u in self._engine.units)
-        if any(complete) or not keeps_graph:
-            self._forwards, self._uses = [], {}
+        """Forget the forwards: their graphs are gone, or ranks have not compared what is left. Only
+        a gradient penalty (``autograd.grad()`` for an input, which keeps its graph) leaves them to
+        the backward of the loss."""
+        trained = (u for u in self._engine.units if u.sharded_flat_param.requires_grad)
+        complete = any(u.state.training is TrainingState.POST_BACKWARD for u in trained)
+        if complete or not torch._C._autograd._get_current_graph_task_keep_graph():
+            self._noted, self._uses = [], []
         self._remove_hooks()
 
     def failed(self) -> None:
         """An exception has ended a forward or a backward."""
-        self._forwards, self._uses, self._reached = [], {}, []
+        self._noted, self._uses, self._ahead = [], [], []
         self._remove_hooks()
 
     broken = failed

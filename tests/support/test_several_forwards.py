@@ -133,7 +133,7 @@ def test_a_gradient_of_an_input_ends_what_was_before_it():
     x = batch(2, 6).requires_grad_()
     for _ in range(4):
         torch.autograd.grad(watched.model(x).sum(), x)
-        assert not watched.engine.layer(SeveralForwards)._forwards
+        assert not watched.engine.layer(SeveralForwards)._noted
 
 
 @on_ranks(2)
@@ -145,7 +145,7 @@ def test_a_backward_between_them_ends_what_was_before_it():
         moments, gathers = backward(watched, one, third)
         assert moments[-2] == "backward of a: root a" and gathers == 3  # once in both forwards
         layer = watched.engine.layer(SeveralForwards)
-        assert not layer._forwards and not layer._hooks
+        assert not layer._noted and not layer._hooks
 
 
 @on_ranks(2)
@@ -183,7 +183,7 @@ def test_after_a_failure_forwards_are_counted_from_the_beginning():
             backward(watched, one, other)
         assert not watched.engine.layer(SeveralForwards)._hooks
         loss = watched.model(batch(2, 6, step=at)).sum()
-        assert len(watched.engine.layer(SeveralForwards)._forwards) == 1
+        assert len(watched.engine.layer(SeveralForwards)._noted) == 1
         backward(watched, loss)
 
 
@@ -191,17 +191,44 @@ def test_after_a_failure_forwards_are_counted_from_the_beginning():
 def test_evaluations_without_a_backward_are_not_noted_for_ever():
     watched = Watched("chunks", FULL_SHARD)
     layer = watched.engine.layer(SeveralForwards)
-    with patch.object(several_forwards, "MOST", 3 * len(watched.engine.units)):
+    with patch.object(several_forwards, "MOST", 3 * len(watched.engine.units)):  # all used once
         for at in range(5):
             watched.model(batch(2, 6, step=at))
         with torch.no_grad():
             watched.model(batch(2, 6, step=at))
-        assert len(layer._forwards) == 3
+        assert len(layer._noted) == 3
         assert backward(watched, *forwards(watched))[1] == 2  # as these two are not noted
     watched.model(batch(2, 6))
     with torch.no_grad():
         watched.model(batch(2, 6))
-    assert len(layer._forwards) == 1
+    assert len(layer._noted) == 1
+
+
+@on_ranks(2)
+def test_a_penalty_of_a_frozen_part_leaves_them_as_well():
+    watched = Watched("chunks", FULL_SHARD, frozen=["b"])
+    for at in range(4):
+        losses = forwards(watched, at=at)
+        x = batch(2, 6, step=at).requires_grad_()
+        (slope,) = torch.autograd.grad(watched.model(x).sum(), x, create_graph=True)
+        assert len(watched.engine.layer(SeveralForwards)._noted) == 3
+        backward(watched, *losses, slope.pow(2).sum())
+
+
+@on_ranks(2)
+def test_any_use_counts():
+    """Rank 0 comes to the second use of a unit in the last forward, and rank 1 to none in it."""
+
+    def run(net, x):
+        return net.head(net.b(net.a(x))).sum(), net.a(x + 1).sum()
+
+    watched = Watched("chunks", FULL_SHARD, run=run)
+    for at in range(4):
+        one, other, third = (watched.model(batch(2, 6, step=at + n)) for n in range(3))
+        left_out = (other[1],) if torch.distributed.get_rank() == 0 else ()
+        moments, _ = backward(watched, one[0], third[0], *left_out)
+        assert moments[1] == "backward of b: root a b"  # ranks differ, so all is gathered
+    assert watched.at_rest()
 
 
 @every_way

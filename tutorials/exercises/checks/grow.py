@@ -139,7 +139,9 @@ def a_unit_whose_parameters_get_no_gradient_is_freed() -> Iterator[Any]:
     from tutorials.exercises.program import on_gpu, with_aside
 
     gpu = on_gpu(END, with_aside)
-    yield at_most("bytes of memory in use when a step is over", gpu.allocator.allocated.now)
+    # A unit that stays would be six times as much; some programs keep their gradients a little.
+    in_use = gpu.allocator.allocated.now
+    yield at_most("bytes of memory in use when a step is over", in_use, slack=1)
 
 
 def _two_backwards(model: Any, step: int) -> Any:
