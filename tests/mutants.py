@@ -889,6 +889,7 @@ MUTANTS = [
     Mutant("precision", "what is gathered in another dtype is not waited for", "            wait_for_unshard(unit)\n            show_views(unit)\n", "            show_views(unit)\n"),
     Mutant("support/several_forwards", "the first use in a forward alone is compared", "                    self._uses.append((call.unit, view.grad_fn))\n", "                    if call.unit not in dict(self._uses):\n                        self._uses.append((call.unit, view.grad_fn))\n"),
     Mutant("support/several_forwards", "frozen units end what a penalty leaves", " if u.sharded_flat_param.requires_grad)", ")"),
+    Mutant("support/several_forwards", "experts of other ranks are compared", "in ahead if unit in units", "in ahead"),
     Mutant("support/several_forwards", "nothing is freed", "            unit.let_go(BACKWARD)\n", ""),
     Mutant("support/several_forwards", "nothing is gathered ahead", "            self._engine.parameters.prefetch(self._engine.prefetcher.post_backward(unit))\n", "", noticed_by="prefetch"),
     Mutant("support/several_forwards", "what is freed cannot be gathered ahead", "            unit.state.end_backward()  #", "            pass  #"),

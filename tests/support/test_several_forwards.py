@@ -7,9 +7,12 @@ from weakref import ref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.checks.rank_agreement import RankAgreement
 from minifsdp.support import several_forwards
 from minifsdp.support.several_forwards import SeveralForwards
 from tests.promises import batch, test_when_freed
@@ -21,7 +24,7 @@ from tests.promises.test_when_freed import (
     Watched,
     every_way,
 )
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 
 THROUGH_ONE = ["backward of head: root", "backward of b: root b", "backward of a: root a"]
 
@@ -225,10 +228,35 @@ def test_any_use_counts():
     watched = Watched("chunks", FULL_SHARD, run=run)
     for at in range(4):
         one, other, third = (watched.model(batch(2, 6, step=at + n)) for n in range(3))
-        left_out = (other[1],) if torch.distributed.get_rank() == 0 else ()
+        left_out = (other[1],) if dist.get_rank() == 0 else ()
         moments, _ = backward(watched, one[0], third[0], *left_out)
         assert moments[1] == "backward of b: root a b"  # ranks differ, so all is gathered
     assert watched.at_rest()
+
+
+class Experts(nn.Module):
+    """Two ranks share an expert."""
+
+    def __init__(self):
+        super().__init__()
+        pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        self.a = FSDP(Part().to(device()))
+        self.expert = FSDP(Part().to(device()), process_group=pairs[dist.get_rank() // 2])
+
+    def forward(self, x, with_expert):
+        x = self.a(x)
+        y = self.expert(x)
+        return (y if with_expert else x).sum()
+
+
+@on_ranks(4)
+def test_other_ranks_may_use_another_expert_in_another_forward():
+    model, agreement = FSDP(Experts()), []
+    for at in range(4):
+        x, first = batch(2, 6, step=at), dist.get_rank() < 2
+        (model(x, first) + model(x + 1, not first)).backward()
+        agreement.append(model.engine.layer(RankAgreement)._ever_diverged)
+    assert agreement == [False] * 4
 
 
 @every_way
