@@ -16,7 +16,7 @@ of the views runs last, and autograd can be asked whether a backward will come t
 
 A unit that was freed is gathered again, and ranks gather together. But a loss may leave out some of
 the forwards on some ranks. So when a backward begins, the ranks compare what it will come to, and
-if that differs all units stay to the end (checks/rank_agreement.py).
+if that differs all units stay to the end (checks/rank_agreement.py, which also says what GPUs do).
 """
 
 from collections.abc import Collection
@@ -46,8 +46,8 @@ class SeveralForwards(Layer):
         self._engine = engine
         self._noted: list[Uses] = []  # of each forward since the last backward
         self._uses: Uses = []  # of the last forward
-        # Of the same forwards the uses that the backward which has begun may come to, with the
-        # operations that join the gradients, and whether it will.
+        # The same forwards, as the backward sees them that has begun: the units, the operations
+        # that join their gradients, and whether it will come to these.
         self._ahead: list[list[tuple[FeaturedUnit, Node, bool]]] = []
         self._hooks: list[Any] = []
 
@@ -127,7 +127,8 @@ class SeveralForwards(Layer):
 
 def _joins(node: Any) -> Node:
     """The operation whose backward joins the gradients of all views that a forward has had of a
-    unit: the last one before the unsharded flat parameter.
+    unit: the last one before the unsharded flat parameter. (``before_joining`` in piece_views.py
+    hooks the same one. Here a view may be a DTensor already, with more operations in between.)
 
     Args:
         node: what has made one of the views.
